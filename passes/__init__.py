@@ -1,0 +1,5 @@
+"""The compiler's passes, one public function per file, named after it. Internal: public names come from `tpcompiler`.
+
+In the order in which they run: canonicalize, apply_plan, mark_placements | insert_reshards, fold_reshards,
+lower_reshards, localize_shapes | shard_state, build_rank_program.
+"""

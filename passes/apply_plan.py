@@ -1,0 +1,270 @@
+"""Turn the plan's words about layers into placements on leaves and values of this graph."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence, Set
+
+import torch
+from torch import fx
+from torch.export.graph_signature import OutputKind
+
+from tpcompiler.errors import PlanError, ShardingError, UnsupportedError
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.placements import PlacementSpec
+from tpcompiler.ir.program import PIN, CanonicalProgram, Note, PlannedProgram, Seed, pin, tied
+from tpcompiler.ir.sharding import DimSharding, Sharding
+from tpcompiler.plan import Plan, PlanEntry
+from tpcompiler.rules.registry import rule_of
+
+Boundary = Mapping[str, PlacementSpec] | Sequence[PlacementSpec | None] | None
+
+
+def apply_plan(
+    program: CanonicalProgram, plan: Plan, mesh: Mesh, inputs: Boundary = None, outputs: Boundary = None
+) -> PlannedProgram:
+    """Resolve plan entries to seeds on leaves, and to `pin` nodes on values; pin the boundary.
+
+    Before    x, w1 = up.weight                       plan: up: colwise_gather_output
+              h = linear(x, w1)
+              return h
+    After     x, w1 = up.weight                       seeds: w1: S(0)
+              h = linear(x, w1)
+              pin_1: R = pin(h)                       asked by the plan
+              pin_2: R = pin(pin_1)                   asked by the boundary
+              return pin_2
+
+    A style names features, so which weight dim it cuts is read off the rule of the op that uses the weight.
+
+    Raises:
+        PlanError: an entry matches nothing, or its style does not fit the layer.
+        ShardingError: a placement that the tensor cannot have.
+    """
+    graph = edit.copy_graph(program.graph)
+    planned = CanonicalProgram(program.source, graph)
+    leaves = {fqn: node for node, fqn in planned.leaves()}
+    static = _computed_from_leaves(graph, set(leaves.values()))
+    assigned = plan.assign(_names(planned, leaves))
+    seeds: dict[str, Seed] = {}
+    for name in sorted(assigned, key=lambda n: n.count(".")):  # inner names override outer ones
+        seeds.update(_seeds(name, assigned[name], leaves, static, mesh))
+        _pin_module(graph, name, assigned[name], static, mesh)
+    _tie(seeds, planned)
+    shardings = _input_shardings(planned, mesh, inputs)
+    _pin_outputs(planned, mesh, outputs)
+    return PlannedProgram(program.source, graph, mesh, seeds, shardings, _untouched(leaves, assigned))
+
+
+def _names(program: CanonicalProgram, leaves: Mapping[str, fx.Node]) -> list[str]:
+    names = dict.fromkeys(leaves)
+    for fqn in leaves:
+        while "." in fqn:
+            fqn = fqn.rpartition(".")[0]
+            names.setdefault(fqn)
+    for node in edit.calls(program.graph):
+        names.update(dict.fromkeys(edit.module_paths(node)))
+    return list(names)
+
+
+def _seeds(
+    name: str, entry: PlanEntry, leaves: Mapping[str, fx.Node], static: Set[fx.Node], mesh: Mesh
+) -> dict[str, Seed]:
+    style = entry.style
+    if name in leaves:
+        inside = {name: leaves[name]}
+    else:
+        inside = {fqn: node for fqn, node in leaves.items() if fqn.rpartition(".")[0] == name}
+    found: dict[str, Seed] = {}
+    for fqn, node in inside.items():
+        ndim = node.meta["val"].ndim
+        if style.placement is not None:
+            found[node.name] = Seed(Sharding.of(style.placement, mesh, ndim, f"'{fqn}'", entry.where), entry.where)
+        elif style.whole:
+            found[node.name] = Seed(Sharding.replicated(ndim), entry.where)
+        elif style.cut is not None:
+            features = _features(node, style.cut, static)
+            if len(features) > 1:
+                raise PlanError(
+                    f"style '{style.name}' is ambiguous for '{fqn}': its uses cut dims {sorted(features)}",
+                    help=f'give an explicit placement, e.g. "{fqn}": "S({min(features)})"',
+                    asked_by=entry.where,
+                )
+            for dim in features:
+                dims = list(Sharding.replicated(ndim).dims)
+                dims[dim] = DimSharding((mesh.names[-1],))
+                found[node.name] = Seed(Sharding(tuple(dims)), entry.where)
+    if style.cut is not None and not found:
+        side = "output" if style.cut == "out" else "input"
+        raise PlanError(
+            f"style '{style.name}' does not fit '{name}': no weight of it has {side} features of its own",
+            help="use it on a linear, convolution or embedding layer, or give a parameter an explicit placement",
+            asked_by=entry.where,
+        )
+    return found
+
+
+def _features(leaf: fx.Node, side: str, static: Set[fx.Node]) -> set[int]:
+    """The dims of a leaf that are its layer's output (or input) features, from the rules of the ops that use it.
+
+    Output features stand in the weight and the result but in no activation; input features are summed over.
+    """
+    found: set[int] = set()
+    ndim = leaf.meta["val"].ndim
+    stack: list[tuple[fx.Node, list[int | None]]] = [(leaf, list(range(ndim)))]
+    while stack:
+        node, origin = stack.pop()
+        for user in node.users:
+            rule = rule_of(user) if user.op == "call_function" and edit.is_tensor(user) else None
+            if rule is None:
+                continue
+            where = edit.operands(user)
+            terms = rule.pattern.inputs
+            if rule.relayout:
+                source = {dim[0]: origin[d] for d, dim in enumerate(terms[0]) if len(dim) == 1}
+                stack.append((user, [source.get(dim[0]) if len(dim) == 1 else None for dim in rule.pattern.outputs[0]]))
+                continue
+            active = {f for o, term in zip(where, terms, strict=True) if o not in static for dim in term for f in dim}
+            made = {f for term in rule.pattern.outputs for dim in term for f in dim}
+            for operand, term in zip(where, terms, strict=True):
+                for d, dim in enumerate(term if operand is node else ()):
+                    wanted = dim and (dim[0] in rule.reduced if side == "in" else dim[0] in made - active)
+                    if wanted and len(dim) == 1 and origin[d] is not None:
+                        found.add(origin[d])  # type: ignore[arg-type]
+    return found
+
+
+def _computed_from_leaves(graph: fx.Graph, leaves: set[fx.Node]) -> Set[fx.Node]:
+    """Leaves and what is computed from them alone: never an activation."""
+    static = set(leaves)
+    for node in edit.calls(graph):
+        if node.all_input_nodes and static.issuperset(node.all_input_nodes):
+            static.add(node)
+    return static
+
+
+def _pin(value: fx.Node, sharding: Sharding, asked_by: str, before: fx.Node) -> fx.Node:
+    made = edit.insert_before(before, pin, (value,), "pin")
+    edit.inherit_meta(made, value)
+    made.meta["val"] = value.meta["val"]
+    made.meta[PIN] = Seed(sharding, asked_by)
+    return made
+
+
+def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Node], mesh: Mesh) -> None:
+    style = entry.style
+    if not (style.inputs or style.outputs):
+        return
+    inside = [node for node in edit.calls(graph) if name in edit.module_paths(node)]
+    members = set(inside)
+    results = [n for n in inside if edit.is_tensor(n) and any(u not in members for u in n.users)]
+    entering = dict.fromkeys(
+        o for node in inside for o in edit.operands(node) if o not in members and o not in static
+    )
+    for what, specs, values in (("output", style.outputs, results), ("input", style.inputs, list(entering))):
+        if len(specs) == 1:
+            specs = specs * len(values)  # a layer called several times
+        elif len(specs) > len(values):
+            raise PlanError(
+                f"style '{style.name}' gives {len(specs)} {what} placements, '{name}' has {len(values)} tensor {what}s",
+                help="give one placement per tensor",
+                asked_by=entry.where,
+            )
+        for value, spec in zip(values, specs, strict=False):
+            if spec is None:
+                continue
+            sharding = _sharding(spec, mesh, value.meta["val"], f"the {what} of '{name}'", entry.where)
+            users = [u for u in value.users if (u in members) == (what == "input")]
+            made = _pin(value, sharding, entry.where, min(users))
+            for user in users:
+                user.replace_input_with(value, made)
+
+
+def _tie(seeds: dict[str, Seed], program: CanonicalProgram) -> None:
+    """Tied leaves stay tied: a seed on one is a seed on all."""
+    names = {node.name: fqn for node, fqn in program.leaves()}
+    first_of = tied(program)
+    chosen: dict[str, tuple[str, Seed]] = {}
+    for name, seed in seeds.items():
+        other, previous = chosen.setdefault(first_of[name], (name, seed))
+        if previous.sharding != seed.sharding:
+            raise PlanError(
+                f"'{names[other]}' and '{names[name]}' are one tied tensor, but the plan places them differently",
+                help="give both the same placement, or plan only one of them",
+                asked_by=f"{previous.asked_by} and {seed.asked_by}",
+            )
+    for name, first in first_of.items():
+        if first in chosen:
+            seeds.setdefault(name, chosen[first][1])
+
+
+def _boundary(given: Boundary, names: Sequence[str], what: str) -> dict[str, PlacementSpec]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        if len(given) > len(names):
+            raise ShardingError(
+                f"{len(given)} {what} placements for {len(names)} tensor {what}s", help="give one per tensor or a dict"
+            )
+        return {name: spec for name, spec in zip(names, given, strict=False) if spec is not None}
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 3, 0.0)
+            raise ShardingError(f"the program has no tensor {what} {name!r}", help=f"it has {', '.join(near)}")
+    return dict(given)
+
+
+def _sharding(spec: PlacementSpec, mesh: Mesh, value: torch.Tensor, what: str, asked_by: str) -> Sharding:
+    """Placements for a value of the graph, whose cut dims must be static."""
+    sharding = Sharding.of(spec, mesh, value.ndim, what, asked_by)
+    for dim, cut in enumerate(sharding.dims):
+        if cut.axes and not isinstance(value.shape[dim], int):
+            raise UnsupportedError(
+                f"cannot shard {what} on dim {dim}: its size {value.shape[dim]} is dynamic, which is not supported yet",
+                help="export with that dim static, or leave it whole",
+                asked_by=asked_by,
+            )
+    return sharding
+
+
+def _input_shardings(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> dict[str, Sharding]:
+    nodes = {node.name: node for node in program.user_inputs()}
+    specs = _boundary(given, list(nodes), "input")
+    return {
+        name: _sharding(specs[name], mesh, node.meta["val"], f"input '{name}'", "inputs=")
+        if name in specs
+        else Sharding.replicated(node.meta["val"].ndim)
+        for name, node in nodes.items()
+    }
+
+
+def _pin_outputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> None:
+    output = program.output
+    values = list(output.args[0])  # type: ignore[arg-type]
+    specs = program.source.graph_signature.output_specs
+    user = [i for i, s in enumerate(specs) if s.kind is OutputKind.USER_OUTPUT and edit.is_tensor(values[i])]
+    first = len(values) - len(program.output_names())  # values written back come first
+    names = [program.output_names()[i - first] for i in user]
+    wanted = _boundary(given, names, "output")
+    for position, name in zip(user, names, strict=True):
+        value = values[position]
+        asked_by = "outputs=" if name in wanted else "outputs are R unless outputs= says otherwise"
+        sharding = Sharding.replicated(value.meta["val"].ndim)
+        if name in wanted:
+            sharding = _sharding(wanted[name], mesh, value.meta["val"], f"output '{name}'", asked_by)
+        values[position] = _pin(value, sharding, asked_by, output)
+    output.args = (tuple(values),)
+
+
+def _untouched(leaves: Mapping[str, fx.Node], assigned: Mapping[str, PlanEntry]) -> tuple[Note, ...]:
+    """Layers with weights of two or more dims that no entry touches, repeated ones folded to `*`."""
+    folded: dict[str, int] = {}
+    for fqn, node in leaves.items():
+        owner = fqn.rpartition(".")[0]
+        parts = owner.split(".")
+        around = {".".join(parts[: i + 1]) for i in range(len(parts))} | {fqn}
+        if node.meta["val"].ndim >= 2 and not around & assigned.keys():
+            key = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", owner)
+            folded[key] = folded.get(key, 0) + 1
+    return tuple(Note("untouched", f"{key} x {n}" if n > 1 else key) for key, n in folded.items())

@@ -1,0 +1,72 @@
+"""Graph, signature and state of one rank become an ordinary exported program."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputKind, TensorArgument
+
+from tpcompiler.ir import edit
+from tpcompiler.ir.claims import CLAIM, claim_of
+from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, PIN, RESHARD, ShardedProgram
+
+
+def build_rank_program(program: ShardedProgram) -> ExportedProgram:
+    """Put the rank's graph and state behind the original calling convention.
+
+    Before    graph with marks                       state: this rank's share
+    After     ExportedProgram with the same inputs, outputs, FQNs, ranges and pytrees; each call node carries its claim
+              (origin, sharding, reason, reshard) as plain data in meta["custom"], which torch.export.save keeps.
+    """
+    source = program.source
+    graph = edit.copy_graph(program.graph)
+    signature = copy.deepcopy(source.graph_signature)
+    values = list(program_output(graph).args[0])  # type: ignore[arg-type]
+    for position, (spec, value) in enumerate(zip(signature.output_specs, values, strict=True)):
+        if isinstance(spec.arg, TensorArgument) and isinstance(value, fx.Node):
+            signature.output_specs[position] = dataclasses.replace(spec, arg=TensorArgument(name=value.name))
+    for node in graph.nodes:
+        claim = claim_of(node, program.mesh)
+        for name in (MARK, ORIGIN, RESHARD, PIN, GLOBAL):
+            node.meta.pop(name, None)
+        if claim is not None and node.op == "call_function":
+            node.meta["custom"] = {CLAIM: claim}
+    constants = {**source.constants, **_of_kind(signature, program, constant=True)}
+    return ExportedProgram(
+        root=torch.nn.Module(),
+        graph=graph,
+        graph_signature=signature,
+        state_dict={**source.state_dict, **_of_kind(signature, program, constant=False)},
+        range_constraints=dict(source.range_constraints),
+        module_call_graph=copy.deepcopy(source.module_call_graph),
+        example_inputs=_local_examples(program),
+        constants=constants,
+        verifiers=source.verifiers,
+    )
+
+
+def program_output(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def _of_kind(signature: ExportGraphSignature, program: ShardedProgram, constant: bool) -> dict[str, torch.Tensor]:
+    out = {}
+    for spec in signature.input_specs:
+        if spec.target is not None and spec.target in program.local_state:
+            lifted = spec.kind is InputKind.CONSTANT_TENSOR or spec.persistent is False
+            if lifted == constant:
+                out[spec.target] = program.local_state[spec.target]
+    return out
+
+
+def _local_examples(program: ShardedProgram) -> Any:
+    """The example inputs of the export, where every input is whole; sharded inputs have no example."""
+    nodes = {node.name: node for node in program.user_inputs()}
+    if any(not node.meta[MARK].shardings[0].is_replicated for node in nodes.values()):
+        return None
+    return program.source.example_inputs

@@ -1,0 +1,51 @@
+"""Make every change of sharding visible."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from tpcompiler.ir import edit
+from tpcompiler.ir.program import MARK, RESHARD, Mark, MarkedProgram, Reshard, ReshardedProgram, Why, mark_of, pin, reshard
+from tpcompiler.ir.sharding import Sharding
+
+
+def insert_reshards(program: MarkedProgram) -> ReshardedProgram:
+    """Make every change of sharding visible as a `reshard` node.
+
+    Before    y: P(sum) -> R = linear(h, w2)
+              pin_1: R = pin(y)
+              return pin_1
+    After     y: P(sum) = linear(h, w2)
+              reshard: R = reshard(y)
+              return reshard
+
+    Assumes every value is marked. Leaves each operand with exactly the sharding its rule needs, and no `pin`.
+    """
+    graph = edit.copy_graph(program.graph)
+    for node in [n for n in graph.nodes if MARK in n.meta]:
+        mark = mark_of(node)
+        for index, operand in enumerate(edit.operands(node)):
+            have, want = mark_of(operand).settled[0], mark.wants[index]
+            if have != want:
+                why: Why = "inherent" if have.partial else mark.why
+                made = _reshard(edit.insert_before(node, reshard, (operand,), "reshard"), operand, want, why, mark.reason)
+                edit.replace_operands(node, lambda i, old, at=index, new=made: new if i == at else old)
+        if node.target is pin:
+            edit.replace_uses(node, edit.operands(node)[0])
+            edit.erase(node)
+        elif len(mark.shardings) == 1 and mark.shardings != mark.settled:
+            inserted = edit.insert_after(node, reshard, (node,), "reshard")
+            edit.replace_uses(node, inserted, keep=[inserted])
+            node.meta[MARK] = replace(mark, settled=mark.shardings)
+            _reshard(inserted, node, mark.settled[0], "inherent", f"'{node.name}' is a pending reduction")
+    return ReshardedProgram(program.source, graph, program.mesh, program.notes)
+
+
+def _reshard(made: fx.Node, value: fx.Node, target: Sharding, why: Why, reason: str) -> fx.Node:
+    source = mark_of(value).settled[0]
+    made.meta["val"] = value.meta["val"]
+    made.meta[MARK] = Mark((target,), (target,), (source,), reason, why)
+    made.meta[RESHARD] = Reshard(made.name, source, target, why, reason)
+    return made

@@ -1,0 +1,118 @@
+"""Global sizes in arguments become this rank's own, and every value is checked against its claim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import FakeTensorMode, make_fx, statically_equal
+from tpcompiler.errors import InternalError
+from tpcompiler.ir import edit
+from tpcompiler.ir.local import fake_mode_of, key, local_value
+from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, RESHARD, LocalProgram, LoweredProgram, Mark
+from tpcompiler.ir.sharding import chunk
+from tpcompiler.rules.notation import ShardRange
+
+Results = dict[Any, Any]
+
+
+def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
+    """Rewrite the size arguments that rules name, put in local bodies, and recompute every fake value.
+
+    Before    v: S(2) = view(q, [b, s, 8, 16])      rank 0 of 2
+              e: P(sum) = embedding(table, ids)     table: S(0) of 100 rows
+    After     v: S(2) = view(q, [b, s, 4, 16])
+              ...                                   look up ids - 0 where it lies in [0, 50), zeros elsewhere
+              e: P(sum) = where(absent, 0, rows)
+
+    Assumes that meta["val"] is global; leaves it local. After every marked node the local shape is compared with what
+    the sharding says. `results` remembers what an op makes of a layout of arguments, across layers and ranks.
+
+    Raises:
+        InternalError: a local value does not have the claimed shape.
+    """
+    graph = edit.copy_graph(program.graph)
+    mode = fake_mode_of(graph)
+    local: set[fx.Node] = set()  # nodes whose value is not the global one
+    for node in list(graph.nodes):
+        mark: Mark | None = node.meta.get(MARK)
+        whole = node.meta.pop(GLOBAL, node.meta.get("val"))
+        if node.op == "placeholder" and mark is not None and mark.shardings:
+            here = program.mesh.coordinate(program.rank)
+            node.meta["val"] = local_value(whole, mark.shardings[0], program.mesh, here, mode)
+        elif node.op == "call_function":
+            lowered = RESHARD in node.meta
+            resized = mark is not None and not lowered and _localize_sizes(node, mark, program)
+            if mark is not None and mark.local is not None:
+                node = _put_in_body(node, mark, program, mode)
+            elif lowered or resized or not local.isdisjoint(node.all_input_nodes):
+                node.meta["val"] = _run(node, mode, results)
+        if mark is not None and mark.shardings:
+            _check(node, mark, whole, program)
+            if key(node.meta["val"]) == key(whole):
+                node.meta["val"] = whole
+        if node.op != "output" and node.meta.get("val") is not whole:
+            local.add(node)
+    return LocalProgram(program.source, graph, program.mesh, program.rank)
+
+
+def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
+    """Put local sizes where the rule says that an argument counts a sharded dim."""
+    here = program.mesh.coordinate(program.rank)
+    changed = False
+    for argument, positions in mark.sizes.items():
+        entries = list(edit.bound(node)[argument])
+        ranges = mark.shardings[0].ranges(node.meta["val"].shape, program.mesh, here)
+        for at, position in enumerate(positions):
+            if position >= 0 and mark.shardings[0].dims[position].axes and entries[at] != -1:
+                entries[at] = ranges[position][1]
+                changed = True
+        if changed:
+            edit.set_argument(node, argument, entries)
+    return changed
+
+
+def _put_in_body(node: fx.Node, mark: Mark, program: LoweredProgram, mode: FakeTensorMode) -> fx.Node:
+    """Replace the op by its rule's local body, traced for this rank's range of the cut factor."""
+    share = mark.local
+    assert share is not None
+    operands = edit.operands(node)
+    index = program.mesh.coordinate(program.rank)[share.axis]
+    offset, size = chunk(share.total, program.mesh.degree(share.axis), index, share.unit)
+
+    def body(*tensors: torch.Tensor) -> Any:
+        args, kwargs = edit.map_operands(node, lambda i, _: tensors[i])
+        return share.body(*args, shard=ShardRange(offset, size, share.total), **kwargs)
+
+    with mode, torch.no_grad():
+        traced = make_fx(body, tracing_mode="real")(*(o.meta["val"] for o in operands))
+    made = edit.graft(node, traced.graph, operands, {ORIGIN: node.name})
+    made[-1].meta[MARK] = mark
+    return made[-1]
+
+
+def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:
+    """The node's local fake value: what the op makes of its operands' local values."""
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    known = (node.target, key(args), key(kwargs))
+    if known not in results:
+        with mode, torch.no_grad():
+            results[known] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return results[known]
+
+
+def _check(node: fx.Node, mark: Mark, whole: Any, program: LoweredProgram) -> None:
+    here = program.mesh.coordinate(program.rank)
+    wholes = whole if isinstance(whole, (tuple, list)) else [whole]
+    expected = [t for t in wholes if isinstance(t, torch.Tensor)]
+    for value, sharding, made in zip(expected, mark.shardings, edit.outputs(node), strict=True):
+        claimed = sharding.local_shape(value.shape, program.mesh, here)
+        if len(claimed) != made.ndim or not all(map(statically_equal, claimed, made.shape)):
+            raise InternalError(
+                f"'{node.name}' ({node.target}) on rank {program.rank} is {list(made.shape)}, but its sharding "
+                f"{sharding.text(program.mesh)} of {list(value.shape)} says {list(claimed)}",
+                help="report this with the model and the plan",
+                used_at=edit.source_line(node),
+            )

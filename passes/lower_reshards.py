@@ -1,0 +1,163 @@
+"""Replace every reshard by the collectives that make it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import DeviceMesh, FakeTensorMode, fake_group, make_fx, redistribute, traced_mesh
+from tpcompiler.ir import edit
+from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, RESHARD, LoweredProgram, Reshard, ReshardedProgram, reshard
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size, chunk
+
+Traces = dict[Any, fx.Graph]
+
+_serial = itertools.count()
+
+
+def lower_reshards(program: ReshardedProgram, rank: int, traces: Traces) -> LoweredProgram:
+    """Replace each `reshard` by the subgraph that torch's own `redistribute_local_tensor` makes on this rank.
+
+    Before    reshard: R = reshard(y)               y: P(sum)
+    After     all_reduce = all_reduce(y, 'sum', 'tp=2:tp')
+              wait_tensor: R = wait_tensor(all_reduce)
+
+    Equal changes of equal local shapes at the same place of the mesh are traced once; `traces` keeps them from rank to
+    rank. S(i) -> S(j) is an all_to_all of our own, because torch's asks for the caller's rank and gathers on CPU.
+    """
+    graph = edit.copy_graph(program.graph)
+    mode = fake_mode_of(graph)
+    for node in edit.calls(graph):
+        if node.target is not reshard:
+            continue
+        change: Reshard = node.meta[RESHARD]
+        (value,) = edit.operands(node)
+        body = _trace(value.meta["val"], change, program.mesh, rank, mode, traces)
+        meta = {MARK: node.meta[MARK], ORIGIN: value.name, GLOBAL: value.meta["val"]}
+        made = edit.graft(node, body, [value], {RESHARD: change})
+        if made:
+            made[-1].meta.update(meta)
+    return LoweredProgram(program.source, graph, program.mesh, rank)
+
+
+def _trace(
+    value: torch.Tensor, change: Reshard, mesh: Mesh, rank: int, mode: FakeTensorMode, traces: Traces
+) -> fx.Graph:
+    coordinate = mesh.coordinate(rank)
+    local = local_value(value, change.source, mesh, coordinate, mode)
+    dense = is_contiguous(value)
+    known = (change.source, change.target, key(value), dense, key(local), _position(change, value, mesh, rank))
+    if known not in traces:
+        with mode:
+            local = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        name = f"tpcompiler_trace_{next(_serial)}"
+        (axis,) = mesh.names
+        here = coordinate[axis]
+        with fake_group(name, here, mesh.degree(axis), local.device.type):
+            over = traced_mesh(local.device.type, mesh.names, [mesh.degree(axis)], here, [name])
+
+            def body(x: torch.Tensor) -> torch.Tensor:
+                if not dense:
+                    x = x.clone(memory_format=torch.contiguous_format)  # collectives read memory in order
+                for source, target in _steps(change.source, change.target):
+                    x = _change(x, source, target, tuple(value.shape), mesh, rank, over)
+                return x
+
+            with mode, torch.no_grad():
+                graph = make_fx(body, tracing_mode="real")(local).graph
+        for node in graph.nodes:
+            node.args = tuple(_rename(arg, name, mesh) for arg in node.args)
+        traces[known] = graph
+    return traces[known]
+
+
+def _position(change: Reshard, value: torch.Tensor, mesh: Mesh, rank: int) -> Any:
+    """What of the rank the traced graph depends on."""
+    axes = change.source.axes | change.target.axes
+    here = {a: c for a, c in mesh.coordinate(rank).items() if a in axes}
+    even = change.source.is_even(value.shape, mesh) and change.target.is_even(value.shape, mesh)
+    cut = {a for dim in change.target.dims for a in dim.axes} - {a for dim in change.source.dims for a in dim.axes}
+    reduced = {axis for axis, _ in change.source.partial}
+    return None if even and cut <= reduced else tuple(here.items())
+
+
+def _rename(arg: Any, name: str, mesh: Mesh) -> Any:
+    return mesh.group_name(mesh.names[0]) if isinstance(arg, str) and arg == name else arg
+
+
+def _steps(source: Sharding, target: Sharding) -> list[tuple[Sharding, Sharding]]:
+    """One change, or two through the gathered tensor where the two cut one dim in different units."""
+    for a, b in zip(source.dims, target.dims, strict=True):
+        if a.axes and b.axes and a.unit != b.unit:
+            between = Sharding.replicated(source.ndim)
+            return [(source, between), (between, target)]
+    return [(source, target)]
+
+
+def _change(
+    x: torch.Tensor, source: Sharding, target: Sharding, shape: tuple[Size, ...], mesh: Mesh, rank: int, over: DeviceMesh
+) -> torch.Tensor:
+    local_target = target.local_shape(shape, mesh, mesh.coordinate(rank))
+    units = [max(a.unit, b.unit) for a, b in zip(source.dims, target.dims, strict=True)]
+    if any(unit > 1 for unit in units):
+        # A dim dealt in units is, for torch, a dim of units beside a whole dim of their elements.
+        x = x.reshape(_split(x.shape, units))
+        source, target, shape = _by_unit(source, units), _by_unit(target, units), tuple(_split(shape, units))
+    before = [d for d, dim in enumerate(source.dims) if dim.axes]
+    after = [d for d, dim in enumerate(target.dims) if dim.axes]
+    if before and after and before != after:
+        x = _all_to_all(x, before[0], after[0], shape, mesh, rank, over.get_group(0).group_name)
+    else:
+        x = redistribute(x, over, source.placements(mesh), target.placements(mesh), shape)
+    return x.reshape(local_target) if any(unit > 1 for unit in units) else x
+
+
+def _split(shape: Sequence[Size], units: Sequence[int]) -> list[Size]:
+    out: list[Size] = []
+    for size, unit in zip(shape, units, strict=True):
+        out.extend([size // unit, unit] if unit > 1 else [size])
+    return out
+
+
+def _by_unit(sharding: Sharding, units: Sequence[int]) -> Sharding:
+    dims: list[DimSharding] = []
+    for dim, unit in zip(sharding.dims, units, strict=True):
+        dims.extend([DimSharding(dim.axes), WHOLE] if unit > 1 else [dim])
+    return Sharding(tuple(dims), sharding.partial)
+
+
+def _all_to_all(
+    x: torch.Tensor, before: int, after: int, shape: Sequence[Size], mesh: Mesh, rank: int, group: str
+) -> torch.Tensor:
+    """Send each rank its part of dim `after`, receive our part from everyone's rows of dim `before`."""
+    (axis,) = mesh.names
+    degree, here = mesh.degree(axis), mesh.coordinate(rank)[axis]
+    parts = [chunk(shape[after], degree, other)[1] for other in range(degree)]
+    rows = [chunk(shape[before], degree, other)[1] for other in range(degree)]
+    sent = torch.split(x, parts, dim=after)
+    received = []
+    for other in range(degree):
+        piece = list(x.shape)
+        piece[before], piece[after] = rows[other], parts[here]
+        received.append(piece)
+    sizes_out = [_numel(piece) for piece in received]
+    flat = torch.cat([piece.reshape(-1) for piece in sent])
+    got = torch.ops._c10d_functional.all_to_all_single(
+        flat, sizes_out, [_numel(piece.shape) for piece in sent], group
+    )
+    got = torch.ops._c10d_functional.wait_tensor(got)
+    pieces = [p.reshape(piece) for p, piece in zip(torch.split(got, sizes_out), received, strict=True)]
+    return torch.cat(pieces, dim=before)
+
+
+def _numel(shape: Sequence[Size]) -> Size:
+    total: Size = 1
+    for size in shape:
+        total = total * size
+    return total

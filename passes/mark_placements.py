@@ -1,0 +1,277 @@
+"""Decide a sharding for every value: follow the seeds through the op rules, at the fewest bytes on the wire."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from tpcompiler.cost.collective import reshard_wire_bytes
+from tpcompiler.errors import ShardingError
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import MARK, PIN, LocalShare, Mark, MarkedProgram, Note, PlannedProgram, Seed, mark_of, pin, tied
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, pull_back, shardings
+from tpcompiler.rules.notation import Rule
+from tpcompiler.rules.registry import rule_of
+
+SIZE_OPS = (torch.ops.aten.sym_size.int,)
+
+
+def mark_placements(program: PlannedProgram) -> MarkedProgram:
+    """Put a Mark on every node.
+
+    Before    x, w1, w2, b1                         seeds: w1: S(0), w2: S(1)
+              h = linear(x, w1, b1)
+              y = linear(h, w2)
+              pin_1 = pin(y)                        pinned to R
+    After     x: R, w1: S(0), w2: S(1), b1: S(0)    b1 as its one use wants it
+              h: S(1) = linear(x, w1, b1)
+              y: P(sum) -> R = linear(h, w2)        a Partial is reduced right after its producer
+              pin_1: R = pin(y)
+
+    Each op, in order, takes the option among those that follow an operand's sharding (or none) that puts the fewest
+    bytes on the wire; a planned leaf is never gathered where another option exists. A leaf that the plan does not name
+    takes what all its uses want, looked up backwards through views and casts; when uses disagree it is replicated,
+    because cutting it there is a local slice.
+
+    Raises:
+        ShardingError: a planned leaf cannot be used as it was cut.
+    """
+    graph = edit.copy_graph(program.graph)
+    marked = MarkedProgram(program.source, graph, program.mesh, program.notes)
+    walk = _Walk(program.mesh, {node.name: fqn for node, fqn in marked.leaves()}, tied(marked))
+    leaf_names = walk.fqns.keys()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            seed = program.seeds.get(node.name)
+            if seed is not None:
+                walk.pinned[node] = seed
+                _place(node, seed.sharding, f"plan: {seed.asked_by}")
+            elif node.name in leaf_names:
+                walk.free.add(node)
+            elif node.name in program.input_shardings:
+                _place(node, program.input_shardings[node.name], "an input")
+            else:
+                node.meta[MARK] = Mark((), (), (), "no tensor")
+        elif node.op == "call_function":
+            _mark_call(node, walk)
+    for node in graph.nodes:
+        if node in walk.free and node.op == "placeholder":
+            _place(node, walk.joined(node), "as its uses want it")
+    walk.resolved = True
+    for node in edit.calls(graph):
+        if node in walk.free:
+            _mark_call(node, walk)
+    _mark_output(marked)
+    return MarkedProgram(program.source, graph, program.mesh, (*program.notes, *walk.notes))
+
+
+@dataclass
+class _Walk:
+    mesh: Mesh
+    fqns: dict[str, str]
+    ties: dict[str, str]
+    free: set[fx.Node] = field(default_factory=set)  # leaves that the plan does not name, and what only rearranges them
+    pinned: dict[fx.Node, Seed] = field(default_factory=dict)  # planned leaves, and what only rearranges them
+    wanted: dict[str, list[Sharding]] = field(default_factory=dict)  # by (first tied) placeholder
+    notes: list[Note] = field(default_factory=list)
+    resolved: bool = False
+
+    def seen(self, node: fx.Node) -> Sharding | None:
+        """What users see of an operand; None while it is free to become anything."""
+        return None if node in self.free and not self.resolved else mark_of(node).settled[0]
+
+    def want(self, node: fx.Node, sharding: Sharding) -> None:
+        """Record what a use wants of a free operand, as a wish for the leaf behind it."""
+        wish: Sharding | None = sharding
+        while wish is not None and node.op == "call_function":
+            rule = rule_of(node)
+            wish = pull_back(rule, wish, self.mesh) if rule is not None else None
+            node = edit.operands(node)[0]
+        while node.op == "call_function":
+            node = edit.operands(node)[0]
+        wish = wish if wish is not None else Sharding.replicated(node.meta["val"].ndim)
+        self.wanted.setdefault(self.ties[node.name], []).append(wish)
+
+    def joined(self, leaf: fx.Node) -> Sharding:
+        wishes = set(self.wanted.get(self.ties[leaf.name], ()))
+        return wishes.pop() if len(wishes) == 1 else Sharding.replicated(leaf.meta["val"].ndim)
+
+
+def _place(node: fx.Node, sharding: Sharding, reason: str) -> None:
+    node.meta[MARK] = Mark((sharding,), (sharding,), (), reason)
+
+
+def _mark_call(node: fx.Node, walk: _Walk) -> None:
+    operands = edit.operands(node)
+    if node.target is pin:
+        seed = node.meta[PIN]
+        node.meta[MARK] = Mark((seed.sharding,), (seed.sharding,), (seed.sharding,), seed.asked_by, "plan-demanded")
+    elif node.target is operator.getitem and edit.is_tensor(node):
+        node.meta[MARK] = _element(node)
+    elif not edit.outputs(node):
+        wants = [walk.seen(o) or Sharding.replicated(o.meta["val"].ndim) for o in operands]
+        if node.target not in SIZE_OPS:
+            wants = [Sharding.replicated(w.ndim) for w in wants]
+        node.meta[MARK] = Mark((), (), tuple(wants), "no tensor")
+    else:
+        rule = rule_of(node)
+        if rule is not None and rule.relayout and operands[0] in walk.free and not walk.resolved:
+            walk.free.add(node)
+            return
+        node.meta[MARK] = _choose(node, rule, walk)
+        if rule is not None and rule.relayout and operands[0] in walk.pinned:
+            walk.pinned[node] = walk.pinned[operands[0]]
+    for operand, want in zip(operands, mark_of(node).wants, strict=True):
+        if operand in walk.free and not walk.resolved:
+            walk.want(operand, want)
+
+
+def _element(node: fx.Node) -> Mark:
+    """A getitem takes its part of what the op made, and reduces it promptly."""
+    source, index = node.args
+    assert isinstance(source, fx.Node) and isinstance(index, int)
+    values = list(source.meta["val"])
+    made = mark_of(source).shardings[sum(isinstance(v, torch.Tensor) for v in values[:index])]
+    return Mark((made,), (_settle(node, made),), (), "a part of " + source.name)
+
+
+def _settle(node: fx.Node, made: Sharding) -> Sharding:
+    """Prompt reduction, unless everyone who uses the value says by a pin what to turn it into."""
+    if node.users and all(user.target is pin for user in node.users):
+        return made
+    return made.settled()
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    option: Option
+    wants: tuple[Sharding, ...]
+    made: tuple[Sharding, ...]
+    follows: frozenset[int]
+
+
+def _choose(node: fx.Node, rule: Rule | None, walk: _Walk) -> Mark:
+    operands = edit.operands(node)
+    seen = [walk.seen(o) for o in operands]
+    whole = tuple(Sharding.replicated(o.meta["val"].ndim) for o in operands)
+    made = tuple(Sharding.replicated(o.ndim) for o in edit.outputs(node))
+    candidates = [_Candidate(Option(), whole, made, frozenset())]
+    refusals: dict[int, str] = {}
+    if rule is not None:
+        options: dict[int, Option] = {}
+        for index, (term, sharding) in enumerate(zip(rule.pattern.inputs, seen, strict=True)):
+            if sharding is None or sharding.is_replicated:
+                continue
+            found = follow(rule, term, sharding, walk.mesh)
+            for axis, reduce_op in sharding.partial:
+                through = pass_through(rule, index, axis, reduce_op)
+                found = through if not isinstance(found, Refusal) and isinstance(through, Option) else found
+                if isinstance(through, Refusal):
+                    found = through
+            if isinstance(found, Refusal):
+                refusals[index] = found.text
+            else:
+                options[index] = found
+        combined = merge(list(options.values()))
+        tries = [({i}, o) for i, o in options.items()] + ([(set(options), combined)] if combined and options else [])
+        for follows, option in tries:
+            result = shardings(rule, option, walk.mesh)
+            if isinstance(result, Refusal):
+                refusals.update(dict.fromkeys(follows, result.text))
+            else:
+                candidates.append(_Candidate(option, *result, frozenset(follows)))
+    best = min(candidates, key=lambda c: (*_bytes(node, c, seen, walk), -len(c.option.cuts) - len(c.option.through)))
+    return _mark(node, rule, best, seen, refusals, walk)
+
+
+def _bytes(node: fx.Node, candidate: _Candidate, seen: Sequence[Sharding | None], walk: _Walk) -> tuple[int, int]:
+    """(wire bytes spent on gathering planned leaves, all wire bytes) of a candidate."""
+    leaf_bytes = total = 0
+    for operand, have, want in zip(edit.operands(node), seen, candidate.wants, strict=True):
+        if have is not None and have != want:
+            value = operand.meta["val"]
+            cost = reshard_wire_bytes(have, want, value.shape, value.element_size(), walk.mesh)
+            total += cost
+            leaf_bytes += cost if operand in walk.pinned else 0
+    for value, made in zip(edit.outputs(node), candidate.made, strict=True):
+        total += reshard_wire_bytes(made, made.settled(), value.shape, value.element_size(), walk.mesh)
+    return leaf_bytes, total
+
+
+def _mark(
+    node: fx.Node,
+    rule: Rule | None,
+    best: _Candidate,
+    seen: Sequence[Sharding | None],
+    refusals: dict[int, str],
+    walk: _Walk,
+) -> Mark:
+    operands = edit.operands(node)
+    why = "plan-demanded" if any(operands[i] in walk.pinned for i in best.follows) else "fallback"
+    reason = _reason(rule, best, refusals)
+    for index, (operand, have, want) in enumerate(zip(operands, seen, best.wants, strict=True)):
+        if have is None or have == want:
+            continue
+        value = operand.meta["val"]
+        cost = reshard_wire_bytes(have, want, value.shape, value.element_size(), walk.mesh)
+        if not cost:
+            continue
+        if operand in walk.pinned:
+            _refuse(node, operand, have, refusals.get(index, "other operands are cut differently"), walk)
+        if rule is None:
+            walk.notes.append(Note("no rule", f"{node.target} at '{node.name}' has no rule: '{operand.name}' is replicated"))
+    settled = best.made if len(best.made) > 1 else tuple(_settle(node, made) for made in best.made)
+    sizes = {}
+    local = None
+    if rule is not None and edit.outputs(node):
+        out = rule.pattern.outputs[0]
+        sizes = {name: tuple(out.index(dim) if dim else -1 for dim in term) for name, term in rule.sizes.items()}
+        for factor, (axis, unit) in best.option.cuts.items():
+            if factor in rule.local:
+                local = LocalShare(rule.local[factor], axis, unit, int(rule.extent[factor]))
+    return Mark(best.made, settled, best.wants, reason, why, sizes, local)  # type: ignore[arg-type]
+
+
+def _reason(rule: Rule | None, best: _Candidate, refusals: dict[int, str]) -> str:
+    if rule is None:
+        return "the op has no rule"
+    cuts = [f"{factor} is cut by {axis}" for factor, (axis, _) in best.option.cuts.items()]
+    through = [f"a pending {op} over {axis} passes through" for axis, (op, _) in best.option.through.items()]
+    return "; ".join([*cuts, *through, *dict.fromkeys(refusals.values())]) or "operands are replicated"
+
+
+def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: _Walk) -> None:
+    """A weight is never gathered at run time, so a planned cut that its op cannot use is an error."""
+    seed = walk.pinned[leaf]
+    while leaf.op == "call_function":
+        leaf = edit.operands(leaf)[0]
+    fqn = walk.fqns[leaf.name]
+    cut = next(((d, dim.axes[0]) for d, dim in enumerate(seed.sharding.dims) if dim.axes), None)
+    where = f"on dim {cut[0]}" if cut else f"as {seed.sharding.text(walk.mesh)}"
+    size = f" (dim {cut[0]} has {leaf.meta['val'].shape[cut[0]]}, mesh axis '{cut[1]}' {walk.mesh.degree(cut[1])})" if cut else ""
+    raise ShardingError(
+        f"cannot shard '{fqn}' {where}: {node.target} cannot use it so: {why}{size}",
+        help=f"use another degree, or pin '{fqn}' to R in the plan",
+        asked_by=seed.asked_by,
+        used_at=edit.source_line(node),
+    )
+
+
+def _mark_output(program: MarkedProgram) -> None:
+    output = program.output
+    values = output.args[0]
+    leaves = {fqn: node for node, fqn in program.leaves()} | {n.name: n for n in program.user_inputs()}
+    written = dict(program.mutations())
+    wants = []
+    for position, value in enumerate(values):  # type: ignore[arg-type, var-annotated]
+        if edit.is_tensor(value):
+            # A value written back keeps the sharding of its buffer, from call to call.
+            owner = leaves[written[position]] if position in written else value
+            wants.append(mark_of(owner).settled[0])
+    output.meta[MARK] = Mark((), (), tuple(wants), "written back" if written else "the boundary")

@@ -1,0 +1,35 @@
+"""Cut parameters, buffers and constants for one rank."""
+
+from __future__ import annotations
+
+import torch
+
+from tpcompiler.ir.program import LocalProgram, ShardedProgram, mark_of, tied
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import cut
+
+
+def shard_state(program: LocalProgram) -> ShardedProgram:
+    """Give the rank its own share of every leaf, and nothing else.
+
+    Before    up.weight: f32[8, 4] S(0), down.bias: f32[4] P(sum)     rank 1 of 2
+    After     up.weight: f32[4, 4] (rows 4 to 8), down.bias: zeros    the sum over ranks is the bias, added once
+
+    A shard owns its memory; a replicated leaf is the original tensor itself; tied leaves stay one tensor.
+    """
+    first_of = tied(program)
+    made: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
+    for node, fqn in program.leaves():
+        first = first_of[node.name]
+        if first not in made:
+            made[first] = _share(program.state(fqn), mark_of(node).shardings[0], program)
+        state[fqn] = made[first]
+    return ShardedProgram(program.source, program.graph, program.mesh, program.rank, state)
+
+
+def _share(value: torch.Tensor, sharding: Sharding, program: LocalProgram) -> torch.Tensor:
+    if sharding.is_replicated:
+        return value
+    part = cut(value.detach(), sharding, program.mesh, program.rank).clone()
+    return torch.nn.Parameter(part, requires_grad=value.requires_grad) if isinstance(value, torch.nn.Parameter) else part

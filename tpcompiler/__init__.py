@@ -1,0 +1,59 @@
+"""tpcompiler: export once, run on N devices.
+
+Public names, imported when they are first used so that `import tpcompiler` stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tpcompiler.runtime.artifact import VERSION as __version__
+
+if TYPE_CHECKING:
+    from tpcompiler.api import parallelize as parallelize
+    from tpcompiler.api import tensor_parallel_transformation as tensor_parallel_transformation
+    from tpcompiler.ir.mesh import Mesh as Mesh
+    from tpcompiler.parallel_program import Collective as Collective
+    from tpcompiler.parallel_program import ParallelProgram as ParallelProgram
+    from tpcompiler.plan import Plan as Plan
+    from tpcompiler.runtime.load import load as load
+    from tpcompiler.verify.compare import VerifyReport as VerifyReport
+
+_HOME = {
+    "parallelize": "tpcompiler.api",
+    "tensor_parallel_transformation": "tpcompiler.api",
+    "load": "tpcompiler.runtime.load",
+    "Collective": "tpcompiler.parallel_program",
+    "Mesh": "tpcompiler.ir.mesh",
+    "ParallelProgram": "tpcompiler.parallel_program",
+    "Plan": "tpcompiler.plan",
+    "VerifyReport": "tpcompiler.verify.compare",
+} | dict.fromkeys(
+    (
+        "ArtifactError",
+        "InputsError",
+        "InternalError",
+        "LaunchError",
+        "MeshError",
+        "PlanError",
+        "ProgramError",
+        "RuleError",
+        "ShardingError",
+        "TpCompilerError",
+        "UnsupportedError",
+    ),
+    "tpcompiler.errors",
+)
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tpcompiler' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

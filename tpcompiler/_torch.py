@@ -1,0 +1,153 @@
+"""EVERY private torch import of the project. Seen with torch 2.11 (GPU machines) and 2.13 (CPU); when torch moves, look here.
+
+Nothing else in the two packages may import a private torch name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    _register_process_group,
+    _resolve_process_group,
+    _unregister_process_group,
+)
+from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+
+__all__ = [
+    "DeviceMesh",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TreeSpec",
+    "detect_fake_mode",
+    "fake_group",
+    "group_is_registered",
+    "make_fx",
+    "redistribute",
+    "register_group",
+    "resolve_group",
+    "statically_equal",
+    "traced_mesh",
+    "sym_hint",
+    "sym_quotient",
+    "tree_flatten",
+    "tree_map",
+    "tree_names",
+    "tree_unflatten",
+]
+
+
+def statically_equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal in every run, without adding a guard."""
+    return bool(statically_known_true(a == b))
+
+
+def sym_quotient(a: Any, b: Any) -> Any | None:
+    """`a / b` when `b` divides `a` in every run, else None; adds no guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    quotient = _quotient(*(v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for v in (a, b)))
+    if quotient is None or quotient.is_Integer:
+        return None if quotient is None else int(quotient)
+    env = (a if isinstance(a, torch.SymInt) else b).node.shape_env
+    return env.create_symintnode(quotient, hint=None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _quotient(whole: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
+    quotient = sympy.cancel(whole / part)
+    if quotient.is_Integer:
+        return quotient
+    if not quotient.is_polynomial() or not quotient.free_symbols:
+        return None
+    return quotient if all(c.is_integer for c in sympy.Poly(quotient).coeffs()) else None
+
+
+def sym_hint(size: Any) -> int:
+    """The size in the example that the program was exported with."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.shape_env.size_hint(size.node.expr, allow_none=False))
+
+
+def tree_names(spec: Any) -> list[str]:
+    """The path of every leaf of a pytree, as `logits`, `0` or `cache.0.key`."""
+    leaves, _ = tree_flatten_with_path(tree_unflatten(list(range(spec.num_leaves)), spec))
+    names = []
+    for path, _leaf in leaves:
+        parts = (str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
+        names.append(".".join(parts) or "output")
+    return names
+
+
+def register_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let graphs that say `name` use `group`."""
+    _register_process_group(name, group)
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(name)
+
+
+def group_is_registered(name: str) -> bool:
+    try:
+        _resolve_process_group(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def fake_group(name: str, rank: int, size: int, device_type: str) -> Iterator[None]:
+    """A process group that answers nothing, registered under a private name for the time of a trace.
+
+    It never becomes the default group, so a caller's own process group keeps its state.
+    """
+    group = dist.ProcessGroup(dist.PrefixStore(name, dist.HashStore()), rank, size)
+    create = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+    group._register_backend(torch.device(device_type), dist.ProcessGroup.BackendType.CUSTOM, create(rank, size))
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    group._set_group_name(name)
+    _register_process_group(name, group)
+    try:
+        yield
+    finally:
+        _unregister_process_group(name)
+
+
+def traced_mesh(device_type: str, axes: Sequence[str], degrees: Sequence[int], rank: int, groups: Sequence[str]) -> DeviceMesh:
+    """A mesh over groups that are registered already; needs no default group and makes none."""
+    ranks = torch.arange(torch.Size(degrees).numel()).view(*degrees)
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(axes), _init_backend=False, _rank=rank)
+    mesh._dim_group_names = list(groups)
+    return mesh
+
+
+def redistribute(
+    local: torch.Tensor, mesh: DeviceMesh, source: Sequence[Placement], target: Sequence[Placement], shape: Sequence[Any]
+) -> torch.Tensor:
+    """torch's own change of placements of a dense local tensor of a global tensor of this shape."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    meta = TensorMeta(torch.Size(shape), tuple(strides[: len(shape)]), local.dtype)
+    return redistribute_local_tensor(
+        local, DTensorSpec(mesh, tuple(source), meta), DTensorSpec(mesh, tuple(target), meta)
+    )

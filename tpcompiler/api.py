@@ -1,0 +1,141 @@
+"""The pipeline on one page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.export import ExportedProgram
+
+import tpcompiler.rules  # noqa: F401  (registers the rules)
+from passes.apply_plan import apply_plan
+from passes.canonicalize import canonicalize
+from passes.fold_reshards import fold_reshards
+from passes.insert_reshards import insert_reshards
+from passes.mark_placements import mark_placements
+from tpcompiler.errors import MeshError, UnsupportedError
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.placements import PlacementSpec, parse_placement
+from tpcompiler.ir.program import CanonicalProgram, Program
+from tpcompiler.ir.text import program_text
+from tpcompiler.parallel_program import ParallelProgram
+from tpcompiler.plan import Plan
+from tpcompiler.verify.invariants import check_invariants
+
+Given = Mapping[str, Any] | Sequence[Any] | None
+
+
+def parallelize(
+    exported_program: ExportedProgram,
+    mesh: int | Mapping[str, int] | Mesh,
+    plan: Plan | Mapping[str, object] | str | os.PathLike[str],
+    *,
+    inputs: Given = None,
+    outputs: Given = None,
+    device_type: str | None = None,
+    dump: str | os.PathLike[str] | None = None,
+) -> ParallelProgram:
+    """Turn a single-device exported program into one program per rank. Needs no GPU and no launched process.
+
+    Args:
+        exported_program: from `torch.export.export`, decomposed or not. It is not changed.
+        mesh: the degree of the one axis `tp`, or `{axis: degree}`.
+        plan: a `Plan`, `{FQN pattern: style}`, or the path of a YAML file with such a mapping.
+        inputs, outputs: placements at the boundary, by name or in order: "R" (the default), "S(0)", torch placements.
+        device_type: "cpu" or "cuda"; by default where the program's tensors are.
+        dump: a directory for a numbered text of the program after every pass.
+
+    Raises:
+        PlanError, MeshError, ShardingError, ProgramError, UnsupportedError: what, where, the numbers, one action.
+    """
+    mesh = Mesh.of(mesh)
+    plan = Plan.of(plan)
+    after = _Dump(dump)
+    program = after(canonicalize(exported_program), "canonicalize")
+    device = _device(program, device_type)
+    planned = after(apply_plan(program, plan, mesh, _specs(inputs), _specs(outputs)), "apply_plan")
+    marked = after(mark_placements(planned), "mark_placements")
+    resharded = after(insert_reshards(marked), "insert_reshards")
+    folded = after(fold_reshards(resharded), "fold_reshards")
+    made = ParallelProgram(exported_program, folded, plan, device)
+    after(made.local_program(0), "lowered_rank_0")
+    return made
+
+
+def tensor_parallel_transformation(
+    exported_program: ExportedProgram,
+    rank: int,
+    world_size: int,
+    device_type: str,
+    parallel_strategies: Mapping[str, ParallelStyle | type[ParallelStyle] | str],
+) -> ExportedProgram:
+    """The program of one rank: a drop-in for `torch.distributed.tensor.experimental._tp_transform`.
+
+    Inside an initialised process group of `world_size` ranks the program uses that group by its own name; without one it
+    uses the logical name of a mesh `tp=<world_size>`, which `tpcompiler.load` registers.
+
+    Args:
+        parallel_strategies: layer FQN (or pattern) -> torch style class or instance, or a style's name.
+
+    Raises:
+        MeshError: `rank` is outside the world, or the running process group has another size.
+    """
+    mesh = Mesh.of(world_size)
+    mesh.coordinate(rank)
+    if dist.is_initialized():
+        if dist.get_world_size() != world_size:
+            raise MeshError(
+                f"world_size is {world_size}, the running process group has {dist.get_world_size()} ranks",
+                help="pass the group's size, or call this outside of a process group",
+            )
+        mesh = Mesh(mesh.axes, group_of_world=dist.group.WORLD.group_name)
+    return parallelize(exported_program, mesh, dict(parallel_strategies), device_type=device_type).rank_program(rank)
+
+
+def _specs(given: Given) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        return {name: _spec(spec) for name, spec in given.items()}
+    return [None if spec is None else _spec(spec) for spec in given]
+
+
+def _spec(spec: Any) -> PlacementSpec:
+    if isinstance(spec, Mapping):
+        return {axis: p if isinstance(p, Placement) else parse_placement(p) for axis, p in spec.items()}
+    return spec if isinstance(spec, Placement) else parse_placement(spec)
+
+
+def _device(program: CanonicalProgram, wanted: str | None) -> str:
+    values = [n.meta["val"] for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    found = sorted({value.device.type for value in values}) or ["cpu"]
+    if len(found) > 1 or (wanted is not None and wanted != found[0]):
+        raise UnsupportedError(
+            f"the program's tensors are on {', '.join(found)}, and {wanted or 'one device'} is asked for; moving "
+            "programs between devices is not supported yet",
+            help=f"export the model on {wanted or 'one device'}",
+        )
+    return found[0]
+
+
+class _Dump:
+    """Checks each stage, and writes its text where a directory was given."""
+
+    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
+        self.directory = None if directory is None else Path(directory)
+        self.count = 0
+
+    def __call__(self, program: Any, name: str) -> Any:
+        if self.directory is not None:
+            assert isinstance(program, Program)
+            check_invariants(program)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / f"{self.count:02}_{name}.txt").write_text(program_text(program), encoding="utf-8")
+            self.count += 1
+        return program

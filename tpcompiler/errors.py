@@ -1,0 +1,61 @@
+"""One class per cause. Every message says what, where, the numbers, and one action."""
+
+from __future__ import annotations
+
+
+class TpCompilerError(Exception):
+    """Base of every error that this package raises on purpose.
+
+    Printed as the message, then a `help:` line with the one thing to do, then the facts that locate it.
+    """
+
+    def __init__(self, message: str, *, help: str = "", **facts: str) -> None:
+        self.message = message
+        self.help = help
+        self.facts = {name.replace("_", " "): value for name, value in facts.items() if value}
+        lines = [message]
+        if help:
+            lines.append(f"  help: {help}")
+        if self.facts:
+            lines.append("  " + "      ".join(f"{name}: {value}" for name, value in self.facts.items()))
+        super().__init__("\n".join(lines))
+
+
+class PlanError(TpCompilerError):
+    """The plan cannot be read, names nothing, or contradicts itself."""
+
+
+class MeshError(TpCompilerError):
+    """The mesh is malformed, or a rank lies outside it."""
+
+
+class ShardingError(TpCompilerError):
+    """A tensor cannot be cut as asked."""
+
+
+class UnsupportedError(TpCompilerError):
+    """A recognised request that this version refuses by name."""
+
+
+class ProgramError(TpCompilerError):
+    """The exported program is not one that the compiler can take."""
+
+
+class RuleError(TpCompilerError):
+    """A sharding rule does not describe the op it was registered for."""
+
+
+class ArtifactError(TpCompilerError):
+    """A file or directory is missing, damaged, of another kind, or in the way."""
+
+
+class InputsError(TpCompilerError):
+    """Inputs do not match what the program takes."""
+
+
+class LaunchError(TpCompilerError):
+    """The running processes do not fit the program: rank, world size, process groups."""
+
+
+class InternalError(TpCompilerError):
+    """A pass left a program that breaks its own promise: a defect in the compiler."""

@@ -1,0 +1,182 @@
+"""The only code that touches `fx.Graph`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack")
+
+
+def is_tensor(node: object) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def outputs(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """The fake tensors that a node makes (none for numbers)."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if isinstance(value, (tuple, list)):
+        return tuple(v for v in value if isinstance(v, torch.Tensor))
+    return ()
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands, positional first, repeated ones repeated (`mul(x, x)` has two)."""
+    found: list[fx.Node] = []
+
+    def note(_: int, operand: fx.Node) -> fx.Node:
+        found.append(operand)
+        return operand
+
+    map_operands(node, note)
+    return found
+
+
+def map_operands(node: fx.Node, change: Callable[[int, fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`(args, kwargs)` of the node with every tensor operand replaced by `change(index, operand)`."""
+    index = -1
+
+    def visit(arg: Any) -> Any:
+        nonlocal index
+        if is_tensor(arg):
+            index += 1
+            return change(index, arg)
+        return arg
+
+    args = map_aggregate(node.args, visit)
+    kwargs = map_aggregate(node.kwargs, visit)
+    return args, dict(kwargs)  # type: ignore[arg-type]
+
+
+def replace_operands(node: fx.Node, change: Callable[[int, fx.Node], fx.Node]) -> None:
+    args, kwargs = map_operands(node, change)
+    node.args, node.kwargs = args, kwargs
+
+
+def bound(node: fx.Node) -> dict[str, Any]:
+    """The node's arguments by schema name, defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    found = {}
+    for position, argument in enumerate(node.target._schema.arguments):
+        if position < len(node.args) and not argument.kwarg_only:
+            found[argument.name] = node.args[position]
+        else:
+            found[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return found
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Replace one argument, named as in the op's schema."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            if position < len(node.args):
+                node.update_arg(position, value)
+            else:
+                node.update_kwarg(name, value)
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A graph of its own with the same node names and (shallowly) the same meta."""
+    new = fx.Graph()
+    seen: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        seen[node] = new.node_copy(node, lambda old: seen[old])
+    return new
+
+
+def inherit_meta(node: fx.Node, origin: fx.Node) -> None:
+    """Give an inserted node the module and the source line of the node that it serves."""
+    for key in KEPT_META:
+        if key in origin.meta and key not in node.meta:
+            node.meta[key] = origin.meta[key]
+
+
+def insert_after(node: fx.Node, target: Callable[..., Any], args: Sequence[Any], name: str) -> fx.Node:
+    """A new call right after `node` (after all placeholders, if it is one), with its meta inherited."""
+    place = node
+    while place.op == "placeholder" and place.next.op == "placeholder":
+        place = place.next
+    graph = node.graph
+    with graph.inserting_after(place):
+        made = graph.create_node("call_function", target, tuple(args), name=name)
+    inherit_meta(made, node)
+    return made
+
+
+def insert_before(node: fx.Node, target: Callable[..., Any], args: Sequence[Any], name: str) -> fx.Node:
+    graph = node.graph
+    with graph.inserting_before(node):
+        made = graph.create_node("call_function", target, tuple(args), name=name)
+    inherit_meta(made, node)
+    return made
+
+
+def replace_uses(node: fx.Node, new: fx.Node, keep: Iterable[fx.Node] = ()) -> None:
+    """Let every user of `node` but those in `keep` use `new`."""
+    kept = set(keep)
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in kept)
+
+
+def erase(node: fx.Node) -> None:
+    node.graph.erase_node(node)
+
+
+def graft(node: fx.Node, body: fx.Graph, inputs: Sequence[Any], meta: Mapping[str, Any]) -> list[fx.Node]:
+    """Replace `node` by the nodes of `body`; its placeholders become `inputs`. Returns the inserted nodes."""
+    seen: dict[fx.Node, Any] = {}
+    made: list[fx.Node] = []
+    feed = iter(inputs)
+    graph = node.graph
+    result: Any = None
+    with graph.inserting_before(node):
+        for inner in body.nodes:
+            if inner.op == "placeholder":
+                seen[inner] = next(feed)
+            elif inner.op == "output":
+                result = fx.node.map_arg(inner.args[0], lambda old: seen[old])
+            else:
+                new = graph.node_copy(inner, lambda old: seen[old])
+                new.meta = {"val": inner.meta.get("val"), **meta}
+                inherit_meta(new, node)
+                seen[inner] = new
+                made.append(new)
+    node.replace_all_uses_with(result)
+    erase(node)
+    return made
+
+
+def calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The call nodes, in order; safe while the current one is replaced."""
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            yield node
+
+
+def source_line(node: fx.Node) -> str:
+    """`model.py:31, in forward` of the user's code that made the node (torch's own layers skipped), or nothing."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in str(trace).splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return ""
+    outside = [line for line in lines if "/torch/" not in line]
+    path, line, *where = (outside or lines)[-1].removeprefix("File ").split(", ")
+    return f"{path.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')}" + (f", {where[0]}" if where else "")
+
+
+def module_path(node: fx.Node) -> str:
+    """The FQN of the innermost module that the node came from, or nothing."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values()]
+    return str(paths[-1]) if paths else ""
+
+
+def module_paths(node: fx.Node) -> list[str]:
+    """The FQNs of all modules around the node, outermost first, without the root's empty name."""
+    return [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values() if entry[0]]

@@ -1,0 +1,69 @@
+"""Fake local values: what one rank's share of a global value looks like to the tracer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import FakeTensorMode, detect_fake_mode, statically_equal, sym_hint
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding, Size
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The fake mode that the program's values live in, with its shape environment."""
+    mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
+    return mode if mode is not None else FakeTensorMode()
+
+
+def is_contiguous(value: torch.Tensor) -> bool:
+    """Row-major and dense, decided without adding a guard."""
+    expected: Size = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not (isinstance(size, int) and size == 1):
+            if not statically_equal(stride, expected):
+                return False
+            expected = expected * size
+    return True
+
+
+def local_strides(value: torch.Tensor, shape: Sequence[Size]) -> list[Size]:
+    """Dense strides for `shape` in the dim order in which `value` lies in memory."""
+    order = sorted(range(value.ndim), key=lambda d: (sym_hint(value.stride(d)), -d))
+    strides: list[Size] = [0] * value.ndim
+    step: Size = 1
+    for dim in order:
+        strides[dim] = step
+        step = step * (1 if isinstance(shape[dim], int) and shape[dim] <= 1 else shape[dim])
+    return strides
+
+
+def local_value(
+    value: torch.Tensor, sharding: Sharding, mesh: Mesh, coordinate: Mapping[str, int], mode: FakeTensorMode
+) -> torch.Tensor:
+    """A fake tensor of the local shape at `coordinate`, laid out in memory as the global value is."""
+    shape = sharding.local_shape(value.shape, mesh, coordinate)
+    if sharding.is_replicated:
+        return value
+    with mode:
+        return torch.empty_strided(shape, local_strides(value, shape), dtype=value.dtype, device=value.device)
+
+
+def key(value: Any) -> Any:
+    """A hashable description of an argument: tensors by layout, sizes by expression."""
+    if isinstance(value, torch.Tensor):
+        return ("t", _sizes(value.shape), _sizes(value.stride()), value.dtype, value.device)
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return ("s", value.node.expr)
+    if isinstance(value, (list, tuple)):
+        return ("l", *(key(v) for v in value))
+    if isinstance(value, dict):
+        return ("d", *((k, key(v)) for k, v in value.items()))
+    return (type(value).__name__, value)
+
+
+def _sizes(sizes: Sequence[Size]) -> tuple[Any, ...]:
+    return tuple(s if isinstance(s, int) else s.node.expr for s in sizes)

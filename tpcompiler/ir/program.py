@@ -1,0 +1,218 @@
+"""The stage types. A pass takes one and returns the next, so a program cannot be at two stages at once.
+
+Every stage keeps `source`, the canonical exported program (signature, state, pytree specs, ranges), and owns its `graph`.
+Facts about one node lie in `node.meta` under the keys below, so that they survive a copy of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
+
+from tpcompiler._torch import tree_names
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+
+MARK = "tpcompiler_mark"
+ORIGIN = "tpcompiler_origin"
+RESHARD = "tpcompiler_reshard"
+PIN = "tpcompiler_pin"
+GLOBAL = "tpcompiler_global"  # the global fake value of a node whose "val" is local already
+
+Why = Literal["inherent", "plan-demanded", "fallback"]
+
+LEAF_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+@dataclass(frozen=True)
+class LocalShare:
+    """A body that computes one shard's share, and the factor of `total` elements that it needs the range of."""
+
+    body: Callable[..., Any]
+    axis: str
+    unit: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What is decided about one node.
+
+    Attributes:
+        shardings: what its rule makes, one per tensor output.
+        settled: what its users see: prompt reductions done.
+        wants: what it needs of each tensor operand, in the order of `edit.operands`.
+        reason: why, for people.
+        why: the kind of the changes of sharding that its operands need.
+        sizes: size argument -> for each of its entries the dim of the first output that it counts.
+        local: set when a plain local run of the op would be wrong.
+    """
+
+    shardings: tuple[Sharding, ...]
+    settled: tuple[Sharding, ...]
+    wants: tuple[Sharding, ...]
+    reason: str
+    why: Why = "fallback"
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    local: LocalShare | None = None
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """One change of sharding: `reshard` nodes carry it, and so does everything that one is lowered to."""
+
+    name: str
+    source: Sharding
+    target: Sharding
+    why: Why
+    reason: str
+
+
+@dataclass(frozen=True)
+class Seed:
+    """A placement that the user gave, to a leaf (`PlannedProgram.seeds`) or to a value (meta[PIN] of a `pin` node)."""
+
+    sharding: Sharding
+    asked_by: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a pass declined, gave up or could not use, for the report."""
+
+    kind: Literal["untouched", "no rule", "fallback"]
+    text: str
+
+
+def pin(value: Any) -> Any:
+    """Graph marker: here the plan or the boundary asks for one sharding. Gone after `insert_reshards`."""
+    return value
+
+
+def reshard(value: Any) -> Any:
+    """Graph marker: here the sharding changes (meta[RESHARD]). Gone after `lower_reshards`."""
+    return value
+
+
+fx.wrap("pin")
+fx.wrap("reshard")
+
+
+@dataclass(frozen=True)
+class Program:
+    source: ExportedProgram
+    graph: fx.Graph
+
+    def inputs(self) -> Iterator[tuple[fx.Node, InputSpec]]:
+        """Placeholders beside what the signature says of them, in order."""
+        placeholders = (node for node in self.graph.nodes if node.op == "placeholder")
+        yield from zip(placeholders, self.source.graph_signature.input_specs, strict=True)
+
+    def leaves(self) -> Iterator[tuple[fx.Node, str]]:
+        """Placeholders of parameters, buffers and constants, with their FQN."""
+        for node, spec in self.inputs():
+            if spec.kind in LEAF_KINDS and spec.target is not None:
+                yield node, spec.target
+
+    def output_names(self) -> list[str]:
+        """A name for every user output: its path in the output's pytree, such as `logits` or `0`."""
+        spec = self.source.call_spec.out_spec
+        return tree_names(spec) if spec is not None else []
+
+    def user_inputs(self) -> Iterator[fx.Node]:
+        """Placeholders of the user's tensors."""
+        for node, spec in self.inputs():
+            if spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument):
+                yield node
+
+    @property
+    def output(self) -> fx.Node:
+        return next(iter(reversed(self.graph.nodes)))
+
+    def mutations(self) -> Iterator[tuple[int, str]]:
+        """(position among the outputs, FQN of the buffer or name of the input) of every value written back."""
+        for position, spec in enumerate(self.source.graph_signature.output_specs):
+            if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION) and spec.target is not None:
+                yield position, spec.target
+
+    def state(self, fqn: str) -> torch.Tensor:
+        """The whole (single-device) value of a leaf."""
+        value = self.source.state_dict.get(fqn)
+        return value if value is not None else self.source.constants[fqn]
+
+
+class CanonicalProgram(Program):
+    """Functional, no higher-order wrappers, no metadata assertions."""
+
+
+@dataclass(frozen=True)
+class PlannedProgram(Program):
+    """The plan resolved: seeds on leaves (by placeholder name), `pin` nodes on values."""
+
+    mesh: Mesh
+    seeds: Mapping[str, Seed]
+    input_shardings: Mapping[str, Sharding]
+    notes: tuple[Note, ...]
+
+
+@dataclass(frozen=True)
+class MarkedProgram(Program):
+    """Every tensor value carries a Mark."""
+
+    mesh: Mesh
+    notes: tuple[Note, ...]
+
+
+class ReshardedProgram(MarkedProgram):
+    """Every change of sharding is a `reshard` node; no `pin` is left. Still one program for all ranks."""
+
+
+@dataclass(frozen=True)
+class LoweredProgram(Program):
+    """The program of one rank: collectives instead of reshards."""
+
+    mesh: Mesh
+    rank: int
+
+
+class LocalProgram(LoweredProgram):
+    """Sizes in arguments and in `meta["val"]` are this rank's own."""
+
+
+@dataclass(frozen=True)
+class ShardedProgram(Program):
+    """A local graph beside its rank's own share of the state."""
+
+    mesh: Mesh
+    rank: int
+    local_state: Mapping[str, torch.Tensor]
+
+
+def mark_of(node: fx.Node) -> Mark:
+    mark = node.meta[MARK]
+    assert isinstance(mark, Mark)
+    return mark
+
+
+def sharding_of(node: fx.Node) -> Sharding:
+    """What the users of a single-output node see."""
+    return mark_of(node).settled[0]
+
+
+def tied(program: Program) -> dict[str, str]:
+    """Placeholder name -> name of the first placeholder that holds the very same tensor."""
+    first: dict[object, str] = {}
+    out = {}
+    for node, fqn in program.leaves():
+        value = program.state(fqn)
+        key: object = id(value)
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel():
+            key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride())
+        out[node.name] = first.setdefault(key, node.name)
+    return out

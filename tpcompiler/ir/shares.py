@@ -1,0 +1,58 @@
+"""Cut a whole tensor into the shares of ranks, and put shares together again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.placements import parse_placement
+from tpcompiler.ir.sharding import DimSharding, Sharding
+
+REDUCE = {
+    "sum": lambda stacked: stacked.sum(0),
+    "avg": lambda stacked: stacked.mean(0),
+    "product": lambda stacked: stacked.prod(0),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+}
+
+
+def cut(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch.Tensor:
+    """The share of `rank`. A pending sum is held by the first rank of its axis, zeros elsewhere."""
+    here = mesh.coordinate(rank)
+    for dim, (offset, size) in enumerate(sharding.ranges(value.shape, mesh, here)):
+        value = value.narrow(dim, offset, size)
+    if any(here[axis] for axis, op in sharding.partial if op == "sum"):
+        value = torch.zeros_like(value)
+    return value.contiguous()
+
+
+def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> list[torch.Tensor]:
+    """Every whole tensor that the ranks' shares make: one per rank where they are replicas, one where they are shards.
+
+    Raises:
+        ValueError: shares whose shapes are not those of the sharding.
+    """
+    for rank, part in enumerate(parts):
+        if tuple(part.shape) != sharding.local_shape(shape, mesh, mesh.coordinate(rank)):
+            raise ValueError(f"rank {rank} holds {list(part.shape)} of {list(shape)} as {sharding.text(mesh)}")
+    if sharding.is_replicated:
+        return list(parts)
+    if sharding.partial:
+        ((_, op),) = sharding.partial
+        return [REDUCE[op](torch.stack(list(parts)))]
+    dim = next(d for d, by in enumerate(sharding.dims) if by.axes)
+    return [torch.cat(list(parts), dim)]
+
+
+def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:
+    """Read back what `Sharding.text` printed, for a mesh of one axis."""
+    unit = re.fullmatch(r"S\((\d+), unit (\d+)\)", text)
+    if unit is None:
+        return Sharding.of(parse_placement(text), mesh, ndim, "a value")
+    dims = list(Sharding.replicated(ndim).dims)
+    dims[int(unit[1])] = DimSharding(mesh.names, int(unit[2]))
+    return Sharding(tuple(dims))

@@ -1,0 +1,87 @@
+"""The one printer: tests, dumps and errors show programs in this form."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import OpOverload
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import MARK, PIN, Mark, Program, Seed
+from tpcompiler.ir.sharding import Sharding
+
+DTYPES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+
+
+def program_text(program: Program) -> str:
+    """One line per node: `name: sharding = op(operands)`; `P(sum) -> R` where a value is reduced right after."""
+    mesh: Mesh | None = getattr(program, "mesh", None)
+    seeds: dict[str, Seed] = getattr(program, "seeds", {})
+    names = {node.name: fqn for node, fqn in program.leaves()}
+    lines = []
+    for node in program.graph.nodes:
+        shown = _sharding(node, mesh)
+        if node.op == "placeholder":
+            if node.name in seeds and mesh is not None:
+                shown = f": {seeds[node.name].sharding.text(mesh)}"
+            what = names.get(node.name, "input")
+            lines.append(f"{node.name}{shown} = {what} {value_text(node.meta.get('val'))}")
+        elif node.op == "output":
+            lines.append(f"return {', '.join(_argument(a) for a in node.args[0])}")
+        else:
+            arguments = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+            lines.append(f"{node.name}{shown} = {op_name(node)}({', '.join(arguments)})")
+    return "\n".join(lines) + "\n"
+
+
+def op_name(node: fx.Node) -> str:
+    """`linear`, `all_reduce`, `getitem`: the op without namespace and overload."""
+    if isinstance(node.target, OpOverload):
+        return str(node.target._schema.name.split("::")[1])
+    return "getitem" if node.target is operator.getitem else getattr(node.target, "__name__", str(node.target))
+
+
+def value_text(value: Any) -> str:
+    """`f32[2, s0]` for a tensor, the value itself for anything else."""
+    if isinstance(value, torch.Tensor):
+        return f"{DTYPES.get(value.dtype, str(value.dtype))}[{', '.join(str(s) for s in value.shape)}]"
+    return repr(value)
+
+
+def _sharding(node: fx.Node, mesh: Mesh | None) -> str:
+    mark: Mark | None = node.meta.get(MARK)
+    if mesh is None:
+        return ""
+    if mark is None:
+        return f": {node.meta[PIN].sharding.text(mesh)}" if PIN in node.meta else ""
+    if not mark.shardings:
+        return ""
+    made, settled = (_tuple(s, mesh) for s in (mark.shardings, mark.settled))
+    return f": {made}" if made == settled else f": {made} -> {settled}"
+
+
+def _tuple(shardings: tuple[Sharding, ...], mesh: Mesh) -> str:
+    texts = [s.text(mesh) for s in shardings]
+    return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
+
+
+def _argument(argument: Any) -> str:
+    if isinstance(argument, fx.Node):
+        return argument.name
+    if isinstance(argument, (list, tuple)):
+        return f"[{', '.join(_argument(a) for a in argument)}]"
+    return repr(argument) if not isinstance(argument, torch.dtype) else DTYPES.get(argument, str(argument))

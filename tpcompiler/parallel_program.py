@@ -1,0 +1,301 @@
+"""What the user holds after `parallelize`: the program of every rank, its costs, its proof."""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from passes.build_rank_program import build_rank_program
+from passes.localize_shapes import localize_shapes
+from passes.lower_reshards import lower_reshards
+from passes.shard_state import shard_state
+from tpcompiler._torch import sym_hint
+from tpcompiler.cost.collective import wire_bytes
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import RESHARD, LocalProgram, Reshard, ReshardedProgram, mark_of, reshard, tied
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import cut, join, read_sharding
+from tpcompiler.ir.text import DTYPES
+from tpcompiler.plain_outputs import plain_outputs
+from tpcompiler.plan import Plan
+from tpcompiler.runtime.artifact import VERSION, Manifest, write_artifact
+from tpcompiler.verify.compare import Layout, VerifyReport, compare
+from tpcompiler.verify.simulate import is_collective
+
+KIND_OF = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective call of a rank's program.
+
+    Attributes:
+        kind: all_reduce, all_gather, reduce_scatter or all_to_all.
+        payload_bytes: what is reduced, gathered in all, or (all_to_all) held by one rank; sizes as in the example.
+        wire_bytes: what each rank sends on a ring.
+        why: inherent (a pending sum of the plan's own cuts), plan-demanded, or fallback.
+        source: the user's line of code, `module` the layer.
+    """
+
+    kind: str
+    axis: str
+    payload_bytes: int
+    group_size: int
+    wire_bytes: int
+    node: str
+    module: str
+    source: str
+    why: str
+    reason: str
+    reshard: str
+
+
+class ParallelProgram:
+    """The tensor-parallel programs of one exported program, made by `tpcompiler.parallelize`."""
+
+    def __init__(self, original: ExportedProgram, program: ReshardedProgram, plan: Plan, device_type: str) -> None:
+        self.original = original
+        self.resharded = program
+        self.plan = plan
+        self.device_type = device_type
+        self._traces: dict[Any, Any] = {}
+        self._results: dict[Any, Any] = {}
+        self._shared: LocalProgram | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.resharded.mesh
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    def local_program(self, rank: int) -> LocalProgram:
+        """The program of one rank before its weights are cut; one graph serves all ranks where nothing tells them apart."""
+        self.mesh.coordinate(rank)
+        if self._shared is not None:
+            return LocalProgram(self._shared.source, self._shared.graph, self.mesh, rank)
+        made = localize_shapes(lower_reshards(self.resharded, rank, self._traces), self._results)
+        if _same_on_all_ranks(self.resharded):
+            self._shared = made
+        return made
+
+    def rank_program(self, rank: int) -> ExportedProgram:
+        """The ordinary exported program of one rank, with that rank's share of the weights.
+
+        Raises:
+            MeshError: `rank` is outside the world.
+        """
+        return build_rank_program(shard_state(self.local_program(rank)))
+
+    def collectives(self) -> list[Collective]:
+        """Every collective that a rank's program calls, in order, read off the program of rank 0."""
+        out = []
+        for node in edit.calls(self.local_program(0).graph):
+            if is_collective(node):
+                change: Reshard = node.meta[RESHARD]
+                kind = KIND_OF[str(node.target).split(".")[1]]
+                (axis,) = change.source.axes or self.mesh.names
+                size = self.mesh.degree(axis)
+                payload = _bytes((node if kind == "all_gather" else edit.operands(node)[0]).meta["val"])
+                out.append(
+                    Collective(
+                        kind=kind,
+                        axis=axis,
+                        payload_bytes=payload,
+                        group_size=size,
+                        wire_bytes=wire_bytes(kind, payload, size),
+                        node=node.name,
+                        module=edit.module_path(node),
+                        source=edit.source_line(node),
+                        why=change.why,
+                        reason=change.reason,
+                        reshard=change.name,
+                    )
+                )
+        return out
+
+    def parameter_bytes(self) -> tuple[int, list[int]]:
+        """(bytes of all leaves on one device, bytes of the leaves of each rank); a tied tensor counts once."""
+        first_of = tied(self.resharded)
+        whole, per_rank = 0, [0] * self.world_size
+        for node, fqn in self.resharded.leaves():
+            if first_of[node.name] == node.name:
+                value = self.resharded.state(fqn)
+                whole += value.numel() * value.element_size()
+                for rank in range(self.world_size):
+                    shape = mark_of(node).shardings[0].local_shape(value.shape, self.mesh, self.mesh.coordinate(rank))
+                    per_rank[rank] += torch.Size(shape).numel() * value.element_size()
+        return whole, per_rank
+
+    def report(self) -> str:
+        """Parameters and bytes per rank, collectives, fallbacks with their bytes, what no rule touches: as text."""
+        whole, per_rank = self.parameter_bytes()
+        shares = ", ".join(f"{b:,} ({100 * b / max(whole, 1):.1f}%)" for b in per_rank)
+        lines = [f"mesh {self.mesh}", f"parameter bytes: {whole:,} on one device; per rank {shares}"]
+        found = self.collectives()
+        for why in ("inherent", "plan-demanded", "fallback"):
+            chosen = [c for c in found if c.why == why]
+            total = sum(c.wire_bytes for c in chosen)
+            lines.append(f"{why} collectives: {len(chosen)}, {total:,} wire bytes per rank and call")
+            if why == "inherent":
+                continue
+            for c in chosen:
+                where = c.source or c.module
+                lines.append(f"  {c.kind} of {c.payload_bytes:,} bytes, '{c.node}' at {where}: {c.reason}")
+        for kind, title in (("untouched", "layers that no plan entry touches"), ("no rule", "ops without a rule")):
+            texts = [note.text for note in self.resharded.notes if note.kind == kind]
+            if texts:
+                lines += [f"{title}:", *(f"  {text}" for text in texts)]
+        return "\n".join(lines)
+
+    def manifest(self) -> Manifest:
+        """The plain-data description that `save` writes (without the files' hashes)."""
+        program = self.resharded
+        first_of = tied(program)
+        names = {node.name: fqn for node, fqn in program.leaves()}
+        kinds = {spec.target: spec.kind.name.lower() for _, spec in program.inputs()}
+        tensors = []
+        for node, fqn in program.leaves():
+            row = {"name": fqn, "kind": kinds[fqn], **self._described(program.state(fqn), mark_of(node).shardings[0])}
+            if first_of[node.name] != node.name:
+                row["tied_to"] = names[first_of[node.name]]
+            tensors.append(row)
+        inputs = [
+            {"name": node.name, **self._described(node.meta["val"], mark_of(node).shardings[0])}
+            for node in program.user_inputs()
+        ]
+        outputs = [
+            {"name": name, **self._described(value.meta["val"], mark_of(value).shardings[0])}
+            for name, value in zip(program.output_names(), self._user_outputs(), strict=True)
+            if edit.is_tensor(value)
+        ]
+        return Manifest(
+            mesh=dict(self.mesh.axes),
+            groups={axis: self.mesh.group_name(axis) for axis in self.mesh.names},
+            device_type=self.device_type,
+            plan=self.plan.to_data(),
+            tensors=tensors,
+            inputs=inputs,
+            outputs=outputs,
+            collectives=[asdict(c) for c in self.collectives()],
+            notes=[asdict(note) for note in program.notes],
+            output_type=None,
+            versions=versions(),
+        )
+
+    def save(self, directory: str | os.PathLike[str], *, force: bool = False, keep_output_types: bool = False) -> None:
+        """Write `manifest.json` and one `rank_N.pt2` per rank, all or nothing.
+
+        An output class that is not plain Python (HF's ModelOutput) is written as a dict and named in the manifest, so
+        that the files need torch alone; `keep_output_types` keeps it.
+
+        Raises:
+            ArtifactError: the directory exists (without `force`), or cannot be written.
+        """
+        replaced: str | None = None
+        manifest = self.manifest()
+        spec = self.original.call_spec.out_spec
+        if not keep_output_types and spec is not None:
+            replaced = plain_outputs(spec)[1]
+
+        def save_rank(rank: int, path: Path) -> None:
+            program = self.rank_program(rank)
+            if replaced is not None:
+                signature = program.module_call_graph[0].signature
+                assert signature is not None
+                signature.out_spec = plain_outputs(signature.out_spec)[0]
+            torch.export.save(program, path)
+
+        write_artifact(directory, Manifest(**{**asdict(manifest), "output_type": replaced}), save_rank, force=force)
+
+    def verify(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> VerifyReport:
+        """Run all ranks in lock step in this process and compare them with the single-device program.
+
+        Args:
+            args, kwargs: global inputs, as the original program takes them.
+
+        Raises:
+            InputsError: arguments that the program does not take.
+        """
+        return compare(
+            self.original,
+            [self.rank_program(rank) for rank in range(self.world_size)],
+            args,
+            kwargs or {},
+            self.layout(),
+            [node.name for node in self.resharded.user_inputs()],
+            self.resharded.output_names(),
+            intermediate=self.resharded.source,
+        )
+
+    def layout(self) -> Layout:
+        """How tensors at the boundary, by name, and values with a claim (`=text`) are cut and joined."""
+        return layout_of(self.manifest_shardings(), self.mesh)
+
+    def manifest_shardings(self) -> dict[str, Sharding]:
+        """Sharding by name, of inputs, outputs and leaves."""
+        program = self.resharded
+        out = {fqn: mark_of(node).shardings[0] for node, fqn in program.leaves()}
+        out.update({node.name: mark_of(node).shardings[0] for node in program.user_inputs()})
+        for name, value in zip(program.output_names(), self._user_outputs(), strict=True):
+            if edit.is_tensor(value):
+                out[f"output {name}"] = mark_of(value).shardings[0]
+        return out
+
+    def _user_outputs(self) -> list[Any]:
+        values = list(self.resharded.output.args[0])  # type: ignore[arg-type]
+        return values[len(values) - len(self.resharded.output_names()) :]
+
+    def _described(self, value: torch.Tensor, sharding: Sharding) -> dict[str, Any]:
+        shape = [s if isinstance(s, int) else str(s) for s in value.shape]
+        return {"shape": shape, "dtype": DTYPES.get(value.dtype, str(value.dtype)), "sharding": sharding.text(self.mesh)}
+
+
+def layout_of(shardings: Mapping[str, Sharding], mesh: Mesh) -> Layout:
+    """A `Layout` over named shardings."""
+
+    def joined(name: str, parts: Sequence[torch.Tensor], shape: torch.Size) -> list[torch.Tensor]:
+        if name.startswith("="):
+            return join(parts, read_sharding(name[1:], mesh, len(shape)), mesh, shape)
+        return join(parts, shardings[f"output {name}" if f"output {name}" in shardings else name], mesh, shape)
+
+    return Layout(lambda name, value, rank: cut(value, shardings[name], mesh, rank), joined)
+
+
+def versions() -> dict[str, str]:
+    return {"tpcompiler": VERSION, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _same_on_all_ranks(program: ReshardedProgram) -> bool:
+    """Whether every rank's graph is the same: even shards, no slice and no local body that asks where the rank is."""
+    for node in program.graph.nodes:
+        mark = mark_of(node)
+        if mark.local is not None:
+            return False
+        for value, sharding in zip(edit.outputs(node) if node.op != "output" else (), mark.shardings, strict=True):
+            if not sharding.is_even(value.shape, program.mesh):
+                return False
+        if node.target is reshard:
+            change: Reshard = node.meta[RESHARD]
+            if change.target.axes - change.source.axes:
+                return False
+    return True
+
+
+def _bytes(value: torch.Tensor) -> int:
+    return torch.Size([sym_hint(s) for s in value.shape]).numel() * value.element_size()

@@ -1,0 +1,35 @@
+"""Output pytrees that need nothing but torch to load."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from tpcompiler._torch import TreeSpec
+
+PLAIN = (tuple, list, dict, OrderedDict)
+
+
+def plain_outputs(spec: TreeSpec) -> tuple[TreeSpec, str | None]:
+    """The spec with every container class that is not plain Python turned into a dict; and the first such class."""
+    if spec.is_leaf() or spec.type is None:
+        return spec, None
+    children, replaced = [], None
+    for index in range(spec.num_children):
+        child, inner = plain_outputs(spec.child(index))
+        children.append(child)
+        replaced = replaced or inner
+    if spec.type in PLAIN:
+        return TreeSpec(spec.type, spec.context, children), replaced
+    replaced = f"{spec.type.__module__}.{spec.type.__qualname__}"
+    keys = _keys(spec, len(children))
+    return TreeSpec(dict, keys, children), replaced
+
+
+def _keys(spec: TreeSpec, count: int) -> list[Any]:
+    """The field names of a registered class, where its pytree context tells them."""
+    context = spec.context
+    for candidate in (context, context[0] if isinstance(context, (list, tuple)) and context else None):
+        if isinstance(candidate, (list, tuple)) and len(candidate) == count and all(isinstance(k, str) for k in candidate):
+            return list(candidate)
+    return [str(index) for index in range(count)]

@@ -1,0 +1,6 @@
+"""What the user wants: which layers and parameters are cut, and how. A plan is a dict, or a YAML or JSON file."""
+
+from tpcompiler.plan.plan import Plan, PlanEntry
+from tpcompiler.plan.styles import Style
+
+__all__ = ["Plan", "PlanEntry", "Style"]

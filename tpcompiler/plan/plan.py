@@ -1,0 +1,140 @@
+"""A plan: patterns of names, each with a style, and which of them rules which name."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tpcompiler.errors import PlanError
+from tpcompiler.plan.file import read_plan_file
+from tpcompiler.plan.styles import Style, read_style
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """One line of a plan: the style of every module, parameter or buffer whose name matches the pattern.
+
+    In a pattern `*` stands for one component of the name or a part of one (`layer_*`), `**` for any number of
+    components, zero included.
+    """
+
+    pattern: str
+    style: Style
+    where: str = field(compare=False)  # 'plan.yaml line 4 ("*.up.weight": "S(0)")'
+
+    def matches(self, fqn: str) -> bool:
+        """Whether the pattern stands for this name, all of it."""
+        return self._regex.fullmatch(fqn + ".") is not None
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        # Over the name plus a last ".", so that every component ends in one and "**" needs no special cases.
+        parts = (
+            r"(?:[^.]+\.)*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*") + r"\."
+            for part in self.pattern.split(".")
+        )
+        return re.compile("".join(parts))
+
+    @property
+    def _generality(self) -> tuple[int, int, int]:
+        """Smaller is more specific: fewer `**`, then fewer `*`, then more literal text."""
+        doubles, stars = self.pattern.count("**"), self.pattern.count("*")
+        return doubles, stars - 2 * doubles, stars - len(self.pattern)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the user asks for, independent of any program; `assign` applies it to the names of one."""
+
+    entries: tuple[PlanEntry, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan | Mapping[str, object] | str | os.PathLike[str]) -> Plan:
+        """Read a plan: a mapping of patterns to styles (see `read_style`), or the path of a YAML or JSON file.
+
+        Raises:
+            PlanError: the file cannot be read, or an entry is no pattern with a style.
+            UnsupportedError: a style that is recognised but not supported.
+        """
+        if isinstance(plan, Plan):
+            return plan
+        if isinstance(plan, Mapping):
+            written = [(pattern, style, "the plan") for pattern, style in plan.items()]
+        elif isinstance(plan, str | os.PathLike):
+            path = os.fsdecode(plan)
+            written = [(pattern, style, f"{path} line {line}") for pattern, style, line in read_plan_file(path)]
+        else:
+            raise PlanError(
+                f"{plan!r} is not a plan", help="give a mapping of names to styles, or the path of a YAML or JSON file"
+            )
+        return cls(tuple(_read_entry(pattern, style, source) for pattern, style, source in written))
+
+    def assign(self, names: Iterable[str]) -> dict[str, PlanEntry]:
+        """The entry that rules each name: the most specific of those that match it. Names without one are absent.
+
+        `names` are all module, parameter and buffer names of a program, without the root's "".
+
+        Raises:
+            PlanError: an entry matches nothing, or two equally specific entries want different styles of one name.
+        """
+        names = list(names)
+        rivals: dict[str, list[PlanEntry]] = {}
+        for entry in self.entries:
+            matched = [name for name in names if entry.matches(name)]
+            if not matched:
+                raise PlanError(
+                    f"plan entry {entry.pattern!r} matches nothing",
+                    help=_nearest(entry.pattern, names),
+                    asked_by=entry.where,
+                )
+            for name in matched:
+                rivals.setdefault(name, []).append(entry)
+        return {name: _most_specific(rivals[name], name) for name in names if name in rivals}
+
+    def to_data(self) -> dict[str, object]:
+        """The plan as plain JSON data, from which `Plan.of` makes an equal one."""
+        return {entry.pattern: entry.style.to_data() for entry in self.entries}
+
+
+def _read_entry(pattern: object, style: object, source: str) -> PlanEntry:
+    if not isinstance(pattern, str):
+        raise PlanError(
+            f"plan pattern {pattern!r} is not text", help='write the name of a layer, such as "*.up"', asked_by=source
+        )
+    if isinstance(style, type):
+        written = style.__name__
+    else:
+        written = json.dumps(style) if isinstance(style, str) else repr(style)
+    where = f"{source} ({json.dumps(pattern)}: {written})"
+    return PlanEntry(pattern, read_style(style, where=where), where)
+
+
+def _most_specific(rivals: list[PlanEntry], name: str) -> PlanEntry:
+    best, *others = sorted(rivals, key=lambda entry: entry._generality)
+    for other in others:
+        if other._generality == best._generality and other.style != best.style:
+            raise PlanError(
+                f"plan entries {best.pattern!r} and {other.pattern!r} ask different styles of {name!r}",
+                help=f"add an entry for {name!r}, or make one of the two more specific",
+                asked_by=f"{best.where} and {other.where}",
+            )
+    return best
+
+
+def _nearest(pattern: str, names: list[str]) -> str:
+    """Offer names in the pattern's own form: with "*" for layer numbers, with "**." before a tail."""
+    known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)
+    if pattern.startswith("**.") or "." not in pattern:
+        length = len(pattern.removeprefix("**.").split("."))
+        known |= dict.fromkeys(".".join(["**", *name.split(".")[-length:]]) for name in known)
+    if "*" not in pattern:
+        known |= dict.fromkeys(names)
+    nearest = difflib.get_close_matches(pattern, known, n=3) or list(known)[:3]
+    if not nearest:
+        return "the program has no module and no parameter to name"
+    return f"use a name of the program, such as {', '.join(map(repr, nearest))}"

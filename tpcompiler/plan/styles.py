@@ -1,0 +1,262 @@
+"""The styles of a plan: Hugging Face's `tp_plan` names, torch's ParallelStyle, and explicit placements."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from tpcompiler.errors import PlanError, UnsupportedError
+from tpcompiler.ir.placements import PlacementSpec, format_spec, parse_placement
+
+Layouts = tuple[PlacementSpec | None, ...]
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a plan entry asks of a layer or a parameter, in features instead of weight dims.
+
+    Features mean the same for every layer: "out" is the embedding dim of an Embedding, "in" its vocabulary.
+    On a module, `whole` and `placement` speak of its direct parameters and buffers; an entry for one of these or for a
+    submodule speaks for itself. `inputs` and `outputs` count as torch counts layouts: None also stands for an argument
+    or a result that is no tensor.
+    """
+
+    name: str  # a name of STYLES, "placement", "prepare_input", "prepare_output" or "prepare_input_output"
+    cut: Literal["out", "in"] | None = None  # the feature of the layer's weight that is cut
+    whole: bool = False  # parameters are pinned to R
+    inputs: Layouts = ()  # wanted placements of the layer's inputs, in order; None = as it comes
+    outputs: Layouts = ()  # placements that the layer's outputs are pinned to; None = as it comes
+    placement: PlacementSpec | None = None  # explicit placement of a parameter or buffer
+
+    def to_data(self) -> str | dict[str, object]:
+        """The style as plain JSON data, from which `read_style` makes an equal one."""
+        if self.placement is not None:
+            written = format_spec(self.placement)
+            return written if isinstance(written, str) else {**written}
+        if self == STYLES.get(self.name):
+            return self.name
+        data: dict[str, object] = {"style": self.name} if self.name in STYLES else {}
+        for part, layouts in (("inputs", self.inputs), ("outputs", self.outputs)):
+            if layouts:
+                data[part] = [None if layout is None else format_spec(layout) for layout in layouts]
+        return data
+
+
+# A row-wise style pins no output: the Partial that it makes is reduced to R anyway.
+STYLES = {
+    style.name: style
+    for style in (
+        Style("colwise", cut="out"),
+        Style("colwise_gather_output", cut="out", outputs=(Replicate(),)),
+        Style("rowwise", cut="in"),
+        Style("rowwise_split_input", cut="in"),
+        Style("embedding_rowwise", cut="in"),
+        Style("replicate", whole=True),
+        Style("gather", outputs=(Replicate(),)),
+    )
+}
+
+# Several of these differ from their style in backward only, or in what Hugging Face's hooks wrap as a DTensor.
+ALIASES = {
+    "local_colwise": "colwise",
+    "colwise_rep": "colwise_gather_output",
+    "embedding_colwise": "colwise_gather_output",
+    "local_rowwise": "rowwise",
+    "rowwise_rep": "rowwise_split_input",
+    "replicated_with_grad_allreduce": "replicate",
+    "local": "replicate",
+    "local_params": "replicate",
+    "isolated": "replicate",
+    "mla_kv_a_proj": "replicate",
+    "all_reduce": "gather",
+}
+
+_WHOLE = "use 'replicate' meanwhile: every rank then holds and runs the whole layer"
+_PACKED = "use 'replicate' meanwhile, or give every packed block a layer of its own and use '{}'"
+
+# Recognised, refused by name: what to write instead.
+REFUSED = {
+    "packed_colwise": _PACKED.format("colwise"),
+    "packed_rowwise": _PACKED.format("rowwise"),
+    "local_packed_rowwise": _PACKED.format("rowwise"),
+    "sequence_parallel": _WHOLE,
+    "grouped_gemm": _WHOLE,
+    "moe_tp_experts": _WHOLE,
+    "moe_identity_expert": _WHOLE,
+    "ep_router": _WHOLE,
+    "ep_dispatch_experts": _WHOLE,
+}
+
+
+def read_style(value: object, *, where: str) -> Style:
+    """Read a style in any of the forms that users write; `where` locates it in errors.
+
+    - a name of `STYLES` or `ALIASES`
+    - a placement, as text (`S(0)`) or torch's own, or `{axis: placement}`
+    - `{style: name, inputs: [placement or null], outputs: [...]}`, each part optional, with at least one list
+    - an instance of torch's ColwiseParallel, RowwiseParallel or PrepareModuleInput/Output/InputOutput, or one of these
+      classes, which equals its instance without arguments. Their `input_layouts` (and PrepareModuleOutput's
+      `output_layouts`) describe what arrives: the compiler knows that by itself, so they ask for nothing.
+
+    Raises:
+        PlanError: the value is none of these.
+        UnsupportedError: a style that is recognised but not supported, or a ParallelStyle of another class.
+    """
+    if isinstance(value, str):
+        return _read_text(value.strip(), where)
+    if isinstance(value, Placement):
+        return Style("placement", placement=_read_spec(value, where))
+    if isinstance(value, Mapping):
+        return _read_mapping(value, where)
+    if isinstance(value, ParallelStyle) or (isinstance(value, type) and issubclass(value, ParallelStyle)):
+        return _read_torch_style(value, where)
+    raise PlanError(f"{value!r} is not a style", help=_known_styles(), asked_by=where)
+
+
+def _known_styles() -> str:
+    return f"use one of {', '.join(STYLES)}, or a placement such as S(0) or R"
+
+
+def _read_text(text: str, where: str) -> Style:
+    if "(" in text or text in ("R", "Replicate"):
+        return Style("placement", placement=_read_spec(text, where))
+    return _read_name(text, where)
+
+
+def _read_name(name: str, where: str) -> Style:
+    style = STYLES.get(ALIASES.get(name, name))
+    if style is not None:
+        return style
+    unsized = re.sub(r"(?<=wise):\d+(,\d+)*$", "", name)  # packed_colwise:2, packed_colwise:4,1,1
+    if unsized in REFUSED:
+        raise _unsupported(name, REFUSED[unsized], where)
+    nearest = difflib.get_close_matches(name, [*STYLES, *ALIASES, *REFUSED], n=1)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    raise PlanError(f"unknown style {name!r}", help=hint + _known_styles(), asked_by=where)
+
+
+def _unsupported(name: str, instead: str, where: str) -> UnsupportedError:
+    return UnsupportedError(f"style {name!r} is recognised but not supported yet", help=instead, asked_by=where)
+
+
+def _read_placement(value: object, where: str) -> Placement:
+    try:
+        return parse_placement(str(value))  # torch prints its placements as this project does
+    except PlanError as error:
+        raise PlanError(error.message, help=error.help, asked_by=where) from None
+
+
+def _read_spec(value: object, where: str) -> PlacementSpec:
+    if not isinstance(value, Mapping):
+        return _read_placement(value, where)
+    for axis in value:
+        if not isinstance(axis, str):
+            raise PlanError(
+                f"mesh axis {axis!r} is not a name", help='write a name such as {"tp": "S(0)"}', asked_by=where
+            )
+    if not value:
+        raise PlanError("{} places nothing", help='name a mesh axis, such as {"tp": "S(0)"}', asked_by=where)
+    return {axis: _read_placement(placement, where) for axis, placement in value.items()}
+
+
+def _read_layouts(value: object, where: str) -> Layouts:
+    layouts = value if isinstance(value, list | tuple) else [value]
+    return tuple(None if layout is None else _read_spec(layout, where) for layout in layouts)
+
+
+def _read_mapping(value: Mapping[object, object], where: str) -> Style:
+    if not any(isinstance(part, list | tuple) for part in value.values()):
+        return Style("placement", placement=_read_spec(value, where))
+    if unknown := [part for part in value if part not in ("style", "inputs", "outputs")]:
+        raise PlanError(
+            f"{unknown[0]!r} is not a part of a style",
+            help='write {"style": name, "inputs": [placement or null, ...], "outputs": [...]}',
+            asked_by=where,
+        )
+    inputs, outputs = (_read_layouts(value.get(part, ()), where) for part in ("inputs", "outputs"))
+    if "style" in value:
+        style = _read_name(str(value["style"]), where)
+        return replace(style, inputs=inputs, outputs=outputs or style.outputs)
+    return _prepare(inputs, outputs, where)
+
+
+def _prepare(inputs: Layouts, outputs: Layouts, where: str) -> Style:
+    """A style that cuts nothing: it only places what goes into a layer and what comes out."""
+    names = [name for name, layouts in (("input", inputs), ("output", outputs)) if layouts]
+    if all(layout is None for layout in inputs + outputs):
+        raise PlanError("the style asks for nothing", help="give a placement for an input or an output", asked_by=where)
+    return Style("_".join(["prepare", *names]), inputs=inputs, outputs=outputs)
+
+
+def _read_torch_style(value: ParallelStyle | type[ParallelStyle], where: str) -> Style:
+    kind = value if isinstance(value, type) else type(value)
+    if kind is SequenceParallel:
+        raise _unsupported(kind.__name__, _WHOLE, where)
+    if kind not in _TORCH_STYLES:  # by class, not isinstance: a subclass may mean anything
+        known = ", ".join(known.__name__ for known in _TORCH_STYLES)
+        raise UnsupportedError(
+            f"ParallelStyle {kind.__name__!r} is not one of torch's own", help=f"use {known}", asked_by=where
+        )
+    if not isinstance(value, type):
+        return _TORCH_STYLES[kind](value, where)
+    if kind in (ColwiseParallel, RowwiseParallel):
+        return _TORCH_STYLES[kind](kind(), where)
+    return _prepare((), (), where)  # without arguments the other classes ask for nothing
+
+
+def _read_colwise(style: ColwiseParallel, where: str) -> Style:
+    outputs = _read_layouts(style.output_layouts, where)
+    if outputs == (Shard(-1),):
+        return STYLES["colwise"]
+    if outputs == (Replicate(),):
+        return STYLES["colwise_gather_output"]
+    return replace(STYLES["colwise"], outputs=outputs)
+
+
+def _read_rowwise(style: RowwiseParallel, where: str) -> Style:
+    outputs = _read_layouts(style.output_layouts, where)
+    return STYLES["rowwise"] if outputs == (Replicate(),) else replace(STYLES["rowwise"], outputs=outputs)
+
+
+def _read_prepare_input(style: PrepareModuleInput, where: str) -> Style:
+    return _prepare(_desired_inputs(style, where), (), where)
+
+
+def _read_prepare_output(style: PrepareModuleOutput, where: str) -> Style:
+    return _prepare((), _read_layouts(style.desired_output_layouts, where), where)
+
+
+def _read_prepare_input_output(style: PrepareModuleInputOutput, where: str) -> Style:
+    outputs = _read_layouts(style.prepare_module_output.desired_output_layouts, where)
+    return _prepare(_desired_inputs(style.prepare_module_input, where), outputs, where)
+
+
+def _desired_inputs(style: PrepareModuleInput, where: str) -> Layouts:
+    if style.desired_input_kwarg_layouts:
+        raise _unsupported(
+            "PrepareModuleInput(desired_input_kwarg_layouts=...)", "use desired_input_layouts, by position", where
+        )
+    return _read_layouts(style.desired_input_layouts or (), where)
+
+
+_TORCH_STYLES: dict[type[ParallelStyle], Callable[[Any, str], Style]] = {
+    ColwiseParallel: _read_colwise,
+    RowwiseParallel: _read_rowwise,
+    PrepareModuleInput: _read_prepare_input,
+    PrepareModuleOutput: _read_prepare_output,
+    PrepareModuleInputOutput: _read_prepare_input_output,
+}

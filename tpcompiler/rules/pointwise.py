@@ -1,0 +1,68 @@
+"""Elementwise ops: every op that torch tags pointwise, and a few that it does not."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from tpcompiler.ir import edit
+from tpcompiler.ir.sharding import Size
+from tpcompiler.rules.notation import RuleText
+from tpcompiler.rules.registry import op_rule, pointwise_rule
+
+aten = torch.ops.aten
+
+
+def is_one(size: Size) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+@pointwise_rule
+@op_rule(aten.copy.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, shards="any")
+def pointwise(node: fx.Node) -> str:
+    """Operands broadcast from the right: "d0 d1, d1 -> d0 d1", "d0 1, d0 d1 -> d0 d1"."""
+    out = edit.outputs(node)[0].shape
+    terms = []
+    for operand in edit.operands(node):
+        shape = operand.meta["val"].shape
+        first = len(out) - len(shape)
+        names = (
+            "1" if is_one(size) and not is_one(out[first + d]) else f"d{first + d}" for d, size in enumerate(shape)
+        )
+        terms.append(" ".join(names))
+    result = " ".join(f"d{d}" for d in range(len(out)))
+    return f"{', '.join(terms)} -> {', '.join([result] * len(edit.outputs(node)))}"
+
+
+@op_rule(aten.add.Tensor, aten.sub.Tensor, shards="any")
+def add(node: fx.Node) -> RuleText:
+    """Jointly linear in both operands; beside a number only affine, so nothing passes through."""
+    return RuleText(pointwise(node), linear=((0, 1),) if len(edit.operands(node)) == 2 else ())
+
+
+@op_rule(aten.mul.Tensor, aten.mul.Scalar, shards="any")
+def mul(node: fx.Node) -> RuleText:
+    """Linear in each operand by itself: `mul(P, P)` is not a sum of products."""
+    return RuleText(pointwise(node), linear=tuple((i,) for i in range(len(edit.operands(node)))))
+
+
+@op_rule(aten.neg.default, aten.div.Tensor, aten.div.Scalar, shards="any")
+def scale(node: fx.Node) -> RuleText:
+    """Linear in the first operand."""
+    return RuleText(pointwise(node), linear=((0,),))
+
+
+@op_rule(
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.contiguous.default,
+    aten.lift_fresh_copy.default,
+    aten.to.dtype,
+    shards="any",
+    relayout=True,
+)
+def cast(node: fx.Node) -> str:
+    """Copies and casts; `_to_copy` of a Partial would round every share, so it is reduced first."""
+    return pointwise(node)

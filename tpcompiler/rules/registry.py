@@ -1,0 +1,86 @@
+"""Which rule belongs to which op, and a node's rule with its sizes filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import OpOverload
+from tpcompiler.errors import RuleError
+from tpcompiler.ir import edit
+from tpcompiler.rules.notation import Rule, RuleText, Shards, extents, parse
+
+Written = Callable[[fx.Node], "str | RuleText | None"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    write: Written
+    shards: Shards
+    relayout: bool
+
+
+_RULES: dict[OpOverload, Entry] = {}
+_POINTWISE: list[Entry] = []
+
+
+def op_rule(*targets: OpOverload, shards: Shards = "even", relayout: bool = False) -> Callable[[Written], Written]:
+    """Register a rule for ops. The function gets a node and writes the rule's text (None: no rule for this call).
+
+    Args:
+        shards: what every shard of a sharded factor must be: of one size, at least not empty, or anything.
+        relayout: the op only moves or casts data.
+
+    Raises:
+        RuleError: an op that has a rule already.
+    """
+
+    def register(write: Written) -> Written:
+        for target in targets:
+            if target in _RULES:
+                raise RuleError(f"{target} has a rule already", help="change that one")
+            _RULES[target] = Entry(write, shards, relayout)
+        return write
+
+    return register
+
+
+def pointwise_rule(write: Written) -> Written:
+    """Register the rule of every op that torch tags as pointwise and that has no rule of its own."""
+    _POINTWISE.append(Entry(write, "any", False))
+    return write
+
+
+def has_rule(target: object) -> bool:
+    """Whether an op stays whole: it has a rule of its own (the pointwise tag does not count)."""
+    return target in _RULES
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """The node's rule, or None when its op has none for this call.
+
+    Raises:
+        RuleError: the rule does not fit the node's operands.
+    """
+    entry = _RULES.get(node.target) if isinstance(node.target, OpOverload) else None
+    if entry is None and isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
+        entry = _POINTWISE[0]
+    if entry is None:
+        return None
+    written = entry.write(node)
+    if written is None:
+        return None
+    if isinstance(written, str):
+        written = RuleText(written)
+    pattern = parse(written.text)
+    tensors = [operand.meta["val"] for operand in edit.operands(node)]
+    shapes = [tuple(t.shape) for t in (*tensors, *edit.outputs(node))]
+    extent = extents(pattern, shapes, written.factors, f"{node.target} at '{node.name}'")
+    # An addend joins the product's sum: with the product pending, it must be pending too.
+    linear = tuple(frozenset(group) | pattern.addends for group in written.linear)
+    return Rule(
+        pattern, extent, entry.shards, written.reduce, written.sizes, linear, written.local, entry.relayout
+    )

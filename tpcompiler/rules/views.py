@@ -1,0 +1,136 @@
+"""Ops that only rearrange dims. All reshapes are one algorithm over groups of dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import statically_equal, sym_quotient
+from tpcompiler.ir import edit
+from tpcompiler.ir.sharding import Size
+from tpcompiler.rules.notation import RuleText, Term, parse
+from tpcompiler.rules.pointwise import is_one
+from tpcompiler.rules.registry import op_rule
+
+aten = torch.ops.aten
+
+
+def dim_groups(source: Sequence[Size], target: Sequence[Size]) -> tuple[str, dict[str, Size]]:
+    """The factors that a reshape of `source` to `target` keeps, as a rule text with the factors' sizes.
+
+    Walks both shapes from the left and splits each pair of sizes by the one that divides the other, so that
+    [b, s, 12] -> [b, s, 3, 4] reads "f0 f1 (f2 f3) -> f0 f1 f2 f3". Where neither divides, the rest up to the next
+    common boundary is one block that must stay whole. Dims of size 1 hold no factor.
+    """
+    sizes: dict[str, Size] = {}
+    left: list[list[str]] = [[] for _ in source]
+    right: list[list[str]] = [[] for _ in target]
+    i = j = 0
+    a: Size = 1
+    b: Size = 1
+    while True:
+        while is_one(a) and i < len(source):
+            a, i = source[i], i + 1
+        while is_one(b) and j < len(target):
+            b, j = target[j], j + 1
+        if is_one(a) and is_one(b):
+            break
+        name = f"f{len(sizes)}"
+        if statically_equal(a, b):
+            sizes[name], a, b = a, 1, 1
+        elif (rest := sym_quotient(a, b)) is not None and not is_one(b):
+            sizes[name], a, b = b, rest, 1
+        elif (rest := sym_quotient(b, a)) is not None and not is_one(a):
+            sizes[name], a, b = a, 1, rest
+        else:
+            return _opaque(source, target)
+        left[i - 1].append(name)
+        right[j - 1].append(name)
+    return f"{_words(left)} -> {_words(right)}", sizes
+
+
+def _opaque(source: Sequence[Size], target: Sequence[Size]) -> tuple[str, dict[str, Size]]:
+    """No common factors: only the leading dims that are equal on both sides are kept."""
+    kept = 0
+    while kept < min(len(source), len(target)) and statically_equal(source[kept], target[kept]):
+        kept += 1
+    left = [[f"f{d}"] if d < kept else [f"i{d}!"] for d in range(len(source))]
+    right = [[f"f{d}"] if d < kept else [f"o{d}!"] for d in range(len(target))]
+    sizes = {names[0].rstrip("!"): size for names, size in (*zip(left, source, strict=True), *zip(right, target, strict=True))}
+    return f"{_words(left)} -> {_words(right)}", sizes
+
+
+def _words(dims: list[list[str]]) -> str:
+    return " ".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dims)
+
+
+def _out_term(text: str) -> Term:
+    return parse(text).outputs[0]
+
+
+@op_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, shards="any", relayout=True)
+def view(node: fx.Node) -> RuleText:
+    """Any reshape; its `size` (`shape`) argument counts the output's dims."""
+    (operand,) = edit.operands(node)
+    text, factors = dim_groups(operand.meta["val"].shape, node.meta["val"].shape)
+    argument = "shape" if node.target is aten.reshape.default else "size"
+    return RuleText(text, sizes={argument: _out_term(text)}, factors=factors, linear=((0,),))
+
+
+@op_rule(
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.flatten.using_ints,
+    shards="any",
+    relayout=True,
+)
+def dims_of_one(node: fx.Node) -> RuleText:
+    """Reshapes that name no sizes."""
+    (operand,) = edit.operands(node)
+    text, factors = dim_groups(operand.meta["val"].shape, node.meta["val"].shape)
+    return RuleText(text, factors=factors, linear=((0,),))
+
+
+@op_rule(aten.unflatten.int, shards="any", relayout=True)
+def unflatten(node: fx.Node) -> RuleText:
+    """One dim split in several: `sizes` counts those."""
+    (operand,) = edit.operands(node)
+    text, factors = dim_groups(operand.meta["val"].shape, node.meta["val"].shape)
+    first = edit.bound(node)["dim"] % operand.meta["val"].ndim
+    parts = _out_term(text)[first : first + len(edit.bound(node)["sizes"])]
+    return RuleText(text, sizes={"sizes": parts}, factors=factors, linear=((0,),))
+
+
+@op_rule(aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, shards="any", relayout=True)
+def permute(node: fx.Node) -> RuleText:
+    """Dims in another order."""
+    (operand,) = edit.operands(node)
+    order = list(range(operand.meta["val"].ndim))
+    args = edit.bound(node)
+    if node.target is aten.permute.default:
+        order = [d % len(order) for d in args["dims"]]
+    elif node.target is aten.t.default:
+        order.reverse()
+    elif node.target is aten.movedim.int:
+        order.insert(args["destination"] % len(order), order.pop(args["source"] % len(order)))
+    else:
+        a, b = args["dim0"] % len(order), args["dim1"] % len(order)
+        order[a], order[b] = order[b], order[a]
+    before = " ".join(f"d{d}" for d in range(len(order)))
+    return RuleText(f"{before} -> {' '.join(f'd{d}' for d in order)}", linear=((0,),))
+
+
+@op_rule(aten.expand.default, shards="any", relayout=True)
+def expand(node: fx.Node) -> RuleText:
+    """Broadcast dims come from 1 or from nowhere: "1 d1 -> n0 d1"."""
+    (operand,) = edit.operands(node)
+    source, target = operand.meta["val"].shape, node.meta["val"].shape
+    first = len(target) - len(source)
+    grown = [d < first or (is_one(source[d - first]) and not is_one(target[d])) for d in range(len(target))]
+    left = " ".join("1" if grown[d] else f"d{d}" for d in range(first, len(target)))
+    right = " ".join(f"n{d}" if grown[d] else f"d{d}" for d in range(len(target)))
+    return RuleText(f"{left} -> {right}", sizes={"size": _out_term(f"{left} -> {right}")}, linear=((0,),))

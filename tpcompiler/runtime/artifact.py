@@ -1,0 +1,177 @@
+"""The written form: a directory with `manifest.json` and one `rank_N.pt2` per rank."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tpcompiler.errors import ArtifactError
+
+VERSION = "0.1.0"
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Plain data about an artifact; every field is JSON.
+
+    Attributes:
+        mesh: axis -> degree.
+        groups: axis -> the process-group name that the graphs use.
+        plan: the plan, as a plan file would say it.
+        tensors: name, kind, shape, dtype, sharding (and `tied_to`) of every parameter, buffer and constant, global.
+        inputs, outputs: name, shape, dtype, sharding of the user's tensors, global; a symbolic size is its text.
+        collectives: the records of `ParallelProgram.collectives()`.
+        notes: kind and text of what the compiler declined or could not use.
+        output_type: the class that the model returned, where a plain dict was written instead.
+        versions: of tpcompiler, torch and python.
+        files: file name -> SHA-256 (hex).
+    """
+
+    mesh: dict[str, int]
+    groups: dict[str, str]
+    device_type: str
+    plan: dict[str, Any]
+    tensors: list[dict[str, Any]]
+    inputs: list[dict[str, Any]]
+    outputs: list[dict[str, Any]]
+    collectives: list[dict[str, Any]]
+    notes: list[dict[str, str]]
+    output_type: str | None
+    versions: dict[str, str]
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
+    format: int = FORMAT
+
+    @property
+    def world_size(self) -> int:
+        size = 1
+        for degree in self.mesh.values():
+            size *= degree
+        return size
+
+
+def rank_file(rank: int) -> str:
+    return f"rank_{rank}.pt2"
+
+
+def write_artifact(
+    directory: str | os.PathLike[str], manifest: Manifest, save_rank: Callable[[int, Path], None], *, force: bool = False
+) -> None:
+    """Write all files under a temporary name beside `directory`, then move them into place.
+
+    Raises:
+        ArtifactError: the directory exists and `force` is not set, or a file cannot be written; nothing is left behind.
+    """
+    target = Path(directory)
+    if target.exists() and not force:
+        raise ArtifactError(f"{target} exists already", help="choose another directory, or pass force=True (--force)")
+    if target.exists() and not (target / MANIFEST).is_file():
+        raise ArtifactError(
+            f"{target} exists and is not an artifact (it has no {MANIFEST})", help="choose another directory"
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise ArtifactError(f"cannot write {target}: {error}", help="choose a directory that can be written") from error
+    try:
+        files = {}
+        for rank in range(manifest.world_size):
+            save_rank(rank, temporary / rank_file(rank))
+            files[rank_file(rank)] = sha256(temporary / rank_file(rank))
+        text = json.dumps(dataclasses.asdict(dataclasses.replace(manifest, files=files)), indent=1, sort_keys=True)
+        (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
+        temporary.chmod(0o755)
+        _move_into_place(temporary, target)
+    except (OSError, RuntimeError) as error:
+        # torch's archive writer turns a failed write into a RuntimeError.
+        raise ArtifactError(
+            f"cannot write {target}: {str(error).splitlines()[0]}", help="check the free space and the permissions"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _move_into_place(temporary: Path, target: Path) -> None:
+    if not target.exists():
+        temporary.rename(target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    target.rename(old / "artifact")
+    try:
+        temporary.rename(target)
+    except OSError:
+        (old / "artifact").rename(target)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    """Read and check the manifest of an artifact.
+
+    Raises:
+        ArtifactError: no artifact there, unreadable, of another format version, or with fields missing.
+    """
+    path = Path(directory) / MANIFEST
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{directory} is not an artifact: it has no {MANIFEST}", help="make one with tpcompiler convert") from error
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}", help="convert the model again") from error
+    version = data.get("format") if isinstance(data, Mapping) else None
+    if version != FORMAT:
+        raise ArtifactError(
+            f"{path} has format {version!r}, this tpcompiler reads format {FORMAT}", help="convert the model again"
+        )
+    names = {field.name for field in dataclasses.fields(Manifest)}
+    if set(data) != names:
+        raise ArtifactError(
+            f"{path} is damaged: fields {sorted(set(data) ^ names)} are missing or unknown", help="convert the model again"
+        )
+    manifest = Manifest(**data)
+    if set(manifest.files) != {rank_file(rank) for rank in range(manifest.world_size)}:
+        raise ArtifactError(
+            f"{path} names files {sorted(manifest.files)} for {manifest.world_size} ranks", help="convert the model again"
+        )
+    return manifest
+
+
+def checked_file(directory: str | os.PathLike[str], manifest: Manifest, rank: int) -> Path:
+    """The path of a rank's program, after its hash was compared.
+
+    Raises:
+        ArtifactError: a rank outside the world, the file is missing, or its content is not what was written.
+    """
+    if not 0 <= rank < manifest.world_size:
+        raise ArtifactError(
+            f"rank {rank} is outside the artifact's world of {manifest.world_size}",
+            help=f"use a rank from 0 to {manifest.world_size - 1}",
+        )
+    path = Path(directory) / rank_file(rank)
+    found = None
+    with contextlib.suppress(FileNotFoundError):
+        found = sha256(path)
+    if found != manifest.files[path.name]:
+        state = "is missing" if found is None else f"has SHA-256 {found[:12]}.., the manifest says {manifest.files[path.name][:12]}.."
+        raise ArtifactError(f"{path} {state}", help="copy the artifact again, or convert the model again")
+    return path
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,76 @@
+"""Load one rank's program in a process that torchrun started."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tpcompiler._torch import group_is_registered, register_group, resolve_group
+from tpcompiler.errors import LaunchError
+from tpcompiler.runtime.artifact import Manifest, checked_file, read_manifest
+
+
+def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
+    """This process's program, ready to call.
+
+    Initialises the default process group from torchrun's environment where the caller has not (NCCL for CUDA, gloo for
+    CPU), registers it under the names that the graphs use, and compares the file's hash with the manifest.
+
+    Args:
+        directory: what `ParallelProgram.save` or `tpcompiler convert` wrote.
+        rank: this process's rank; by default the process group's.
+
+    Returns:
+        The module: call it as the model was called. Its `exported_program` is the rank's `ExportedProgram`.
+
+    Raises:
+        ArtifactError: no artifact, or a damaged one.
+        LaunchError: not started by torchrun, another world size or rank, or a group name that is taken.
+    """
+    manifest = read_manifest(directory)
+    _join_world(manifest)
+    here = dist.get_rank() if rank is None else rank
+    if here != dist.get_rank():
+        raise LaunchError(
+            f"rank {here} was asked for in the process of rank {dist.get_rank()}", help="leave rank out under torchrun"
+        )
+    _register_groups(manifest)
+    exported = torch.export.load(checked_file(directory, manifest, here))
+    module = exported.module()
+    module.exported_program = exported  # type: ignore[assignment]
+    return module
+
+
+def _join_world(manifest: Manifest) -> None:
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            raise LaunchError(
+                "this process is part of no group: RANK and WORLD_SIZE are not set",
+                help=f"start it with torchrun --nproc-per-node {manifest.world_size}",
+            )
+        _same_world(int(os.environ["WORLD_SIZE"]), manifest)
+        dist.init_process_group("nccl" if manifest.device_type == "cuda" else "gloo")
+    _same_world(dist.get_world_size(), manifest)
+
+
+def _same_world(size: int, manifest: Manifest) -> None:
+    if size != manifest.world_size:
+        raise LaunchError(
+            f"the artifact is for {manifest.world_size} ranks, this world has {size}",
+            help=f"start it with torchrun --nproc-per-node {manifest.world_size}, or convert for {size}",
+        )
+
+
+def _register_groups(manifest: Manifest) -> None:
+    """One axis spans the world; an equal registration by another artifact is used again."""
+    for name in manifest.groups.values():
+        if not group_is_registered(name):
+            register_group(name, dist.group.WORLD)
+        elif resolve_group(name).size() != dist.get_world_size():
+            raise LaunchError(
+                f"the process-group name {name!r} is taken by a group of {resolve_group(name).size()} ranks",
+                help="load this artifact in another process",
+            )

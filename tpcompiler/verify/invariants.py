@@ -1,0 +1,66 @@
+"""What every stage promises, checked on the program itself."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from tpcompiler.errors import InternalError
+from tpcompiler.ir import edit
+from tpcompiler.ir.program import (
+    MARK,
+    LocalProgram,
+    LoweredProgram,
+    MarkedProgram,
+    Program,
+    ReshardedProgram,
+    mark_of,
+    pin,
+    reshard,
+)
+
+
+def check_invariants(program: Program) -> None:
+    """Check the promises of the program's own stage.
+
+    Raises:
+        InternalError: naming the stage, the node and what does not hold.
+    """
+    for node in program.graph.nodes:
+        if isinstance(program, MarkedProgram):
+            _marked(node, program)
+        if isinstance(program, ReshardedProgram):
+            _agrees(node, program)
+        if isinstance(program, LoweredProgram):
+            _require(node.target not in (pin, reshard), node, program, "is still a marker")
+        if isinstance(program, LocalProgram) and node.op == "call_function" and edit.is_tensor(node):
+            sizes = (s for s in node.meta["val"].shape)
+            _require(all(not isinstance(s, int) or s >= 0 for s in sizes), node, program, "has a negative size")
+    program.graph.lint()
+
+
+def _marked(node: fx.Node, program: Program) -> None:
+    _require(MARK in node.meta, node, program, "has no mark")
+    mark = mark_of(node)
+    values = edit.outputs(node) if node.op != "output" else ()
+    _require(len(mark.shardings) == len(values), node, program, "has another number of shardings than of tensors")
+    for sharding, value in zip(mark.shardings, values, strict=True):
+        _require(sharding.ndim == value.ndim, node, program, f"of {value.ndim} dims has a sharding of {sharding.ndim}")
+        cut = [axis for dim in sharding.dims for axis in dim.axes] + [axis for axis, _ in sharding.partial]
+        _require(len(cut) == len(set(cut)), node, program, "uses a mesh axis twice")
+
+
+def _agrees(node: fx.Node, program: Program) -> None:
+    _require(node.target is not pin, node, program, "is still a pin")
+    mark = mark_of(node)
+    _require(mark.shardings == mark.settled, node, program, "is reduced by nothing")
+    for operand, want in zip(edit.operands(node), mark.wants, strict=False):
+        _require(mark_of(operand).shardings[0] == want, node, program, f"has '{operand.name}' in another sharding than it needs")
+
+
+def _require(holds: bool, node: fx.Node, program: Program, what: str) -> None:
+    if not holds:
+        raise InternalError(
+            f"{type(program).__name__}: '{node.name}' {what}",
+            help="report this with the model and the plan",
+            used_at=edit.source_line(node),
+        )

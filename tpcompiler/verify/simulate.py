@@ -1,0 +1,193 @@
+"""Run all ranks of a program in lock step, in one process, without process groups.
+
+Each rank is a generator that runs its own graph until it comes to a collective, hands over its operand and waits; when
+all ranks of the group wait at the same collective, it is computed and everyone goes on. Graphs may differ by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+
+from tpcompiler._torch import tree_flatten
+from tpcompiler.errors import InputsError, InternalError
+from tpcompiler.ir import edit
+
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
+    "avg": lambda stacked: stacked.sum(0, dtype=stacked.dtype) / stacked.shape[0],
+    "product": lambda stacked: stacked.prod(0, dtype=stacked.dtype),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+}
+
+Seen = Callable[[int, fx.Node, Any], None]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """Flat user outputs, and the values written back, by name of the buffer or input."""
+
+    outputs: list[Any]
+    mutated: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    kind: str
+    value: torch.Tensor
+    details: tuple[Any, ...]
+    node: str
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node starts a collective (its wait does not count)."""
+    name = str(node.target)
+    return node.op == "call_function" and name.startswith("_c10d_functional.") and "wait_tensor" not in name
+
+
+def simulate(
+    programs: Sequence[ExportedProgram], flat_inputs: Sequence[Sequence[Any]], *, seen: Seen | None = None
+) -> list[RankResult]:
+    """Run rank i's program on rank i's flat inputs; state is cloned, the programs stay as they are.
+
+    Args:
+        programs: one per rank of one group that spans them all.
+        flat_inputs: per rank, the flattened user inputs (`flatten_inputs`).
+        seen: called as `seen(rank, node, value)` for every value made.
+
+    Raises:
+        InternalError: ranks wait at different collectives, which on real devices would hang or mix data up.
+    """
+    runs = [_run(program, inputs, rank, seen) for rank, (program, inputs) in enumerate(zip(programs, flat_inputs, strict=True))]
+    results: list[RankResult | None] = [None] * len(runs)
+    answers: list[torch.Tensor | None] = [None] * len(runs)
+    with torch.no_grad():
+        while True:
+            waiting: dict[int, _Waiting] = {}
+            for rank, run in enumerate(runs):
+                if results[rank] is None:
+                    try:
+                        waiting[rank] = run.send(answers[rank])
+                    except StopIteration as stop:
+                        results[rank] = stop.value
+            if not waiting:
+                return [r for r in results if r is not None]
+            answers = _collective(waiting, len(runs))
+
+
+def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The user's arguments in the program's flat order, keyword arguments reordered.
+
+    Raises:
+        InputsError: another number or structure of arguments than the program takes.
+    """
+    spec = program.call_spec.in_spec
+    if spec is None:
+        return list(args)
+    names = spec.child(1).context if hasattr(spec, "child") else spec.children_specs[1].context
+    if set(names) != set(kwargs):
+        raise InputsError(
+            f"the program takes keyword arguments {sorted(names)}, got {sorted(kwargs)}", help="pass exactly these"
+        )
+    flat, given = tree_flatten((tuple(args), {name: kwargs[name] for name in names}))
+    if given.num_leaves != spec.num_leaves:
+        raise InputsError(
+            f"the program takes {spec.num_leaves} flat arguments, got {given.num_leaves}", help="pass what it was exported with"
+        )
+    return flat
+
+
+def _run(
+    program: ExportedProgram, inputs: Sequence[Any], rank: int, seen: Seen | None
+) -> Generator[_Waiting, torch.Tensor, RankResult]:
+    env: dict[fx.Node, Any] = {}
+    feed = iter(inputs)
+    specs = iter(program.graph_signature.input_specs)
+    outputs: list[Any] = []
+    last_use = _last_uses(program.graph)
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = _input(program, next(specs), feed)
+        elif node.op == "output":
+            outputs = [env[a] if isinstance(a, fx.Node) else a for a in node.args[0]]
+        elif is_collective(node):
+            args = fx.node.map_arg(node.args, lambda n: env[n])
+            kind = str(node.target).split(".")[1]
+            env[node] = yield _Waiting(kind, args[0], tuple(args[1:]), node.name)
+        elif "wait_tensor" in str(node.target):
+            env[node] = env[edit.operands(node)[0]] if edit.operands(node) else env[node.args[0]]
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
+            env[node] = node.target(*args, **kwargs)
+        if seen is not None and node.op != "output":
+            seen(rank, node, env[node])
+        for dead in last_use.get(node, ()):
+            del env[dead]
+    user, mutated = [], {}
+    for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            user.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else value)
+        elif spec.target is not None:
+            mutated[spec.target] = value
+    return RankResult(user, mutated)
+
+
+def _input(program: ExportedProgram, spec: Any, feed: Any) -> Any:
+    if spec.kind is InputKind.USER_INPUT:
+        value = next(feed)
+    else:
+        value = program.state_dict.get(spec.target)
+        value = value if value is not None else program.constants[spec.target]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        last[node] = node
+        for used in node.all_input_nodes:
+            last[used] = node
+    out: dict[fx.Node, list[fx.Node]] = {}
+    for node, user in last.items():
+        if user.op != "output" and node.op != "output":
+            out.setdefault(user, []).append(node)
+    return out
+
+
+def _collective(waiting: Mapping[int, _Waiting], world: int) -> list[torch.Tensor | None]:
+    ranks = sorted(waiting)
+    first = waiting[ranks[0]]
+    for rank in range(world):
+        if rank not in waiting or waiting[rank].kind != first.kind:
+            at = f"{waiting[rank].kind} ('{waiting[rank].node}')" if rank in waiting else "the end"
+            raise InternalError(
+                f"ranks disagree: rank {ranks[0]} is at {first.kind} ('{first.node}'), rank {rank} at {at}",
+                help="the written programs do not belong together; convert the model again",
+            )
+    values = [waiting[rank].value for rank in ranks]
+    if first.kind == "all_to_all_single":
+        return _all_to_all([waiting[rank] for rank in ranks])
+    shapes = {tuple(v.shape) for v in values}
+    if len(shapes) > 1:
+        raise InternalError(f"'{first.node}' ({first.kind}) has shapes {sorted(shapes)}", help="convert the model again")
+    if first.kind == "all_reduce":
+        reduced = REDUCTIONS[first.details[0]](torch.stack(values))
+        return [reduced.clone() for _ in ranks]
+    if first.kind == "all_gather_into_tensor":
+        return [torch.cat(values) for _ in ranks]
+    if first.kind == "reduce_scatter_tensor":
+        parts = REDUCTIONS[first.details[0]](torch.stack(values)).chunk(len(ranks))
+        return [part.clone() for part in parts]
+    raise InternalError(f"'{first.node}': the simulator does not know {first.kind}", help="report this")
+
+
+def _all_to_all(waiting: Sequence[_Waiting]) -> list[torch.Tensor | None]:
+    sent = [torch.split(w.value, list(w.details[1])) for w in waiting]
+    return [torch.cat([parts[rank] for parts in sent]) for rank in range(len(waiting))]
