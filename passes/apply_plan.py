@@ -54,7 +54,8 @@ def apply_plan(
     _tie(seeds, planned)
     shardings = _input_shardings(planned, mesh, inputs)
     _pin_outputs(planned, mesh, outputs)
-    return PlannedProgram(program.source, graph, mesh, seeds, shardings, _untouched(leaves, assigned))
+    parameters = {fqn: node for fqn, node in leaves.items() if fqn in program.source.graph_signature.parameters}
+    return PlannedProgram(program.source, graph, mesh, seeds, shardings, _untouched(parameters, assigned))
 
 
 def _names(program: CanonicalProgram, leaves: Mapping[str, fx.Node]) -> list[str]:

@@ -27,13 +27,14 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
               ...                                   look up ids - 0 where it lies in [0, 50), zeros elsewhere
               e: P(sum) = where(absent, 0, rows)
 
-    Assumes that meta["val"] is global; leaves it local. After every marked node the local shape is compared with what
+    Assumes that meta["val"] is global and that the graph is this rank's alone, as `lower_reshards` leaves it: it is edited
+    in place. Leaves meta["val"] local. After every marked node the local shape is compared with what
     the sharding says. `results` remembers what an op makes of a layout of arguments, across layers and ranks.
 
     Raises:
         InternalError: a local value does not have the claimed shape.
     """
-    graph = edit.copy_graph(program.graph)
+    graph = program.graph
     mode = fake_mode_of(graph)
     local: set[fx.Node] = set()  # nodes whose value is not the global one
     for node in list(graph.nodes):
@@ -64,10 +65,13 @@ def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
     changed = False
     for argument, positions in mark.sizes.items():
         entries = list(edit.bound(node)[argument])
-        ranges = mark.shardings[0].ranges(node.meta["val"].shape, program.mesh, here)
-        for at, position in enumerate(positions):
-            if position >= 0 and mark.shardings[0].dims[position].axes and entries[at] != -1:
-                entries[at] = ranges[position][1]
+        shape = mark.shardings[0].local_shape(node.meta["val"].shape, program.mesh, here)
+        cut = any(position >= 0 and mark.shardings[0].dims[position].axes for position in positions)
+        for at, position in enumerate(positions if cut else ()):
+            size = shape[position] if position >= 0 else 1
+            # A -1 is open on an empty shard, so it is named too.
+            if position >= 0 and mark.shardings[0].dims[position].axes or entries[at] == -1 and isinstance(size, int):
+                entries[at] = size
                 changed = True
         if changed:
             edit.set_argument(node, argument, entries)

@@ -92,11 +92,11 @@ def _rename(arg: Any, name: str, mesh: Mesh) -> Any:
 
 
 def _steps(source: Sharding, target: Sharding) -> list[tuple[Sharding, Sharding]]:
-    """One change, or two through the gathered tensor where the two cut one dim in different units."""
-    for a, b in zip(source.dims, target.dims, strict=True):
-        if a.axes and b.axes and a.unit != b.unit:
-            between = Sharding.replicated(source.ndim)
-            return [(source, between), (between, target)]
+    """One change, or two through the whole tensor: to a Partial, or where the two cut one dim in different units."""
+    between = Sharding.replicated(source.ndim)
+    recut = any(a.axes and b.axes and a.unit != b.unit for a, b in zip(source.dims, target.dims, strict=True))
+    if recut or (target.partial and not source.is_replicated):
+        return [(source, between), (between, target)]
     return [(source, target)]
 
 

@@ -84,7 +84,9 @@ def sym_hint(size: Any) -> int:
     """The size in the example that the program was exported with."""
     if isinstance(size, int):
         return size
-    return int(size.node.shape_env.size_hint(size.node.expr, allow_none=False))
+    env = size.node.shape_env
+    hint = getattr(env, "optimization_hint", None) or env.size_hint  # torch 2.13 renamed it
+    return int(hint(size.node.expr))
 
 
 def tree_names(spec: Any) -> list[str]:

@@ -31,8 +31,9 @@ def attention(node: fx.Node) -> str | None:
         queries[-1], keys[-1] = "(h g)", "h"
     elif lead:
         queries[-1] = keys[-1] = "h"
-    if any(is_one(b) != is_one(a) for a, b in zip(q[:-3], k[:-3], strict=True)):
-        return None  # keys that broadcast over the batch
+    shared = -3 if args["enable_gqa"] else -2
+    if any(is_one(a) != is_one(b) for o in operands[1:3] for a, b in zip(q[:shared], o.meta["val"].shape, strict=False)):
+        return None  # keys or values that broadcast over the batch or the heads
     s = "s!" if args["is_causal"] else "s"
     terms = [[*queries, s, "d!"], [*keys, "t!", "d!"], [*keys, "t!", "e"]]
     if len(operands) == 4:

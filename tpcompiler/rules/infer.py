@@ -169,4 +169,6 @@ def pull_back(rule: Rule, sharding: Sharding, mesh: Mesh) -> Sharding | None:
     both = shardings(rule, option, mesh)
     if isinstance(both, Refusal) or both[1][0] != sharding.settled():
         return None
+    if any(isinstance(pass_through(rule, 0, axis, op), Refusal) for axis, op in sharding.partial):
+        return None
     return Sharding(both[0][0].dims, sharding.partial)

@@ -17,11 +17,15 @@ BILINEAR = ((0,), (1,))
 
 @op_rule(aten.linear.default, shards="any")
 def linear(node: fx.Node) -> RuleText:
-    """Batch dims pass through, k is summed: sharding k leaves Partial(sum); the bias is an addend."""
+    """Batch dims pass through, k is summed: sharding k leaves Partial(sum); the bias is an addend.
+
+    A weight of one dim has no n.
+    """
     operands = edit.operands(node)
     batch = " ".join(f"b{d}" for d in range(operands[0].meta["val"].ndim - 1))
-    bias = ", +n" if len(operands) == 3 else ""
-    return RuleText(f"{batch} k, n k{bias} -> {batch} n", linear=BILINEAR)
+    n = "n" if operands[1].meta["val"].ndim == 2 else ""
+    bias = f", +{n}" if len(operands) == 3 else ""
+    return RuleText(f"{batch} k, {n} k{bias} -> {batch} {n}", linear=BILINEAR)
 
 
 @op_rule(aten.mm.default, shards="any")

@@ -118,7 +118,7 @@ def parse(text: str) -> Pattern:
     left, right = text.split("->")
     whole: set[str] = set()
     addends, inputs = set(), []
-    for index, operand in enumerate(left.split(",") if left.strip() else []):
+    for index, operand in enumerate(left.split(",")):
         operand = operand.strip()
         if operand.startswith("+"):
             addends.add(index)

@@ -22,7 +22,7 @@ def _reduced(node: fx.Node) -> tuple[str, list[str]]:
     args = edit.bound(node)
     dims = args.get("dim")
     chosen = [dims] if isinstance(dims, int) else dims
-    gone = {d % ndim for d in chosen} if chosen else set(range(ndim))
+    gone = {d % max(ndim, 1) for d in chosen} if chosen else set(range(ndim))
     kept = ("1" if d in gone else f"d{d}" for d in range(ndim) if d not in gone or args.get("keepdim"))
     return f"{dims_text(ndim, ())} -> {' '.join(kept)}", [f"d{d}" for d in sorted(gone)]
 

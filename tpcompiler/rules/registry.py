@@ -68,7 +68,8 @@ def rule_of(node: fx.Node) -> Rule | None:
     entry = _RULES.get(node.target) if isinstance(node.target, OpOverload) else None
     if entry is None and isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
         entry = _POINTWISE[0]
-    if entry is None:
+    tensors = [operand.meta["val"] for operand in edit.operands(node)]
+    if entry is None or not tensors:
         return None
     written = entry.write(node)
     if written is None:
@@ -76,7 +77,6 @@ def rule_of(node: fx.Node) -> Rule | None:
     if isinstance(written, str):
         written = RuleText(written)
     pattern = parse(written.text)
-    tensors = [operand.meta["val"] for operand in edit.operands(node)]
     shapes = [tuple(t.shape) for t in (*tensors, *edit.outputs(node))]
     extent = extents(pattern, shapes, written.factors, f"{node.target} at '{node.name}'")
     # An addend joins the product's sum: with the product pending, it must be pending too.

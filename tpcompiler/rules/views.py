@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,7 +12,7 @@ from torch import fx
 from tpcompiler._torch import statically_equal, sym_quotient
 from tpcompiler.ir import edit
 from tpcompiler.ir.sharding import Size
-from tpcompiler.rules.notation import RuleText, Term, parse
+from tpcompiler.rules.notation import RuleText, ShardRange, Term, parse
 from tpcompiler.rules.pointwise import is_one
 from tpcompiler.rules.registry import op_rule
 
@@ -79,20 +81,31 @@ def view(node: fx.Node) -> RuleText:
     return RuleText(text, sizes={argument: _out_term(text)}, factors=factors, linear=((0,),))
 
 
-@op_rule(
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.flatten.using_ints,
-    shards="any",
-    relayout=True,
-)
+@op_rule(aten.unsqueeze.default, aten.flatten.using_ints, shards="any", relayout=True)
 def dims_of_one(node: fx.Node) -> RuleText:
     """Reshapes that name no sizes."""
     (operand,) = edit.operands(node)
     text, factors = dim_groups(operand.meta["val"].shape, node.meta["val"].shape)
     return RuleText(text, factors=factors, linear=((0,),))
+
+
+@op_rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, shards="any", relayout=True)
+def squeeze(node: fx.Node) -> RuleText:
+    """Which dims go is decided by the whole tensor: a shard of one row keeps its dim."""
+    (operand,) = edit.operands(node)
+    shape = operand.meta["val"].shape
+    text, factors = dim_groups(shape, node.meta["val"].shape)
+    given = edit.bound(node).get("dim", range(len(shape)))
+    named = {d % max(len(shape), 1) for d in ([given] if isinstance(given, int) else given)}
+    gone = [d for d, size in enumerate(shape) if d in named and is_one(size)]
+    term = parse(text).inputs[0]
+    kept = [term[d][0] for d, size in enumerate(shape) if d in named and not is_one(size)]
+    local = dict.fromkeys(kept, partial(_squeezed, gone=gone))
+    return RuleText(text, factors=factors, linear=((0,),), local=local)
+
+
+def _squeezed(value: torch.Tensor, *args: Any, shard: ShardRange, gone: list[int]) -> torch.Tensor:
+    return aten.squeeze.dims(value, gone)
 
 
 @op_rule(aten.unflatten.int, shards="any", relayout=True)
@@ -111,6 +124,8 @@ def permute(node: fx.Node) -> RuleText:
     (operand,) = edit.operands(node)
     order = list(range(operand.meta["val"].ndim))
     args = edit.bound(node)
+    if not order:
+        return RuleText(" -> ", linear=((0,),))
     if node.target is aten.permute.default:
         order = [d % len(order) for d in args["dims"]]
     elif node.target is aten.t.default:
