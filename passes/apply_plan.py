@@ -17,7 +17,7 @@ from tpcompiler.ir.placements import PlacementSpec
 from tpcompiler.ir.program import PIN, CanonicalProgram, Note, PlannedProgram, Seed, pin, tied
 from tpcompiler.ir.sharding import DimSharding, Sharding
 from tpcompiler.plan import Plan, PlanEntry
-from tpcompiler.rules.registry import rule_of
+from tpcompiler.rules.features import computed_from_leaves, feature_dims
 
 Boundary = Mapping[str, PlacementSpec] | Sequence[PlacementSpec | None] | None
 
@@ -45,11 +45,12 @@ def apply_plan(
     graph = edit.copy_graph(program.graph)
     planned = CanonicalProgram(program.source, graph)
     leaves = {fqn: node for node, fqn in planned.leaves()}
-    static = _computed_from_leaves(graph, set(leaves.values()))
+    static = computed_from_leaves(graph, set(leaves.values()))
+    aliases = _aliases(planned)
     assigned = plan.assign(_names(planned, leaves))
     seeds: dict[str, Seed] = {}
     for name in sorted(assigned, key=lambda n: n.count(".")):  # inner names override outer ones
-        seeds.update(_seeds(name, assigned[name], leaves, static, mesh))
+        seeds.update(_seeds(name, assigned[name], leaves, aliases, static, mesh))
         _pin_module(graph, name, assigned[name], static, mesh)
     _tie(seeds, planned)
     shardings = _input_shardings(planned, mesh, inputs)
@@ -70,7 +71,12 @@ def _names(program: CanonicalProgram, leaves: Mapping[str, fx.Node]) -> list[str
 
 
 def _seeds(
-    name: str, entry: PlanEntry, leaves: Mapping[str, fx.Node], static: Set[fx.Node], mesh: Mesh
+    name: str,
+    entry: PlanEntry,
+    leaves: Mapping[str, fx.Node],
+    aliases: Mapping[str, list[fx.Node]],
+    static: Set[fx.Node],
+    mesh: Mesh,
 ) -> dict[str, Seed]:
     style = entry.style
     if name in leaves:
@@ -85,7 +91,7 @@ def _seeds(
         elif style.whole:
             found[node.name] = Seed(Sharding.replicated(ndim), entry.where)
         elif style.cut is not None:
-            features = _features(node, style.cut, static)
+            features = feature_dims(aliases[node.name], style.cut, static, fqn.rpartition(".")[0])
             if len(features) > 1:
                 raise PlanError(
                     f"style '{style.name}' is ambiguous for '{fqn}': its uses cut dims {sorted(features)}",
@@ -106,45 +112,6 @@ def _seeds(
     return found
 
 
-def _features(leaf: fx.Node, side: str, static: Set[fx.Node]) -> set[int]:
-    """The dims of a leaf that are its layer's output (or input) features, from the rules of the ops that use it.
-
-    Output features stand in the weight and the result but in no activation; input features are summed over.
-    """
-    found: set[int] = set()
-    ndim = leaf.meta["val"].ndim
-    stack: list[tuple[fx.Node, list[int | None]]] = [(leaf, list(range(ndim)))]
-    while stack:
-        node, origin = stack.pop()
-        for user in node.users:
-            rule = rule_of(user) if user.op == "call_function" and edit.is_tensor(user) else None
-            if rule is None:
-                continue
-            where = edit.operands(user)
-            terms = rule.pattern.inputs
-            if rule.relayout:
-                source = {dim[0]: origin[d] for d, dim in enumerate(terms[0]) if len(dim) == 1}
-                stack.append((user, [source.get(dim[0]) if len(dim) == 1 else None for dim in rule.pattern.outputs[0]]))
-                continue
-            active = {f for o, term in zip(where, terms, strict=True) if o not in static for dim in term for f in dim}
-            made = {f for term in rule.pattern.outputs for dim in term for f in dim}
-            for operand, term in zip(where, terms, strict=True):
-                for d, dim in enumerate(term if operand is node else ()):
-                    wanted = dim and (dim[0] in rule.reduced if side == "in" else dim[0] in made - active)
-                    if wanted and len(dim) == 1 and origin[d] is not None:
-                        found.add(origin[d])  # type: ignore[arg-type]
-    return found
-
-
-def _computed_from_leaves(graph: fx.Graph, leaves: set[fx.Node]) -> Set[fx.Node]:
-    """Leaves and what is computed from them alone: never an activation."""
-    static = set(leaves)
-    for node in edit.calls(graph):
-        if node.all_input_nodes and static.issuperset(node.all_input_nodes):
-            static.add(node)
-    return static
-
-
 def _pin(value: fx.Node, sharding: Sharding, asked_by: str, before: fx.Node) -> fx.Node:
     made = edit.insert_before(before, pin, (value,), "pin")
     edit.inherit_meta(made, value)
@@ -160,9 +127,7 @@ def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Nod
     inside = [node for node in edit.calls(graph) if name in edit.module_paths(node)]
     members = set(inside)
     results = [n for n in inside if edit.is_tensor(n) and any(u not in members for u in n.users)]
-    entering = dict.fromkeys(
-        o for node in inside for o in edit.operands(node) if o not in members and o not in static
-    )
+    entering = dict.fromkeys(o for node in inside for o in edit.operands(node) if o not in members and o not in static)
     for what, specs, values in (("output", style.outputs, results), ("input", style.inputs, list(entering))):
         if len(specs) == 1:
             specs = specs * len(values)  # a layer called several times
@@ -180,6 +145,15 @@ def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Nod
             made = _pin(value, sharding, entry.where, min(users))
             for user in users:
                 user.replace_input_with(value, made)
+
+
+def _aliases(program: CanonicalProgram) -> dict[str, list[fx.Node]]:
+    """Placeholder name -> all placeholders of the same tensor: exporters let one of them serve every use."""
+    first_of = tied(program)
+    groups: dict[str, list[fx.Node]] = {}
+    for node, _ in program.leaves():
+        groups.setdefault(first_of[node.name], []).append(node)
+    return {name: groups[first] for name, first in first_of.items()}
 
 
 def _tie(seeds: dict[str, Seed], program: CanonicalProgram) -> None:

@@ -26,7 +26,7 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
     source = program.source
     graph = edit.copy_graph(program.graph)
     signature = copy.deepcopy(source.graph_signature)
-    values = list(program_output(graph).args[0])  # type: ignore[arg-type]
+    values = list(graph.output_node().args[0])  # type: ignore[arg-type]
     for position, (spec, value) in enumerate(zip(signature.output_specs, values, strict=True)):
         if isinstance(spec.arg, TensorArgument) and isinstance(value, fx.Node):
             signature.output_specs[position] = dataclasses.replace(spec, arg=TensorArgument(name=value.name))
@@ -48,10 +48,6 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
         constants=constants,
         verifiers=source.verifiers,
     )
-
-
-def program_output(graph: fx.Graph) -> fx.Node:
-    return next(iter(reversed(graph.nodes)))
 
 
 def _of_kind(signature: ExportGraphSignature, program: ShardedProgram, constant: bool) -> dict[str, torch.Tensor]:

@@ -57,7 +57,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
 def _is_impure(node: fx.Node) -> bool:
     if node.op in ("placeholder", "output"):
         return True
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable or "assert" in str(node.target)
+    return (isinstance(node.target, OpOverload) and node.target._schema.is_mutable) or "assert" in str(node.target)
 
 
 def _refuse_what_has_no_graph(source: ExportedProgram) -> None:

@@ -7,7 +7,18 @@ from dataclasses import replace
 from torch import fx
 
 from tpcompiler.ir import edit
-from tpcompiler.ir.program import MARK, RESHARD, Mark, MarkedProgram, Reshard, ReshardedProgram, Why, mark_of, pin, reshard
+from tpcompiler.ir.program import (
+    MARK,
+    RESHARD,
+    Mark,
+    MarkedProgram,
+    Reshard,
+    ReshardedProgram,
+    Why,
+    mark_of,
+    pin,
+    reshard,
+)
 from tpcompiler.ir.sharding import Sharding
 
 
@@ -30,8 +41,10 @@ def insert_reshards(program: MarkedProgram) -> ReshardedProgram:
             have, want = mark_of(operand).settled[0], mark.wants[index]
             if have != want:
                 why: Why = "inherent" if have.partial else mark.why
-                made = _reshard(edit.insert_before(node, reshard, (operand,), "reshard"), operand, want, why, mark.reason)
-                edit.replace_operands(node, lambda i, old, at=index, new=made: new if i == at else old)
+                made = _reshard(
+                    edit.insert_before(node, reshard, (operand,), "reshard"), operand, want, why, mark.reason
+                )
+                edit.replace_operand(node, index, made)
         if node.target is pin:
             edit.replace_uses(node, edit.operands(node)[0])
             edit.erase(node)

@@ -27,7 +27,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
               ...                                   look up ids - 0 where it lies in [0, 50), zeros elsewhere
               e: P(sum) = where(absent, 0, rows)
 
-    Assumes that meta["val"] is global and that the graph is this rank's alone, as `lower_reshards` leaves it: it is edited
+    Assumes that meta["val"] is global and that the graph is this rank's alone (`lower_reshards` made it): it is edited
     in place. Leaves meta["val"] local. After every marked node the local shape is compared with what
     the sharding says. `results` remembers what an op makes of a layout of arguments, across layers and ranks.
 
@@ -70,7 +70,9 @@ def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
         for at, position in enumerate(positions if cut else ()):
             size = shape[position] if position >= 0 else 1
             # A -1 is open on an empty shard, so it is named too.
-            if position >= 0 and mark.shardings[0].dims[position].axes or entries[at] == -1 and isinstance(size, int):
+            if (position >= 0 and mark.shardings[0].dims[position].axes) or (
+                entries[at] == -1 and isinstance(size, int)
+            ):
                 entries[at] = size
                 changed = True
         if changed:

@@ -101,7 +101,13 @@ def _steps(source: Sharding, target: Sharding) -> list[tuple[Sharding, Sharding]
 
 
 def _change(
-    x: torch.Tensor, source: Sharding, target: Sharding, shape: tuple[Size, ...], mesh: Mesh, rank: int, over: DeviceMesh
+    x: torch.Tensor,
+    source: Sharding,
+    target: Sharding,
+    shape: tuple[Size, ...],
+    mesh: Mesh,
+    rank: int,
+    over: DeviceMesh,
 ) -> torch.Tensor:
     local_target = target.local_shape(shape, mesh, mesh.coordinate(rank))
     units = [max(a.unit, b.unit) for a, b in zip(source.dims, target.dims, strict=True)]
@@ -148,9 +154,7 @@ def _all_to_all(
         received.append(piece)
     sizes_out = [_numel(piece) for piece in received]
     flat = torch.cat([piece.reshape(-1) for piece in sent])
-    got = torch.ops._c10d_functional.all_to_all_single(
-        flat, sizes_out, [_numel(piece.shape) for piece in sent], group
-    )
+    got = torch.ops._c10d_functional.all_to_all_single(flat, sizes_out, [_numel(piece.shape) for piece in sent], group)
     got = torch.ops._c10d_functional.wait_tensor(got)
     pieces = [p.reshape(piece) for p, piece in zip(torch.split(got, sizes_out), received, strict=True)]
     return torch.cat(pieces, dim=before)

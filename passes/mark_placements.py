@@ -13,7 +13,19 @@ from tpcompiler.cost.collective import reshard_wire_bytes
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import MARK, PIN, LocalShare, Mark, MarkedProgram, Note, PlannedProgram, Seed, mark_of, pin, tied
+from tpcompiler.ir.program import (
+    MARK,
+    PIN,
+    LocalShare,
+    Mark,
+    MarkedProgram,
+    Note,
+    PlannedProgram,
+    Seed,
+    mark_of,
+    pin,
+    tied,
+)
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, pull_back, shardings
 from tpcompiler.rules.notation import Rule
@@ -135,7 +147,8 @@ def _mark_call(node: fx.Node, walk: _Walk) -> None:
 def _element(node: fx.Node) -> Mark:
     """A getitem takes its part of what the op made, and reduces it promptly."""
     source, index = node.args
-    assert isinstance(source, fx.Node) and isinstance(index, int)
+    assert isinstance(source, fx.Node)
+    assert isinstance(index, int)
     values = list(source.meta["val"])
     made = mark_of(source).shardings[sum(isinstance(v, torch.Tensor) for v in values[:index])]
     return Mark((made,), (_settle(node, made),), (), "a part of " + source.name)
@@ -225,7 +238,9 @@ def _mark(
         if operand in walk.pinned:
             _refuse(node, operand, have, refusals.get(index, "other operands are cut differently"), walk)
         if rule is None:
-            walk.notes.append(Note("no rule", f"{node.target} at '{node.name}' has no rule: '{operand.name}' is replicated"))
+            walk.notes.append(
+                Note("no rule", f"{node.target} at '{node.name}' has no rule: '{operand.name}' is replicated")
+            )
     settled = best.made if len(best.made) > 1 else tuple(_settle(node, made) for made in best.made)
     sizes = {}
     local = None
@@ -252,15 +267,17 @@ def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: _W
     while leaf.op == "call_function":
         leaf = edit.operands(leaf)[0]
     fqn = walk.fqns[leaf.name]
-    cut = next(((d, dim.axes[0]) for d, dim in enumerate(seed.sharding.dims) if dim.axes), None)
-    where = f"on dim {cut[0]}" if cut else f"as {seed.sharding.text(walk.mesh)}"
-    size = f" (dim {cut[0]} has {leaf.meta['val'].shape[cut[0]]}, mesh axis '{cut[1]}' {walk.mesh.degree(cut[1])})" if cut else ""
-    raise ShardingError(
-        f"cannot shard '{fqn}' {where}: {node.target} cannot use it so: {why}{size}",
-        help=f"use another degree, or pin '{fqn}' to R in the plan",
-        asked_by=seed.asked_by,
-        used_at=edit.source_line(node),
-    )
+    value = leaf.meta["val"]
+    help = f"pin '{fqn}' to R in the plan"
+    what = f"cannot use '{fqn}' as {seed.sharding.text(walk.mesh)}: {node.target} says: {why}"
+    for dim, cut in enumerate(seed.sharding.dims):
+        if cut.axes:
+            axis, size = cut.axes[0], value.shape[dim]
+            what = f"cannot shard '{fqn}' on dim {dim} of {size} by mesh axis '{axis}' of {walk.mesh.degree(axis)}"
+            what += f" for {node.target}: {why}"
+            if size % walk.mesh.degree(axis):
+                help = f"use a degree that divides {size}, or {help}"
+    raise ShardingError(what, help=help, asked_by=seed.asked_by, used_at=edit.source_line(node))
 
 
 def _mark_output(program: MarkedProgram) -> None:
@@ -269,7 +286,7 @@ def _mark_output(program: MarkedProgram) -> None:
     leaves = {fqn: node for node, fqn in program.leaves()} | {n.name: n for n in program.user_inputs()}
     written = dict(program.mutations())
     wants = []
-    for position, value in enumerate(values):  # type: ignore[arg-type, var-annotated]
+    for position, value in enumerate(values):  # type: ignore[arg-type]
         if edit.is_tensor(value):
             # A value written back keeps the sharding of its buffer, from call to call.
             owner = leaves[written[position]] if position in written else value

@@ -32,4 +32,6 @@ def _share(value: torch.Tensor, sharding: Sharding, program: LocalProgram) -> to
     if sharding.is_replicated:
         return value
     part = cut(value.detach(), sharding, program.mesh, program.rank).clone()
-    return torch.nn.Parameter(part, requires_grad=value.requires_grad) if isinstance(value, torch.nn.Parameter) else part
+    return (
+        torch.nn.Parameter(part, requires_grad=value.requires_grad) if isinstance(value, torch.nn.Parameter) else part
+    )

@@ -71,7 +71,14 @@ def state() -> tuple[Any, ...]:
     world = dist.distributed_c10d._world
     probe = torch.ones(1)
     dist.all_reduce(probe)
-    return dist.get_rank(), dist.get_world_size(), len(world.pg_map), dict(world.pg_names), world.group_count, probe.item()
+    return (
+        dist.get_rank(),
+        dist.get_world_size(),
+        len(world.pg_map),
+        dict(world.pg_names),
+        world.group_count,
+        probe.item(),
+    )
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""EVERY private torch import of the project. Seen with torch 2.11 (GPU machines) and 2.13 (CPU); when torch moves, look here.
+"""EVERY private torch import of the project, as seen with torch 2.13 (CPU). When torch moves, look here.
 
 Nothing else in the two packages may import a private torch name.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
-import sympy
+import sympy  # type: ignore[import-untyped]  # it ships no types
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
@@ -27,8 +27,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
+from torch.testing._internal.distributed import fake_pg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+
+FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
 
 __all__ = [
     "DeviceMesh",
@@ -44,9 +46,9 @@ __all__ = [
     "register_group",
     "resolve_group",
     "statically_equal",
-    "traced_mesh",
     "sym_hint",
     "sym_quotient",
+    "traced_mesh",
     "tree_flatten",
     "tree_map",
     "tree_names",
@@ -101,16 +103,16 @@ def tree_names(spec: Any) -> list[str]:
 
 def register_group(name: str, group: dist.ProcessGroup) -> None:
     """Let graphs that say `name` use `group`."""
-    _register_process_group(name, group)
+    _register_process_group(cast(Any, name), group)
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(name)
+    return _resolve_process_group(cast(Any, name))
 
 
 def group_is_registered(name: str) -> bool:
     try:
-        _resolve_process_group(name)
+        resolve_group(name)
     except RuntimeError:
         return False
     return True
@@ -122,28 +124,35 @@ def fake_group(name: str, rank: int, size: int, device_type: str) -> Iterator[No
 
     It never becomes the default group, so a caller's own process group keeps its state.
     """
-    group = dist.ProcessGroup(dist.PrefixStore(name, dist.HashStore()), rank, size)
-    create = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+    c10d: Any = dist  # its stubs leave out the stores
+    group = c10d.ProcessGroup(c10d.PrefixStore(name, c10d.HashStore()), rank, size)
+    create = getattr(FAKE_GROUP, "_create_internal", FAKE_GROUP)
     group._register_backend(torch.device(device_type), dist.ProcessGroup.BackendType.CUSTOM, create(rank, size))
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     group._set_group_name(name)
-    _register_process_group(name, group)
+    register_group(name, group)
     try:
         yield
     finally:
-        _unregister_process_group(name)
+        _unregister_process_group(cast(Any, name))
 
 
-def traced_mesh(device_type: str, axes: Sequence[str], degrees: Sequence[int], rank: int, groups: Sequence[str]) -> DeviceMesh:
+def traced_mesh(
+    device_type: str, axes: Sequence[str], degrees: Sequence[int], rank: int, groups: Sequence[str]
+) -> DeviceMesh:
     """A mesh over groups that are registered already; needs no default group and makes none."""
     ranks = torch.arange(torch.Size(degrees).numel()).view(*degrees)
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(axes), _init_backend=False, _rank=rank)
-    mesh._dim_group_names = list(groups)
+    mesh._dim_group_names = cast(Any, list(groups))
     return mesh
 
 
 def redistribute(
-    local: torch.Tensor, mesh: DeviceMesh, source: Sequence[Placement], target: Sequence[Placement], shape: Sequence[Any]
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    source: Sequence[Placement],
+    target: Sequence[Placement],
+    shape: Sequence[Any],
 ) -> torch.Tensor:
     """torch's own change of placements of a dense local tensor of a global tensor of this shape."""
     strides = [1]

@@ -19,13 +19,18 @@ from passes.canonicalize import canonicalize
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
 from passes.mark_placements import mark_placements
-from tpcompiler.errors import MeshError, UnsupportedError
+from tpcompiler.errors import ArtifactError, MeshError, UnsupportedError
+from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.program import CanonicalProgram, Program
+from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.text import program_text
-from tpcompiler.parallel_program import ParallelProgram
+from tpcompiler.parallel_program import ParallelProgram, layout_of
 from tpcompiler.plan import Plan
+from tpcompiler.runtime.artifact import checked_file, read_manifest
+from tpcompiler.runtime.model_file import read_model
+from tpcompiler.verify.compare import VerifyReport, compare
 from tpcompiler.verify.invariants import check_invariants
 
 Given = Mapping[str, Any] | Sequence[Any] | None
@@ -77,8 +82,8 @@ def tensor_parallel_transformation(
 ) -> ExportedProgram:
     """The program of one rank: a drop-in for `torch.distributed.tensor.experimental._tp_transform`.
 
-    Inside an initialised process group of `world_size` ranks the program uses that group by its own name; without one it
-    uses the logical name of a mesh `tp=<world_size>`, which `tpcompiler.load` registers.
+    Inside an initialised process group of `world_size` ranks the program uses that group by its own name; without one
+    it uses the logical name of a mesh `tp=<world_size>`, which `tpcompiler.load` registers.
 
     Args:
         parallel_strategies: layer FQN (or pattern) -> torch style class or instance, or a style's name.
@@ -94,8 +99,60 @@ def tensor_parallel_transformation(
                 f"world_size is {world_size}, the running process group has {dist.get_world_size()} ranks",
                 help="pass the group's size, or call this outside of a process group",
             )
-        mesh = Mesh(mesh.axes, group_of_world=dist.group.WORLD.group_name)
+        world = dist.group.WORLD
+        assert world is not None
+        mesh = Mesh(mesh.axes, group_of_world=world.group_name)
     return parallelize(exported_program, mesh, dict(parallel_strategies), device_type=device_type).rank_program(rank)
+
+
+def verify_artifact(
+    directory: str | os.PathLike[str],
+    original: ExportedProgram,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+) -> VerifyReport:
+    """What `ParallelProgram.verify` does, for files: all ranks run in this process, beside the original.
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, or one that was made from another program.
+        InputsError: arguments that the program does not take.
+    """
+    manifest = read_manifest(directory)
+    mesh = Mesh.of(manifest.mesh)
+    canonical = canonicalize(original)
+    rows = {row["name"]: row for row in (*manifest.tensors, *manifest.inputs)}
+    rows |= {f"output {row['name']}": row for row in manifest.outputs}
+    has = _boundary_and_leaves(canonical)
+    wrote = dict.fromkeys(rows) | {row["name"]: row["shape"] for row in manifest.tensors}
+    if differ := [name for name in (*wrote, *has) if name not in has or name not in wrote or has[name] != wrote[name]]:
+        raise ArtifactError(
+            f"{os.fspath(directory)} was made from another program: the two differ in {differ[0]!r}",
+            help="give the program that it was converted from",
+        )
+    programs = [read_model(checked_file(directory, manifest, rank)) for rank in range(manifest.world_size)]
+    shardings = {name: read_sharding(row["sharding"], mesh, len(row["shape"])) for name, row in rows.items()}
+    return compare(
+        original,
+        programs,
+        args,
+        kwargs or {},
+        layout_of(shardings, mesh),
+        [row["name"] for row in manifest.inputs],
+        canonical.output_names(),
+        intermediate=canonical.source,
+    )
+
+
+def _boundary_and_leaves(program: CanonicalProgram) -> dict[str, list[int] | None]:
+    """The names that a manifest of this program has, with the shape of leaves (symbols may be named anew elsewhere)."""
+    names = program.output_names()
+    values = list(program.output.args[0])  # type: ignore[arg-type]
+    user = zip(names, values[len(values) - len(names) :], strict=True)
+    return {
+        **{fqn: list(program.state(fqn).shape) for _, fqn in program.leaves()},
+        **{node.name: None for node in program.user_inputs()},
+        **{f"output {name}": None for name, value in user if edit.is_tensor(value)},
+    }
 
 
 def _specs(given: Given) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -21,11 +20,11 @@ from tpcompiler._torch import sym_hint
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.program import RESHARD, LocalProgram, Reshard, ReshardedProgram, mark_of, reshard, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.text import DTYPES
-from tpcompiler.plain_outputs import plain_outputs
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import VERSION, Manifest, write_artifact
 from tpcompiler.verify.compare import Layout, VerifyReport, compare
@@ -74,7 +73,7 @@ class ParallelProgram:
         self.device_type = device_type
         self._traces: dict[Any, Any] = {}
         self._results: dict[Any, Any] = {}
-        self._shared: LocalProgram | None = None
+        self._local: dict[int, LocalProgram] = {}
 
     @property
     def mesh(self) -> Mesh:
@@ -85,14 +84,14 @@ class ParallelProgram:
         return self.mesh.world_size
 
     def local_program(self, rank: int) -> LocalProgram:
-        """The program of one rank before its weights are cut; one graph serves all ranks where nothing tells them apart."""
+        """The program of one rank, its weights not cut yet; one graph serves all where nothing tells ranks apart."""
         self.mesh.coordinate(rank)
-        if self._shared is not None:
-            return LocalProgram(self._shared.source, self._shared.graph, self.mesh, rank)
-        made = localize_shapes(lower_reshards(self.resharded, rank, self._traces), self._results)
-        if _same_on_all_ranks(self.resharded):
-            self._shared = made
-        return made
+        built = 0 if _same_on_all_ranks(self.resharded) else rank
+        if built not in self._local:
+            lowered = lower_reshards(self.resharded, built, self._traces)
+            self._local[built] = localize_shapes(lowered, self._results)
+        made = self._local[built]
+        return LocalProgram(made.source, made.graph, self.mesh, rank)
 
     def rank_program(self, rank: int) -> ExportedProgram:
         """The ordinary exported program of one rank, with that rank's share of the weights.
@@ -263,7 +262,11 @@ class ParallelProgram:
 
     def _described(self, value: torch.Tensor, sharding: Sharding) -> dict[str, Any]:
         shape = [s if isinstance(s, int) else str(s) for s in value.shape]
-        return {"shape": shape, "dtype": DTYPES.get(value.dtype, str(value.dtype)), "sharding": sharding.text(self.mesh)}
+        return {
+            "shape": shape,
+            "dtype": DTYPES.get(value.dtype, str(value.dtype)),
+            "sharding": sharding.text(self.mesh),
+        }
 
 
 def layout_of(shardings: Mapping[str, Sharding], mesh: Mesh) -> Layout:

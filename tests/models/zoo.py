@@ -11,17 +11,15 @@ from torch.export import Dim, ExportedProgram
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Weights about 1/sqrt(fan_in), vectors of norms about 1, other biases about 0.3: a wrong shard or a doubled bias shows."""
+    """Weights about 1/sqrt(fan_in), norm weights about 1, biases about 0.3: a wrong shard or a doubled bias shows."""
     generator = torch.Generator().manual_seed(seed)
-    norms = {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if "norm" in type(module).__name__.lower()
-    }
+    norms = {f"{name}.weight" for name, module in model.named_modules() if "norm" in type(module).__name__.lower()}
     with torch.no_grad():
         for name, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
-            value.copy_(1 + 0.2 * noise if name in norms else noise / value.shape[-1] ** 0.5 if value.ndim > 1 else 0.3 * noise)
+            value.copy_(
+                1 + 0.2 * noise if name in norms else noise / value.shape[-1] ** 0.5 if value.ndim > 1 else 0.3 * noise
+            )
         for name, value in model.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 value.copy_(1 + 0.3 * torch.rand(value.shape, generator=generator))

@@ -51,12 +51,11 @@ def map_operands(node: fx.Node, change: Callable[[int, fx.Node], Any]) -> tuple[
 
     args = map_aggregate(node.args, visit)
     kwargs = map_aggregate(node.kwargs, visit)
-    return args, dict(kwargs)  # type: ignore[arg-type]
+    return args, dict(kwargs)
 
 
-def replace_operands(node: fx.Node, change: Callable[[int, fx.Node], fx.Node]) -> None:
-    args, kwargs = map_operands(node, change)
-    node.args, node.kwargs = args, kwargs
+def replace_operand(node: fx.Node, index: int, new: fx.Node) -> None:
+    node.args, node.kwargs = map_operands(node, lambda i, old: new if i == index else old)
 
 
 def bound(node: fx.Node) -> dict[str, Any]:
@@ -87,7 +86,8 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     seen: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        seen[node] = new.node_copy(node, lambda old: seen[old])
+        made = seen[node] = new.node_copy(node, lambda old: seen[old])
+        made.name = node.name  # fx would rename what the signature names, such as an input called `input`
     return new
 
 

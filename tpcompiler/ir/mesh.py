@@ -12,7 +12,7 @@ from tpcompiler.errors import MeshError, UnsupportedError
 class Mesh:
     """Named axes and their degrees, e.g. `Mesh((("dp", 2), ("tp", 4)))`; rank = row-major index.
 
-    `group_of_world` is the name of an existing process group that a mesh of one axis runs over, instead of its logical name.
+    `group_of_world` names an existing process group that a mesh of one axis runs over, instead of a logical name.
 
     Raises:
         MeshError: no axes, a repeated or unreadable name, or a degree below 1.

@@ -30,6 +30,10 @@ def _keys(spec: TreeSpec, count: int) -> list[Any]:
     """The field names of a registered class, where its pytree context tells them."""
     context = spec.context
     for candidate in (context, context[0] if isinstance(context, (list, tuple)) and context else None):
-        if isinstance(candidate, (list, tuple)) and len(candidate) == count and all(isinstance(k, str) for k in candidate):
+        if (
+            isinstance(candidate, (list, tuple))
+            and len(candidate) == count
+            and all(isinstance(k, str) for k in candidate)
+        ):
             return list(candidate)
     return [str(index) for index in range(count)]

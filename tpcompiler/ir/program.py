@@ -1,6 +1,6 @@
 """The stage types. A pass takes one and returns the next, so a program cannot be at two stages at once.
 
-Every stage keeps `source`, the canonical exported program (signature, state, pytree specs, ranges), and owns its `graph`.
+Every stage keeps `source`, the canonical exported program (signature, state, pytrees, ranges), and its own `graph`.
 Facts about one node lie in `node.meta` under the keys below, so that they survive a copy of the graph.
 """
 
@@ -133,7 +133,7 @@ class Program:
 
     @property
     def output(self) -> fx.Node:
-        return next(iter(reversed(self.graph.nodes)))
+        return self.graph.output_node()
 
     def mutations(self) -> Iterator[tuple[int, str]]:
         """(position among the outputs, FQN of the buffer or name of the input) of every value written back."""
@@ -143,8 +143,8 @@ class Program:
 
     def state(self, fqn: str) -> torch.Tensor:
         """The whole (single-device) value of a leaf."""
-        value = self.source.state_dict.get(fqn)
-        return value if value is not None else self.source.constants[fqn]
+        value: torch.Tensor | None = self.source.state_dict.get(fqn)
+        return self.source.constants[fqn] if value is None else value
 
 
 class CanonicalProgram(Program):

@@ -21,12 +21,13 @@ REDUCE = {
 
 
 def cut(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch.Tensor:
-    """The share of `rank`. A pending sum is held by the first rank of its axis, zeros elsewhere."""
+    """The share of `rank`. A pending sum (product) is held by the first rank of its axis, zeros (ones) elsewhere."""
     here = mesh.coordinate(rank)
     for dim, (offset, size) in enumerate(sharding.ranges(value.shape, mesh, here)):
         value = value.narrow(dim, offset, size)
-    if any(here[axis] for axis, op in sharding.partial if op == "sum"):
-        value = torch.zeros_like(value)
+    for axis, op in sharding.partial:
+        if here[axis] and op in ("sum", "product"):
+            value = torch.full_like(value, 0 if op == "sum" else 1)
     return value.contiguous()
 
 

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 @op_rule(aten.scaled_dot_product_attention.default)
 def attention(node: fx.Node) -> str | None:
-    """"b (k g) s d!, b k t! d!, b k t! e -> b (k g) s e": grouped queries share a kv head.
+    """ "b (k g) s d!, b k t! d!, b k t! e -> b (k g) s e": grouped queries share a kv head.
 
     A mask broadcasts to [.., heads, s, t]. Under is_causal the queries are whole too, for their position counts.
     """
@@ -32,7 +32,9 @@ def attention(node: fx.Node) -> str | None:
     elif lead:
         queries[-1] = keys[-1] = "h"
     shared = -3 if args["enable_gqa"] else -2
-    if any(is_one(a) != is_one(b) for o in operands[1:3] for a, b in zip(q[:shared], o.meta["val"].shape, strict=False)):
+    if any(
+        is_one(a) != is_one(b) for o in operands[1:3] for a, b in zip(q[:shared], o.meta["val"].shape, strict=False)
+    ):
         return None  # keys or values that broadcast over the batch or the heads
     s = "s!" if args["is_causal"] else "s"
     terms = [[*queries, s, "d!"], [*keys, "t!", "d!"], [*keys, "t!", "e"]]

@@ -24,6 +24,6 @@ def _own_rows(table: torch.Tensor, indices: torch.Tensor, *args: Any, shard: Sha
 
 @op_rule(aten.embedding.default, shards="any")
 def embedding(node: fx.Node) -> RuleText:
-    """"v d, i0 i1 -> i0 i1 d": with the vocabulary v cut, each rank looks up its own rows: Partial(sum)."""
+    """ "v d, i0 i1 -> i0 i1 d": with the vocabulary v cut, each rank looks up its own rows: Partial(sum)."""
     ids = " ".join(f"i{d}" for d in range(edit.operands(node)[1].meta["val"].ndim))
     return RuleText(f"v d, {ids} -> {ids} d", linear=((0,),), local={"v": _own_rows})

@@ -1,4 +1,4 @@
-"""The ONE algorithm behind every rule: from factors cut by mesh axes to the shardings of operands and outputs, and back."""
+"""The ONE algorithm behind every rule: from factors cut by mesh axes to shardings of tensors, and back."""
 
 from __future__ import annotations
 

@@ -17,14 +17,11 @@ BILINEAR = ((0,), (1,))
 
 @op_rule(aten.linear.default, shards="any")
 def linear(node: fx.Node) -> RuleText:
-    """Batch dims pass through, k is summed: sharding k leaves Partial(sum); the bias is an addend.
-
-    A weight of one dim has no n.
-    """
+    """Batch dims pass through, k is summed: sharding k leaves Partial(sum); the bias is an addend."""
     operands = edit.operands(node)
     batch = " ".join(f"b{d}" for d in range(operands[0].meta["val"].ndim - 1))
-    n = "n" if operands[1].meta["val"].ndim == 2 else ""
-    bias = f", +{n}" if len(operands) == 3 else ""
+    n = "n" if operands[1].meta["val"].ndim == 2 else ""  # a weight of one dim
+    bias = ", +n" if len(operands) == 3 else ""
     return RuleText(f"{batch} k, {n} k{bias} -> {batch} {n}", linear=BILINEAR)
 
 
@@ -75,9 +72,7 @@ def matmul(node: fx.Node) -> RuleText:
     def lead(shape: torch.Size) -> list[str]:
         count = max(len(shape) - 2, 0)
         first = batch - count
-        return [
-            "1" if is_one(shape[d]) and not is_one(out[first + d]) else f"b{first + d}" for d in range(count)
-        ]
+        return ["1" if is_one(shape[d]) and not is_one(out[first + d]) else f"b{first + d}" for d in range(count)]
 
     a = " ".join([*lead(left), *rows, "k"])
     b = " ".join([*lead(right), "k", *columns])

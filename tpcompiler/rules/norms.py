@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 @op_rule(aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default, shards="any")
 def layer_norm(node: fx.Node) -> str:
-    """"d0 h!, h!, h! -> d0 h!", beside the kept statistics of the native form."""
+    """ "d0 h!, h!, h! -> d0 h!", beside the kept statistics of the native form."""
     operands = edit.operands(node)
     ndim = operands[0].meta["val"].ndim
     inner = len(edit.bound(node)["normalized_shape"])
@@ -24,11 +24,9 @@ def layer_norm(node: fx.Node) -> str:
     return f"{', '.join(terms)} -> {', '.join(made)}"
 
 
-@op_rule(
-    aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default
-)
+@op_rule(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default)
 def batch_norm(node: fx.Node) -> str:
-    """"n! c s0!, c, .. -> n! c s0!, c, ..": channels are independent; the batch is whole in training."""
+    """ "n! c s0!, c, .. -> n! c s0!, c, ..": channels are independent; the batch is whole in training."""
     operands = edit.operands(node)
     space = " ".join(f"s{d}!" for d in range(operands[0].meta["val"].ndim - 2))
     training = node.target is aten._native_batch_norm_legit_functional.default

@@ -141,11 +141,14 @@ def extents(
     terms = (*pattern.inputs, *pattern.outputs)
     if [len(t) for t in terms] != [len(s) for s in shapes]:
         raise RuleError(
-            f"the rule of {what} has terms of {[len(t) for t in terms]} dims, the tensors have {[len(s) for s in shapes]}",
+            f"the rule of {what} has terms of {[len(t) for t in terms]} dims, "
+            f"the tensors have {[len(s) for s in shapes]}",
             help="give every tensor operand and output one term with one entry per dim",
         )
     found = dict(known)
-    pairs = [(dim, size) for term, shape in zip(terms, shapes, strict=True) for dim, size in zip(term, shape, strict=True)]
+    pairs = [
+        (dim, size) for term, shape in zip(terms, shapes, strict=True) for dim, size in zip(term, shape, strict=True)
+    ]
     for dim, size in pairs:
         if len(dim) == 1:
             found.setdefault(dim[0], size)

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def _reduced(node: fx.Node) -> tuple[str, list[str]]:
-    """"d0 d1 -> d0 1" and the reduced factors."""
+    """ "d0 d1 -> d0 1" and the reduced factors."""
     (operand,) = edit.operands(node)
     ndim = operand.meta["val"].ndim
     args = edit.bound(node)
@@ -35,14 +35,15 @@ def sum_(node: fx.Node) -> RuleText:
 
 def _share_of_mean(value: torch.Tensor, *args: Any, shard: ShardRange, **kwargs: Any) -> torch.Tensor:
     mean = aten.mean.dim(value, *args, **kwargs) if args else aten.mean.default(value, **kwargs)
-    return mean * (shard.size / shard.total)
+    share: torch.Tensor = mean * (shard.size / shard.total)
+    return share
 
 
 @op_rule(aten.mean.dim, aten.mean.default, shards="nonempty")
 def mean(node: fx.Node) -> RuleText:
     """Partial(sum) of each shard's share, because Partial(avg) is wrong for shards of different sizes."""
     text, gone = _reduced(node)
-    return RuleText(text, linear=((0,),), local={factor: _share_of_mean for factor in gone})
+    return RuleText(text, linear=((0,),), local=dict.fromkeys(gone, _share_of_mean))
 
 
 @op_rule(aten.amax.default, aten.amin.default, shards="nonempty")
@@ -51,11 +52,9 @@ def extremum(node: fx.Node) -> RuleText:
     return RuleText(_reduced(node)[0], reduce="max" if node.target is aten.amax.default else "min")
 
 
-@op_rule(
-    aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, shards="any"
-)
+@op_rule(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, shards="any")
 def softmax(node: fx.Node) -> str:
-    """"d0 d1! -> d0 d1!": the dim that is normalised stays whole."""
+    """ "d0 d1! -> d0 d1!": the dim that is normalised stays whole."""
     ndim = node.meta["val"].ndim
     text = dims_text(ndim, {edit.bound(node)["dim"] % ndim} if ndim else ())
     return f"{text} -> {text}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.rules.notation import Rule, RuleText, Shards, extents, parse
 
 Written = Callable[[fx.Node], "str | RuleText | None"]
+W = TypeVar("W", bound=Written)
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ _RULES: dict[OpOverload, Entry] = {}
 _POINTWISE: list[Entry] = []
 
 
-def op_rule(*targets: OpOverload, shards: Shards = "even", relayout: bool = False) -> Callable[[Written], Written]:
+def op_rule(*targets: OpOverload, shards: Shards = "even", relayout: bool = False) -> Callable[[W], W]:
     """Register a rule for ops. The function gets a node and writes the rule's text (None: no rule for this call).
 
     Args:
@@ -38,7 +40,7 @@ def op_rule(*targets: OpOverload, shards: Shards = "even", relayout: bool = Fals
         RuleError: an op that has a rule already.
     """
 
-    def register(write: Written) -> Written:
+    def register(write: W) -> W:
         for target in targets:
             if target in _RULES:
                 raise RuleError(f"{target} has a rule already", help="change that one")
@@ -48,7 +50,7 @@ def op_rule(*targets: OpOverload, shards: Shards = "even", relayout: bool = Fals
     return register
 
 
-def pointwise_rule(write: Written) -> Written:
+def pointwise_rule(write: W) -> W:
     """Register the rule of every op that torch tags as pointwise and that has no rule of its own."""
     _POINTWISE.append(Entry(write, "any", False))
     return write
@@ -81,6 +83,4 @@ def rule_of(node: fx.Node) -> Rule | None:
     extent = extents(pattern, shapes, written.factors, f"{node.target} at '{node.name}'")
     # An addend joins the product's sum: with the product pending, it must be pending too.
     linear = tuple(frozenset(group) | pattern.addends for group in written.linear)
-    return Rule(
-        pattern, extent, entry.shards, written.reduce, written.sizes, linear, written.local, entry.relayout
-    )
+    return Rule(pattern, extent, entry.shards, written.reduce, written.sizes, linear, written.local, entry.relayout)

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def dims_text(ndim: int, whole: Collection[int], prefix: str = "d") -> str:
-    """"d0 d1! d2": the dims of a tensor, those in `whole` marked."""
+    """ "d0 d1! d2": the dims of a tensor, those in `whole` marked."""
     return " ".join(f"{prefix}{d}{'!' if d in whole else ''}" for d in range(ndim))
 
 

@@ -60,7 +60,10 @@ def _opaque(source: Sequence[Size], target: Sequence[Size]) -> tuple[str, dict[s
         kept += 1
     left = [[f"f{d}"] if d < kept else [f"i{d}!"] for d in range(len(source))]
     right = [[f"f{d}"] if d < kept else [f"o{d}!"] for d in range(len(target))]
-    sizes = {names[0].rstrip("!"): size for names, size in (*zip(left, source, strict=True), *zip(right, target, strict=True))}
+    sizes = {
+        names[0].rstrip("!"): size
+        for names, size in (*zip(left, source, strict=True), *zip(right, target, strict=True))
+    }
     return f"{_words(left)} -> {_words(right)}", sizes
 
 

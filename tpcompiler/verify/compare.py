@@ -47,7 +47,9 @@ class VerifyReport:
     first_diverging: str | None = None
 
     def __str__(self) -> str:
-        lines = [f"{'equal' if self.ok else 'NOT EQUAL'}: max abs err {self.max_abs_err:.3g}, max rel err {self.max_rel_err:.3g}"]
+        lines = [
+            f"{'equal' if self.ok else 'NOT EQUAL'}: max abs err {self.max_abs_err:.3g}, max rel err {self.max_rel_err:.3g}"
+        ]
         for d in self.outputs:
             lines.append(f"  {'ok ' if d.ok else 'BAD'} {d.name}: rel err {d.rel:.3g} (tolerance {d.tolerance:.3g})")
         if self.first_diverging:
@@ -57,7 +59,7 @@ class VerifyReport:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tensors at the boundary are laid out: shardings as (ranges per rank) functions are asked for by name.
+    """How tensors are laid out over the ranks, asked for by name.
 
     `cut(name, value, rank)` gives a rank's share of a global tensor; `join(name, parts, shape)` puts shares together.
     """
@@ -102,7 +104,9 @@ def compare(
     try:
         got = simulate(programs, shares)
     except RuntimeError as error:
-        raise InputsError(f"a rank's program does not run on these inputs: {error}", help="check shapes and dtypes") from error
+        raise InputsError(
+            f"a rank's program does not run on these inputs: {error}", help="check shapes and dtypes"
+        ) from error
     differences = []
     for position, name in enumerate(output_names):
         want, best = expected.outputs[position], exact.outputs[position]
@@ -130,7 +134,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 class _Promoted:
-    """A program whose floating-point state and dtype arguments are all of one dtype; quacks as far as `simulate` reads."""
+    """A program with all floating-point state and dtype arguments in one dtype, as far as `simulate` reads it."""
 
     def __init__(self, program: ExportedProgram, dtype: torch.dtype) -> None:
         self.graph_signature = program.graph_signature

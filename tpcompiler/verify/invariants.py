@@ -54,7 +54,12 @@ def _agrees(node: fx.Node, program: Program) -> None:
     mark = mark_of(node)
     _require(mark.shardings == mark.settled, node, program, "is reduced by nothing")
     for operand, want in zip(edit.operands(node), mark.wants, strict=False):
-        _require(mark_of(operand).shardings[0] == want, node, program, f"has '{operand.name}' in another sharding than it needs")
+        _require(
+            mark_of(operand).shardings[0] == want,
+            node,
+            program,
+            f"has '{operand.name}' in another sharding than it needs",
+        )
 
 
 def _require(holds: bool, node: fx.Node, program: Program, what: str) -> None:

@@ -65,7 +65,10 @@ def simulate(
     Raises:
         InternalError: ranks wait at different collectives, which on real devices would hang or mix data up.
     """
-    runs = [_run(program, inputs, rank, seen) for rank, (program, inputs) in enumerate(zip(programs, flat_inputs, strict=True))]
+    runs = [
+        _run(program, inputs, rank, seen)
+        for rank, (program, inputs) in enumerate(zip(programs, flat_inputs, strict=True))
+    ]
     results: list[RankResult | None] = [None] * len(runs)
     answers: list[torch.Tensor | None] = [None] * len(runs)
     with torch.no_grad():
@@ -99,14 +102,15 @@ def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mappin
     flat, given = tree_flatten((tuple(args), {name: kwargs[name] for name in names}))
     if given.num_leaves != spec.num_leaves:
         raise InputsError(
-            f"the program takes {spec.num_leaves} flat arguments, got {given.num_leaves}", help="pass what it was exported with"
+            f"the program takes {spec.num_leaves} flat arguments, got {given.num_leaves}",
+            help="pass what it was exported with",
         )
     return flat
 
 
 def _run(
     program: ExportedProgram, inputs: Sequence[Any], rank: int, seen: Seen | None
-) -> Generator[_Waiting, torch.Tensor, RankResult]:
+) -> Generator[_Waiting, torch.Tensor | None, RankResult]:
     env: dict[fx.Node, Any] = {}
     feed = iter(inputs)
     specs = iter(program.graph_signature.input_specs)
@@ -176,7 +180,9 @@ def _collective(waiting: Mapping[int, _Waiting], world: int) -> list[torch.Tenso
         return _all_to_all([waiting[rank] for rank in ranks])
     shapes = {tuple(v.shape) for v in values}
     if len(shapes) > 1:
-        raise InternalError(f"'{first.node}' ({first.kind}) has shapes {sorted(shapes)}", help="convert the model again")
+        raise InternalError(
+            f"'{first.node}' ({first.kind}) has shapes {sorted(shapes)}", help="convert the model again"
+        )
     if first.kind == "all_reduce":
         reduced = REDUCTIONS[first.details[0]](torch.stack(values))
         return [reduced.clone() for _ in ranks]

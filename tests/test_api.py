@@ -1,0 +1,264 @@
+"""The Python API on small models: what is kept, what is reported, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import tpcompiler
+from tests.models.zoo import randomise
+from tpcompiler.ir.claims import read_claim
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(4, hidden)
+        self.down = torch.nn.Linear(hidden, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+PLAN = {"up": "colwise", "down": "rowwise"}
+
+
+def exported(model: torch.nn.Module, *inputs: object, **kwargs: object) -> torch.export.ExportedProgram:
+    return torch.export.export(randomise(model), inputs, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("hidden", "world"), [(8, 2), (8, 4), (18, 4), (5, 4), (3, 4)])
+def test_an_mlp_of_any_width(hidden: int, world: int) -> None:
+    """Even, uneven and empty shards: one all_reduce, no fallback."""
+    program = tpcompiler.parallelize(exported(Mlp(hidden), torch.randn(2, 4)), world, PLAN)
+    assert [(c.kind, c.why) for c in program.collectives()] == [("all_reduce", "inherent")]
+    assert program.verify((torch.randn(2, 4),)).ok
+
+
+def test_a_mesh_of_one_rank() -> None:
+    program = tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 1, PLAN)
+    assert program.collectives() == []
+    assert program.verify((torch.randn(2, 4),)).ok
+
+
+def test_the_report() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mlp()
+            self.head = torch.nn.Linear(4, 6)
+            self.extra = torch.nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.extra(torch.softmax(self.head(self.mlp(x)), -1))
+
+    plan = {"mlp.up": "colwise", "mlp.down": "rowwise", "head": "colwise"}
+    program = tpcompiler.parallelize(exported(Model(), torch.randn(2, 4)), 2, plan)
+    where = program.collectives()[1].source
+    assert program.report() == (
+        "mesh tp=2\n"
+        "parameter bytes: 592 on one device; per rank 388 (65.5%), 388 (65.5%)\n"
+        "inherent collectives: 1, 32 wire bytes per rank and call\n"
+        "plan-demanded collectives: 0, 0 wire bytes per rank and call\n"
+        "fallback collectives: 1, 24 wire bytes per rank and call\n"
+        f"  all_gather of 48 bytes, 'all_gather_into_tensor' at {where}: it needs the dim of 6 whole\n"
+        "layers that no plan entry touches:\n"
+        "  extra"
+    )
+
+
+def test_a_gather_that_the_plan_asks_for_is_counted_apart() -> None:
+    plan = {"up": "colwise_gather_output", "down": "replicate"}
+    program = tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, plan)
+    assert [(c.kind, c.why, c.payload_bytes, c.wire_bytes) for c in program.collectives()] == [
+        ("all_gather", "plan-demanded", 64, 32)
+    ]
+    assert program.verify((torch.randn(2, 4),)).ok
+
+
+def test_boundary_placements() -> None:
+    """The batch cut at both ends: nothing on the wire, weights whole."""
+    program = tpcompiler.parallelize(exported(Mlp(), torch.randn(6, 4)), 3, {}, inputs={"x": "S(0)"}, outputs=["S(0)"])
+    assert program.collectives() == []
+    assert program.manifest().inputs == [{"name": "x", "shape": [6, 4], "dtype": "f32", "sharding": "S(0)"}]
+    assert program.verify((torch.randn(6, 4),)).ok
+
+
+def test_what_is_kept_of_the_program() -> None:
+    """Tied weights, a non-persistent buffer, a constant, non-tensor inputs, dict outputs, names and source lines."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(10, 4)
+            self.mlp = Mlp()
+            self.head = torch.nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("scale", torch.tensor([2.0, 3.0, 4.0, 5.0]), persistent=False)
+            self.shift = torch.tensor([1.0, 0.5, 0.25, 0.125])
+
+        def forward(self, ids: torch.Tensor, flag: bool, extra: torch.Tensor | None) -> dict[str, object]:
+            hidden = self.mlp(self.embed(ids) * self.scale + self.shift)
+            return {"logits": self.head(hidden), "hidden": (hidden, 7), "none": extra}
+
+    ids = torch.randint(0, 10, (2, 3))
+    before = exported(Model(), ids, True, None)
+    plan = {"embed": "embedding_rowwise", "mlp.up": "colwise", "mlp.down": "rowwise"}
+    program = tpcompiler.parallelize(before, 2, plan)
+    assert program.verify((ids, True, None)).ok
+    after = program.rank_program(1)
+    assert after.state_dict["embed.weight"] is after.state_dict["head.weight"]
+    assert after.state_dict["embed.weight"].shape == (5, 4)
+    assert set(after.state_dict) == set(before.state_dict)
+    assert set(after.constants) == set(before.constants)
+    torch.testing.assert_close(after.constants["scale"], torch.tensor([2.0, 3.0, 4.0, 5.0]))
+    assert after.call_spec == before.call_spec
+    rows = {row["name"]: row for row in program.manifest().tensors}
+    assert rows["head.weight"]["tied_to"] == "embed.weight"
+    for node in after.graph.nodes:
+        if "c10d" in str(node.target):
+            assert node.meta["nn_module_stack"]
+            assert "test_api.py" in node.meta["stack_trace"]
+
+
+def test_the_plan_is_not_allowed_to_place_a_tied_tensor_twice() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(10, 4)
+            self.head = torch.nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(ids))
+
+    with pytest.raises(tpcompiler.PlanError) as raised:
+        tpcompiler.parallelize(
+            exported(Model(), torch.zeros(2, dtype=torch.int64)), 2, {"embed": "colwise", "head": "colwise"}
+        )
+    assert str(raised.value) == (
+        "'embed.weight' and 'head.weight' are one tied tensor, but the plan places them differently\n"
+        "  help: give both the same placement, or plan only one of them\n"
+        '  asked by: the plan ("embed": "colwise") and the plan ("head": "colwise")'
+    )
+
+
+def test_verify_leaves_mutable_state_alone() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6))
+    program = torch.export.export(randomise(model).train(), (torch.randn(5, 4),))
+    made = tpcompiler.parallelize(program, 2, {"0": "colwise"})
+    before = {name: value.clone() for name, value in program.state_dict.items()}
+    x = torch.randn(5, 4)
+    first, second = made.verify((x,)), made.verify((x,))
+    assert first.ok
+    assert first == second
+    assert {d.name for d in first.outputs} >= {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    for name, value in program.state_dict.items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+
+
+def test_dump_writes_a_numbered_text_after_every_pass(tmp_path: Path) -> None:
+    tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, PLAN, dump=tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "00_canonicalize.txt",
+        "01_apply_plan.txt",
+        "02_mark_placements.txt",
+        "03_insert_reshards.txt",
+        "04_fold_reshards.txt",
+        "05_lowered_rank_0.txt",
+    ]
+    assert (tmp_path / "05_lowered_rank_0.txt").read_text() == (
+        "p_up_weight: S(0) = up.weight f32[4, 4]\n"
+        "p_up_bias: S(0) = up.bias f32[4]\n"
+        "p_down_weight: S(1) = down.weight f32[4, 4]\n"
+        "p_down_bias: P(sum) = down.bias f32[4]\n"
+        "x: R = input f32[2, 4]\n"
+        "linear: S(1) = linear(x, p_up_weight, p_up_bias)\n"
+        "relu: S(1) = relu(linear)\n"
+        "linear_1: P(sum) = linear(relu, p_down_weight, p_down_bias)\n"
+        "all_reduce = all_reduce(linear_1, 'sum', 'tp=2:tp')\n"
+        "wait_tensor: R = wait_tensor(all_reduce)\n"
+        "return wait_tensor\n"
+    )
+
+
+def test_claims_travel_with_the_saved_program(tmp_path: Path) -> None:
+    tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, PLAN).save(tmp_path / "out")
+    program = torch.export.load(tmp_path / "out" / "rank_1.pt2")
+    claims = {node.name: read_claim(node) for node in program.graph.nodes if node.op == "call_function"}
+    assert claims["linear_1"] == {"origin": "linear_1", "sharding": ["P(sum)"], "reason": "k is cut by tp"}
+    assert claims["wait_tensor"] == {
+        "origin": "linear_1",
+        "sharding": ["R"],
+        "reason": "outputs are R unless outputs= says otherwise",
+        "reshard": "reshard",
+        "change": "P(sum) -> R",
+        "why": "inherent",
+        "reshard_reason": "outputs are R unless outputs= says otherwise",
+    }
+
+
+@dataclasses.dataclass
+class Result:
+    logits: torch.Tensor
+    extra: torch.Tensor
+
+
+def test_an_output_class_is_saved_as_a_dict(tmp_path: Path) -> None:
+    """The files load where the class is unknown; `keep_output_types` keeps it."""
+    pytree.register_dataclass(Result, serialized_type_name="tests.Result")
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mlp()
+
+        def forward(self, x: torch.Tensor) -> Result:
+            return Result(self.mlp(x), x + 1)
+
+    program = tpcompiler.parallelize(exported(Model(), torch.randn(2, 4)), 2, {f"mlp.{k}": v for k, v in PLAN.items()})
+    program.save(tmp_path / "plain")
+    assert tpcompiler.parallel_program is not None
+    code = (
+        "import torch, sys; p = torch.export.load(sys.argv[1]); s = p.call_spec.out_spec;"
+        "print(s.type.__name__, list(s.context))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "plain" / "rank_0.pt2")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "dict ['logits', 'extra']\n", done.stderr
+    program.save(tmp_path / "kept", keep_output_types=True)
+    assert torch.export.load(tmp_path / "kept" / "rank_0.pt2").call_spec.out_spec.type is Result
+
+
+def test_dynamic_dims_are_not_cut_yet() -> None:
+    batch = torch.export.Dim("batch")
+    program = exported(Mlp(), torch.randn(6, 4), dynamic_shapes=({0: batch},))
+    with pytest.raises(tpcompiler.UnsupportedError) as raised:
+        tpcompiler.parallelize(program, 2, PLAN, inputs={"x": "S(0)"})
+    message = str(raised.value).replace(str(next(iter(program.range_constraints))), "s")
+    assert message == (
+        "cannot shard input 'x' on dim 0: its size s is dynamic, which is not supported yet\n"
+        "  help: export with that dim static, or leave it whole\n"
+        "  asked by: inputs="
+    )
+
+
+def test_a_weight_that_its_op_cannot_take_cut() -> None:
+    program = exported(torch.nn.Conv1d(4, 15, 3), torch.randn(2, 4, 9))
+    with pytest.raises(tpcompiler.ShardingError) as raised:
+        tpcompiler.parallelize(program, 2, {"weight": "S(0)"})
+    assert str(raised.value).splitlines()[:2] == [
+        "cannot shard 'weight' on dim 0 of 15 by mesh axis 'tp' of 2 for aten.conv1d.default: "
+        "it needs shards of one size, and 15 is not divisible by 2",
+        "  help: use a degree that divides 15, or pin 'weight' to R in the plan",
+    ]

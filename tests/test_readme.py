@@ -1,0 +1,44 @@
+"""The README's Python example runs as it stands, and its commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tpcompiler
+from tests.launch import torchrun
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+
+needs_readme = pytest.mark.skipif(not README.exists(), reason="an installed wheel has no README beside the tests")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@needs_readme
+@pytest.mark.slow
+def test_the_example_and_its_serving_script_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example, serve, *_ = blocks("python")
+    assert len([line for line in example.splitlines() if line]) <= 10
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "inherent collectives: 1" in done.stdout
+    (tmp_path / "serve.py").write_text(serve.replace(', device="cuda"', ""))
+    assert torchrun(2, tmp_path / "serve.py").returncode == 0
+
+
+@needs_readme
+def test_the_named_commands_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\S+)", README.read_text(), re.MULTILINE):
+        assert f"\n{target}:" in makefile
+    name = "register_process_group"
+    assert f'{name}("{tpcompiler.Mesh.of(2).group_name("tp")}"' in README.read_text()

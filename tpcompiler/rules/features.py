@@ -1,0 +1,67 @@
+"""What the dims of a weight mean to the layer that uses it, read off the rules of the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Literal
+
+from torch import fx
+
+from tpcompiler.ir import edit
+from tpcompiler.rules.notation import Rule
+from tpcompiler.rules.registry import rule_of
+
+
+def feature_dims(leaf: Sequence[fx.Node], side: Literal["out", "in"], static: Set[fx.Node], module: str) -> set[int]:
+    """The dims of a leaf that are its layer's output (or input) features.
+
+    Output features stand in the weight and the result but in no activation; input features are summed over. The leaf is
+    followed through views and casts to the ops that use it; where some of these lie inside `module`, only those count,
+    because a tied weight means something else to each of its layers.
+
+    Args:
+        leaf: the placeholders of the tensor (several when it is tied).
+        static: nodes that are computed from leaves alone (`computed_from_leaves`).
+    """
+    inside: set[int] = set()
+    anywhere: set[int] = set()
+    stack: list[tuple[fx.Node, list[int | None]]] = [(node, [*range(node.meta["val"].ndim)]) for node in leaf]
+    while stack:
+        node, origin = stack.pop()
+        for user in node.users:
+            rule = rule_of(user) if user.op == "call_function" and edit.is_tensor(user) else None
+            if rule is None:
+                continue
+            if rule.relayout:
+                source = {dim[0]: origin[d] for d, dim in enumerate(rule.pattern.inputs[0]) if len(dim) == 1}
+                outer = (source.get(dim[0]) if len(dim) == 1 else None for dim in rule.pattern.outputs[0])
+                stack.append((user, list(outer)))
+                continue
+            found = {at for d in _positions(node, user, rule, side, static) if (at := origin[d]) is not None}
+            anywhere |= found
+            inside |= found if module in edit.module_paths(user) else set()
+    return inside or anywhere
+
+
+def _positions(node: fx.Node, user: fx.Node, rule: Rule, side: str, static: Set[fx.Node]) -> set[int]:
+    """The dims of operand `node` that are features of that side for the op."""
+    pairs = list(zip(edit.operands(user), rule.pattern.inputs, strict=True))
+    active = {f for operand, term in pairs if operand not in static for dim in term for f in dim}
+    made = {f for term in rule.pattern.outputs for dim in term for f in dim}
+    wanted = rule.reduced if side == "in" else made - active
+    return {
+        d
+        for operand, term in pairs
+        if operand is node
+        for d, dim in enumerate(term)
+        if len(dim) == 1 and dim[0] in wanted
+    }
+
+
+def computed_from_leaves(graph: fx.Graph, leaves: Set[fx.Node]) -> Set[fx.Node]:
+    """Leaves and what is computed from them alone: never an activation."""
+    static = set(leaves)
+    for node in edit.calls(graph):
+        if node.all_input_nodes and static.issuperset(node.all_input_nodes):
+            static.add(node)
+    return static
