@@ -11,6 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, TensorArgument
 
+from tpcompiler._torch import symbols_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import CLAIM, claim_of
 from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, PIN, RESHARD, ShardedProgram
@@ -36,13 +37,14 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
             node.meta.pop(name, None)
         if claim is not None and node.op == "call_function":
             node.meta["custom"] = {CLAIM: claim}
+    symbols = symbols_of(node.meta.get("val") for node in graph.nodes)  # torch leaves some that nothing uses
     constants = {**source.constants, **_of_kind(signature, program, constant=True)}
     return ExportedProgram(
         root=torch.nn.Module(),
         graph=graph,
         graph_signature=signature,
         state_dict={**source.state_dict, **_of_kind(signature, program, constant=False)},
-        range_constraints=dict(source.range_constraints),
+        range_constraints={s: r for s, r in source.range_constraints.items() if s in symbols},
         module_call_graph=copy.deepcopy(source.module_call_graph),
         example_inputs=_local_examples(program),
         constants=constants,

@@ -27,6 +27,7 @@ from tpcompiler.ir.program import (
     tied,
 )
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.text import op_name
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, pull_back, shardings
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
@@ -227,7 +228,12 @@ def _mark(
 ) -> Mark:
     operands = edit.operands(node)
     why = "plan-demanded" if any(operands[i] in walk.pinned for i in best.follows) else "fallback"
-    reason = _reason(rule, best, refusals)
+    reason = _reason(node, rule, best, refusals)
+    if why == "plan-demanded":
+        seeds = dict.fromkeys(
+            walk.pinned[operands[i]].asked_by for i in sorted(best.follows) if operands[i] in walk.pinned
+        )
+        reason += f", asked by {' and '.join(seeds)}"
     for index, (operand, have, want) in enumerate(zip(operands, seen, best.wants, strict=True)):
         if have is None or have == want:
             continue
@@ -253,12 +259,13 @@ def _mark(
     return Mark(best.made, settled, best.wants, reason, why, sizes, local)  # type: ignore[arg-type]
 
 
-def _reason(rule: Rule | None, best: _Candidate, refusals: dict[int, str]) -> str:
+def _reason(node: fx.Node, rule: Rule | None, best: _Candidate, refusals: dict[int, str]) -> str:
     if rule is None:
         return "the op has no rule"
     cuts = [f"{factor} is cut by {axis}" for factor, (axis, _) in best.option.cuts.items()]
     through = [f"a pending {op} over {axis} passes through" for axis, (op, _) in best.option.through.items()]
-    return "; ".join([*cuts, *through, *dict.fromkeys(refusals.values())]) or "operands are replicated"
+    refused = [f"{op_name(node)}: {text}" for text in dict.fromkeys(refusals.values())]
+    return "; ".join([*cuts, *through, *refused]) or "operands are replicated"
 
 
 def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: _Walk) -> None:

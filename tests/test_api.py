@@ -67,7 +67,7 @@ def test_the_report() -> None:
         "inherent collectives: 1, 32 wire bytes per rank and call\n"
         "plan-demanded collectives: 0, 0 wire bytes per rank and call\n"
         "fallback collectives: 1, 24 wire bytes per rank and call\n"
-        f"  all_gather of 48 bytes, 'all_gather_into_tensor' at {where}: it needs the dim of 6 whole\n"
+        f"  all_gather of 48 bytes, 'all_gather_into_tensor' at {where}: softmax: it needs the dim of 6 whole\n"
         "layers that no plan entry touches:\n"
         "  extra"
     )

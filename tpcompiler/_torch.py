@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import sympy  # type: ignore[import-untyped]  # it ships no types
@@ -48,6 +48,7 @@ __all__ = [
     "statically_equal",
     "sym_hint",
     "sym_quotient",
+    "symbols_of",
     "traced_mesh",
     "tree_flatten",
     "tree_map",
@@ -80,6 +81,12 @@ def _quotient(whole: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
     if not quotient.is_polynomial() or not quotient.free_symbols:
         return None
     return quotient if all(c.is_integer for c in sympy.Poly(quotient).coeffs()) else None
+
+
+def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:
+    """The symbols in the sizes of these values."""
+    sizes = [s for v in tree_flatten(list(values))[0] for s in (v.shape if isinstance(v, torch.Tensor) else (v,))]
+    return set().union(*(s.node.expr.free_symbols for s in sizes if isinstance(s, torch.SymInt)))
 
 
 def sym_hint(size: Any) -> int:

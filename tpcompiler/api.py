@@ -171,7 +171,7 @@ def _spec(spec: Any) -> PlacementSpec:
 
 def _device(program: CanonicalProgram, wanted: str | None) -> str:
     values = [n.meta["val"] for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    found = sorted({value.device.type for value in values}) or ["cpu"]
+    found: list[str] = sorted({value.device.type for value in values}) or ["cpu"]
     if len(found) > 1 or (wanted is not None and wanted != found[0]):
         raise UnsupportedError(
             f"the program's tensors are on {', '.join(found)}, and {wanted or 'one device'} is asked for; moving "

@@ -28,7 +28,6 @@ from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import VERSION, Manifest, write_artifact
 from tpcompiler.verify.compare import Layout, VerifyReport, compare
-from tpcompiler.verify.simulate import is_collective
 
 KIND_OF = {
     "all_reduce": "all_reduce",
@@ -105,7 +104,7 @@ class ParallelProgram:
         """Every collective that a rank's program calls, in order, read off the program of rank 0."""
         out = []
         for node in edit.calls(self.local_program(0).graph):
-            if is_collective(node):
+            if edit.is_collective(node):
                 change: Reshard = node.meta[RESHARD]
                 kind = KIND_OF[str(node.target).split(".")[1]]
                 (axis,) = change.source.axes or self.mesh.names

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch.export import ExportedProgram
 
-from tpcompiler.verify.simulate import is_collective
+from tpcompiler.ir.edit import is_collective
 
 
 def collectives_of(program: ExportedProgram) -> list[str]:

@@ -159,6 +159,12 @@ def calls(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node starts a collective (its wait does not count)."""
+    name = str(node.target)
+    return node.op == "call_function" and name.startswith("_c10d_functional.") and "wait_tensor" not in name
+
+
 def source_line(node: fx.Node) -> str:
     """`model.py:31, in forward` of the user's code that made the node (torch's own layers skipped), or nothing."""
     trace = node.meta.get("stack_trace") or ""

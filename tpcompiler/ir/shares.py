@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,10 +11,10 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
 from tpcompiler.ir.sharding import DimSharding, Sharding
 
-REDUCE = {
-    "sum": lambda stacked: stacked.sum(0),
-    "avg": lambda stacked: stacked.mean(0),
-    "product": lambda stacked: stacked.prod(0),
+REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
+    "avg": lambda stacked: stacked.sum(0, dtype=stacked.dtype) / stacked.shape[0],
+    "product": lambda stacked: stacked.prod(0, dtype=stacked.dtype),
     "max": lambda stacked: stacked.amax(0),
     "min": lambda stacked: stacked.amin(0),
 }

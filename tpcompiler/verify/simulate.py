@@ -18,14 +18,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from tpcompiler._torch import tree_flatten
 from tpcompiler.errors import InputsError, InternalError
 from tpcompiler.ir import edit
-
-REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
-    "avg": lambda stacked: stacked.sum(0, dtype=stacked.dtype) / stacked.shape[0],
-    "product": lambda stacked: stacked.prod(0, dtype=stacked.dtype),
-    "max": lambda stacked: stacked.amax(0),
-    "min": lambda stacked: stacked.amin(0),
-}
+from tpcompiler.ir.shares import REDUCE
 
 Seen = Callable[[int, fx.Node, Any], None]
 
@@ -44,12 +37,6 @@ class _Waiting:
     value: torch.Tensor
     details: tuple[Any, ...]
     node: str
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Whether a node starts a collective (its wait does not count)."""
-    name = str(node.target)
-    return node.op == "call_function" and name.startswith("_c10d_functional.") and "wait_tensor" not in name
 
 
 def simulate(
@@ -121,7 +108,7 @@ def _run(
             env[node] = _input(program, next(specs), feed)
         elif node.op == "output":
             outputs = [env[a] if isinstance(a, fx.Node) else a for a in node.args[0]]
-        elif is_collective(node):
+        elif edit.is_collective(node):
             args = fx.node.map_arg(node.args, lambda n: env[n])
             kind = str(node.target).split(".")[1]
             env[node] = yield _Waiting(kind, args[0], tuple(args[1:]), node.name)
@@ -184,12 +171,12 @@ def _collective(waiting: Mapping[int, _Waiting], world: int) -> list[torch.Tenso
             f"'{first.node}' ({first.kind}) has shapes {sorted(shapes)}", help="convert the model again"
         )
     if first.kind == "all_reduce":
-        reduced = REDUCTIONS[first.details[0]](torch.stack(values))
+        reduced = REDUCE[first.details[0]](torch.stack(values))
         return [reduced.clone() for _ in ranks]
     if first.kind == "all_gather_into_tensor":
         return [torch.cat(values) for _ in ranks]
     if first.kind == "reduce_scatter_tensor":
-        parts = REDUCTIONS[first.details[0]](torch.stack(values)).chunk(len(ranks))
+        parts = REDUCE[first.details[0]](torch.stack(values)).chunk(len(ranks))
         return [part.clone() for part in parts]
     raise InternalError(f"'{first.node}': the simulator does not know {first.kind}", help="report this")
 

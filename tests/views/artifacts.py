@@ -1,0 +1,76 @@
+"""Small artifacts for the tests of the views."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import tpcompiler
+
+LAYERS = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    return module.eval()
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Tower(nn.Module):
+    """Three layers, in a list or one that is called three times; every state is an output."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList(Mlp() for _ in range(1 if shared else 3))
+        self.head = nn.Linear(8, 10, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> dict[str, Any]:
+        x = self.embed(ids)
+        states = []
+        for at in range(3):
+            x = self.layers[at % len(self.layers)](x)
+            states.append(x)
+        return {"logits": self.head(x), "states": states}
+
+
+class Mixed(nn.Module):
+    """A buffer that is written, layout ops, ops that need a dim whole, and a run of small ops."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.out = nn.Linear(8, 16)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen.add_(x.sum(0))
+        scale = (x.abs() + 1).sqrt().mean(-1, keepdim=True).to(torch.float64).to(torch.float32)
+        ranked = torch.softmax(self.up(x * scale).view(4, 4, 4).transpose(1, 2), 2)
+        return ranked, self.out(x)
+
+
+def ids() -> torch.Tensor:
+    return torch.zeros(2, 6, dtype=torch.int64)
+
+
+def saved(directory: Path, module: nn.Module, example: torch.Tensor, plan: dict[str, object], **options: Any) -> Path:
+    exported = torch.export.export(randomised(module), (example,))
+    tpcompiler.parallelize(exported, 2, plan, **options).save(directory)
+    return directory

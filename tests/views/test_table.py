@@ -1,0 +1,190 @@
+"""The whole text of small artifacts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.views.artifacts import LAYERS, Mixed, Mlp, Tower, ids, saved
+from tpcompiler.errors import ArtifactError
+from tpcompiler.views.table import artifact_text
+
+
+def test_mlp(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "mlp", Mlp(), torch.zeros(4, 8), {"up": "colwise", "down": "rowwise"})
+    assert (
+        artifact_text(directory, rank=1)
+        == """\
+mesh tp=2, rank 1 of 2
+parameter bytes: 576 of 1,120
+per call: 1 all_reduce; 128 wire bytes
+
+R             input  x  f32[4, 8]
+S(1)          up  linear  f32[4, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
+S(1)          relu  f32[4, 8]
+P(sum)        down  linear  f32[4, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
+P(sum) -> R   down  all_reduce  f32[4, 8]  128 bytes over tp, 128 on the wire
+R             add  f32[4, 8]
+R             output  output  f32[4, 8]
+"""
+    )
+
+
+def test_equal_layers_are_told_once(tmp_path: Path) -> None:
+    assert (
+        artifact_text(saved(tmp_path / "tower", Tower(), ids(), LAYERS))
+        == """\
+mesh tp=2, rank 0 of 2
+parameter bytes: 2,368 of 4,000
+per call: 3 all_reduce; 1,152 wire bytes
+
+R             input  ids  i64[2, 6]
+R             embed  embedding  f32[2, 6, 8]  weight R f32[10, 8]
+              layers.* x 3  each: 1 all_reduce; 384 wire bytes
+S(2)            up  linear  f32[2, 6, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
+S(2)            relu  f32[2, 6, 8]
+P(sum)          down  linear  f32[2, 6, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
+P(sum) -> R     down  all_reduce  f32[2, 6, 8]  384 bytes over tp, 384 on the wire
+R               add  f32[2, 6, 8]
+R             head  linear  f32[2, 6, 10]  weight R f32[10, 8]
+R             output  logits  f32[2, 6, 10]
+R             output  states.0, states.1, states.2  f32[2, 6, 8]
+"""
+    )
+
+
+def test_layers_that_differ_are_told_apart(tmp_path: Path) -> None:
+    plan = {"layers.2.up": "colwise", "layers.2.down": "rowwise"}
+    assert (
+        artifact_text(saved(tmp_path / "tower", Tower(), ids(), plan))
+        == """\
+mesh tp=2, rank 0 of 2
+parameter bytes: 3,456 of 4,000
+per call: 1 all_reduce; 384 wire bytes
+
+R             input  ids  i64[2, 6]
+R             embed  embedding  f32[2, 6, 8]  weight R f32[10, 8]
+              layers.0-1 x 2  each: no collectives; 0 wire bytes
+R               up  linear  f32[2, 6, 16]  weight R f32[16, 8], bias R f32[16]
+R               relu  f32[2, 6, 16]
+R               down  linear  f32[2, 6, 8]  weight R f32[8, 16], bias R f32[8]
+R               add  f32[2, 6, 8]
+              layers.2
+S(2)            up  linear  f32[2, 6, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
+S(2)            relu  f32[2, 6, 8]
+P(sum)          down  linear  f32[2, 6, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
+P(sum) -> R     down  all_reduce  f32[2, 6, 8]  384 bytes over tp, 384 on the wire
+R               add  f32[2, 6, 8]
+R             head  linear  f32[2, 6, 10]  weight R f32[10, 8]
+R             output  logits  f32[2, 6, 10]
+R             output  states.0, states.1  f32[2, 6, 8]
+R             output  states.2  f32[2, 6, 8]
+"""
+    )
+
+
+def test_a_layer_between_keeps_its_neighbours_apart(tmp_path: Path) -> None:
+    plan = {f"layers.{n}.{name}": style for n in (0, 2) for name, style in (("up", "colwise"), ("down", "rowwise"))}
+    text = artifact_text(saved(tmp_path / "tower", Tower(), ids(), plan))
+    titles = [line.strip() for line in text.splitlines() if line.startswith(" ")]
+    assert titles == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_one_layer_called_again_is_told_once(tmp_path: Path) -> None:
+    assert (
+        artifact_text(saved(tmp_path / "tower", Tower(shared=True), ids(), LAYERS))
+        == """\
+mesh tp=2, rank 0 of 2
+parameter bytes: 1,216 of 1,760
+per call: 3 all_reduce; 1,152 wire bytes
+
+R             input  ids  i64[2, 6]
+R             embed  embedding  f32[2, 6, 8]  weight R f32[10, 8]
+              layers.0, called 3 times  each: 1 all_reduce; 384 wire bytes
+S(2)            up  linear  f32[2, 6, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
+S(2)            relu  f32[2, 6, 8]
+P(sum)          down  linear  f32[2, 6, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
+P(sum) -> R     down  all_reduce  f32[2, 6, 8]  384 bytes over tp, 384 on the wire
+R               add  f32[2, 6, 8]
+R             head  linear  f32[2, 6, 10]  weight R f32[10, 8]
+R             output  logits  f32[2, 6, 10]
+R             output  states.0, states.1, states.2  f32[2, 6, 8]
+"""
+    )
+
+
+def test_what_the_plan_asked_for_and_what_it_did_not(tmp_path: Path) -> None:
+    plan: dict[str, object] = {"up": "colwise", "out": "colwise_gather_output"}
+    assert (
+        artifact_text(saved(tmp_path / "mixed", Mixed(), torch.zeros(4, 8), plan))
+        == """\
+mesh tp=2, rank 0 of 2
+parameter bytes: 608 of 1,184
+per call: 2 all_gather; 256 wire bytes
+
+R             input  x  f32[4, 8]
+R             7 small ops (sum, add, abs, sqrt, mean, mul)  f32[4, 8]  seen R f32[8]
+S(1)          up  linear  f32[4, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
+S(2) -> R     all_gather  f32[4, 4, 4]  256 bytes over tp, 128 on the wire  fallback: softmax: it needs the dim of 4 whole
+R             softmax  f32[4, 4, 4]
+S(1)          out  linear  f32[4, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
+S(1) -> R     out  all_gather  f32[4, 16]  256 bytes over tp, 128 on the wire  \
+plan-demanded: the plan ("out": "colwise_gather_output")
+R             output  seen (written back)  f32[8]
+R             output  0  f32[4, 4, 4]
+R             output  1  f32[4, 16]
+"""
+    )
+
+
+def test_an_input_that_is_cut(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "tower", Tower(), ids(), LAYERS, inputs=["S(0)"], outputs={"logits": "S(0)"})
+    assert (
+        artifact_text(directory)
+        == """\
+mesh tp=2, rank 0 of 2
+parameter bytes: 2,368 of 4,000
+per call: 4 all_gather, 3 reduce_scatter; 1,344 wire bytes
+
+S(0)          input  ids  i64[1, 6]
+S(0)          embed  embedding  f32[1, 6, 8]  weight R f32[10, 8]
+              layers.0-1 x 2  each: 1 all_gather, 1 reduce_scatter; 384 wire bytes
+S(0) -> R       up  all_gather  f32[2, 6, 8]  384 bytes over tp, 192 on the wire  plan-demanded: n is cut by tp, asked by the plan ("layers.*.up": "colwise")
+S(2)            up  linear  f32[2, 6, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
+S(2)            relu  f32[2, 6, 8]
+P(sum)          down  linear  f32[2, 6, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
+P(sum) -> S(0)  reduce_scatter  f32[1, 6, 8]  384 bytes over tp, 192 on the wire
+S(0)            add  f32[1, 6, 8]
+              layers.2
+S(0) -> R       up  all_gather  f32[2, 6, 8]  384 bytes over tp, 192 on the wire  plan-demanded: n is cut by tp, asked by the plan ("layers.*.up": "colwise")
+S(2)            up  linear  f32[2, 6, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
+S(2)            relu  f32[2, 6, 8]
+P(sum)          down  linear  f32[2, 6, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
+P(sum) -> S(0)  reduce_scatter  f32[1, 6, 8]  384 bytes over tp, 192 on the wire
+S(0)            add  f32[1, 6, 8]
+S(0) -> R       all_gather  f32[2, 6, 8]  384 bytes over tp, 192 on the wire  \
+plan-demanded: outputs are R unless outputs= says otherwise
+S(0)          head  linear  f32[1, 6, 10]  weight R f32[10, 8]
+S(0)          output  logits  f32[1, 6, 10]
+R             output  states.0  f32[2, 6, 8]
+R             output  states.1  f32[2, 6, 8]
+R             output  states.2  f32[2, 6, 8]
+"""
+    )
+
+
+def test_refuses_a_manifest_that_does_not_know_the_collectives(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "mlp", Mlp(), torch.zeros(4, 8), {"up": "colwise", "down": "rowwise"})
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps({**manifest, "collectives": []}))
+    with pytest.raises(ArtifactError, match="the program calls 1 collectives, the manifest records 0"):
+        artifact_text(directory)
+
+
+def test_refuses_a_rank_outside(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "mlp", Mlp(), torch.zeros(4, 8), {"up": "colwise"})
+    with pytest.raises(ArtifactError, match="rank 2 is outside the artifact's world of 2"):
+        artifact_text(directory, rank=2)

@@ -1,0 +1,190 @@
+"""The picture of an artifact: where the collectives are, and what they carry."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from html import escape
+
+import graphviz
+
+from tpcompiler.views.items import Item, seen_from
+from tpcompiler.views.outline import Group, Outline, counted, outline_of, wire
+
+FONT = "Helvetica"
+INK, FAINT, FRAME = "#1f2933", "#52606d", "#9aa5b1"
+COLLECTIVE = "#b3123f"
+WHOLE = ("#eceff1", "#546e7a")  # fill, border
+PENDING = ("#ffe0b2", "#b34700")
+UNKNOWN = ("#ffffff", "#9aa5b1")
+CUTS = [  # by tensor dim
+    ("#cfe3fb", "#1565c0"),
+    ("#d3efd6", "#2e7d32"),
+    ("#e6d9f5", "#6a1b9a"),
+    ("#c9eeee", "#00838f"),
+    ("#f7d6e6", "#ad1457"),
+]
+
+
+def artifact_dot(directory: str | os.PathLike[str], rank: int = 0) -> graphviz.Digraph:
+    """The program of one rank: modules as frames, repeated layers once, ops coloured by sharding.
+
+    Collectives are hexagons with their payload and wire bytes; those that the plan did not ask for (fallbacks) are
+    dashed. Layout ops and casts are edges, parameters are lines in the op that uses them. Reads the files alone;
+    `source` is text, and only `render` needs the program `dot`.
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, or a rank outside its world.
+    """
+    outline = outline_of(directory, rank)
+    dot = graphviz.Digraph(
+        "program",
+        graph_attr={
+            "fontname": FONT, "fontsize": "11", "fontcolor": INK, "label": _title(outline), "labelloc": "t",
+            "nodesep": "0.15", "ranksep": "0.18", "margin": "0.2", "newrank": "true", "tooltip": " ",
+        },
+        node_attr={
+            "fontname": FONT, "fontsize": "10", "fontcolor": INK, "height": "0", "width": "0", "margin": "0.1,0.04",
+            "shape": "box", "style": "filled,rounded",
+        },
+        edge_attr={"arrowsize": "0.6", "color": FRAME, "penwidth": "1.2"},
+    )  # fmt: skip
+    _draw(dot, outline.root)
+    colors = {item.name: _border(item) for item in outline.root.items()}
+    for item in outline.root.items():
+        for source in item.sources:
+            dot.edge(source, item.name, color=colors[source])
+    return dot
+
+
+def _draw(dot: graphviz.Digraph, group: Group) -> None:
+    for member in group.members:
+        if isinstance(member, Group):
+            width = "1.8" if member.count > 1 else "0.8"
+            with dot.subgraph(name=f"cluster {member.path} {next(member.items()).name}") as inner:
+                inner.attr(label=_frame(member, group.path), labeljust="l", penwidth=width, tooltip=member.title)
+                inner.attr(color=INK if member.count > 1 else FRAME, style="rounded", margin="9")
+                _draw(inner, member)
+        elif member.kind == "collective":
+            _collective(dot, member, group.path)
+        else:
+            _box(dot, member, group.path)
+
+
+def _frame(group: Group, outer: str) -> str:
+    title = f"<B>{_text(seen_from(outer, group.title))}</B>"
+    if group.count > 1:
+        records = group.records()
+        title += "   " + _small(f"each: {counted(records)}, {_bytes(wire(records))} on the wire", FAINT)
+    return f"<{title}>"
+
+
+def _box(dot: graphviz.Digraph, item: Item, path: str) -> None:
+    fill, border = _colors(item.sharding)
+    if item.kind == "op":
+        name, style = seen_from(path, item.module), "filled,rounded"
+    else:
+        name, style, fill = item.kind, "filled", "#ffffff"
+    head = f"<B>{_text(name)}</B> {_text(item.label)}" if name else _text(item.label)
+    made = _small(f"{item.sharding} {item.value}".strip())
+    lines = [f"{head}  {made}"] if len(name + item.label) < 12 and not item.leaves else [head, made]
+    if item.detail:
+        lines.append(_small(textwrap.shorten(", ".join(item.detail), 40, placeholder=" ..."), FAINT))
+    lines += (_small(f"{names} {what}", _colors(what)[1]) for names, what in _leaves(item, path))
+    dot.node(item.name, _lines(lines), style=style, fillcolor=fill, color=border, tooltip=_hint(item))
+
+
+def _collective(dot: graphviz.Digraph, item: Item, path: str) -> None:
+    record = item.record
+    assert record is not None
+    sent = f"{_bytes(record['payload_bytes'])} over {record['axis']}, {_bytes(record['wire_bytes'])} on the wire"
+    lines = [f"<B>{record['kind']}</B>  {_text(item.sharding).replace('-&gt;', '&rarr;')}", _small(sent)]
+    lines += (_small(f"{names} {what}") for names, what in _leaves(item, path))
+    if record["why"] != "inherent":
+        lines += map(_small, textwrap.wrap(f"{record['why']}: {record['reason']}", 44))
+    look = {"fillcolor": COLLECTIVE, "fontcolor": "#ffffff", "style": "filled"}
+    if record["why"] == "fallback":
+        look = {"fillcolor": "#ffffff", "fontcolor": COLLECTIVE, "style": "filled,dashed"}
+    dot.node(
+        item.name, _lines(lines), shape="hexagon", margin="0,0.02", color=COLLECTIVE, penwidth="2.5",
+        tooltip=_hint(item), **look,
+    )  # fmt: skip
+
+
+def _leaves(item: Item, path: str) -> list[tuple[str, str]]:
+    """Names beside the sharding and shape that they have in common."""
+    alike: dict[str, list[str]] = {}
+    for leaf in item.leaves:
+        alike.setdefault(f"{leaf.sharding} {leaf.shape}", []).append(leaf.named_in(path, item.module))
+    return [(", ".join(names), what) for what, names in alike.items()]
+
+
+def _lines(lines: list[str]) -> str:
+    """A table, because lines of different sizes are set better there."""
+    rows = "".join(f"<TR><TD>{line}</TD></TR>" for line in lines)
+    return f'<<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="0">{rows}</TABLE>>'
+
+
+def _hint(item: Item) -> str:
+    return str(graphviz.escape(item.note or item.kind))
+
+
+def _title(outline: Outline) -> str:
+    manifest = outline.manifest
+    records = manifest.collectives
+    lines = [
+        f"<B>mesh {outline.mesh}, rank {outline.rank} of {manifest.world_size}</B>: "
+        f"{_bytes(outline.bytes_here)} of {_bytes(outline.bytes_whole)} parameters",
+        f"per call: {counted(records)}, {_bytes(wire(records))} on the wire",
+    ]
+    found: dict[tuple[str, str], set[str]] = {}
+    for item in outline.root.items():
+        for sharding in (item.sharding, *(leaf.sharding for leaf in item.leaves)):
+            if item.kind != "collective" and sharding:
+                found.setdefault(_colors(sharding), set()).add(sharding)
+    meanings = {WHOLE: "whole", **dict.fromkeys(CUTS, "cut"), PENDING: "pending"}
+    cells = [_cell(f"{' '.join(sorted(found[c]))} {word}", *c) for c, word in meanings.items() if c in found]
+    reasons = {record["why"] for record in records}
+    if reasons - {"fallback"}:
+        cells.append(_cell("collective", COLLECTIVE, COLLECTIVE, "#ffffff"))
+    if "fallback" in reasons:
+        cells.append(_cell("fallback", "#ffffff", COLLECTIVE, COLLECTIVE, "dashed"))
+    rows = "".join(f'<TR><TD COLSPAN="{max(len(cells), 1)}" BORDER="0">{line}</TD></TR>' for line in lines)
+    legend = f"<TR>{''.join(cells)}</TR>" if cells else ""
+    return f'<<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="3" CELLPADDING="3">{rows}{legend}</TABLE>>'
+
+
+def _cell(text: str, fill: str, border: str, ink: str = INK, style: str = "solid") -> str:
+    inside = f'<FONT COLOR="{ink}">{_text(text)}</FONT>'
+    return f'<TD BGCOLOR="{fill}" COLOR="{border}" STYLE="{style}">{inside}</TD>'
+
+
+def _colors(sharding: str) -> tuple[str, str]:
+    """(fill, border) by what the sharding says first beside R: a dim, or a pending reduction."""
+    if found := re.search(r"S\((\d+)", sharding):
+        return CUTS[int(found[1]) % len(CUTS)]
+    if "P(" in sharding:
+        return PENDING
+    return WHOLE if sharding else UNKNOWN
+
+
+def _border(item: Item) -> str:
+    return COLLECTIVE if item.kind == "collective" else _colors(item.sharding)[1]
+
+
+def _small(text: str, color: str = "") -> str:
+    ink = f' COLOR="{color}"' if color else ""
+    return f'<FONT POINT-SIZE="8"{ink}>{_text(text)}</FONT>'
+
+
+def _text(text: str) -> str:
+    return escape(text, quote=False)
+
+
+def _bytes(count: int) -> str:
+    """`48 KiB`."""
+    amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while amount >= 1024 and len(units) > 1:
+        amount, units = amount / 1024, units[1:]
+    return f"{amount:.3g} {units[0]}"

@@ -1,0 +1,270 @@
+"""What of a rank's program is worth a line: its graph, contracted to inputs, ops, collectives and outputs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+from tpcompiler._torch import OpOverload
+from tpcompiler.errors import ArtifactError
+from tpcompiler.ir import edit
+from tpcompiler.ir.claims import Claim, read_claim
+from tpcompiler.ir.text import op_name, value_text
+from tpcompiler.runtime.artifact import Manifest
+
+# They move values and compute nothing; so does every op whose schema returns a view.
+COPIES = frozenset(("_to_copy", "_unsafe_view", "clone", "getitem", "lift_fresh_copy", "repeat", "wait_tensor"))
+# Beside the pointwise ops, what is not worth a box of its own where it stands among others of its kind.
+SMALL = frozenset(
+    (
+        "all", "any", "amax", "amin", "arange", "argmax", "argmin", "cat", "cumsum", "eye", "full", "full_like",
+        "index", "isin", "max", "mean", "min", "ones", "ones_like", "scalar_tensor", "stack", "sum", "tril", "triu",
+        "var", "zeros", "zeros_like"
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A parameter, buffer or constant, beside the op that uses it; the shape is global."""
+
+    name: str
+    sharding: str
+    shape: str
+    tied_to: str | None = None
+
+    def named_in(self, *modules: str) -> str:
+        """Its name as it is said inside of the innermost of the modules that hold it."""
+        name = min((seen_from(module, self.name) for module in modules), key=len)
+        return f"{name} (tied to {self.tied_to})" if self.tied_to else name
+
+
+Came = dict[str | Leaf, None]  # the items and leaves that a value is made of, as an ordered set
+
+
+class Module(NamedTuple):
+    """A module's FQN, and which call of it (`@1` for the second, as torch.export counts)."""
+
+    path: str
+    call: str
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line or box.
+
+    Attributes:
+        name: the first node that it stands for.
+        ops: the ops that it stands for, or the names of the inputs or outputs.
+        sharding: of what it makes; of a collective, the change.
+        value: dtype and local shape.
+        sources: the items that it reads.
+        modules: those around it, outermost first, without the root.
+        record: a collective's record in the manifest.
+        note: the reason and the user's line of code.
+        small: whether it may join its neighbours.
+    """
+
+    name: str
+    kind: Literal["input", "op", "collective", "output"]
+    ops: tuple[str, ...]
+    sharding: str
+    value: str
+    sources: tuple[str, ...] = ()
+    leaves: tuple[Leaf, ...] = ()
+    modules: tuple[Module, ...] = ()
+    record: Mapping[str, Any] | None = None
+    note: str = ""
+    small: bool = False
+
+    @property
+    def module(self) -> str:
+        return self.modules[-1].path if self.modules else ""
+
+    @property
+    def label(self) -> str:
+        """The op, or how many there are."""
+        if len(self.ops) <= 3:
+            return ", ".join(self.ops)
+        return f"{len(self.ops)} {'small op' if self.kind == 'op' else self.kind}s"
+
+    @property
+    def detail(self) -> list[str]:
+        """What the label does not name."""
+        return list(dict.fromkeys(self.ops)) if len(self.ops) > 3 else []
+
+
+def items_of(exported: ExportedProgram, manifest: Manifest) -> list[Item]:
+    """The items in program order. Layout ops, casts and what a reshard does beside its collective become edges.
+
+    Raises:
+        ArtifactError: the manifest does not know the program's collectives.
+    """
+    return _joined(list(_contracted(exported, manifest)))
+
+
+def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]:
+    leaves = _leaves(exported, manifest)
+    records = _records(exported, manifest)
+    results = _results(exported)
+    shardings = {row["name"]: str(row["sharding"]) for row in manifest.inputs}
+    came: dict[fx.Node, Came] = {}
+    bodies: set[str] = set()  # ops of which a local body stands in the graph
+    for node in exported.graph.nodes:
+        claim = read_claim(node)
+        origin = claim.get("origin", "")
+        found = dict.fromkeys(x for operand in node.all_input_nodes for x in came[operand])
+        came[node] = {node.name: None} if edit.outputs(node) else {}
+        if node.name in leaves:
+            came[node] = {leaves[node.name]: None}
+        elif node.op == "output":
+            yield from _outputs(exported, manifest, node, came)
+        elif not came[node]:
+            continue
+        elif node.op == "placeholder":
+            yield Item(node.name, "input", (node.name,), shardings.get(node.name, ""), value_text(node.meta["val"]))
+        elif node in records:
+            result = results.get(claim.get("reshard", ""), node)
+            yield replace(_collective(node, claim, records[node], result), **_split(found))
+        elif _is_layout(node) or "reshard" in claim:
+            came[node] = found
+        elif origin and "sharding" not in claim:
+            came[node] = found
+            bodies.add(origin)
+        else:
+            item = _op(node, claim)
+            if origin in bodies:
+                item = replace(item, ops=(re.sub(r"_\d+$", "", origin),), small=False)
+            yield replace(item, **_split(found))
+
+
+def _collective(node: fx.Node, claim: Claim, record: Mapping[str, Any], result: fx.Node) -> Item:
+    return Item(
+        name=node.name,
+        kind="collective",
+        ops=(record["kind"],),
+        sharding=claim.get("change", ""),
+        value=value_text(result.meta["val"]),
+        modules=_modules(node),
+        record=record,
+        note=f"{record['reason']}\n{record['source']}".strip(),
+    )
+
+
+def _op(node: fx.Node, claim: Claim) -> Item:
+    pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    return Item(
+        name=node.name,
+        kind="op",
+        ops=(op_name(node),),
+        sharding=_one(claim.get("sharding", [])),
+        value=_one([value_text(value) for value in edit.outputs(node)]),
+        modules=_modules(node),
+        note="\n".join(filter(None, (claim.get("reason"), edit.source_line(node)))),
+        small=pointwise or op_name(node) in SMALL,
+    )
+
+
+def _outputs(
+    exported: ExportedProgram, manifest: Manifest, output: fx.Node, came: Mapping[fx.Node, Came]
+) -> Iterator[Item]:
+    rows = iter(manifest.outputs)
+    buffers = {row["name"]: str(row["sharding"]) for row in manifest.tensors}
+    specs = exported.graph_signature.output_specs
+    for position, (spec, value) in enumerate(zip(specs, output.args[0], strict=True)):  # type: ignore[arg-type]
+        if not isinstance(value, fx.Node) or not edit.is_tensor(value):
+            continue
+        if spec.kind is OutputKind.USER_OUTPUT:
+            row = next(rows)
+            name, sharding = str(row["name"]), str(row["sharding"])
+        else:
+            name, sharding = f"{spec.target} (written back)", buffers.get(spec.target or "", "")
+        item = Item(f"output {position}", "output", (name,), sharding, value_text(value.meta["val"]))
+        yield replace(item, **_split(came[value]))
+
+
+def _split(found: Came) -> dict[str, Any]:
+    return {
+        "sources": tuple(x for x in found if isinstance(x, str)),
+        "leaves": tuple(x for x in found if isinstance(x, Leaf)),
+    }
+
+
+def _leaves(exported: ExportedProgram, manifest: Manifest) -> dict[str, Leaf]:
+    """Placeholder name -> the leaf behind it."""
+    rows = {row["name"]: row for row in manifest.tensors}
+    out = {}
+    for spec in exported.graph_signature.input_specs:
+        if spec.target in rows:
+            row = rows[spec.target]
+            shape = f"{row['dtype']}[{', '.join(map(str, row['shape']))}]"
+            out[spec.arg.name] = Leaf(row["name"], row["sharding"], shape, row.get("tied_to"))
+    return out
+
+
+def _records(exported: ExportedProgram, manifest: Manifest) -> dict[fx.Node, dict[str, Any]]:
+    """The manifest's record of each collective; all ranks call the same ones in the same order."""
+    nodes = [node for node in edit.calls(exported.graph) if edit.is_collective(node)]
+    if len(nodes) != len(manifest.collectives):
+        raise ArtifactError(
+            f"the program calls {len(nodes)} collectives, the manifest records {len(manifest.collectives)}",
+            help="convert the model again",
+        )
+    return dict(zip(nodes, manifest.collectives, strict=True))
+
+
+def _results(exported: ExportedProgram) -> dict[str, fx.Node]:
+    """The node that ends each reshard."""
+    claims = ((node, read_claim(node)) for node in edit.calls(exported.graph))
+    return {claim["reshard"]: node for node, claim in claims if "reshard" in claim and "sharding" in claim}
+
+
+def _joined(items: list[Item]) -> list[Item]:
+    """Let small items of one module and one sharding share one; as neighbours in program order they make no cycle."""
+    out: list[Item] = []
+    stands: dict[str, str] = {}  # item -> the item that it joined
+    for item in items:
+        last = out[-1] if out else item
+        stands[item.name] = item.name
+        sources = dict.fromkeys(stands[source] for source in item.sources)
+        if out and item.small and last.small and (item.modules, item.sharding) == (last.modules, last.sharding):
+            stands[item.name] = last.name
+            sources.pop(last.name, None)
+            out[-1] = replace(
+                last,
+                ops=last.ops + item.ops,
+                value=item.value,
+                sources=tuple(dict.fromkeys((*last.sources, *sources))),
+                leaves=tuple(dict.fromkeys(last.leaves + item.leaves)),
+            )
+        else:
+            out.append(replace(item, sources=tuple(sources)))
+    return out
+
+
+def _modules(node: fx.Node) -> tuple[Module, ...]:
+    stack = node.meta.get("nn_module_stack") or {}
+    return tuple(Module(str(entry[0]), str(key).partition("@")[2]) for key, entry in stack.items() if entry[0])
+
+
+def _is_layout(node: fx.Node) -> bool:
+    returns = node.target._schema.returns if isinstance(node.target, OpOverload) else []
+    is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+    return is_view or op_name(node) in COPIES
+
+
+def seen_from(module: str, name: str) -> str:
+    """A dotted name as it is said inside of a module; empty for the module itself."""
+    return "" if name == module else name.removeprefix(f"{module}.")
+
+
+def _one(texts: list[str]) -> str:
+    """One text where all outputs agree, else all of them."""
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts)

@@ -1,0 +1,266 @@
+"""The one model of every view: items in a tree of modules, where layers that repeat are told once."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from tpcompiler.runtime.artifact import Manifest, checked_file, read_manifest
+from tpcompiler.views.items import Item, Module, items_of, seen_from
+
+FEWEST = 4  # ops that are worth a frame of their own
+
+Stands = dict[str, str]  # an item that is not drawn -> the one that is drawn for it
+
+
+@dataclass(frozen=True)
+class Group:
+    """A module and what is in it.
+
+    Attributes:
+        path: the FQN; of repeated layers, that of the first.
+        count: the number of equal layers that it stands for.
+        calls: how often it is called in a row, alike each time; then `count` is that.
+        title: the FQN, `encoder.layer.* x 6`, or `block, called 4 times`.
+    """
+
+    path: str
+    members: tuple[Item | Group, ...]
+    count: int = 1
+    calls: int = 1
+    title: str = ""
+
+    def items(self) -> Iterator[Item]:
+        for member in self.members:
+            if isinstance(member, Item):
+                yield member
+            else:
+                yield from member.items()
+
+    def records(self) -> list[Any]:
+        """The collectives of one of the `count` layers, repeated ones inside it repeated."""
+        out = []
+        for member in self.members:
+            if isinstance(member, Group):
+                out += member.records() * member.count
+            elif member.record is not None:
+                out.append(member.record)
+        return out
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a view shows.
+
+    Attributes:
+        bytes_here: of this rank's parameters, buffers and constants; tied tensors count once.
+        bytes_whole: of the same on one device.
+        root: inputs, the tree of modules, outputs; sources name items that are in it.
+    """
+
+    manifest: Manifest
+    rank: int
+    bytes_here: int
+    bytes_whole: int
+    root: Group
+
+    @property
+    def mesh(self) -> str:
+        return ", ".join(f"{axis}={degree}" for axis, degree in self.manifest.mesh.items())
+
+
+def outline_of(directory: str | os.PathLike[str], rank: int = 0) -> Outline:
+    """Read the outline of one rank's program from the files of an artifact.
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, or a rank outside its world.
+    """
+    manifest = read_manifest(directory)
+    exported = torch.export.load(checked_file(directory, manifest, rank))
+    items = items_of(exported, manifest)
+    stands: Stands = {}
+    root = _folded(_tree(items), stands)
+    root = _merged_ends(root, items, stands)
+    root = _flattened(_redirected(root, stands))
+    return Outline(manifest, rank, *_bytes(exported, manifest), root)
+
+
+def counted(records: Sequence[Any]) -> str:
+    """`2 all_reduce, 1 all_gather`."""
+    kinds = Counter(record["kind"] for record in records)
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no collectives"
+
+
+def wire(records: Sequence[Any]) -> int:
+    return sum(record["wire_bytes"] for record in records)
+
+
+def _tree(items: Sequence[Item], path: str = "", depth: int = 0) -> Group:
+    """Every item in the group of its innermost module's call, groups where their first item is."""
+    members: list[Item | Module] = []
+    inside: dict[Module, list[Item]] = {}
+    for item in items:
+        if len(item.modules) == depth:
+            members.append(item)
+            continue
+        child = item.modules[depth]
+        if child not in inside:
+            inside[child] = []
+            members.append(child)
+        inside[child].append(item)
+    made = (_tree(inside[m], m.path, depth + 1) if isinstance(m, Module) else m for m in members)
+    return Group(path, tuple(made), title=path)
+
+
+def _folded(group: Group, stands: Stands) -> Group:
+    """Tell consecutive layers, and consecutive calls of one, once where they agree in everything but names."""
+    members: list[Item | Group] = []
+    for member in group.members:
+        if isinstance(member, Group):
+            member = _folded(member, stands)
+            last = members[-1] if members else None
+            calls = _calls(last, member) if isinstance(last, Group) else 0
+            if isinstance(last, Group) and calls and _structure(last, stands) == _structure(member, stands):
+                stands.update(zip((i.name for i in member.items()), (i.name for i in last.items()), strict=True))
+                members[-1] = replace(last, count=last.count + 1, calls=calls)
+                continue
+        members.append(member)
+    lists = Counter(_numbered(m.path)[0] for m in members if isinstance(m, Group))
+    for at, member in enumerate(members):
+        if isinstance(member, Group) and member.count > 1:
+            members[at] = replace(member, title=_title(member, whole=lists[_numbered(member.path)[0]] == 1))
+    return replace(group, members=tuple(members))
+
+
+def _calls(first: Group, after: Group) -> int:
+    """1 where `after` is the layer that follows `first`, the number of calls where it is the same one again, else 0."""
+    if first.path == after.path:
+        return first.calls + 1 if first.calls == first.count else 0
+    (name, number), (other, following) = _numbered(first.path), _numbered(after.path)
+    return int(first.calls == 1 and name == other and 0 <= number == following - first.count)
+
+
+def _title(group: Group, whole: bool) -> str:
+    if group.calls > 1:
+        return f"{group.path}, called {group.calls} times"
+    name, first = _numbered(group.path)
+    which = "*" if whole else f"{first}-{first + group.count - 1}"
+    return f"{name}.{which} x {group.count}".removeprefix(".")
+
+
+def _numbered(path: str) -> tuple[str, int]:
+    """`encoder.layer.3` as ("encoder.layer", 3); -1 where the last part is not a number."""
+    name, _, number = path.rpartition(".")
+    return (name, int(number)) if number.isdecimal() else (path, -1)
+
+
+def _structure(group: Group, stands: Stands) -> Any:
+    """Everything about a group but the names of its items, its own path, and what it reads from outside."""
+    items = list(group.items())
+    place = {item.name: at for at, item in enumerate(items)}
+    rows = []
+    for item in items:
+        record = item.record or {}
+        rows.append(
+            (
+                (item.kind, item.ops, item.sharding, item.value),
+                [seen_from(group.path, module.path) for module in item.modules],
+                [replace(leaf, name=seen_from(group.path, leaf.name)) for leaf in item.leaves],
+                [record.get(key) for key in ("kind", "axis", "payload_bytes", "wire_bytes", "why")],
+                {place.get(_stand(source, stands)) for source in item.sources},
+            )
+        )
+    return rows, _counts(group)
+
+
+def _counts(group: Group) -> Any:
+    return [(member.count, _counts(member)) for member in group.members if isinstance(member, Group)]
+
+
+def _stand(name: str, stands: Stands) -> str:
+    while name in stands:
+        name = stands[name]
+    return name
+
+
+def _merged_ends(root: Group, items: Sequence[Item], stands: Stands) -> Group:
+    """Let inputs with the same readers, and outputs with the same source, share an item."""
+    readers: dict[str, set[str]] = {}
+    for item in items:
+        for source in item.sources:
+            readers.setdefault(source, set()).add(_stand(item.name, stands))
+    members: list[Item | Group] = []
+    place: dict[Any, int] = {}
+    for member in root.members:
+        if isinstance(member, Item) and member.kind in ("input", "output"):
+            sources = tuple(_stand(source, stands) for source in member.sources)
+            read_by = frozenset(readers.get(member.name, ()))
+            key = (member.kind, member.sharding, member.value, sources, member.leaves, read_by)
+            if key in place:
+                kept = members[place[key]]
+                assert isinstance(kept, Item)
+                stands[member.name] = kept.name
+                members[place[key]] = replace(kept, ops=kept.ops + member.ops)
+                continue
+            place[key] = len(members)
+        members.append(member)
+    return replace(root, members=tuple(members))
+
+
+def _redirected(group: Group, stands: Stands) -> Group:
+    """Sources that are not drawn become the items that are drawn for them."""
+
+    def redirect(member: Item | Group) -> Item | Group:
+        if isinstance(member, Group):
+            return _redirected(member, stands)
+        sources = dict.fromkeys(_stand(source, stands) for source in member.sources)
+        return replace(member, sources=tuple(source for source in sources if source != member.name))
+
+    return replace(group, members=tuple(map(redirect, group.members)))
+
+
+def _flattened(group: Group, framed: bool = False) -> Group:
+    """Keep the groups that help to read: layers, and one level of modules inside a layer or outside of all."""
+    members: list[Item | Group] = []
+    for member in group.members:
+        if isinstance(member, Item):
+            members.append(member)
+        elif _is_layer(member) or (not framed and _size(member) >= FEWEST):
+            members.append(_flattened(member, framed=not _is_layer(member)))
+        else:
+            members.extend(_flattened(member, framed).members)
+    return replace(group, members=tuple(members))
+
+
+def _is_layer(group: Group) -> bool:
+    return group.count > 1 or (_numbered(group.path)[1] >= 0 and _size(group) > 1)
+
+
+def _size(group: Group) -> int:
+    """The number of ops in it, a layer counted as one."""
+    sizes = (_size(m) if isinstance(m, Group) and not _is_layer(m) else 1 for m in group.members if not _is_sent(m))
+    return sum(sizes)
+
+
+def _is_sent(member: Item | Group) -> bool:
+    return isinstance(member, Item) and member.kind == "collective"
+
+
+def _bytes(exported: ExportedProgram, manifest: Manifest) -> tuple[int, int]:
+    """Of this rank's leaves, and of the same leaves whole."""
+    rows = {row["name"]: row for row in manifest.tensors if "tied_to" not in row}
+    values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
+    here = whole = 0
+    for spec in exported.graph_signature.input_specs:
+        if spec.target in rows:
+            value = values[spec.arg.name]
+            here += value.numel() * value.element_size()
+            whole += math.prod(rows[spec.target]["shape"]) * value.element_size()
+    return here, whole
