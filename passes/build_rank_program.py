@@ -45,7 +45,7 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
         graph_signature=signature,
         state_dict={**source.state_dict, **_of_kind(signature, program, constant=False)},
         range_constraints={s: r for s, r in source.range_constraints.items() if s in symbols},
-        module_call_graph=copy.deepcopy(source.module_call_graph),
+        module_call_graph=[dataclasses.replace(e, signature=copy.copy(e.signature)) for e in source.module_call_graph],
         example_inputs=_local_examples(program),
         constants=constants,
         verifiers=source.verifiers,

@@ -10,10 +10,12 @@ from torch import fx
 from tpcompiler._torch import FakeTensorMode, make_fx, statically_equal
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
-from tpcompiler.ir.local import fake_mode_of, key, local_value
+from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
 from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, RESHARD, LocalProgram, LoweredProgram, Mark
 from tpcompiler.ir.sharding import chunk
 from tpcompiler.rules.notation import ShardRange
+
+aten = torch.ops.aten
 
 Results = dict[Any, Any]
 
@@ -49,6 +51,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
             if mark is not None and mark.local is not None:
                 node = _put_in_body(node, mark, program, mode)
             elif lowered or resized or not local.isdisjoint(node.all_input_nodes):
+                _allow_copy(node)
                 node.meta["val"] = _run(node, mode, results)
         if mark is not None and mark.shardings:
             _check(node, mark, whole, program)
@@ -97,6 +100,12 @@ def _put_in_body(node: fx.Node, mark: Mark, program: LoweredProgram, mode: FakeT
     made = edit.graft(node, traced.graph, operands, {ORIGIN: node.name})
     made[-1].meta[MARK] = mark
     return made[-1]
+
+
+def _allow_copy(node: fx.Node) -> None:
+    """A local operand may lie in memory otherwise than the global one did (a collective makes it dense)."""
+    if node.target is aten.view.default and not is_contiguous(edit.operands(node)[0].meta["val"]):
+        node.target = aten.reshape.default
 
 
 def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:

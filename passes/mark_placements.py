@@ -247,7 +247,7 @@ def _mark(
             walk.notes.append(
                 Note("no rule", f"{node.target} at '{node.name}' has no rule: '{operand.name}' is replicated")
             )
-    settled = best.made if len(best.made) > 1 else tuple(_settle(node, made) for made in best.made)
+    settled = tuple(_settle(node, made) for made in best.made) if edit.is_tensor(node) else best.made
     sizes = {}
     local = None
     if rule is not None and edit.outputs(node):

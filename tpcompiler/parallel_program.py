@@ -211,15 +211,18 @@ class ParallelProgram:
         if not keep_output_types and spec is not None:
             replaced = plain_outputs(spec)[1]
 
-        def save_rank(rank: int, path: Path) -> None:
+        def write_rank(rank: int, path: Path) -> None:
             program = self.rank_program(rank)
             if replaced is not None:
                 signature = program.module_call_graph[0].signature
                 assert signature is not None
                 signature.out_spec = plain_outputs(signature.out_spec)[0]
-            torch.export.save(program, path)
+            try:
+                torch.export.save(program, path)
+            except RuntimeError as error:  # torch's archive writer makes one of a failed write
+                raise OSError(str(error)) from error
 
-        write_artifact(directory, Manifest(**{**asdict(manifest), "output_type": replaced}), save_rank, force=force)
+        write_artifact(directory, Manifest(**{**asdict(manifest), "output_type": replaced}), write_rank, force=force)
 
     def verify(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> VerifyReport:
         """Run all ranks in lock step in this process and compare them with the single-device program.

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # what torch.export writes for an op outside of modules
 KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
 
@@ -178,11 +179,11 @@ def source_line(node: fx.Node) -> str:
 
 def module_path(node: fx.Node) -> str:
     """The FQN of the innermost module that the node came from, or nothing."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [entry[0] for entry in stack.values()]
-    return str(paths[-1]) if paths else ""
+    paths = module_paths(node)
+    return paths[-1] if paths else ""
 
 
 def module_paths(node: fx.Node) -> list[str]:
     """The FQNs of all modules around the node, outermost first, without the root's empty name."""
-    return [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values() if entry[0]]
+    paths = [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
+    return [path for path in paths if path and path != NO_MODULE]

@@ -48,7 +48,7 @@ def _positions(node: fx.Node, user: fx.Node, rule: Rule, side: str, static: Set[
     pairs = list(zip(edit.operands(user), rule.pattern.inputs, strict=True))
     active = {f for operand, term in pairs if operand not in static for dim in term for f in dim}
     made = {f for term in rule.pattern.outputs for dim in term for f in dim}
-    wanted = rule.reduced if side == "in" else made - active
+    wanted = rule.reduced - rule.pattern.whole if side == "in" else made - active
     return {
         d
         for operand, term in pairs

@@ -23,8 +23,8 @@ def dim_groups(source: Sequence[Size], target: Sequence[Size]) -> tuple[str, dic
     """The factors that a reshape of `source` to `target` keeps, as a rule text with the factors' sizes.
 
     Walks both shapes from the left and splits each pair of sizes by the one that divides the other, so that
-    [b, s, 12] -> [b, s, 3, 4] reads "f0 f1 (f2 f3) -> f0 f1 f2 f3". Where neither divides, the rest up to the next
-    common boundary is one block that must stay whole. Dims of size 1 hold no factor.
+    [b, s, 12] -> [b, s, 3, 4] reads "f0 f1 (f2 f3) -> f0 f1 f2 f3". Where neither divides, only the leading dims that
+    are equal are kept, and the rest must stay whole. Dims of size 1 hold no factor.
     """
     sizes: dict[str, Size] = {}
     left: list[list[str]] = [[] for _ in source]

@@ -63,13 +63,11 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank}.pt2"
 
 
-def write_artifact(
-    directory: str | os.PathLike[str], manifest: Manifest, save_rank: Callable[[int, Path], None], *, force: bool = False
-) -> None:
-    """Write all files under a temporary name beside `directory`, then move them into place.
+def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Path:
+    """The directory as a path, if an artifact may be written there: ask before the expensive work.
 
     Raises:
-        ArtifactError: the directory exists and `force` is not set, or a file cannot be written; nothing is left behind.
+        ArtifactError: it exists, and `force` is not set or it is no artifact.
     """
     target = Path(directory)
     if target.exists() and not force:
@@ -78,6 +76,22 @@ def write_artifact(
         raise ArtifactError(
             f"{target} exists and is not an artifact (it has no {MANIFEST})", help="choose another directory"
         )
+    return target
+
+
+def write_artifact(
+    directory: str | os.PathLike[str],
+    manifest: Manifest,
+    write_rank: Callable[[int, Path], None],
+    *,
+    force: bool = False,
+) -> None:
+    """Write all files under a temporary name beside `directory`, then move them into place.
+
+    Raises:
+        ArtifactError: the directory exists and `force` is not set, or a file cannot be written; nothing is left behind.
+    """
+    target = free_target(directory, force=force)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -86,16 +100,16 @@ def write_artifact(
     try:
         files = {}
         for rank in range(manifest.world_size):
-            save_rank(rank, temporary / rank_file(rank))
+            write_rank(rank, temporary / rank_file(rank))
             files[rank_file(rank)] = sha256(temporary / rank_file(rank))
         text = json.dumps(dataclasses.asdict(dataclasses.replace(manifest, files=files)), indent=1, sort_keys=True)
         (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
         temporary.chmod(0o755)
         _move_into_place(temporary, target)
-    except (OSError, RuntimeError) as error:
-        # torch's archive writer turns a failed write into a RuntimeError.
+    except OSError as error:
         raise ArtifactError(
-            f"cannot write {target}: {str(error).splitlines()[0]}", help="check the free space and the permissions"
+            f"cannot write {target}: {(str(error) or type(error).__name__).splitlines()[0]}",
+            help="check the free space and the permissions",
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -126,7 +140,9 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ArtifactError(f"{directory} is not an artifact: it has no {MANIFEST}", help="make one with tpcompiler convert") from error
+        raise ArtifactError(
+            f"{directory} is not an artifact: it has no {MANIFEST}", help="make one with tpcompiler convert"
+        ) from error
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{path} cannot be read: {error}", help="convert the model again") from error
     version = data.get("format") if isinstance(data, Mapping) else None
@@ -137,14 +153,43 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     names = {field.name for field in dataclasses.fields(Manifest)}
     if set(data) != names:
         raise ArtifactError(
-            f"{path} is damaged: fields {sorted(set(data) ^ names)} are missing or unknown", help="convert the model again"
+            f"{path} is damaged: fields {sorted(set(data) ^ names)} are missing or unknown",
+            help="convert the model again",
         )
     manifest = Manifest(**data)
+    if part := _malformed(manifest):
+        raise ArtifactError(
+            f"{path} is damaged: {part!r} is not in the form of format {FORMAT}", help="convert the model again"
+        )
     if set(manifest.files) != {rank_file(rank) for rank in range(manifest.world_size)}:
         raise ArtifactError(
-            f"{path} names files {sorted(manifest.files)} for {manifest.world_size} ranks", help="convert the model again"
+            f"{path} names files {sorted(manifest.files)} for {manifest.world_size} ranks",
+            help="convert the model again",
         )
     return manifest
+
+
+def _malformed(manifest: Manifest) -> str | None:
+    """The first field that readers could not work with."""
+    for name in ("mesh", "groups", "plan", "versions", "files"):
+        if not isinstance(getattr(manifest, name), dict):
+            return name
+    if not manifest.mesh or any(type(degree) is not int or degree < 1 for degree in manifest.mesh.values()):
+        return "mesh"
+    fields = {
+        "tensors": ("name", "kind", "shape", "dtype", "sharding"),
+        "inputs": ("name", "shape", "dtype", "sharding"),
+        "outputs": ("name", "shape", "dtype", "sharding"),
+        "collectives": ("kind", "payload_bytes", "wire_bytes", "why"),
+        "notes": ("kind", "text"),
+    }
+    for name, wanted in fields.items():
+        rows = getattr(manifest, name)
+        if not isinstance(rows, list) or any(
+            not isinstance(row, dict) or not row.keys() >= set(wanted) for row in rows
+        ):
+            return name
+    return None
 
 
 def checked_file(directory: str | os.PathLike[str], manifest: Manifest, rank: int) -> Path:
@@ -163,7 +208,11 @@ def checked_file(directory: str | os.PathLike[str], manifest: Manifest, rank: in
     with contextlib.suppress(FileNotFoundError):
         found = sha256(path)
     if found != manifest.files[path.name]:
-        state = "is missing" if found is None else f"has SHA-256 {found[:12]}.., the manifest says {manifest.files[path.name][:12]}.."
+        state = (
+            "is missing"
+            if found is None
+            else f"has SHA-256 {found[:12]}.., the manifest says {manifest.files[path.name][:12]}.."
+        )
         raise ArtifactError(f"{path} {state}", help="copy the artifact again, or convert the model again")
     return path
 

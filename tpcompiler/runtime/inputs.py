@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 
 from tpcompiler._torch import tree_unflatten
-from tpcompiler.errors import InputsError
+from tpcompiler.errors import ArtifactError, InputsError
 
 
 def read_inputs(path: str | os.PathLike[str], program: ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -28,9 +28,12 @@ def read_inputs(path: str | os.PathLike[str], program: ExportedProgram) -> tuple
     """
     try:
         tensors = load_file(os.fspath(path))
+    except FileNotFoundError as error:
+        raise InputsError(f"inputs file {path} does not exist", help="give the path of a safetensors file") from error
     except (OSError, SafetensorError, ValueError) as error:
         raise InputsError(
-            f"{path} is not a safetensors file: {error}", help="write it with safetensors.torch.save_file({name: tensor}, path)"
+            f"{path} is not a safetensors file: {error}",
+            help="write it with safetensors.torch.save_file({name: tensor}, path)",
         ) from error
     return arrange_inputs(tensors, program, str(path))
 
@@ -47,8 +50,10 @@ def arrange_inputs(
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     names = [spec.arg.name for spec in specs if isinstance(spec.arg, TensorArgument)]
     if unknown := sorted(set(tensors) - set(names)):
-        raise InputsError(f"{where}: the program has no input {unknown[0]!r}", help=f"its inputs are {', '.join(names)}")
-    flat = []
+        raise InputsError(
+            f"{where}: the program has no input {unknown[0]!r}", help=f"its inputs are {', '.join(names)}"
+        )
+    flat: list[Any] = []
     for spec in specs:
         if isinstance(spec.arg, ConstantArgument):
             flat.append(spec.arg.value)
@@ -56,7 +61,7 @@ def arrange_inputs(
             raise InputsError(f"{where}: input {spec.arg.name!r} is missing", help=f"its inputs are {', '.join(names)}")
         else:
             _fits(spec.arg.name, tensors[spec.arg.name], values[spec.arg.name], where)
-            flat.append(tensors[spec.arg.name])
+            flat.append(tensors[spec.arg.name].to(values[spec.arg.name].device))
     if program.call_spec.in_spec is None:
         return tuple(flat), {}
     args, kwargs = tree_unflatten(flat, program.call_spec.in_spec)
@@ -76,5 +81,16 @@ def _fits(name: str, given: torch.Tensor, expected: torch.Tensor, where: str) ->
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write an inputs or outputs file."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, os.fspath(path))
+    """Write an inputs or outputs file.
+
+    Raises:
+        ArtifactError: the file cannot be written.
+    """
+    # Clones: two names of one memory are an error for safetensors.
+    written = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    try:
+        save_file(written, os.fspath(path))
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(
+            f"cannot write {path}: {error}", help="check the folder, the free space and the permissions"
+        ) from error

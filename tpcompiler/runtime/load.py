@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from tpcompiler._torch import group_is_registered, register_group, resolve_group
 from tpcompiler.errors import LaunchError
 from tpcompiler.runtime.artifact import Manifest, checked_file, read_manifest
+from tpcompiler.runtime.model_file import read_model
 
 
 def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
@@ -38,7 +38,7 @@ def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
             f"rank {here} was asked for in the process of rank {dist.get_rank()}", help="leave rank out under torchrun"
         )
     _register_groups(manifest)
-    exported = torch.export.load(checked_file(directory, manifest, here))
+    exported = read_model(checked_file(directory, manifest, here))
     module = exported.module()
     module.exported_program = exported  # type: ignore[assignment]
     return module
@@ -68,7 +68,9 @@ def _register_groups(manifest: Manifest) -> None:
     """One axis spans the world; an equal registration by another artifact is used again."""
     for name in manifest.groups.values():
         if not group_is_registered(name):
-            register_group(name, dist.group.WORLD)
+            world = dist.group.WORLD
+            assert world is not None
+            register_group(name, world)
         elif resolve_group(name).size() != dist.get_world_size():
             raise LaunchError(
                 f"the process-group name {name!r} is taken by a group of {resolve_group(name).size()} ranks",

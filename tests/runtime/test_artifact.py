@@ -1,0 +1,165 @@
+"""The written form: all or nothing, and what a reader refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.artifact import Manifest, checked_file, free_target, read_manifest, write_artifact
+
+ROW = {"name": "w", "kind": "parameter", "shape": [4], "dtype": "f32", "sharding": "S(0)"}
+
+
+def manifest(**fields: object) -> Manifest:
+    plain = {
+        "mesh": {"tp": 2},
+        "groups": {"tp": "tp=2:tp"},
+        "device_type": "cpu",
+        "plan": {"w": "S(0)"},
+        "tensors": [ROW],
+        "inputs": [],
+        "outputs": [],
+        "collectives": [],
+        "notes": [],
+        "output_type": None,
+        "versions": {"torch": "2"},
+    }
+    return Manifest(**{**plain, **fields})  # type: ignore[arg-type]
+
+
+def content(rank: int, path: Path) -> None:
+    path.write_text(f"rank {rank}")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    write_artifact(tmp_path / "out", manifest(), content)
+    return tmp_path / "out"
+
+
+def test_what_is_written_is_read(out: Path) -> None:
+    read = read_manifest(out)
+    assert (read.mesh, read.tensors, read.world_size) == ({"tp": 2}, [ROW], 2)
+    assert [checked_file(out, read, rank).read_text() for rank in range(2)] == ["rank 0", "rank 1"]
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
+    write_artifact(tmp_path / "a" / "b", manifest(), content)
+    assert read_manifest(tmp_path / "a" / "b").world_size == 2
+
+
+def test_a_target_under_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match=rf"^cannot write {tmp_path}/file/out: \[Errno \d+\] "):
+        write_artifact(tmp_path / "file" / "out", manifest(), content)
+
+
+def test_free_target(out: Path, tmp_path: Path) -> None:
+    assert free_target(tmp_path / "new") == tmp_path / "new"
+    assert free_target(out, force=True) == out
+    with pytest.raises(ArtifactError, match="exists already"):
+        free_target(out)
+    with pytest.raises(ArtifactError, match="is not an artifact"):
+        free_target(tmp_path, force=True)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError()])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_write_that_fails_leaves_everything_as_it_was(out: Path, error: Exception, force: bool) -> None:
+    def fail(rank: int, path: Path) -> None:
+        content(rank, path)
+        if rank == 1:
+            raise error
+
+    target = out if force else out.with_name("new")
+    before = {path: path.read_text() for path in out.iterdir()}
+    with pytest.raises(ArtifactError, match=f"^cannot write {target}: "):
+        write_artifact(target, manifest(), fail, force=force)
+    assert {path: path.read_text() for path in out.iterdir()} == before
+    assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("broken", [KeyboardInterrupt, ValueError])
+def test_any_other_end_leaves_nothing_behind(tmp_path: Path, broken: type[BaseException]) -> None:
+    def stop(rank: int, path: Path) -> None:
+        content(rank, path)
+        raise broken
+
+    with pytest.raises(broken):
+        write_artifact(tmp_path / "out", manifest(), stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_old_artifact_comes_back_when_the_last_step_fails(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_text() for path in out.iterdir()}
+    rename = Path.rename
+
+    def fail_into_place(self: Path, target: Path) -> Path:
+        if target == out and self.name != "artifact":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_into_place)
+    with pytest.raises(ArtifactError, match="Input/output error"):
+        write_artifact(out, manifest(mesh={"tp": 1}), content, force=True)
+    assert {path: path.read_text() for path in out.iterdir()} == before
+    assert list(out.parent.iterdir()) == [out]
+
+
+def without(name: str) -> Callable[[dict[str, object]], object]:
+    return lambda data: data.pop(name)
+
+
+def replaced(**fields: object) -> Callable[[dict[str, object]], object]:
+    return lambda data: data.update(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (replaced(format=2), "has format 2, this tpcompiler reads format 1"),
+        (without("format"), "has format None, this tpcompiler reads format 1"),
+        (without("notes"), "is damaged: fields ['notes'] are missing or unknown"),
+        (replaced(news=1), "is damaged: fields ['news'] are missing or unknown"),
+        (replaced(mesh={}), "is damaged: 'mesh' is not in the form of format 1"),
+        (replaced(mesh={"tp": "2"}), "is damaged: 'mesh' is not in the form of format 1"),
+        (replaced(files=None), "is damaged: 'files' is not in the form of format 1"),
+        (replaced(tensors=[{"name": "w"}]), "is damaged: 'tensors' is not in the form of format 1"),
+        (replaced(inputs={}), "is damaged: 'inputs' is not in the form of format 1"),
+        (replaced(notes=["text"]), "is damaged: 'notes' is not in the form of format 1"),
+        (replaced(mesh={"tp": 3}), "names files ['rank_0.pt2', 'rank_1.pt2'] for 3 ranks"),
+        (replaced(files={"rank_0.pt2": "", "../x": ""}), "names files ['../x', 'rank_0.pt2'] for 2 ranks"),
+    ],
+)
+def test_a_damaged_manifest(out: Path, change: Callable[[dict[str, object]], object], expected: str) -> None:
+    path = out / "manifest.json"
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ArtifactError) as raised:
+        read_manifest(out)
+    assert str(raised.value) == f"{path} {expected}\n  help: convert the model again"
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '"x"', "{", "\udcff"])
+def test_a_manifest_that_is_no_object(out: Path, text: str) -> None:
+    (out / "manifest.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ArtifactError, match=r"(cannot be read|has format None)"):
+        read_manifest(out)
+
+
+def test_checked_file(out: Path) -> None:
+    read = read_manifest(out)
+    with pytest.raises(ArtifactError, match=r"^rank 2 is outside the artifact's world of 2\n  help: use a rank from 0"):
+        checked_file(out, read, 2)
+    (out / "rank_0.pt2").write_text("other")
+    with pytest.raises(ArtifactError, match=r"rank_0.pt2 has SHA-256 [0-9a-f]{12}\.\., the manifest says [0-9a-f]{12}"):
+        checked_file(out, read, 0)
+    (out / "rank_1.pt2").unlink()
+    with pytest.raises(ArtifactError, match=r"rank_1.pt2 is missing"):
+        checked_file(out, read, 1)

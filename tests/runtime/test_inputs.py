@@ -1,0 +1,140 @@
+"""Inputs files, and a call on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.export import Dim, ExportedProgram
+
+from tests.runtime.models import export_mlp, mlp_inputs
+from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
+from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.inputs import arrange_inputs, read_inputs, write_tensors
+from tpcompiler.runtime.run import refuse_sharded_boundary, run_file, summarize
+
+
+class Mixed(nn.Module):
+    """Tensors by position, in a list and by keyword; a constant between them."""
+
+    def forward(self, a: torch.Tensor, flag: bool, rest: list[torch.Tensor], *, last: torch.Tensor) -> torch.Tensor:
+        return (a + rest[0] if flag else a) - rest[1] * last
+
+
+@pytest.fixture(scope="module")
+def mixed() -> ExportedProgram:
+    rows = Dim("rows", min=2, max=8)
+    shapes: dict[str, Any] = {"a": {0: rows}, "flag": None, "rest": [{0: rows}, None], "last": None}
+    arguments = (torch.ones(3, 2), True, [torch.ones(3, 2), torch.ones(2)])
+    return torch.export.export(Mixed(), arguments, {"last": torch.ones(1)}, dynamic_shapes=shapes)
+
+
+def test_constants_are_filled_in_and_names_sorted_out(mixed: ExportedProgram) -> None:
+    given = {"last": torch.tensor([5.0]), "rest_1": torch.ones(2), "a": torch.ones(4, 2), "rest_0": torch.ones(4, 2)}
+    args, kwargs = arrange_inputs(given, mixed, "here")
+    assert args[1] is True
+    assert [args[0], *args[2]] == [given["a"], given["rest_0"], given["rest_1"]]
+    assert kwargs == {"last": given["last"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"b": torch.ones(1)}, "here: the program has no input 'b'\n  help: its inputs are a, rest_0, rest_1, last"),
+        ({"last": None}, "here: input 'last' is missing\n  help: its inputs are a, rest_0, rest_1, last"),
+        (
+            {"rest_1": torch.ones(2, 2)},
+            "here: input 'rest_1' is torch.float32 [2, 2], the program takes torch.float32 [2]\n"
+            "  help: give a tensor of that dtype and shape",
+        ),
+        (
+            {"last": torch.ones(1, dtype=torch.float64)},
+            "here: input 'last' is torch.float64 [1], the program takes torch.float32 [1]\n"
+            "  help: give a tensor of that dtype and shape",
+        ),
+    ],
+)
+def test_what_does_not_fit(mixed: ExportedProgram, change: dict[str, Any], expected: str) -> None:
+    good = {"a": torch.ones(4, 2), "rest_0": torch.ones(4, 2), "rest_1": torch.ones(2), "last": torch.ones(1)}
+    given = {name: value for name, value in {**good, **change}.items() if value is not None}
+    with pytest.raises(InputsError) as raised:
+        arrange_inputs(given, mixed, "here")
+    assert str(raised.value) == expected
+
+
+def test_tensors_come_back_from_a_file(tmp_path: Path) -> None:
+    whole = torch.arange(6.0).view(2, 3)
+    tensors = {"t": whole.t(), "same": whole, "again": whole, "grad": nn.Parameter(torch.ones(2))}
+    write_tensors(tmp_path / "a", tensors)
+    found = load_file(tmp_path / "a")
+    assert sorted(found) == sorted(tensors)
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=f"^cannot write {tmp_path}/no/a: "):
+        write_tensors(tmp_path / "no" / "a", {"x": torch.ones(1)})
+
+
+def test_no_inputs_file(mixed: ExportedProgram, tmp_path: Path) -> None:
+    with pytest.raises(InputsError, match=r"^inputs file .*/a does not exist\n  help: give the path of a safetensors"):
+        read_inputs(tmp_path / "a", mixed)
+    (tmp_path / "a").write_text("no safetensors")
+    with pytest.raises(InputsError, match=r"/a is not a safetensors file: "):
+        read_inputs(tmp_path / "a", mixed)
+    with pytest.raises(InputsError, match="is not a safetensors file: "):
+        read_inputs(tmp_path, mixed)
+
+
+def manifest(inputs: dict[str, str], outputs: dict[str, str]) -> Manifest:
+    rows = [[{"name": name, "sharding": text} for name, text in rows.items()] for rows in (inputs, outputs)]
+    return Manifest({"tp": 1}, {}, "cpu", {}, [], *rows, [], [], None, {})
+
+
+def test_run_file_names_the_tensor_outputs(tmp_path: Path) -> None:
+    program = export_mlp()
+    module = program.module()
+    module.exported_program = program  # type: ignore[assignment]
+    save_file(mlp_inputs(), tmp_path / "in")
+    named = run_file(module, manifest({}, {"hidden": "R", "logits": "R"}), tmp_path / "in")
+    expected = program.module()(*mlp_inputs().values())
+    assert list(named) == ["hidden", "logits"]
+    assert all(torch.equal(named[name], expected[name]) for name in named)
+
+
+def test_run_file_says_what_the_program_refuses(mixed: ExportedProgram, tmp_path: Path) -> None:
+    module = mixed.module()
+    module.exported_program = mixed  # type: ignore[assignment]
+    many = {"a": torch.ones(9, 2), "rest_0": torch.ones(9, 2), "rest_1": torch.ones(2), "last": torch.ones(1)}
+    save_file(many, tmp_path / "in")
+    with pytest.raises(InputsError, match=rf"^{tmp_path}/in: the program does not run: .*\n  help: check the sizes$"):
+        run_file(module, manifest({}, {"output": "R"}), tmp_path / "in")
+
+
+def test_a_sharded_boundary_is_refused_by_name() -> None:
+    refuse_sharded_boundary(manifest({"x": "R"}, {"y": "R"}))
+    with pytest.raises(UnsupportedError, match=r"^input 'x' is sharded \(S\(1\)\); "):
+        refuse_sharded_boundary(manifest({"x": "S(1)"}, {"y": "R"}))
+    with pytest.raises(UnsupportedError, match=r"^output 'y' is sharded \(S\(0\)\); "):
+        refuse_sharded_boundary(manifest({"x": "R"}, {"y": "S(0)"}))
+
+
+def test_summarize() -> None:
+    tensors = {
+        "f": torch.tensor([[1.0, -4.0]]),
+        "i": torch.tensor([1, 2, 6]),
+        "b": torch.tensor(True),
+        "e": torch.ones(0, 3),
+        "h": torch.tensor([2.5], dtype=torch.bfloat16),
+    }
+    assert summarize(tensors) == [
+        ("f", "[1, 2]", "float32", "-1.5", "4"),
+        ("i", "[3]", "int64", "3", "6"),
+        ("b", "[]", "bool", "1", "1"),
+        ("e", "[0, 3]", "float32", "-", "-"),
+        ("h", "[1]", "bfloat16", "2.5", "2.5"),
+    ]

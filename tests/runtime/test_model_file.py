@@ -1,0 +1,159 @@
+"""Reading a .pt2: quietly, and with the modules it needs. What it refuses is in test_no_model.py."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.models import export_mlp, mlp_inputs
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.model_file import import_modules, read_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("file") / "model.pt2"
+    torch.export.save(export_mlp(), path)
+    return path
+
+
+def test_a_model_is_read_under_any_name(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "model.bin"  # torch warns about other suffixes
+    other.write_bytes(model.read_bytes())
+    inputs = mlp_inputs().values()
+    expected, found = (read_model(path).module()(*inputs)["logits"] for path in (model, other))
+    assert torch.equal(expected, found)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_torch_is_quiet_only_while_it_reads(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("torch.export")
+    before = logger.handlers
+    path = tmp_path / "damaged.pt2"
+    content = model.read_bytes()
+    path.write_bytes(content.replace(b"aten.relu.default", b"mylib.relu.defalt"))
+    with pytest.raises(ArtifactError):
+        read_model(path)
+    assert capfd.readouterr() == ("", "")
+    assert logger.handlers is before
+
+
+CUSTOM = """
+import torch
+
+@torch.library.custom_op("tpcompilertest::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+"""
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.tpcompilertest.twice(x)
+
+
+def test_a_module_in_the_working_directory_registers_an_op(tmp_path: Path) -> None:
+    exec(CUSTOM, {})
+    torch.export.save(torch.export.export(Twice(), (torch.ones(2),)), tmp_path / "model.pt2")
+    (tmp_path / "my_ops.py").write_text(CUSTOM)
+    code = """
+import sys
+sys.path.remove("")  # as for an installed command
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.model_file import read_model
+try:
+    read_model("model.pt2")
+except ArtifactError as error:
+    print(error.message)
+print(read_model("model.pt2", ["my_ops"]).graph_module.code.count("tpcompilertest.twice"))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (
+        f"model.pt2 calls the op tpcompilertest.twice.default, which this torch {torch.__version__} does not have\n1\n"
+    )
+
+
+def test_no_import_leaves_the_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list(sys.path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    import_modules(())
+    import_modules(["json"])
+    assert sys.path[: len(before)] == before
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose output is a class of transformers."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=40
+    )
+    torch.manual_seed(0)
+    model = transformers.BertModel(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    path = tmp_path_factory.mktemp("bert") / "bert.pt2"
+    torch.export.save(torch.export.export(model, (torch.randint(0, 40, (2, 5)),), strict=False), path)
+    return path
+
+
+@pytest.mark.slow
+def test_an_output_class_that_is_not_imported(bert: Path, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(
+        '"encoder.layer.*.intermediate.dense": colwise\n"encoder.layer.*.output.dense": rowwise\n'
+    )
+    code = f"""
+import json, sys, torch
+from typer.testing import CliRunner
+from tpcompiler.cli import app
+
+def call(*words):
+    result = CliRunner().invoke(app, words)
+    return result.exit_code, result.stdout, result.stderr
+
+bert, plan, out = {str(bert)!r}, {str(tmp_path / "plan.yaml")!r}, {str(tmp_path / "out")!r}
+said = [call("inspect", bert), "transformers" in sys.modules]
+words = ["--import", "transformers.modeling_outputs"]
+said += [call("convert", bert, "--tp", "2", "--plan", plan, "-o", out, *words)]
+said += [call("verify", out, "--against", bert, *words)]
+print(json.dumps(said))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::FutureWarning", "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    inspected, imported, converted, verified = json.loads(done.stdout)
+    name = "transformers.modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions"
+    assert inspected == [
+        2,
+        "",
+        f"{bert} takes or returns a {name}, a class that is not imported here\n"
+        "  help: pass --import transformers.modeling_outputs (in Python: import transformers.modeling_outputs first)\n",
+    ]
+    assert not imported
+    assert (converted[0], converted[2]) == (0, "")
+    assert (verified[0], verified[2]) == (0, "")
+    assert verified[1].startswith("equal: ")
+    # The written programs need torch alone.
+    code = f"""
+import sys, torch
+spec = torch.export.load({str(tmp_path / "out" / "rank_0.pt2")!r}).call_spec.out_spec
+print(spec.type.__name__, "transformers" in sys.modules, "tpcompiler" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "dict False False\n", done.stderr

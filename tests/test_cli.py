@@ -1,0 +1,396 @@
+"""The command line on a small model: what each command prints, writes and answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tpcompiler.cli_print
+from tests.launch import torchrun
+from tests.runtime.commands import call, right
+from tests.runtime.models import PLAN_TEXT, export_mlp, mlp_inputs
+from tpcompiler import cli
+from tpcompiler.cli_inspect import folded
+from tpcompiler.runtime.artifact import sha256
+
+COMMANDS = ["inspect", "convert", "verify", "run", "show"]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "model.pt2"
+    torch.export.save(export_mlp(), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def plan(model: Path) -> Path:
+    path = model.with_name("plan.yaml")
+    path.write_text(PLAN_TEXT)
+    return path
+
+
+@pytest.fixture(scope="session")
+def out(model: Path, plan: Path) -> Path:
+    path = model.with_name("out")
+    right("convert", model, "--tp", 2, "--plan", plan, "-o", path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def inputs(model: Path) -> Path:
+    path = model.with_name("inputs.safetensors")
+    save_file(mlp_inputs(seed=7), path)
+    return path
+
+
+@pytest.mark.parametrize("words", [["--help"], ["convert", "--help"], ["--version"], ["convert"], []])
+def test_torch_is_not_imported_before_the_words_are_parsed(words: list[str]) -> None:
+    code = f"""
+import sys
+sys.argv = ["tpcompiler", *{words!r}]
+from tpcompiler.cli import main
+try:
+    main()
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == "False"
+    assert done.returncode == (2 if words in (["convert"], []) else 0)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_every_help_has_an_example(command: str) -> None:
+    text = right(*command.split(), "--help")
+    _, found, example = text.partition("  Example:\n")
+    assert found
+    assert f"tpcompiler {command}".strip() in example or f"-m tpcompiler.cli {command}" in example
+
+
+def test_no_words_show_the_help() -> None:
+    result = call()
+    assert result.exit_code == 2
+    assert all(f"\n  {command} " in result.output for command in COMMANDS)
+
+
+def test_version() -> None:
+    assert right("--version") == "0.1.0\n"
+
+
+MODEL_TEXT = """\
+model.pt2: 10 parameters, buffers and constants, 2,384 bytes
+modules
+name           class
+layers.*       Block   x 2
+layers.*.up    Linear  x 2
+layers.*.down  Linear  x 2
+head           Linear
+
+parameters
+name                  kind       type        bytes
+layers.*.up.weight    parameter  f32[16, 8]    512  x 2
+layers.*.up.bias      parameter  f32[16]        64  x 2
+layers.*.down.weight  parameter  f32[8, 16]    512  x 2
+layers.*.down.bias    parameter  f32[8]         32  x 2
+head.weight           parameter  f32[4, 8]     128
+head.bias             parameter  f32[4]         16
+
+inputs
+name   type
+x      f32[3, 8]
+shift  f32[4]
+
+outputs
+name    type
+hidden  f32[3, 8]
+cache   None (a constant)
+logits  f32[3, 4]
+
+a plan to begin with (save it as plan.yaml):
+
+# A plan: what is cut, and how. Change the styles; "replicate" leaves a layer whole on every rank.
+#   colwise                cut output features: the next layer takes them cut (rowwise) or they are gathered
+#   rowwise                cut input features: the results are summed over the ranks
+#   colwise_gather_output  cut output features, and gather them right away
+#   embedding_rowwise      cut the vocabulary of an embedding
+# Also: rowwise_split_input, gather; for one parameter a placement, such as S(0).
+"layers.*.up": replicate    # Linear: weight [16, 8], 2 times
+"layers.*.down": replicate  # Linear: weight [8, 16], 2 times
+"head": replicate           # Linear: weight [4, 8]
+"""
+
+
+def test_inspect_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model.parent)
+    assert right("inspect", "model.pt2") == MODEL_TEXT
+
+
+def test_inspect_a_model_as_json(model: Path) -> None:
+    data = json.loads(right("inspect", model, "--json"))
+    assert sorted(data) == ["inputs", "kind", "modules", "outputs", "parameters", "plan"]
+    assert data["inputs"] == [
+        {"name": "x", "shape": [3, 8], "dtype": "f32"},
+        {"name": "shift", "shape": [4], "dtype": "f32"},
+    ]
+    assert data["parameters"][0] == {
+        "name": "layers.0.up.weight",
+        "kind": "parameter",
+        "shape": [16, 8],
+        "dtype": "f32",
+        "bytes": 512,
+    }
+
+
+def test_the_plan_to_begin_with_is_a_plan(model: Path, tmp_path: Path) -> None:
+    skeleton = tmp_path / "plan.yaml"
+    skeleton.write_text(json.loads(right("inspect", model, "--json"))["plan"])
+    data = json.loads(right("convert", model, "--tp", 2, "--plan", skeleton, "--dry-run", "--json"))
+    assert data["plan"] == {"layers.*.up": "replicate", "layers.*.down": "replicate", "head": "replicate"}
+    assert data["bytes_per_rank"] == [data["bytes"]] * 2
+    assert data["collectives"] == []
+
+
+@pytest.mark.parametrize(
+    ("signatures", "expected"),
+    [
+        ({"a.0.up": 1, "a.1.up": 1}, {"a.*.up": ["a.0.up", "a.1.up"]}),
+        ({"a.0.up": 1}, {"a.0.up": ["a.0.up"]}),
+        ({"seq.0": 1, "seq.2": 2}, {"seq.0": ["seq.0"], "seq.2": ["seq.2"]}),
+        (
+            {"a.0.b.0": 1, "a.0.b.1": 2, "a.1.b.0": 1, "a.1.b.1": 2},
+            {"a.*.b.0": ["a.0.b.0", "a.1.b.0"], "a.*.b.1": ["a.0.b.1", "a.1.b.1"]},
+        ),
+        (
+            {"a.0.b.0": 1, "a.0.b.1": 1, "a.1.b.0": 2, "a.1.b.1": 2},
+            {"a.0.b.*": ["a.0.b.0", "a.0.b.1"], "a.1.b.*": ["a.1.b.0", "a.1.b.1"]},
+        ),
+        ({"a.0": 1, "b.0": 1, "a.1": 1}, {"a.*": ["a.0", "a.1"], "b.0": ["b.0"]}),
+        ({}, {}),
+    ],
+)
+def test_folded(signatures: dict[str, int], expected: dict[str, list[str]]) -> None:
+    assert dict(folded(signatures)) == expected
+
+
+SUMMARY = """\
+mesh tp=2, 2 ranks, cpu
+parameters, buffers and constants
+on          bytes   share
+one device  2,384  100.0%
+rank 0      1,296   54.4%
+rank 1      1,296   54.4%
+
+collectives of one call
+why       kind        count  payload bytes  wire bytes per rank
+inherent  all_reduce      2            192                  192
+"""
+
+UNTOUCHED = """
+layers that no plan entry touches:
+  head
+
+"""
+
+
+def test_convert_reports_what_it_made(model: Path, plan: Path, tmp_path: Path) -> None:
+    text = right("convert", model, "--mesh", "tp=2", "--plan", plan, "-o", tmp_path / "out")
+    assert text == f"{tmp_path}/out: {SUMMARY}{UNTOUCHED}"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["manifest.json", "rank_0.pt2", "rank_1.pt2"]
+
+
+def test_a_dry_run_writes_nothing(model: Path, plan: Path, tmp_path: Path) -> None:
+    text = right("convert", model, "--tp", 2, "--plan", plan, "-o", tmp_path / "out", "--dry-run")
+    assert text == f"nothing written (--dry-run): {SUMMARY}{UNTOUCHED}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_summary_names_every_fallback(model: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(right("convert", model, "--tp", 2, "--plan", plan, "--dry-run", "--json"))
+    row = {"kind": "all_gather", "payload_bytes": 4096, "source": "model.py:3, in forward", "reason": "no rule cuts it"}
+    data |= {"fallbacks": [row], "notes": [{"kind": "no rule", "text": "aten.sort at 'sort' has no rule"}]}
+    tpcompiler.cli_print.print_summary(data, "out")
+    assert (
+        capsys.readouterr().out
+        == f"""\
+out: {SUMMARY}
+fallback: all_gather of 4,096 bytes at model.py:3, in forward: no rule cuts it
+ops without a rule:
+  aten.sort at 'sort' has no rule
+
+"""
+    )
+
+
+def test_convert_as_json(model: Path, plan: Path, tmp_path: Path) -> None:
+    data = json.loads(right("convert", model, "--tp", 2, "--plan", plan, "-o", tmp_path / "out", "--json"))
+    assert data["out"] == str(tmp_path / "out")
+    assert data["mesh"] == {"tp": 2}
+    assert (data["bytes"], data["bytes_per_rank"]) == (2384, [1296, 1296])
+    assert data["collectives"] == [
+        {"kind": "all_reduce", "why": "inherent", "count": 2, "payload_bytes": 192, "wire_bytes": 192}
+    ]
+
+
+def test_force_replaces_an_artifact(model: Path, plan: Path, tmp_path: Path) -> None:
+    words = ["convert", model, "--plan", plan, "-o", tmp_path / "out"]
+    right(*words, "--tp", 2)
+    right(*words, "--tp", 4, "--force")
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["mesh"] == {"tp": 4}
+    assert len(list((tmp_path / "out").iterdir())) == 5
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+ARTIFACT_TEXT = """\
+parameters
+name                  kind       type        sharding  bytes  bytes on rank 0
+layers.*.up.weight    parameter  f32[16, 8]  S(0)        512              256  x 2
+layers.*.up.bias      parameter  f32[16]     S(0)         64               32  x 2
+layers.*.down.weight  parameter  f32[8, 16]  S(1)        512              256  x 2
+layers.*.down.bias    parameter  f32[8]      P(sum)       32               32  x 2
+head.weight           parameter  f32[4, 8]   R           128              128
+head.bias             parameter  f32[4]      R            16               16
+
+inputs
+name   type       sharding
+x      f32[3, 8]  R
+shift  f32[4]     R
+
+outputs
+name    type       sharding
+hidden  f32[3, 8]  R
+logits  f32[3, 4]  R
+
+written by """
+
+
+def test_inspect_an_artifact(out: Path) -> None:
+    text = right("inspect", out)
+    assert text.startswith(f"{out}: {SUMMARY}{UNTOUCHED}{ARTIFACT_TEXT}")
+    assert f"torch {torch.__version__}" in text.splitlines()[-1]
+
+
+def test_inspect_an_artifact_as_json(out: Path) -> None:
+    data = json.loads(right("inspect", out, "--json"))
+    assert data["kind"] == "artifact"
+    assert data["tensors"][0] == {
+        "name": "layers.0.up.weight",
+        "kind": "parameter",
+        "shape": [16, 8],
+        "dtype": "f32",
+        "sharding": "S(0)",
+        "bytes": 512,
+        "bytes_per_rank": [256, 256],
+    }
+    assert [row["name"] for row in data["outputs"]] == ["hidden", "logits"]
+    assert data["notes"] == [{"kind": "untouched", "text": "head"}]
+    assert data["versions"]["torch"] == torch.__version__
+
+
+def test_verify_an_equal_artifact(model: Path, out: Path, inputs: Path) -> None:
+    text = right("verify", out, "--against", model)
+    assert text.startswith("equal: max abs err ")
+    assert [line.split(":")[0] for line in text.splitlines()[1:]] == ["  ok  hidden", "  ok  cache", "  ok  logits"]
+    assert right("verify", out, "--against", model, "--inputs", inputs).startswith("equal: ")
+
+
+def test_verify_as_json(model: Path, out: Path) -> None:
+    data = json.loads(right("verify", out, "--against", model, "--json"))
+    assert data["ok"] is True
+    assert data["max_rel_err"] < 1e-5
+    assert [row["name"] for row in data["outputs"]] == ["hidden", "cache", "logits"]
+
+
+@pytest.fixture
+def tampered(model: Path, plan: Path, tmp_path: Path) -> Path:
+    """An artifact in which two weights of rank 1 have changed places, with a hash that fits."""
+    directory = tmp_path / "tampered"
+    right("convert", model, "--tp", 2, "--plan", plan, "-o", directory)
+    path, manifest = directory / "rank_1.pt2", directory / "manifest.json"
+    program = torch.export.load(path)
+    first, second = (program.state_dict[f"layers.{layer}.up.weight"] for layer in (0, 1))
+    with torch.no_grad():
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
+    torch.export.save(program, path)
+    data = json.loads(manifest.read_text())
+    data["files"]["rank_1.pt2"] = sha256(path)
+    manifest.write_text(json.dumps(data))
+    return directory
+
+
+def test_verify_finds_swapped_weights(model: Path, tampered: Path) -> None:
+    result = call("verify", tampered, "--against", model)
+    assert (result.exit_code, result.stderr) == (1, "")
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("NOT EQUAL: ")
+    assert [line.split(":")[0] for line in lines[1:4]] == ["  BAD hidden", "  ok  cache", "  BAD logits"]
+    assert lines[4].startswith("  first diverging value: 'linear' (aten.linear.default, claimed S(1))")
+    result = call("verify", tampered, "--against", model, "--json")
+    assert result.exit_code == 1
+    data = json.loads(result.stdout)
+    assert (data["ok"], [row["ok"] for row in data["outputs"]]) == (False, [False, True, False])
+
+
+def test_json_has_no_infinities(capsys: pytest.CaptureFixture[str]) -> None:
+    tpcompiler.cli_print.print_json({"a": [float("inf"), {"b": float("nan")}], "c": 1.5})
+    assert json.loads(capsys.readouterr().out) == {"a": ["inf", {"b": "nan"}], "c": 1.5}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("entry", [["-m", "tpcompiler.cli"], ["--no-python", "tpcompiler"]])
+def test_run_in_two_processes(model: Path, out: Path, inputs: Path, tmp_path: Path, entry: list[str]) -> None:
+    if entry[0] == "--no-python":
+        script = tmp_path / "tpcompiler"  # what an installer makes of [project.scripts]
+        script.write_text(f"#!{sys.executable}\nfrom tpcompiler.cli import main\nmain()\n")
+        script.chmod(0o755)
+        entry = ["--no-python", str(script)]
+    written = tmp_path / "outputs.safetensors"
+    done = torchrun(2, *entry, "run", out, "--inputs", inputs, "--outputs", written)
+    assert done.returncode == 0, done.stdout
+    expected = torch.export.load(model).module()(*mlp_inputs(seed=7).values())
+    found = load_file(written)
+    assert sorted(found) == ["hidden", "logits"]
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
+    assert done.stdout.count("outputs\n") == 1  # rank 0 alone prints
+    header, *rows = done.stdout.partition("outputs\n")[2].strip().splitlines()
+    assert header.split() == ["name", "shape", "dtype", "mean", "largest", "magnitude"]
+    assert [row.split()[0] for row in rows] == ["hidden", "logits"]
+    assert rows[1].split()[1:4] == ["[3,", "4]", "float32"]
+    assert float(rows[1].split()[-1]) == pytest.approx(expected["logits"].abs().amax().item(), rel=1e-4)
+
+
+def test_debug_shows_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Traceback" not in call("inspect", tmp_path / "a.pt2").stderr
+    for result in (
+        call("--debug", "inspect", tmp_path / "a.pt2"),
+        call("inspect", tmp_path / "a.pt2", TPCOMPILER_DEBUG="1"),
+    ):
+        assert result.exit_code == 2
+        assert result.stderr.startswith("Traceback (most recent call last):\n")
+        assert f"tpcompiler.errors.ArtifactError: {tmp_path}/a.pt2 does not exist" in result.stderr
+
+
+def test_a_defect_is_not_the_answer_not_equal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 3
+    assert capsys.readouterr().err.endswith(
+        "KeyError: 'x'\nthis is a defect of tpcompiler: please report it with the traceback above\n"
+    )

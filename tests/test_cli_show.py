@@ -1,0 +1,84 @@
+"""`tpcompiler show`: where the picture goes, and what happens without Graphviz."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import graphviz
+import pytest
+
+from tests.runtime.commands import call, refused, right
+from tests.runtime.models import PLAN, export_mlp
+from tpcompiler import parallelize
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("show") / "out"
+    parallelize(export_mlp(), 2, PLAN).save(path)
+    return path
+
+
+def test_show_an_artifact(out: Path) -> None:
+    assert "all_reduce" in right("show", out)
+    dot = right("show", out, "--format", "dot", "--rank", 1)
+    assert dot.startswith(("digraph", "//"))
+    assert "all_reduce" in dot
+    assert refused("show", out, "--rank", 2).startswith("rank 2 is outside the artifact's world of 2\n")
+
+
+@pytest.fixture
+def views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The views have tests of their own: here only what the command does with them."""
+    import tpcompiler.views.dot
+    import tpcompiler.views.table
+
+    graph = graphviz.Digraph()
+    graph.node("a")
+    monkeypatch.setattr(tpcompiler.views.dot, "artifact_dot", lambda directory, rank: graph)
+    monkeypatch.setattr(tpcompiler.views.table, "artifact_text", lambda directory, rank: f"text of rank {rank}\n")
+
+
+DOT = "digraph {\n\ta\n}\n"
+
+
+@pytest.mark.usefixtures("views")
+def test_show(tmp_path: Path) -> None:
+    assert right("show", tmp_path) == "text of rank 0\n"
+    assert right("show", tmp_path, "--rank", 1, "--format", "text") == "text of rank 1\n"
+    assert right("show", tmp_path, "--format", "dot") == DOT
+    result = call("show", tmp_path, "-o", tmp_path / "graph.dot")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"wrote {tmp_path}/graph.dot\n")
+    assert (tmp_path / "graph.dot").read_text() == DOT
+
+
+@pytest.mark.usefixtures("views")
+def test_show_cannot_write(tmp_path: Path) -> None:
+    result = call("show", tmp_path, "-o", tmp_path / "no" / "a.dot")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"cannot write {tmp_path}/no/a.dot: No such file or directory\n  help: choose another file\n",
+    )
+
+
+@pytest.mark.usefixtures("views")
+def test_show_draws_with_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphviz.Digraph, "pipe", lambda self, format, encoding: f"<{format}>")
+    assert right("show", tmp_path, "--format", "svg") == "<svg>\n"
+    assert call("show", tmp_path, "-o", tmp_path / "a.svg").exit_code == 0
+    assert (tmp_path / "a.svg").read_text() == "<svg>"
+
+
+@pytest.mark.usefixtures("views")
+def test_show_without_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = call("show", tmp_path, "-o", tmp_path / "a.svg")
+    note = "Graphviz's program dot is not installed, so this is its source text and no SVG\n"
+    note += "  help: install graphviz, then: "
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"{note}dot -Tsvg {tmp_path}/a.dot -o {tmp_path}/a.svg\nwrote {tmp_path}/a.dot\n"
+    assert (tmp_path / "a.dot").read_text() == DOT
+    assert not (tmp_path / "a.svg").exists()
+    result = call("show", tmp_path, "--format", "svg")
+    assert (result.exit_code, result.stdout) == (0, DOT)
+    assert result.stderr == f"{note}dot -Tsvg out.dot -o out.svg\n"

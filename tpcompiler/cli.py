@@ -1,0 +1,352 @@
+"""The command line: parse, call the library, print. torch is imported by a command, after its words were parsed."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import traceback
+import warnings
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+from typer.core import TyperGroup
+
+from tpcompiler.errors import InputsError, MeshError, TpCompilerError
+
+if TYPE_CHECKING:
+    from tpcompiler.ir.mesh import Mesh
+
+NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
+
+
+class _Commands(TyperGroup):
+    """Prints this package's errors as their text: what, where, the numbers, one action."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TpCompilerError as error:
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            else:
+                typer.echo(str(error), err=True)
+            raise typer.Exit(BAD_INPUT) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: the examples keep their lines
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class _DeviceType(str, Enum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class _Format(str, Enum):
+    svg = "svg"
+    dot = "dot"
+    text = "text"
+
+
+Imports = Annotated[
+    list[str] | None,
+    typer.Option("--import", metavar="MODULE", help="Import this first: it registers the model's classes or ops."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that tpcompiler convert wrote.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from tpcompiler import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="TPCOMPILER_DEBUG", help="Show the traceback of an error.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Turn a single-device torch.export program into one ordinary exported program per rank.
+
+    Exit codes: 0 right, 1 not equal (verify), 2 bad input, 3 a defect of tpcompiler.
+
+    \b
+    Example:
+      tpcompiler inspect model.pt2
+      tpcompiler convert model.pt2 --tp 2 --plan plan.yaml -o out
+      tpcompiler verify out --against model.pt2
+      torchrun --nproc-per-node 2 -m tpcompiler.cli run out --inputs in.safetensors
+    """
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="MODEL.pt2|OUT", help="A model, or a converted directory.")],
+    imports: Imports = None,
+    json: Json = False,
+) -> None:
+    """Show what is in a model or an artifact.
+
+    Of a model also a plan to begin with: every layer with a weight, to be given a style.
+
+    \b
+    Example:
+      tpcompiler inspect model.pt2
+      tpcompiler inspect model.pt2 --json | jq -r .plan > plan.yaml
+      tpcompiler inspect out
+    """
+    with _progress(f"reading {path}"):
+        from tpcompiler import cli_inspect, cli_print
+        from tpcompiler.runtime.artifact import read_manifest
+        from tpcompiler.runtime.model_file import read_model
+
+        is_artifact = path.is_dir()
+        if is_artifact:
+            data = cli_inspect.artifact_data(read_manifest(path))
+        else:
+            data = cli_inspect.model_data(read_model(path, imports or ()))
+    if json:
+        cli_print.print_json(data)
+    elif is_artifact:
+        cli_print.print_artifact(data, str(path))
+    else:
+        cli_print.print_model(data, str(path))
+
+
+@app.command()
+def convert(
+    model: Annotated[Path, typer.Argument(metavar="MODEL.pt2", help="What torch.export.save wrote.")],
+    plan: Annotated[Path, typer.Option("--plan", metavar="PLAN.yaml", help="Which layers are cut, and how.")],
+    tp: Annotated[int | None, typer.Option("--tp", metavar="N", help="The number of ranks.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", metavar="AXIS=N", help="The same with a named axis: tp=2.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="OUT", help="The directory to write.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report: write nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier artifact at OUT.")] = False,
+    imports: Imports = None,
+    keep_output_types: Annotated[
+        bool, typer.Option("--keep-output-types", help="Return the model's own output classes, not plain dicts.")
+    ] = False,
+    device_type: Annotated[
+        _DeviceType | None, typer.Option("--device-type", help="Where the programs run; by default as exported.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write one program per rank.
+
+    The weights are cut as the plan says, and the collectives that this needs stand in the programs.
+
+    \b
+    Example:
+      tpcompiler convert model.pt2 --tp 2 --plan plan.yaml -o out
+      tpcompiler convert model.pt2 --mesh tp=4 --plan plan.yaml --dry-run
+    """
+    if (tp is None) == (mesh is None):
+        raise typer.BadParameter("give exactly one of --tp and --mesh", param_hint="--tp / --mesh")
+    if out is None and not dry_run:
+        raise typer.BadParameter("give the directory to write with -o, or --dry-run", param_hint="-o")
+    with _progress("reading the plan") as status:
+        from tpcompiler import cli_inspect, cli_print
+        from tpcompiler.api import parallelize
+        from tpcompiler.plan import Plan
+        from tpcompiler.runtime.artifact import free_target, read_manifest
+        from tpcompiler.runtime.model_file import read_model
+
+        over = _mesh(tp, mesh)
+        chosen = Plan.of(plan)
+        if out is not None and not dry_run:
+            free_target(out, force=force)  # before the minutes that follow
+        status.update(Text(f"reading {model}"))
+        exported = read_model(model, imports or ())
+        status.update("placing and cutting")
+        made = parallelize(exported, over, chosen, device_type=device_type.value if device_type else None)
+        if out is not None and not dry_run:
+            status.update(Text(f"writing {made.world_size} programs to {out}"))
+            made.save(out, force=force, keep_output_types=keep_output_types)
+            manifest = read_manifest(out)
+        else:
+            manifest = made.manifest()
+    data = {"out": None if dry_run else str(out), **cli_inspect.artifact_data(manifest)}
+    if json:
+        cli_print.print_json(data)
+    else:
+        cli_print.print_summary(data, "nothing written (--dry-run)" if dry_run else str(out))
+
+
+@app.command()
+def verify(
+    directory: Artifact,
+    against: Annotated[Path, typer.Option("--against", metavar="MODEL.pt2", help="The model that was converted.")],
+    inputs: Annotated[
+        Path | None,
+        typer.Option(
+            "--inputs", metavar="FILE", help="Inputs as safetensors; by default the example inputs in the model."
+        ),
+    ] = None,
+    imports: Imports = None,
+    json: Json = False,
+) -> None:
+    """Compare all ranks with the model.
+
+    They run in lock step in this process. Exits with 1 when they differ.
+
+    \b
+    Example:
+      tpcompiler verify out --against model.pt2
+      tpcompiler verify out --against model.pt2 --inputs in.safetensors
+    """
+    with _progress(f"reading {against}") as status:
+        from tpcompiler import cli_print
+        from tpcompiler.api import verify_artifact
+        from tpcompiler.runtime.artifact import read_manifest
+        from tpcompiler.runtime.inputs import read_inputs
+        from tpcompiler.runtime.model_file import read_model
+
+        read_manifest(directory)  # its errors come before the model is read
+        original = read_model(against, imports or ())
+        if inputs is not None:
+            args, kwargs = read_inputs(inputs, original)
+        elif original.example_inputs is not None:
+            args, kwargs = original.example_inputs
+        else:
+            raise InputsError(f"{against} was saved without example inputs", help="give inputs with --inputs FILE")
+        status.update("running the model and all ranks")
+        report = verify_artifact(directory, original, args, kwargs)
+    if json:
+        cli_print.print_json(dataclasses.asdict(report))
+    else:
+        typer.echo(str(report))
+    if not report.ok:
+        raise typer.Exit(NOT_EQUAL)
+
+
+@app.command()
+def run(
+    directory: Artifact,
+    inputs: Annotated[Path, typer.Option("--inputs", metavar="FILE", help="Inputs as safetensors, by name.")],
+    outputs: Annotated[
+        Path | None, typer.Option("--outputs", metavar="FILE", help="Write the outputs as safetensors, by name.")
+    ] = None,
+    imports: Imports = None,
+) -> None:
+    """Run the programs under torchrun.
+
+    One process per rank; rank 0 prints the outputs, and writes them where asked.
+
+    \b
+    Example:
+      torchrun --nproc-per-node 2 -m tpcompiler.cli run out --inputs in.safetensors
+      torchrun --nproc-per-node 2 --no-python tpcompiler run out --inputs in.safetensors --outputs out.safetensors
+    """
+    import torch.distributed as dist
+
+    from tpcompiler import cli_print
+    from tpcompiler.runtime.artifact import read_manifest
+    from tpcompiler.runtime.inputs import write_tensors
+    from tpcompiler.runtime.load import load
+    from tpcompiler.runtime.model_file import import_modules
+    from tpcompiler.runtime.run import refuse_sharded_boundary, run_file, summarize
+
+    manifest = read_manifest(directory)
+    refuse_sharded_boundary(manifest)
+    import_modules(imports or ())
+    module = load(directory)
+    named = run_file(module, manifest, inputs)
+    if dist.get_rank() == 0:
+        cli_print.print_outputs(summarize(named))
+        if outputs is not None:
+            write_tensors(outputs, named)
+    dist.destroy_process_group()
+
+
+@app.command()
+def show(
+    directory: Artifact,
+    format: Annotated[
+        _Format | None,
+        typer.Option("--format", help="By default what FILE's suffix says, or text.", show_default=False),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write here, not to the terminal.")
+    ] = None,
+    rank: Annotated[int, typer.Option("--rank", help="The rank whose program is shown.")] = 0,
+) -> None:
+    """Show the program of a rank.
+
+    Its ops, shardings and collectives, and why each collective is there.
+
+    \b
+    Example:
+      tpcompiler show out
+      tpcompiler show out -o out.svg
+    """
+    with _progress(f"reading {directory}"):
+        from tpcompiler import cli_print
+
+        picture = cli_print.picture(directory, _format(format, file).value, file, rank)
+    if picture.note:
+        typer.echo(picture.note, err=True)
+    if picture.file is None:
+        typer.echo(picture.text, nl=not picture.text.endswith("\n"))
+    else:
+        cli_print.write_text(picture.file, picture.text)
+        typer.echo(f"wrote {picture.file}", err=True)
+
+
+def _format(asked: _Format | None, file: Path | None) -> _Format:
+    by_suffix = {".svg": _Format.svg, ".dot": _Format.dot, ".gv": _Format.dot}
+    return asked or by_suffix.get(file.suffix if file else "", _Format.text)
+
+
+def _progress(text: str) -> Status:
+    """A spinner on standard error; nothing where that is a file."""
+    return Console(stderr=True).status(Text(text))  # no str: rich would read the brackets of a path as markup
+
+
+def _mesh(tp: int | None, text: str | None) -> Mesh:
+    from tpcompiler.ir.mesh import Mesh
+
+    if text is None:
+        return Mesh.of(tp if tp is not None else 0)
+    axes = []
+    for part in text.split(","):
+        axis, _, degree = part.partition("=")
+        if not degree.strip().isdecimal():
+            raise MeshError(f"--mesh {text} is not a mesh", help="write axis=degree, such as --mesh tp=4")
+        axes.append((axis.strip(), int(degree)))
+    return Mesh.of(Mesh(tuple(axes)))
+
+
+def main() -> None:
+    """The entry point. A defect shows its traceback, and must not look like the answer 'not equal'."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # torch warns about its own deprecations
+    try:
+        app(prog_name="tpcompiler")
+    except Exception:
+        traceback.print_exc()
+        typer.echo("this is a defect of tpcompiler: please report it with the traceback above", err=True)
+        sys.exit(DEFECT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""What `tpcompiler inspect` and `convert` say, as plain data: of a model, of an artifact, and a plan to begin with."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import Program, tied
+from tpcompiler.ir.shares import read_sharding
+from tpcompiler.ir.text import DTYPES
+from tpcompiler.plan.styles import STYLES
+from tpcompiler.runtime.artifact import Manifest
+
+EXPLAINED = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicate")
+SKELETON_HEAD = f"""\
+# A plan: what is cut, and how. Change the styles; "replicate" leaves a layer whole on every rank.
+#   colwise                cut output features: the next layer takes them cut (rowwise) or they are gathered
+#   rowwise                cut input features: the results are summed over the ranks
+#   colwise_gather_output  cut output features, and gather them right away
+#   embedding_rowwise      cut the vocabulary of an embedding
+# Also: {", ".join(style for style in STYLES if style not in EXPLAINED)}; for one parameter a placement, such as S(0).
+"""
+
+
+def model_data(program: ExportedProgram) -> dict[str, Any]:
+    """Modules, parameters, inputs, outputs and a plan skeleton of a single-device program, as JSON."""
+    read = Program(program, program.graph)
+    kinds = {spec.target: spec.kind.name.lower() for _, spec in read.inputs()}
+    names = {node.name: fqn for node, fqn in read.leaves()}
+    first_of = tied(read)
+    parameters = []
+    for node, fqn in read.leaves():
+        value = read.state(fqn)
+        row = {"name": fqn, "kind": kinds[fqn], **_described(value), "bytes": value.numel() * value.element_size()}
+        if first_of[node.name] != node.name:
+            row["tied_to"] = names[first_of[node.name]]
+        parameters.append(row)
+    return {
+        "kind": "model",
+        "modules": [{"name": name, "type": kind} for name, kind in _modules(program).items()],
+        "parameters": parameters,
+        "inputs": _inputs(program),
+        "outputs": _outputs(program),
+        "plan": plan_skeleton(program),
+    }
+
+
+def plan_skeleton(program: ExportedProgram) -> str:
+    """A plan file that says `replicate` of every layer with a weight of two or more dims, repeated layers folded."""
+    types = _modules(program)
+    layers: dict[str, list[str]] = {}
+    alone: dict[str, str] = {}
+    read = Program(program, program.graph)
+    for fqn in (str(spec.target) for _, spec in read.inputs() if spec.kind is InputKind.PARAMETER):
+        shape = list(read.state(fqn).shape)
+        owner, _, name = fqn.rpartition(".")
+        if len(shape) >= 2 and owner:
+            layers.setdefault(owner, []).append(f"{name} {shape}")
+        elif len(shape) >= 2:
+            alone[name] = str(shape)  # the root has no name: its own parameters are placed one by one
+    lines = []
+    for pattern, names in folded({name: (types.get(name), tuple(weights)) for name, weights in layers.items()}):
+        kind = types.get(names[0], "layer").rpartition(".")[2]
+        times = f", {len(names)} times" if len(names) > 1 else ""
+        lines.append((f"{json.dumps(pattern)}: replicate", f"{kind}: {', '.join(layers[names[0]])}{times}"))
+    lines += [(f"{json.dumps(name)}: R", f"parameter {shape}") for name, shape in alone.items()]
+    width = max((len(line) for line, _ in lines), default=0)
+    return SKELETON_HEAD + "".join(f"{line:<{width}}  # {comment}\n" for line, comment in lines)
+
+
+def folded(signatures: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:
+    """Names that differ in numbers only, under one pattern with `*`: as far as all under it have one signature.
+
+    `layers.0.up` and `layers.1.up` are `layers.*.up`; in `seq.0` and `seq.2` of two shapes the numbers stay.
+    """
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in signatures:
+        alike.setdefault(_starred(name, ()), []).append(name)
+    place = {name: index for index, name in enumerate(signatures)}
+    entries = [entry for names in alike.values() for entry in _split(names, signatures)]
+    return sorted(entries, key=lambda entry: place[entry[1][0]])
+
+
+def _split(names: Sequence[str], signatures: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:
+    numbers = [i for i, part in enumerate(names[0].split(".")) if part.isdigit()]
+    for count in range(len(numbers) + 1):
+        for kept in itertools.combinations(reversed(numbers), count):  # an inner number tells more often apart
+            groups: dict[tuple[str, ...], list[str]] = {}
+            for name in names:
+                groups.setdefault(_starred(name, kept), []).append(name)
+            if all(len({signatures[name] for name in group}) == 1 for group in groups.values()):
+                return [(".".join(key) if len(group) > 1 else group[0], group) for key, group in groups.items()]
+    raise AssertionError("with every number kept each name is alone")
+
+
+def _starred(name: str, kept: Iterable[int]) -> tuple[str, ...]:
+    return tuple("*" if part.isdigit() and i not in kept else part for i, part in enumerate(name.split(".")))
+
+
+def artifact_data(manifest: Manifest) -> dict[str, Any]:
+    """Mesh, bytes per rank, tensors, boundary, collectives by kind and cause, notes, versions of an artifact."""
+    mesh = Mesh.of(manifest.mesh)
+    tensors = []
+    whole, per_rank = 0, [0] * mesh.world_size
+    for row in manifest.tensors:
+        sharding = read_sharding(row["sharding"], mesh, len(row["shape"]))
+        size = _itemsize(row["dtype"])
+        local = [
+            torch.Size(sharding.local_shape(row["shape"], mesh, mesh.coordinate(rank))).numel() * size
+            for rank in range(mesh.world_size)
+        ]
+        tensors.append({**row, "bytes": torch.Size(row["shape"]).numel() * size, "bytes_per_rank": local})
+        if "tied_to" not in row:
+            whole += tensors[-1]["bytes"]
+            per_rank = [a + b for a, b in zip(per_rank, local, strict=True)]
+    return {
+        "kind": "artifact",
+        "mesh": manifest.mesh,
+        "device_type": manifest.device_type,
+        "bytes": whole,
+        "bytes_per_rank": per_rank,
+        "tensors": tensors,
+        "inputs": manifest.inputs,
+        "outputs": manifest.outputs,
+        "output_type": manifest.output_type,
+        "collectives": _collectives(manifest.collectives),
+        "fallbacks": [row for row in manifest.collectives if row["why"] == "fallback"],
+        "notes": manifest.notes,
+        "plan": manifest.plan,
+        "versions": manifest.versions,
+    }
+
+
+def _collectives(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    sums: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        key = (row["kind"], row["why"])
+        new = {"kind": key[0], "why": key[1], "count": 0, "payload_bytes": 0, "wire_bytes": 0}
+        total = sums.setdefault(key, new)
+        total["count"] += 1
+        for part in ("payload_bytes", "wire_bytes"):
+            total[part] += row[part]
+    return list(sums.values())
+
+
+def _modules(program: ExportedProgram) -> dict[str, str]:
+    """Module FQN -> class, of every module that an op came from, in order of first use; nested graphs included."""
+    found: dict[str, str] = {}
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            for name, kind in (node.meta.get("nn_module_stack") or {}).values():
+                if name and name != edit.NO_MODULE:
+                    found.setdefault(name, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
+    return found
+
+
+def _inputs(program: ExportedProgram) -> list[dict[str, Any]]:
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    out: list[dict[str, Any]] = []
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            if isinstance(spec.arg, ConstantArgument):
+                out.append({"name": spec.arg.name, "constant": repr(spec.arg.value)})
+            else:
+                out.append({"name": spec.arg.name, **_described(values[spec.arg.name])})
+    return out
+
+
+def _outputs(program: ExportedProgram) -> list[dict[str, Any]]:
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    names = Program(program, program.graph).output_names()
+    user = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    out: list[dict[str, Any]] = []
+    for name, spec in zip(names, user, strict=True):
+        if isinstance(spec.arg, ConstantArgument):
+            out.append({"name": name, "constant": repr(spec.arg.value)})
+        else:
+            out.append({"name": name, **_described(values[spec.arg.name])})
+    return out
+
+
+def _described(value: Any) -> dict[str, Any]:
+    if not isinstance(value, torch.Tensor):
+        return {"number": str(value)}  # one that the program takes or makes, maybe symbolic
+    shape = [s if isinstance(s, int) else str(s) for s in value.shape]
+    return {"shape": shape, "dtype": DTYPES.get(value.dtype, str(value.dtype))}
+
+
+def _itemsize(text: str) -> int:
+    by_text = {short: dtype for dtype, short in DTYPES.items()}
+    dtype: torch.dtype = by_text[text] if text in by_text else getattr(torch, text.removeprefix("torch."))
+    return dtype.itemsize

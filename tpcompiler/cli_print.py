@@ -1,0 +1,190 @@
+"""How the command line shows data: tables for people, one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from tpcompiler.errors import ArtifactError
+
+WIDTH_OF_A_FILE = 160  # rich takes a pipe for 80 columns, and folds names that programs look for
+
+
+def console() -> Console:
+    """Standard output. No markup: the brackets of a shape are not a style."""
+    width = None if sys.stdout.isatty() else WIDTH_OF_A_FILE
+    return Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=width)
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    print(json.dumps(_finite(data), indent=1, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinities: they are written as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def print_model(data: Mapping[str, Any], path: str) -> None:
+    from tpcompiler.cli_inspect import folded
+
+    out = console()
+    total = sum(row["bytes"] for row in data["parameters"] if "tied_to" not in row)
+    out.print(f"{path}: {len(data['parameters'])} parameters, buffers and constants, {total:,} bytes")
+    kinds = {row["name"]: row["type"] for row in data["modules"]}
+    rows = [(pattern, kinds[names[0]].rpartition(".")[2], _times(names)) for pattern, names in folded(kinds)]
+    _table(out, "modules", ("name", "class", ""), rows)
+    _table(out, "parameters", ("name", "kind", "type", "bytes", ""), _folded_rows(data["parameters"], ()))
+    _boundary(out, data)
+    out.print("a plan to begin with (save it as plan.yaml):\n")
+    print(data["plan"], end="")  # not through rich, which folds long lines
+
+
+def print_artifact(data: Mapping[str, Any], path: str) -> None:
+    out = console()
+    print_summary(data, path)
+    _table(
+        out,
+        "parameters",
+        ("name", "kind", "type", "sharding", "bytes", "bytes on rank 0", ""),
+        _folded_rows(data["tensors"], ("sharding",)),
+    )
+    _boundary(out, data)
+    if data["output_type"]:
+        out.print(f"the model returned {data['output_type']}; the programs return a dict\n")
+    out.print("written by " + ", ".join(f"{name} {version}" for name, version in data["versions"].items()))
+
+
+def print_summary(data: Mapping[str, Any], title: str) -> None:
+    """The report of a conversion: bytes per rank, collectives by cause, fallbacks, what nothing touches."""
+    out = console()
+    axes = ",".join(f"{axis}={degree}" for axis, degree in data["mesh"].items())
+    out.print(f"{title}: mesh {axes}, {len(data['bytes_per_rank'])} ranks, {data['device_type']}")
+    whole = data["bytes"]
+    rows = [("one device", f"{whole:,}", "100.0%")]
+    rows += [(f"rank {r}", f"{b:,}", f"{100 * b / max(whole, 1):.1f}%") for r, b in enumerate(data["bytes_per_rank"])]
+    _table(out, "parameters, buffers and constants", ("on", "bytes", "share"), rows)
+    collectives = [
+        (row["why"], row["kind"], str(row["count"]), f"{row['payload_bytes']:,}", f"{row['wire_bytes']:,}")
+        for row in data["collectives"]
+    ]
+    headers = ("why", "kind", "count", "payload bytes", "wire bytes per rank")
+    _table(out, "collectives of one call", headers, collectives)
+    lines = []
+    for row in data["fallbacks"]:
+        where = row.get("source") or row.get("module") or row.get("node")
+        lines.append(f"fallback: {row['kind']} of {row['payload_bytes']:,} bytes at {where}: {row.get('reason', '')}")
+    for kind, title in (("untouched", "layers that no plan entry touches"), ("no rule", "ops without a rule")):
+        texts = [note["text"] for note in data["notes"] if note["kind"] == kind]
+        if texts:
+            lines += [f"{title}:", *(f"  {text}" for text in texts)]
+    if lines:
+        print("\n".join(lines), end="\n\n")
+
+
+def print_outputs(rows: Iterable[Sequence[str]]) -> None:
+    _table(console(), "outputs", ("name", "shape", "dtype", "mean", "largest magnitude"), rows)
+
+
+class Picture(NamedTuple):
+    """Text of a view, the file it belongs in, and what to say when it is not of the kind that was asked for."""
+
+    text: str
+    file: Path | None
+    note: str = ""
+
+
+def picture(directory: Path, format: str, file: Path | None, rank: int) -> Picture:
+    """A rank's program as text, dot or svg. Without Graphviz's `dot` an svg becomes dot, with a note."""
+    if format == "text":
+        from tpcompiler.views.table import artifact_text
+
+        return Picture(artifact_text(directory, rank), file)
+    import graphviz
+
+    from tpcompiler.views.dot import artifact_dot
+
+    graph = artifact_dot(directory, rank)
+    if format == "dot":
+        return Picture(str(graph.source), file)
+    try:
+        return Picture(str(graph.pipe(format="svg", encoding="utf-8")), file)
+    except graphviz.ExecutableNotFound:
+        target = file or Path("out.svg")
+        note = (
+            "Graphviz's program dot is not installed, so this is its source text and no SVG\n"
+            f"  help: install graphviz, then: dot -Tsvg {target.with_suffix('.dot')} -o {target.with_suffix('.svg')}"
+        )
+        return Picture(str(graph.source), file and file.with_suffix(".dot"), note)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Raises ArtifactError where the file cannot be written."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ArtifactError(f"cannot write {file}: {error.strerror}", help="choose another file") from error
+
+
+def _boundary(out: Console, data: Mapping[str, Any]) -> None:
+    for what in ("inputs", "outputs"):
+        rows = [(row["name"], _type(row), row.get("sharding", "")) for row in data[what]]
+        _table(out, what, ("name", "type", "sharding" if any(row[2] for row in rows) else ""), rows)
+
+
+def _folded_rows(rows: Sequence[Mapping[str, Any]], more: Sequence[str]) -> list[tuple[str, ...]]:
+    """Parameters, equal ones of repeated layers in one line."""
+    from tpcompiler.cli_inspect import folded
+
+    by_name = {row["name"]: row for row in rows}
+    signatures = {
+        name: (row["kind"], _type(row), *(row[m] for m in more), bool(row.get("tied_to")))
+        for name, row in by_name.items()
+    }
+    out = []
+    for pattern, names in folded(signatures):
+        row = by_name[names[0]]
+        local = (f"{row['bytes_per_rank'][0]:,}",) if "bytes_per_rank" in row else ()
+        note = f"tied to {row['tied_to']}" if row.get("tied_to") else _times(names)
+        out.append((pattern, row["kind"], _type(row), *(row[m] for m in more), f"{row['bytes']:,}", *local, note))
+    return out
+
+
+def _type(row: Mapping[str, Any]) -> str:
+    if "constant" in row:
+        return f"{row['constant']} (a constant)"
+    if "number" in row:
+        return f"{row['number']} (a number)"
+    return f"{row['dtype']}[{', '.join(str(size) for size in row['shape'])}]"
+
+
+def _times(names: Sequence[str]) -> str:
+    return f"x {len(names)}" if len(names) > 1 else ""
+
+
+def _table(out: Console, title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    rows = list(rows)
+    out.print(title if rows else f"{title}: none", style="bold" if rows else None)
+    used = [i for i, header in enumerate(headers) if header or any(row[i] for row in rows)]
+    table = Table(box=None, pad_edge=False)
+    for i in used:
+        numbers = "bytes" in headers[i] or headers[i] in ("count", "share", "mean", "largest magnitude")
+        table.add_column(headers[i], justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(row[i] for i in used))
+    if rows:
+        with out.capture() as drawn:
+            out.print(table)
+        print("\n".join(line.rstrip() for line in drawn.get().splitlines()))  # without the last column's padding
+    print()

@@ -1,0 +1,178 @@
+"""Read a .pt2 file, and say what a file is that is none."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import re
+import sys
+import warnings
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch.export import ExportedProgram
+
+from tpcompiler.errors import ArtifactError
+
+EXPORT = "export the model and write it with torch.export.save(exported_program, path)"
+OLD_FORMAT = "serialized_exported_program.json"  # written by torch 2.7 and before, still read
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import modules that register what a file needs: output classes, custom ops.
+
+    Raises:
+        ArtifactError: a module that cannot be imported.
+    """
+    here = os.getcwd()
+    if names and here not in sys.path:
+        sys.path.append(here)  # an installed command does not look for modules where it was called
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever the module's own code raises
+            raise ArtifactError(
+                f"cannot import {name}: {type(error).__name__}: {_first_line(error)}",
+                help="give the dotted name of a module that python can import here",
+            ) from error
+
+
+def read_model(path: str | os.PathLike[str], imports: Sequence[str] = ()) -> ExportedProgram:
+    """Read what `torch.export.save` wrote; `imports` are modules to import first.
+
+    Reading unpickles the example inputs, as `torch.export.load` does: read no file from a source that you do not trust.
+
+    Raises:
+        ArtifactError: no such file, a file of another kind, a damaged one, or one that needs a module imported.
+    """
+    import_modules(imports)
+    file = Path(path)
+    if found := _other_than_pt2(file):
+        raise ArtifactError(f"{file} {found[0]}", help=found[1])
+    try:
+        with _quiet_torch() as heard:
+            return torch.export.load(file)
+    except Exception as error:  # torch raises what the layer that fails happens to raise
+        # torch.export.load logs the cause, and then raises a general text that says to look above.
+        cause = _innermost(heard[-1]) if heard else error
+        raise _load_error(file, cause) from error
+
+
+def _other_than_pt2(file: Path) -> tuple[str, str] | None:
+    """(what the file seems to be, what to do) unless it looks like a .pt2 with an exported program."""
+    if file.is_dir():
+        if (file / "manifest.json").is_file():
+            return "is a directory that tpcompiler wrote", "give the .pt2 file of the single-device model"
+        return "is a directory", "give a .pt2 file"
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(512)
+    except FileNotFoundError:
+        return "does not exist", f"give the path of a .pt2 file; to make one, {EXPORT}"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}", "check the path and the permissions"
+    if not head.startswith(b"PK"):
+        return _other_than_zip(head)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, OSError, ValueError):
+        return "is a damaged or truncated .pt2 (a zip archive without its end)", "copy the file again, or export again"
+    return _other_archive(names)
+
+
+def _other_than_zip(head: bytes) -> tuple[str, str]:
+    if not head:
+        return "is empty", f"it is no .pt2: {EXPORT}"
+    if head.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the file itself", "get the file with git lfs pull"
+    if head.startswith(b"\x80") and head[1:2] in b"\x02\x03\x04\x05":
+        return "is a Python pickle, not a .pt2", EXPORT
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 30:
+        return "is a safetensors file: weights without a program, not a .pt2", EXPORT
+    with contextlib.suppress(UnicodeDecodeError):
+        if head[:256].decode("utf-8").isprintable() or b"\n" in head[:256]:
+            return "is a text file, not a .pt2", EXPORT
+    return "is not a .pt2 (no zip archive)", EXPORT
+
+
+def _other_archive(names: Sequence[str]) -> tuple[str, str] | None:
+    inside = {name.partition("/")[2] for name in names}  # every entry lies under one folder with the archive's name
+    models = sorted(name[7:-5] for name in inside if name.startswith("models/") and name.endswith(".json"))
+    if "model" in models or OLD_FORMAT in names:
+        return None
+    if models:
+        return (
+            f"holds exported programs named {', '.join(models)}, and none named 'model'",
+            "write a file with one program by torch.export.save(exported_program, path)",
+        )
+    if any(name.startswith("data/aotinductor/") for name in inside):
+        return "is an AOTInductor package: compiled code, not a .pt2 with a graph", EXPORT
+    if "constants.pkl" in inside or any(name.startswith("code/") for name in inside):
+        return "is a TorchScript archive (torch.jit.save), not a .pt2", EXPORT
+    if "data.pkl" in inside:
+        return "is a pickle of something else (torch.save of weights or a module), not a .pt2", EXPORT
+    return "is a zip archive of something else, not a .pt2", EXPORT
+
+
+def _load_error(file: Path, cause: BaseException) -> ArtifactError:
+    text = str(cause)
+    if found := re.search(r"Deserializing (\S+) in pytree is not registered", text):
+        module = found[1].rpartition(".")[0] or "MODULE"
+        return ArtifactError(
+            f"{file} takes or returns a {found[1]}, a class that is not imported here",
+            help=f"pass --import {module} (in Python: import {module} first)",
+        )
+    if found := re.search(r"failed to resolve torch\.ops\.(\S+) to an operator", text):
+        return ArtifactError(
+            f"{file} calls the op {found[1]}, which this torch {torch.__version__} does not have",
+            help="pass --import MODULE with the module that registers the op, or export with this version of torch",
+        )
+    return ArtifactError(
+        f"{file} cannot be read by torch {torch.__version__}: {_first_line(cause)}",
+        help="copy the file again, or export the model again with this version of torch",
+    )
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of a message, without the advice that torch adds to every unreadable archive."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line.partition(" This is an internal miniz error.")[0]
+
+
+@contextlib.contextmanager
+def _quiet_torch() -> Iterator[list[BaseException]]:
+    """Keep what torch logs and warns about off the terminal; yields the errors that it logged."""
+    heard: list[BaseException] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.exc_info and record.exc_info[1] is not None:
+                heard.append(record.exc_info[1])
+
+    known = logging.root.manager.loggerDict.items()
+    loud = [
+        logger
+        for name, logger in known
+        if isinstance(logger, logging.Logger) and logger.handlers and name.partition(".")[0] == "torch"
+    ]
+    before = [(logger, logger.handlers) for logger in loud]
+    try:
+        for logger in loud:
+            logger.handlers = [Listener()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield heard
+    finally:
+        for logger, handlers in before:
+            logger.handlers = handlers
