@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import OpOverload
+from tpcompiler._torch import OpOverload, decomposed
 from tpcompiler.errors import ProgramError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import CanonicalProgram
@@ -35,9 +33,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
     for target in [t for t in table if has_rule(t)]:
         del table[target]
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 warns about its own LeafSpec
-            source = exported_program.run_decompositions(table)
+        source = decomposed(exported_program, table)
     except Exception as error:
         raise ProgramError(
             f"the program cannot be made functional: {str(error).strip().splitlines()[0]}",

@@ -65,6 +65,7 @@ def test_the_report() -> None:
         "mesh tp=2\n"
         "parameter bytes: 592 on one device; per rank 388 (65.5%), 388 (65.5%)\n"
         "inherent collectives: 1, 32 wire bytes per rank and call\n"
+        "  mlp.down: 1 all_reduce\n"
         "plan-demanded collectives: 0, 0 wire bytes per rank and call\n"
         "fallback collectives: 1, 24 wire bytes per rank and call\n"
         f"  all_gather of 48 bytes, 'all_gather_into_tensor' at {where}: softmax: it needs the dim of 6 whole\n"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.testing._internal.distributed import fake_pg
@@ -38,6 +40,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "TreeSpec",
+    "decomposed",
     "detect_fake_mode",
     "fake_group",
     "group_is_registered",
@@ -55,6 +58,13 @@ __all__ = [
     "tree_names",
     "tree_unflatten",
 ]
+
+
+def decomposed(program: ExportedProgram, table: Any) -> ExportedProgram:
+    """A functional copy of the program, with the ops of `table` decomposed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 warns about its own LeafSpec
+        return program.run_decompositions(table)
 
 
 def statically_equal(a: Any, b: Any) -> bool:

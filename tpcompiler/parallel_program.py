@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -151,6 +153,7 @@ class ParallelProgram:
             total = sum(c.wire_bytes for c in chosen)
             lines.append(f"{why} collectives: {len(chosen)}, {total:,} wire bytes per rank and call")
             if why == "inherent":
+                lines += _by_layer(chosen)
                 continue
             for c in chosen:
                 where = c.source or c.module
@@ -280,6 +283,22 @@ def layout_of(shardings: Mapping[str, Sharding], mesh: Mesh) -> Layout:
         return join(parts, shardings[f"output {name}" if f"output {name}" in shardings else name], mesh, shape)
 
     return Layout(lambda name, value, rank: cut(value, shardings[name], mesh, rank), joined)
+
+
+def _by_layer(collectives: Sequence[Collective]) -> list[str]:
+    """`layers.*: 2 all_reduce in each of 6`: collectives counted per repeated layer."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for collective in collectives:
+        numbered = re.match(r"(.*?)(?:^|(?<=\.))(\d+)(?=\.)", collective.module)
+        owner, number = (f"{numbered[1]}*", numbered[2]) if numbered else (collective.module or "the model", "")
+        counts.setdefault((owner, collective.kind), Counter())[number] += 1
+    lines = []
+    for (owner, kind), per_layer in counts.items():
+        each = set(per_layer.values())
+        spread = f" in each of {len(per_layer)}" if len(each) == 1 else f" in {len(per_layer)} layers"
+        count = each.pop() if len(each) == 1 else per_layer.total()
+        lines.append(f"  {owner}: {count} {kind}{spread if owner.endswith('*') else ''}")
+    return lines
 
 
 def versions() -> dict[str, str]:

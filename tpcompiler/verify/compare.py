@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from tpcompiler._torch import decomposed
 from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.verify.simulate import RankResult, flatten_inputs, simulate
@@ -95,7 +96,7 @@ def compare(
     if not programs:
         raise MeshError("there is no rank program to compare", help="give one program per rank")
     flat = flatten_inputs(reference, args, kwargs)
-    reference = reference.run_decompositions({})  # functional, with every op as the user exported it
+    reference = decomposed(reference, {})  # functional, with every op as the user exported it
     expected = run_single(reference, flat)
     exact = run_single(reference, flat, torch.float64)
     shares = []
