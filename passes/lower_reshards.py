@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import Replicate, Shard
 
 from tpcompiler._torch import DeviceMesh, FakeTensorMode, fake_group, make_fx, redistribute, traced_mesh
 from tpcompiler.ir import edit
@@ -120,8 +121,50 @@ def _change(
     if before and after and before != after:
         x = _all_to_all(x, before[0], after[0], shape, mesh, rank, over.get_group(0).group_name)
     else:
-        x = redistribute(x, over, source.placements(mesh), target.placements(mesh), shape)
+        x = _over_even_shards(x, source, target, shape, mesh, rank, over)
     return x.reshape(local_target) if any(unit > 1 for unit in units) else x
+
+
+def _over_even_shards(
+    x: torch.Tensor,
+    source: Sharding,
+    target: Sharding,
+    shape: tuple[Size, ...],
+    mesh: Mesh,
+    rank: int,
+    over: DeviceMesh,
+) -> torch.Tensor:
+    """torch's own change, with a dim that a collective works on padded to even shards and cut again.
+
+    torch pads uneven shards by itself, but in a way that makes the example's sizes of dynamic dims fixed.
+    """
+    (axis,) = mesh.names
+    gathered = [d for d, dim in enumerate(source.dims) if dim.axes and not target.dims[d].axes]
+    scattered = [d for d, dim in enumerate(target.dims) if dim.axes and source.partial]
+    padded, wanted = list(shape), list(target.local_shape(shape, mesh, mesh.coordinate(rank)))
+    for dim in gathered + scattered:
+        step = chunk(shape[dim], mesh.degree(axis), 0)[1]
+        padded[dim] = step * mesh.degree(axis)
+        x = _pad(x, dim, step if dim in gathered else padded[dim])
+    if gathered and gathered[0] > 0:
+        # Gathered as a new first dim and moved into place: torch would split by a dynamic size, and guard on it.
+        (dim,) = gathered
+        whole = [mesh.degree(axis), *x.shape]
+        x = redistribute(x.unsqueeze(0), over, [Shard(0)], [Replicate()], whole)
+        x = x.movedim(0, dim).clone(memory_format=torch.contiguous_format).view(padded)
+    else:
+        x = redistribute(x, over, source.placements(mesh), target.placements(mesh), padded)
+    for dim in gathered + scattered:
+        if x.shape[dim] != wanted[dim]:
+            x = x.narrow(dim, 0, wanted[dim]).clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    missing = size - x.shape[dim]
+    if not missing:
+        return x
+    return torch.cat([x, x.new_zeros([missing if d == dim else s for d, s in enumerate(x.shape)])], dim)
 
 
 def _split(shape: Sequence[Size], units: Sequence[int]) -> list[Size]:

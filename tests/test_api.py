@@ -41,6 +41,21 @@ def test_an_mlp_of_any_width(hidden: int, world: int) -> None:
     assert program.verify((torch.randn(2, 4),)).ok
 
 
+@pytest.mark.parametrize("style", ["colwise", "colwise_gather_output"])
+@pytest.mark.parametrize(("hidden", "world"), [(8, 2), (18, 4), (3, 4)])
+def test_an_mlp_with_a_dynamic_batch(hidden: int, world: int, style: str) -> None:
+    """Sizes other than the example's, one included, through sums and gathers of even, uneven and empty shards."""
+    model = torch.export.export(
+        randomise(Mlp(hidden)), (torch.randn(5, 4),), dynamic_shapes=({0: torch.export.Dim("batch")},)
+    )
+    plan = PLAN if style == "colwise" else {"up": style}
+    program = tpcompiler.parallelize(model, world, plan)
+    for batch in (1, 2, 7):
+        assert program.verify((torch.randn(batch, 4),)).ok
+    before, after = model.range_constraints, program.rank_program(0).range_constraints
+    assert {str(k): str(v) for k, v in after.items()} == {str(k): str(v) for k, v in before.items()}
+
+
 def test_a_mesh_of_one_rank() -> None:
     program = tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 1, PLAN)
     assert program.collectives() == []

@@ -48,6 +48,7 @@ __all__ = [
     "redistribute",
     "register_group",
     "resolve_group",
+    "shape_facts",
     "statically_equal",
     "sym_hint",
     "sym_quotient",
@@ -97,6 +98,14 @@ def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:
     """The symbols in the sizes of these values."""
     sizes = [s for v in tree_flatten(list(values))[0] for s in (v.shape if isinstance(v, torch.Tensor) else (v,))]
     return set().union(*(s.node.expr.free_symbols for s in sizes if isinstance(s, torch.SymInt)))
+
+
+def shape_facts(mode: FakeTensorMode) -> tuple[int, ...]:
+    """How many guards, replacements and deferred assertions the shape environment holds: growth is specialisation."""
+    env = mode.shape_env
+    if env is None:
+        return ()
+    return len(env.guards), len(env.replacements), sum(map(len, env.deferred_runtime_asserts.values()))
 
 
 def sym_hint(size: Any) -> int:

@@ -21,6 +21,7 @@ from passes.insert_reshards import insert_reshards
 from passes.mark_placements import mark_placements
 from tpcompiler.errors import ArtifactError, MeshError, UnsupportedError
 from tpcompiler.ir import edit
+from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.program import CanonicalProgram, Program
@@ -64,10 +65,11 @@ def parallelize(
     after = _Dump(dump)
     program = after(canonicalize(exported_program), "canonicalize")
     device = _device(program, device_type)
-    planned = after(apply_plan(program, plan, mesh, _specs(inputs), _specs(outputs)), "apply_plan")
-    marked = after(mark_placements(planned), "mark_placements")
-    resharded = after(insert_reshards(marked), "insert_reshards")
-    folded = after(fold_reshards(resharded), "fold_reshards")
+    with no_new_guards(program.graph):
+        planned = after(apply_plan(program, plan, mesh, _specs(inputs), _specs(outputs)), "apply_plan")
+        marked = after(mark_placements(planned), "mark_placements")
+        resharded = after(insert_reshards(marked), "insert_reshards")
+        folded = after(fold_reshards(resharded), "fold_reshards")
     made = ParallelProgram(exported_program, folded, plan, device)
     after(made.local_program(0), "lowered_rank_0")
     return made

@@ -21,6 +21,7 @@ from passes.shard_state import shard_state
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.ir import edit
+from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.program import RESHARD, LocalProgram, Reshard, ReshardedProgram, mark_of, reshard, tied
@@ -89,8 +90,9 @@ class ParallelProgram:
         self.mesh.coordinate(rank)
         built = 0 if _same_on_all_ranks(self.resharded) else rank
         if built not in self._local:
-            lowered = lower_reshards(self.resharded, built, self._traces)
-            self._local[built] = localize_shapes(lowered, self._results)
+            with no_new_guards(self.resharded.graph):
+                lowered = lower_reshards(self.resharded, built, self._traces)
+                self._local[built] = localize_shapes(lowered, self._results)
         made = self._local[built]
         return LocalProgram(made.source, made.graph, self.mesh, rank)
 

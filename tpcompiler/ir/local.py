@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from tpcompiler._torch import FakeTensorMode, detect_fake_mode, statically_equal, sym_hint
+from tpcompiler._torch import FakeTensorMode, detect_fake_mode, shape_facts, statically_equal, sym_hint
+from tpcompiler.errors import InternalError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding, Size
 
@@ -17,6 +19,23 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """The fake mode that the program's values live in, with its shape environment."""
     mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
     return mode if mode is not None else FakeTensorMode()
+
+
+@contextlib.contextmanager
+def no_new_guards(graph: fx.Graph) -> Iterator[None]:
+    """Fails when dynamic sizes come out less general than they went in.
+
+    Raises:
+        InternalError: the shape environment learnt something about a size.
+    """
+    mode = fake_mode_of(graph)
+    before = shape_facts(mode)
+    yield
+    if (after := shape_facts(mode)) != before:
+        raise InternalError(
+            f"compiling specialised a dynamic size: guards, replacements and assertions went from {before} to {after}",
+            help="report this with the model and the plan",
+        )
 
 
 def is_contiguous(value: torch.Tensor) -> bool:
