@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+import passes.lower_reshards as lower_reshards
 import tpcompiler
 from tests.models.zoo import randomise
 from tpcompiler.ir.claims import read_claim
@@ -54,6 +55,38 @@ def test_an_mlp_with_a_dynamic_batch(hidden: int, world: int, style: str) -> Non
         assert program.verify((torch.randn(batch, 4),)).ok
     before, after = model.range_constraints, program.rank_program(0).range_constraints
     assert {str(k): str(v) for k, v in after.items()} == {str(k): str(v) for k, v in before.items()}
+
+
+def test_a_size_that_torch_would_fix_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: torch pads uneven shards in a way that fixes the batch to the example's."""
+
+    def torchs_own(x: torch.Tensor, source, target, shape, mesh, rank, over) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        return lower_reshards.redistribute(x, over, source.placements(mesh), target.placements(mesh), shape)
+
+    monkeypatch.setattr(lower_reshards, "_over_even_shards", torchs_own)
+    sizes = ({0: torch.export.Dim("batch")},)
+    program = tpcompiler.parallelize(
+        exported(Mlp(18), torch.randn(5, 4), dynamic_shapes=sizes), 4, {"up": "colwise_gather_output"}
+    )
+    with pytest.raises(tpcompiler.InternalError, match=r"is \[5, 18\], but its sharding R of"):
+        program.rank_program(3)
+
+
+def test_a_question_about_a_size_is_not_written_down() -> None:
+    """`chunk` of a dynamic dim asks how many parts there are: as the export asked already."""
+
+    class Halved(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x.chunk(2, 0)[0]).sum(1)
+
+    model = exported(Halved(), torch.randn(6, 3, 4), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    program = tpcompiler.parallelize(model, 3, {"linear": "colwise"}, inputs=["S(1)"])
+    assert program.verify((torch.randn(6, 3, 4),)).ok
+    assert program.verify((torch.randn(12, 3, 4),)).ok
 
 
 def test_a_mesh_of_one_rank() -> None:

@@ -168,8 +168,10 @@ def is_collective(node: fx.Node) -> bool:
 
 def source_line(node: fx.Node) -> str:
     """`model.py:31, in forward` of the user's code that made the node (torch's own layers skipped), or nothing."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in str(trace).splitlines() if line.strip().startswith("File ")]
+    trace = str(node.meta.get("stack_trace") or "")
+    lines = [
+        line for line in map(str.strip, trace.splitlines()) if line.startswith("File ") and "<eval_with" not in line
+    ]
     if not lines:
         return ""
     outside = [line for line in lines if "/torch/" not in line]
