@@ -65,7 +65,8 @@ def decomposed(program: ExportedProgram, table: Any) -> ExportedProgram:
     """A functional copy of the program, with the ops of `table` decomposed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 warns about its own LeafSpec
-        return program.run_decompositions(table)
+        made: ExportedProgram = program.run_decompositions(table)
+        return made
 
 
 def statically_equal(a: Any, b: Any) -> bool:

@@ -108,7 +108,8 @@ def squeeze(node: fx.Node) -> RuleText:
 
 
 def _squeezed(value: torch.Tensor, *args: Any, shard: ShardRange, gone: list[int]) -> torch.Tensor:
-    return aten.squeeze.dims(value, gone)
+    made: torch.Tensor = aten.squeeze.dims(value, gone)
+    return made
 
 
 @op_rule(aten.unflatten.int, shards="any", relayout=True)
