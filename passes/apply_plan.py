@@ -112,9 +112,11 @@ def _seeds(
     return found
 
 
-def _pin(value: fx.Node, sharding: Sharding, asked_by: str, before: fx.Node) -> fx.Node:
+def _pin(value: fx.Node, sharding: Sharding, asked_by: str, before: fx.Node, owner: fx.Node) -> fx.Node:
+    """A pin in the module of `owner`, so that a layer's output pin stays outside of the layer that takes the output."""
     made = edit.insert_before(before, pin, (value,), "pin")
-    edit.inherit_meta(made, value)
+    made.meta.clear()
+    edit.inherit_meta(made, owner)
     made.meta["val"] = value.meta["val"]
     made.meta[PIN] = Seed(sharding, asked_by)
     return made
@@ -142,7 +144,8 @@ def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Nod
                 continue
             sharding = _sharding(spec, mesh, value.meta["val"], f"the {what} of '{name}'", entry.where)
             users = [u for u in value.users if (u in members) == (what == "input")]
-            made = _pin(value, sharding, entry.where, min(users))
+            before = min(users)
+            made = _pin(value, sharding, entry.where, before, owner=before if what == "input" else value)
             for user in users:
                 user.replace_input_with(value, made)
 
@@ -228,7 +231,7 @@ def _pin_outputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> None
         sharding = Sharding.replicated(value.meta["val"].ndim)
         if name in wanted:
             sharding = _sharding(wanted[name], mesh, value.meta["val"], f"output '{name}'", asked_by)
-        values[position] = _pin(value, sharding, asked_by, output)
+        values[position] = _pin(value, sharding, asked_by, output, owner=value)
     output.args = (tuple(values),)
 
 

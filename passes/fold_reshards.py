@@ -24,6 +24,7 @@ def fold_reshards(program: ReshardedProgram) -> ReshardedProgram:
     A reshard whose only user is another one becomes part of it (P -> R -> S(0) is a reduce_scatter).
     """
     graph = edit.copy_graph(program.graph)
+    _share(graph)
     shared: dict[tuple[fx.Node, Sharding], fx.Node] = {}
     for node in edit.calls(graph):
         if node.target is not reshard:
@@ -50,3 +51,14 @@ def fold_reshards(program: ReshardedProgram) -> ReshardedProgram:
                 del shared[value, change.target]
             edit.erase(node)
     return ReshardedProgram(program.source, graph, program.mesh, program.notes)
+
+
+def _share(graph: fx.Graph) -> None:
+    """Equal changes of one value first, so that a change before them has a single user and can become part of theirs."""
+    shared: dict[tuple[fx.Node, Sharding], fx.Node] = {}
+    for node in edit.calls(graph):
+        if node.target is reshard:
+            first = shared.setdefault((edit.operands(node)[0], node.meta[RESHARD].target), node)
+            if first is not node:
+                edit.replace_uses(node, first)
+                edit.erase(node)

@@ -104,6 +104,7 @@ def main() -> None:
         else:
             raise AssertionError("a plan entry that matches nothing was accepted")
     assert state() == before
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from typing import Any
 
@@ -53,7 +54,19 @@ def _join_world(manifest: Manifest) -> None:
             )
         _same_world(int(os.environ["WORLD_SIZE"]), manifest)
         dist.init_process_group("nccl" if manifest.device_type == "cuda" else "gloo")
+        atexit.register(_destroy)  # no barrier there: a rank that failed must not wait for the others
     _same_world(dist.get_world_size(), manifest)
+
+
+def leave_world() -> None:
+    """Leave the process group, when all ranks are here: one that goes early breaks the others' connections."""
+    dist.barrier()
+    _destroy()
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _same_world(size: int, manifest: Manifest) -> None:

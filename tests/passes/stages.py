@@ -1,0 +1,98 @@
+"""Small modules taken through the pipeline up to one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import export
+
+import tpcompiler.rules  # noqa: F401  (registers the rules)
+from passes.apply_plan import apply_plan
+from passes.canonicalize import canonicalize
+from passes.fold_reshards import fold_reshards
+from passes.insert_reshards import insert_reshards
+from passes.localize_shapes import localize_shapes
+from passes.lower_reshards import lower_reshards
+from passes.mark_placements import mark_placements
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.placements import parse_placement
+from tpcompiler.ir.program import (
+    CanonicalProgram,
+    LocalProgram,
+    LoweredProgram,
+    MarkedProgram,
+    PlannedProgram,
+    ReshardedProgram,
+)
+from tpcompiler.plan import Plan
+from tpcompiler.verify.invariants import check_invariants
+
+Given = Mapping[str, str] | Sequence[str | None] | None
+
+
+class Call(nn.Module):
+    """A function as a module: `function(self, ...)` with parameters of the given shapes, buffers and submodules."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.forward = MethodType(function, self)
+        for name, part in parts.items():
+            if isinstance(part, tuple):
+                part = nn.Parameter(torch.randn(part) / max(part[-1] if part else 1, 1) ** 0.5)
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+
+def canonical(module: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None) -> CanonicalProgram:
+    return canonicalize(export(module, args, dynamic_shapes=dynamic_shapes))
+
+
+def planned(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    plan: Mapping[str, object] = {},
+    *,
+    degree: int = 2,
+    inputs: Given = None,
+    outputs: Given = None,
+    dynamic_shapes: Any = None,
+) -> PlannedProgram:
+    program = canonical(module, args, dynamic_shapes)
+    return apply_plan(program, Plan.of(plan), Mesh((("tp", degree),)), _specs(inputs), _specs(outputs))
+
+
+def _specs(given: Given) -> Any:
+    if isinstance(given, Mapping):
+        return {name: parse_placement(text) for name, text in given.items()}
+    return None if given is None else [None if text is None else parse_placement(text) for text in given]
+
+
+def marked(*args: Any, **kwargs: Any) -> MarkedProgram:
+    return _checked(mark_placements(planned(*args, **kwargs)))
+
+
+def resharded(*args: Any, **kwargs: Any) -> ReshardedProgram:
+    return _checked(insert_reshards(marked(*args, **kwargs)))
+
+
+def folded(*args: Any, **kwargs: Any) -> ReshardedProgram:
+    return _checked(fold_reshards(resharded(*args, **kwargs)))
+
+
+def lowered(*args: Any, rank: int = 0, **kwargs: Any) -> LoweredProgram:
+    return _checked(lower_reshards(folded(*args, **kwargs), rank, {}))
+
+
+def local(*args: Any, rank: int = 0, **kwargs: Any) -> LocalProgram:
+    return _checked(localize_shapes(lowered(*args, rank=rank, **kwargs), {}))
+
+
+def _checked(program: Any) -> Any:
+    check_invariants(program)
+    return program

@@ -1,0 +1,332 @@
+"""The plan's words about layers become seeds on leaves and pins on values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.export import Dim
+
+from tests.passes.stages import Call, canonical, planned
+from tpcompiler.errors import TpCompilerError
+from tpcompiler.ir.program import PIN, PlannedProgram
+from tpcompiler.ir.text import program_text
+
+X, Y = torch.randn(2, 4), torch.randn(2, 4)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+        self.down = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+class Conv1D(nn.Module):
+    """Weight [in, out], as in GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6))
+        self.bias = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def test_nothing_asked() -> None:
+    """Only the boundary is pinned."""
+    program = planned(Mlp(), (X,))
+    assert_expected_inline(
+        program_text(program),
+        """\
+p_up_weight = up.weight f32[6, 4]
+p_up_bias = up.bias f32[6]
+p_down_weight = down.weight f32[4, 6]
+p_down_bias = down.bias f32[4]
+x = input f32[2, 4]
+linear = linear(x, p_up_weight, p_up_bias)
+relu = relu(linear)
+linear_1 = linear(relu, p_down_weight, p_down_bias)
+pin: R = pin(linear_1)
+return pin
+""",
+    )
+    assert [note.text for note in program.notes] == ["up", "down"]
+
+
+def test_colwise_gather_output() -> None:
+    program = planned(Mlp(), (X,), {"up": "colwise_gather_output"})
+    assert_expected_inline(
+        program_text(program),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+p_down_weight = down.weight f32[4, 6]
+p_down_bias = down.bias f32[4]
+x = input f32[2, 4]
+linear = linear(x, p_up_weight, p_up_bias)
+pin: R = pin(linear)
+relu = relu(pin)
+linear_1 = linear(relu, p_down_weight, p_down_bias)
+pin_1: R = pin(linear_1)
+return pin_1
+""",
+    )
+    asked = [node.meta[PIN].asked_by for node in program.graph.nodes if PIN in node.meta]
+    assert asked == [
+        'the plan ("up": "colwise_gather_output")',
+        "outputs are R unless outputs= says otherwise",
+    ]
+
+
+def seeds(program: PlannedProgram) -> dict[str, str]:
+    names = {node.name: fqn for node, fqn in program.leaves()}
+    return {names[name]: seed.sharding.text(program.mesh) for name, seed in program.seeds.items()}
+
+
+@pytest.mark.parametrize(
+    ("module", "plan", "expected"),
+    [
+        (Mlp(), {"up": "colwise"}, {"up.weight": "S(0)", "up.bias": "S(0)"}),
+        (Mlp(), {"down": "rowwise"}, {"down.weight": "S(1)"}),
+        (Mlp(), {"*": "replicate"}, dict.fromkeys(["up.weight", "up.bias", "down.weight", "down.bias"], "R")),
+        (Mlp(), {"up": "colwise", "up.bias": "R"}, {"up.weight": "S(0)", "up.bias": "R"}),
+        (Mlp(), {"up.weight": "S(-1)", "up.bias": "P(sum)"}, {"up.weight": "S(1)", "up.bias": "P(sum)"}),
+        (Mlp(), {"up.weight": {"tp": "S(0)"}}, {"up.weight": "S(0)"}),
+        (Call(lambda self, x: self.c(x), c=Conv1D()), {"c": "colwise"}, {"c.weight": "S(1)", "c.bias": "S(0)"}),
+        (Call(lambda self, x: self.c(x), c=Conv1D()), {"c": "rowwise"}, {"c.weight": "S(0)"}),
+        (
+            Call(lambda self, x: self.c(x[None])[0], c=nn.Conv1d(2, 6, 3)),
+            {"c": "colwise"},
+            {"c.weight": "S(0)", "c.bias": "S(0)"},
+        ),
+        (Call(lambda self, x: self.e(x.long()), e=nn.Embedding(9, 4)), {"e": "colwise"}, {"e.weight": "S(1)"}),
+        (
+            Call(lambda self, x: self.e(x.long()), e=nn.Embedding(9, 4)),
+            {"e": "embedding_rowwise"},
+            {"e.weight": "S(0)"},
+        ),
+        (
+            Call(lambda self, x: x @ self.m.w.t().to(x.dtype), m=Call(lambda: None, w=(6, 4))),
+            {"m": "colwise"},
+            {"m.w": "S(0)"},
+        ),
+    ],
+)
+def test_seeds(module: nn.Module, plan: Mapping[str, Any], expected: dict[str, str]) -> None:
+    assert seeds(planned(module, (X,), plan)) == expected
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x.long()))
+
+
+def test_a_seed_on_one_tied_leaf_is_on_all() -> None:
+    assert seeds(planned(Tied(), (X,), {"embed": "rowwise"})) == {"embed.weight": "S(0)", "head.weight": "S(0)"}
+    assert seeds(planned(Tied(), (X,), {"head": "rowwise"})) == {"head.weight": "S(1)", "embed.weight": "S(1)"}
+
+
+def test_pins_on_a_layer_called_twice() -> None:
+    plan = {"up": {"style": "colwise", "inputs": ["S(0)"], "outputs": ["S(1)"]}}
+    program = planned(Call(lambda self, x: self.up(F.relu(self.up(x))), up=nn.Linear(4, 4, bias=False)), (X,), plan)
+    assert_expected_inline(
+        program_text(program),
+        """\
+p_up_weight: S(0) = up.weight f32[4, 4]
+x = input f32[2, 4]
+pin_2: S(0) = pin(x)
+linear = linear(pin_2, p_up_weight)
+pin: S(1) = pin(linear)
+relu = relu(pin)
+pin_3: S(0) = pin(relu)
+linear_1 = linear(pin_3, p_up_weight)
+pin_1: S(1) = pin(linear_1)
+pin_4: R = pin(pin_1)
+return pin_4
+""",
+    )
+
+
+def test_pins_on_several_inputs_and_outputs_of_a_layer() -> None:
+    inner = Call(lambda self, x, y: (x + 1, y + x))
+    outer = Call(lambda self, x, y: self.pair(x * 2, y), pair=inner)
+    plan = {"pair": {"inputs": ["S(0)", None], "outputs": [None, "S(1)"]}}
+    assert_expected_inline(
+        program_text(planned(outer, (X, Y), plan)),
+        """\
+x = input f32[2, 4]
+y = input f32[2, 4]
+mul = mul(x, 2)
+pin_1: S(0) = pin(mul)
+add = add(pin_1, 1)
+add_1 = add(y, pin_1)
+pin: S(1) = pin(add_1)
+pin_2: R = pin(add)
+pin_3: R = pin(pin)
+return pin_2, pin_3
+""",
+    )
+
+
+def test_the_boundary() -> None:
+    module = Call(lambda self, x, flag, y: {"sum": x + y, "none": None, "same": x})
+    program = planned(module, (X, True, Y), inputs={"y": "S(0)"}, outputs={"same": "S(1)"})
+    assert_expected_inline(
+        program_text(program),
+        """\
+x = input f32[2, 4]
+flag = input True
+y = input f32[2, 4]
+add = add(x, y)
+pin: R = pin(add)
+pin_1: S(1) = pin(x)
+return pin, None, pin_1
+""",
+    )
+    assert {name: s.text(program.mesh) for name, s in program.input_shardings.items()} == {"x": "R", "y": "S(0)"}
+    by_position = planned(module, (X, True, Y), inputs=[None, "S(0)"], outputs=[None, "S(1)"])
+    assert program_text(by_position) == program_text(program)
+
+
+def test_layers_that_no_entry_touches_are_noted() -> None:
+    module = Call(
+        lambda self, x: self.norm(self.stack(x)), stack=nn.Sequential(*(Mlp() for _ in range(3))), norm=nn.LayerNorm(4)
+    )
+    notes = planned(module, (X,), {"stack.1.up": "colwise"}).notes
+    assert [(note.kind, note.text) for note in notes] == [
+        ("untouched", "stack.*.up x 2"),
+        ("untouched", "stack.*.down x 3"),
+    ]
+
+
+def error(module: nn.Module, args: tuple[Any, ...], plan: Mapping[str, object], **kwargs: Any) -> str:
+    with pytest.raises(TpCompilerError) as caught:
+        planned(module, args, plan, **kwargs)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_style_that_does_not_fit() -> None:
+    module = Call(lambda self, x: self.norm(x), norm=nn.LayerNorm(4))
+    assert_expected_inline(
+        error(module, (X,), {"norm": "rowwise"}),
+        """\
+PlanError: style 'rowwise' does not fit 'norm': no weight of it has input features of its own
+  help: use it on a linear, convolution or embedding layer, or give a parameter an explicit placement
+  asked by: the plan ("norm": "rowwise")""",
+    )
+
+
+def test_a_style_that_could_mean_two_dims() -> None:
+    module = Call(
+        lambda self, x: x @ self.m.w @ self.m.w.t() + x @ self.m.w.t() @ self.m.w, m=Call(lambda: None, w=(4, 4))
+    )
+    assert_expected_inline(
+        error(module, (X,), {"m": "colwise"}),
+        """\
+PlanError: style 'colwise' is ambiguous for 'm.w': its uses cut dims [0, 1]
+  help: give an explicit placement, e.g. "m.w": "S(0)"
+  asked by: the plan ("m": "colwise")""",
+    )
+
+
+def test_a_name_that_is_not_there() -> None:
+    assert_expected_inline(
+        error(Mlp(), (X,), {"upp": "colwise"}),
+        """\
+PlanError: plan entry 'upp' matches nothing
+  help: use a name of the program, such as 'up'
+  asked by: the plan ("upp": "colwise")""",
+    )
+
+
+def test_tied_tensors_in_two_places() -> None:
+    assert_expected_inline(
+        error(Tied(), (X,), {"embed": "rowwise", "head": "rowwise"}),
+        """\
+PlanError: 'embed.weight' and 'head.weight' are one tied tensor, but the plan places them differently
+  help: give both the same placement, or plan only one of them
+  asked by: the plan ("embed": "rowwise") and the plan ("head": "rowwise")""",
+    )
+
+
+def test_more_placements_than_tensors() -> None:
+    assert_expected_inline(
+        error(Mlp(), (X,), {"up": {"inputs": ["R", "R"]}}),
+        """\
+PlanError: style 'prepare_input' gives 2 input placements, 'up' has 1 tensor inputs
+  help: give one placement per tensor
+  asked by: the plan ("up": {'inputs': ['R', 'R']})""",
+    )
+    assert_expected_inline(
+        error(Mlp(), (X,), {}, outputs=["R", "R"]),
+        """\
+ShardingError: 2 output placements for 1 tensor outputs
+  help: give one per tensor or a dict""",
+    )
+
+
+def test_a_boundary_that_is_not_there() -> None:
+    assert_expected_inline(
+        error(Mlp(), (X,), {}, inputs={"y": "R"}),
+        """\
+ShardingError: the program has no tensor input 'y'
+  help: it has x""",
+    )
+
+
+def test_dims_that_are_not_there() -> None:
+    assert_expected_inline(
+        error(Mlp(), (X,), {"up.weight": "S(2)"}),
+        """\
+ShardingError: cannot shard 'up.weight' on dim 2: it has 2 dims
+  help: use a dim from -2 to 1
+  asked by: the plan ("up.weight": "S(2)")""",
+    )
+    assert_expected_inline(
+        error(Mlp(), (X,), {}, outputs=["S(-3)"]),
+        """\
+ShardingError: cannot shard output 'output' on dim -3: it has 2 dims
+  help: use a dim from -2 to 1
+  asked by: outputs=""",
+    )
+    assert_expected_inline(
+        error(Call(lambda self, x: x.sum()), (X,), {}, outputs=["S(0)"]),
+        """\
+ShardingError: cannot shard output 'output' on dim 0: it has 0 dims
+  help: pin it to R
+  asked by: outputs=""",
+    )
+
+
+def test_a_dynamic_dim() -> None:
+    dynamic = {"x": {0: Dim("batch", min=2)}}
+    assert_expected_inline(
+        error(Mlp(), (X,), {}, inputs=["S(0)"], dynamic_shapes=dynamic),
+        """\
+UnsupportedError: cannot shard input 'x' on dim 0: its size s77 is dynamic, which is not supported yet
+  help: export with that dim static, or leave it whole
+  asked by: inputs=""",
+    )
+
+
+def test_the_canonical_program_is_not_changed() -> None:
+    program = canonical(Mlp(), (X,))
+    before = program_text(program)
+    planned(Mlp(), (X,), {"up": "colwise_gather_output"})
+    assert program_text(program) == before

@@ -1,0 +1,98 @@
+"""Graph, signature and state of one rank are an ordinary exported program."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.export import Dim, ExportedProgram
+
+from passes.build_rank_program import build_rank_program
+from passes.shard_state import shard_state
+from tests.passes.models import MEGATRON, Mlp
+from tests.passes.stages import Call, local
+from tpcompiler.ir.claims import read_claim
+from tpcompiler.verify.simulate import simulate
+
+X = torch.randn(2, 4)
+
+
+def built(*args: Any, **kwargs: Any) -> ExportedProgram:
+    return build_rank_program(shard_state(local(*args, **kwargs)))
+
+
+def test_names_of_the_original() -> None:
+    def forward(self: Any, x: torch.Tensor, flag: bool, *, y: torch.Tensor) -> dict[str, Any]:
+        self.steps.add_(1)
+        return {"h": self.up(x) + y, "flag": flag}
+
+    module = Call(forward, up=nn.Linear(4, 6), steps=torch.zeros(()))
+    source = torch.export.export(module, (X, True), {"y": torch.randn(2, 6)})
+    import passes.canonicalize
+    import tpcompiler
+
+    program = tpcompiler.parallelize(source, 2, {"up": "colwise"}).rank_program(1)
+    original = passes.canonicalize.canonicalize(source).source
+    assert [spec.arg.name for spec in program.graph_signature.input_specs] == [
+        spec.arg.name for spec in original.graph_signature.input_specs
+    ]
+    assert program.graph_signature.buffers_to_mutate == {"add": "steps"}
+    assert program.call_spec.in_spec == original.call_spec.in_spec
+    assert program.call_spec.out_spec == original.call_spec.out_spec
+    assert list(program.state_dict) == ["up.weight", "up.bias", "steps"]
+    assert program.example_inputs is not None
+
+
+def test_claims() -> None:
+    """What a node is a share of, how, and why: plain data that is written with the program."""
+    program = built(Mlp(), (X,), MEGATRON)
+    lines = (f"{node.name}: {read_claim(node)}" for node in program.graph.nodes if node.op == "call_function")
+    assert_expected_inline(
+        "".join(f"{line}\n" for line in lines),
+        """\
+linear: {'origin': 'linear', 'sharding': ['S(1)'], 'reason': 'n is cut by tp, asked by the plan ("**.up": "colwise")'}
+relu: {'origin': 'relu', 'sharding': ['S(1)'], 'reason': 'd1 is cut by tp'}
+linear_1: {'origin': 'linear_1', 'sharding': ['P(sum)'], 'reason': 'k is cut by tp'}
+all_reduce: {'origin': 'all_reduce', 'reshard': 'reshard', 'change': 'P(sum) -> R', 'why': 'inherent', 'reshard_reason': "'linear_1' is a pending reduction"}
+wait_tensor: {'origin': 'linear_1', 'sharding': ['R'], 'reason': "'linear_1' is a pending reduction", 'reshard': 'reshard', 'change': 'P(sum) -> R', 'why': 'inherent', 'reshard_reason': "'linear_1' is a pending reduction"}
+add: {'origin': 'add', 'sharding': ['R'], 'reason': 'operands are replicated'}
+""",
+    )
+
+
+def test_nothing_of_the_compiler_is_left_on_nodes() -> None:
+    program = built(Mlp(), (X,), MEGATRON)
+    assert not [key for node in program.graph.nodes for key in node.meta if key.startswith("tpcompiler")]
+
+
+def test_it_is_saved_and_loaded_by_torch_alone() -> None:
+    dynamic = {"x": {0: Dim("batch", min=2)}}
+    programs = [built(Mlp(), (X,), MEGATRON, rank=rank, dynamic_shapes=dynamic) for rank in (0, 1)]
+    loaded = []
+    for program in programs:
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        file.seek(0)
+        loaded.append(torch.export.load(file))
+    for before, after in zip(programs, loaded, strict=True):
+        claims = [[read_claim(node) for node in p.graph.nodes if node.op == "call_function"] for p in (before, after)]
+        assert claims[0] == claims[1]
+    x = torch.randn(5, 4)
+    for a, b in zip(simulate(programs, [[x], [x]]), simulate(loaded, [[x], [x]]), strict=True):
+        torch.testing.assert_close(a.outputs[0], b.outputs[0])
+
+
+def test_inputs_that_are_sharded_have_no_example() -> None:
+    assert built(Mlp(), (X,), {}, inputs=["S(0)"]).example_inputs is None
+    assert built(Mlp(), (X,), {}).example_inputs is not None
+
+
+def test_a_buffer_that_is_not_saved_stays_a_constant() -> None:
+    module = Call(lambda self, x: x @ self.w + self.table, w=(4, 6))
+    module.register_buffer("table", torch.randn(6), persistent=False)
+    program = built(module, (X,), {"w": "S(1)"})
+    assert list(program.state_dict) == ["w"]
+    assert list(program.constants["table"].shape) == [3]

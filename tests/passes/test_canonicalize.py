@@ -1,0 +1,167 @@
+"""Any exported program becomes one flat functional graph, with the ops that have rules whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.export import export
+
+from passes.canonicalize import canonicalize
+from tests.passes.stages import Call, canonical
+from tpcompiler.errors import ProgramError, UnsupportedError
+from tpcompiler.ir import edit
+from tpcompiler.ir.program import CanonicalProgram
+from tpcompiler.ir.text import op_name, program_text
+
+
+def block(self: Any, q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        mixed = F.scaled_dot_product_attention(q, q, q)
+    mixed = mixed.to(torch.float32).flatten(1)
+    return F.layer_norm(F.linear(x, self.w), (3,)) + F.glu(mixed).sum() + x.softmax(-1).matmul(self.w.t())
+
+
+ARGS = torch.randn(2, 4, 6), torch.randn(2, 5)
+
+
+def text(program: CanonicalProgram) -> str:
+    return program_text(program)
+
+
+def test_wrappers_and_assertions_go_and_ops_with_rules_stay() -> None:
+    assert_expected_inline(
+        text(canonical(Call(block, w=(3, 5)), ARGS)),
+        """\
+p_w = w f32[3, 5]
+q = input f32[2, 4, 6]
+x = input f32[2, 5]
+scaled_dot_product_attention = scaled_dot_product_attention(q, q, q)
+view = view(scaled_dot_product_attention, [2, 24])
+linear = linear(x, p_w)
+layer_norm = layer_norm(linear, [3], None, None, 1e-05, False)
+slice_1 = slice(view, 1, 0, 12)
+slice_2 = slice(view, 1, 12, 24)
+sigmoid = sigmoid(slice_2)
+mul = mul(slice_1, sigmoid)
+sum_1 = sum(mul)
+add = add(layer_norm, sum_1)
+softmax = softmax(x, -1)
+t = t(p_w)
+matmul = matmul(softmax, t)
+add_1 = add(add, matmul)
+return add_1
+""",
+    )
+
+
+def test_core_aten_is_taken() -> None:
+    program = export(Call(lambda self, x: F.gelu(self.up(x)), up=nn.Linear(3, 4)), (torch.randn(2, 3),))
+    assert_expected_inline(
+        text(canonicalize(program.run_decompositions())),
+        """\
+p_up_weight = up.weight f32[4, 3]
+p_up_bias = up.bias f32[4]
+x = input f32[2, 3]
+permute = permute(p_up_weight, [1, 0])
+addmm = addmm(p_up_bias, x, permute)
+gelu = gelu(addmm)
+return gelu
+""",
+    )
+
+
+def test_canonical_form_is_a_fixed_point() -> None:
+    once = canonical(Call(block, w=(3, 5)), ARGS)
+    assert text(canonicalize(once.source)) == text(once)
+
+
+def test_mutations_are_written_back_by_the_signature() -> None:
+    def count(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(x.sum())
+        self.total.mul_(2)
+        return x + self.total
+
+    program = canonical(Call(count, total=torch.zeros(())), (torch.randn(3),))
+    assert_expected_inline(
+        text(program),
+        """\
+b_total = total f32[]
+x = input f32[3]
+sum_1 = sum(x)
+add = add(b_total, sum_1)
+mul = mul(add, 2)
+add_1 = add(x, mul)
+return mul, add_1
+""",
+    )
+    assert list(program.mutations()) == [(0, "total")]
+
+
+def test_batch_norm_in_training() -> None:
+    assert_expected_inline(
+        text(canonical(nn.BatchNorm1d(3), (torch.randn(4, 3),))),
+        """\
+p_weight = weight f32[3]
+p_bias = bias f32[3]
+b_running_mean = running_mean f32[3]
+b_running_var = running_var f32[3]
+b_num_batches_tracked = num_batches_tracked i64[]
+input = input f32[4, 3]
+add = add(b_num_batches_tracked, 1)
+_native_batch_norm_legit_functional = _native_batch_norm_legit_functional(input, p_weight, p_bias, b_running_mean, b_running_var, True, 0.1, 1e-05)
+getitem = getitem(_native_batch_norm_legit_functional, 0)
+getitem_3 = getitem(_native_batch_norm_legit_functional, 3)
+getitem_4 = getitem(_native_batch_norm_legit_functional, 4)
+return getitem_3, getitem_4, add, getitem
+""",
+    )
+
+
+def test_what_nobody_uses_goes_but_runtime_assertions_stay() -> None:
+    def checked(self: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        x.exp()
+        index = ids.max().item()
+        torch._check(index >= 0)
+        torch._check(index < 3)
+        return x[index]
+
+    program = canonical(Call(checked), (torch.randn(3, 4), torch.tensor([1, 2])))
+    names = [op_name(node) for node in edit.calls(program.graph)]
+    assert names[:2] + names[-1:] == ["max", "_local_scalar_dense", "select"]
+    assert {"ge", "lt", "_assert_scalar"} <= set(names[2:-1])
+
+
+def test_the_given_program_is_not_changed() -> None:
+    program = export(Call(block, w=(3, 5)), ARGS)
+    before = str(program.graph)
+    canonicalize(program)
+    assert str(program.graph) == before
+
+
+def test_control_flow_is_refused() -> None:
+    def choose(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+    with pytest.raises(UnsupportedError) as error:
+        canonical(Call(choose), (torch.randn(3),))
+    assert_expected_inline(
+        str(error.value),
+        """\
+'true_graph_0' is control flow or a nested graph (true_graph_0), which cannot be sharded yet
+  help: export the model without torch.cond, scan or while_loop""",
+    )
+
+
+def test_a_program_that_cannot_be_decomposed() -> None:
+    program = export(Call(lambda self, x: x + 1), (torch.randn(3),))
+    node = next(node for node in program.graph.nodes if node.op == "call_function")
+    node.args = (node.args[0], "one")
+    with pytest.raises(ProgramError) as error:
+        canonicalize(program)
+    assert str(error.value).startswith("the program cannot be made functional: ")
+    assert "check that it runs: exported_program.run_decompositions() fails in the same way" in str(error.value)

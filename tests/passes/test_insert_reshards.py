@@ -1,0 +1,182 @@
+"""Every change of sharding becomes one explicit `reshard` node, and no pin is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+from tests.passes.models import MEGATRON, Mlp
+from tests.passes.stages import Call, marked, resharded
+from tpcompiler.ir.program import RESHARD, ReshardedProgram, pin
+from tpcompiler.ir.text import program_text
+
+X, Y = torch.randn(2, 4), torch.randn(2, 4)
+
+
+def text(*args: Any, **kwargs: Any) -> str:
+    return program_text(resharded(*args, **kwargs))
+
+
+def changes(program: ReshardedProgram) -> str:
+    found = (node.meta[RESHARD] for node in program.graph.nodes if RESHARD in node.meta)
+    lines = (
+        f"{c.name}: {c.source.text(program.mesh)} -> {c.target.text(program.mesh)}; {c.why}; {c.reason}" for c in found
+    )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def test_a_pending_sum_is_reduced_after_its_op() -> None:
+    program = resharded(Mlp(), (X,), MEGATRON)
+    assert_expected_inline(
+        program_text(program),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+p_down_weight: S(1) = down.weight f32[4, 6]
+p_down_bias: P(sum) = down.bias f32[4]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+relu: S(1) = relu(linear)
+linear_1: P(sum) = linear(relu, p_down_weight, p_down_bias)
+reshard: R = reshard(linear_1)
+add: R = add(x, reshard)
+return add
+""",
+    )
+    assert_expected_inline(
+        changes(program),
+        """\
+reshard: P(sum) -> R; inherent; 'linear_1' is a pending reduction
+""",
+    )
+
+
+def test_a_pin_becomes_the_change_that_it_asks_for() -> None:
+    program = resharded(Mlp(), (X,), {**MEGATRON, "up": "colwise_gather_output"}, outputs=["S(0)"])
+    assert_expected_inline(
+        program_text(program),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+p_down_weight: S(1) = down.weight f32[4, 6]
+p_down_bias: P(sum) = down.bias f32[4]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+reshard: R = reshard(linear)
+relu: R = relu(reshard)
+reshard_1: S(1) = reshard(relu)
+linear_1: P(sum) = linear(reshard_1, p_down_weight, p_down_bias)
+reshard_2: R = reshard(linear_1)
+add: R = add(x, reshard_2)
+reshard_3: S(0) = reshard(add)
+return reshard_3
+""",
+    )
+    assert_expected_inline(
+        changes(program),
+        """\
+reshard: S(1) -> R; plan-demanded; the plan ("up": "colwise_gather_output")
+reshard_1: R -> S(1); plan-demanded; k is cut by tp, asked by the plan ("**.down": "rowwise")
+reshard_2: P(sum) -> R; inherent; 'linear_1' is a pending reduction
+reshard_3: R -> S(0); plan-demanded; outputs=
+""",
+    )
+
+
+def test_a_pin_that_holds_already_leaves_nothing() -> None:
+    module = Call(lambda self, x: self.up(x), up=nn.Linear(4, 6))
+    assert_expected_inline(
+        text(module, (X,), {"up": "colwise"}, outputs=["S(1)"]),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+return linear
+""",
+    )
+
+
+def test_every_operand_gets_what_its_op_needs() -> None:
+    module = Call(lambda self, x, y: x @ y + x)
+    square = torch.randn(4, 4)
+    program = resharded(module, (square, square + 1), inputs=["S(0)", "S(1)"])
+    assert_expected_inline(
+        program_text(program),
+        """\
+x: S(0) = input f32[4, 4]
+y: S(1) = input f32[4, 4]
+reshard: R = reshard(y)
+matmul: S(0) = matmul(x, reshard)
+add: S(0) = add(matmul, x)
+reshard_1: R = reshard(add)
+return reshard_1
+""",
+    )
+    assert_expected_inline(
+        changes(program),
+        """\
+reshard: S(1) -> R; fallback; m is cut by tp
+reshard_1: S(0) -> R; plan-demanded; outputs are R unless outputs= says otherwise
+""",
+    )
+
+
+def test_an_operand_that_is_used_twice_by_one_op() -> None:
+    module = Call(lambda self, x: torch.cat([x, x], 1))
+    assert_expected_inline(
+        text(module, (X,), inputs=["S(1)"]),
+        """\
+x: S(1) = input f32[2, 4]
+reshard: R = reshard(x)
+reshard_1: R = reshard(x)
+cat: R = cat([reshard, reshard_1], 1)
+return cat
+""",
+    )
+
+
+def test_a_part_of_several_outputs_is_reduced_by_itself() -> None:
+    module = Call(lambda self, x: torch.split(x, 2, 1)[0].relu())
+    assert_expected_inline(
+        text(module, (X,), inputs=["P(sum)"]),
+        """\
+x: P(sum) = input f32[2, 4]
+split: (P(sum), P(sum)) = split(x, 2, 1)
+getitem: P(sum) = getitem(split, 0)
+reshard: R = reshard(getitem)
+relu: R = relu(reshard)
+return relu
+""",
+    )
+
+
+def test_a_written_back_value_returns_to_its_buffers_sharding() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.seen.copy_(self.up(x))
+        return x
+
+    module = Call(forward, up=nn.Linear(4, 6), seen=torch.zeros(2, 6))
+    assert_expected_inline(
+        text(module, (X,), {"up": "colwise", "seen": "S(0)"}),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+b_seen: S(0) = seen f32[2, 6]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+reshard: S(0) = reshard(linear)
+return reshard, x
+""",
+    )
+
+
+def test_the_marked_program_is_not_changed() -> None:
+    program = marked(Mlp(), (X,), MEGATRON)
+    before = program_text(program)
+    resharded(Mlp(), (X,), MEGATRON)
+    assert program_text(program) == before
+    assert any(node.target is pin for node in program.graph.nodes)

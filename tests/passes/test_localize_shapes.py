@@ -1,0 +1,262 @@
+"""Global sizes become this rank's own, and every value is checked against its claim."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.export import Dim
+
+from passes.localize_shapes import localize_shapes
+from passes.lower_reshards import lower_reshards
+from tests.passes.models import HEADS, Attention
+from tests.passes.stages import Call, folded, local
+from tpcompiler.errors import InternalError
+from tpcompiler.ir.program import MARK
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.ir.text import program_text
+
+X = torch.randn(2, 4)
+IDS = torch.tensor([[1, 5, 7], [0, 2, 2]])
+
+
+def text(*args: Any, **kwargs: Any) -> str:
+    return program_text(local(*args, **kwargs))
+
+
+def test_size_arguments_of_views() -> None:
+    assert_expected_inline(
+        text(Attention(), (torch.randn(2, 3, 8),), HEADS),
+        """\
+p_q_weight: S(0) = q.weight f32[4, 8]
+p_q_bias: S(0) = q.bias f32[4]
+p_k_weight: S(0) = k.weight f32[2, 8]
+p_v_weight: S(0) = v.weight f32[2, 8]
+p_v_bias: S(0) = v.bias f32[2]
+p_o_weight: S(1) = o.weight f32[8, 4]
+p_o_bias: P(sum) = o.bias f32[8]
+x: R = input f32[2, 3, 8]
+linear: S(2) = linear(x, p_q_weight, p_q_bias)
+view: S(2) = view(linear, [2, 3, 2, 2])
+transpose: S(1) = transpose(view, 1, 2)
+linear_1: S(2) = linear(x, p_k_weight)
+view_1: S(2) = view(linear_1, [2, 3, 1, 2])
+transpose_1: S(1) = transpose(view_1, 1, 2)
+linear_2: S(2) = linear(x, p_v_weight, p_v_bias)
+view_2: S(2) = view(linear_2, [2, 3, 1, 2])
+transpose_2: S(1) = transpose(view_2, 1, 2)
+scaled_dot_product_attention: S(1) = scaled_dot_product_attention(transpose, transpose_1, transpose_2, None, 0.0, True, enable_gqa=True)
+transpose_3: S(2) = transpose(scaled_dot_product_attention, 1, 2)
+view_3: S(2) = view(transpose_3, [2, 3, 4])
+linear_3: P(sum) = linear(view_3, p_o_weight, p_o_bias)
+all_reduce = all_reduce(linear_3, 'sum', 'tp=2:tp')
+wait_tensor: R = wait_tensor(all_reduce)
+return wait_tensor
+""",
+    )
+
+
+def test_the_last_rank_of_uneven_shards() -> None:
+    module = Call(lambda self, x: self.up(x).view(2, 5, 1) * 2, up=nn.Linear(4, 5))
+    assert_expected_inline(
+        text(module, (X,), {"up": "colwise"}, rank=2, degree=3),
+        """\
+p_up_weight: S(0) = up.weight f32[1, 4]
+p_up_bias: S(0) = up.bias f32[1]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+view: S(1) = view(linear, [2, 1, 1])
+mul: S(1) = mul(view, 2)
+new_zeros = new_zeros(mul, [2, 1, 1], pin_memory=False)
+cat = cat([mul, new_zeros], 1)
+unsqueeze = unsqueeze(cat, 0)
+all_gather_into_tensor = all_gather_into_tensor(unsqueeze, 3, 'tp=3:tp')
+wait_tensor = wait_tensor(all_gather_into_tensor)
+permute = permute(wait_tensor, [1, 0, 2, 3])
+clone = clone(permute, memory_format=torch.contiguous_format)
+view_1 = view(clone, [2, 6, 1])
+slice_1 = slice(view_1, 1, 0, 5)
+clone_1: R = clone(slice_1, memory_format=torch.contiguous_format)
+return clone_1
+""",
+    )
+
+
+def test_open_sizes_are_named_where_a_shard_may_be_empty() -> None:
+    """Of nothing, a -1 could be any size."""
+    module = Call(lambda self, x: x.view(3, 2, -1))
+    assert_expected_inline(
+        text(module, (torch.randn(3, 8),), inputs=["S(0)"], outputs=["S(0)"], degree=4, rank=3),
+        """\
+x: S(0) = input f32[0, 8]
+view: S(0) = view(x, [0, 2, 4])
+return view
+""",
+    )
+
+
+def test_an_expand_keeps_its_open_sizes() -> None:
+    module = Call(lambda self, x: x[:, None].expand(-1, 3, -1) + 1)
+    assert_expected_inline(
+        text(module, (X,), inputs=["S(1)"], outputs=["S(2)"]),
+        """\
+x: S(1) = input f32[2, 2]
+unsqueeze: S(2) = unsqueeze(x, 1)
+expand: S(2) = expand(unsqueeze, [2, 3, 2])
+add: S(2) = add(expand, 1)
+return add
+""",
+    )
+
+
+def test_an_unflatten() -> None:
+    module = Call(lambda self, x: torch.unflatten(x, 1, (2, -1)))
+    assert_expected_inline(
+        text(module, (X,), inputs=["S(1)"], outputs=["S(1)"]),
+        """\
+x: S(1) = input f32[2, 2]
+view: S(1) = view(x, [2, 1, 2])
+return view
+""",
+    )
+
+
+def test_a_vocabulary_in_parts() -> None:
+    """Rank 1 looks up the rows 4 to 8; the others are zeros, so that the sum over ranks is the look-up."""
+    module = Call(lambda self, ids: self.embed(ids), embed=nn.Embedding(8, 4))
+    assert_expected_inline(
+        text(module, (IDS,), {"embed": "embedding_rowwise"}, rank=1),
+        """\
+p_embed_weight: S(0) = embed.weight f32[4, 4]
+ids: R = input i64[2, 3]
+sub = sub(ids, 4)
+lt = lt(sub, 0)
+ge = ge(sub, 4)
+bitwise_or = bitwise_or(lt, ge)
+scalar_tensor = scalar_tensor(0, dtype=i64, layout=torch.strided, device=device(type='cpu'))
+where = where(bitwise_or, scalar_tensor, sub)
+embedding_1 = embedding(p_embed_weight, where)
+unsqueeze = unsqueeze(bitwise_or, -1)
+scalar_tensor_1 = scalar_tensor(0.0, dtype=f32, layout=torch.strided, device=device(type='cpu'))
+where_1: P(sum) = where(unsqueeze, scalar_tensor_1, embedding_1)
+all_reduce = all_reduce(where_1, 'sum', 'tp=2:tp')
+wait_tensor: R = wait_tensor(all_reduce)
+return wait_tensor
+""",
+    )
+
+
+def test_a_mean_over_uneven_shards() -> None:
+    module = Call(lambda self, x: x.mean(1))
+    assert_expected_inline(
+        text(module, (torch.randn(2, 5),), inputs=["S(1)"], rank=1),
+        """\
+x: S(1) = input f32[2, 2]
+mean_1 = mean(x, [1])
+mul: P(sum) = mul(mean_1, 0.4)
+all_reduce = all_reduce(mul, 'sum', 'tp=2:tp')
+wait_tensor: R = wait_tensor(all_reduce)
+return wait_tensor
+""",
+    )
+
+
+def test_a_squeeze_of_a_dim_that_only_the_shard_has_single() -> None:
+    module = Call(lambda self, x: x.squeeze())
+    assert_expected_inline(
+        text(module, (torch.randn(2, 1, 4),), inputs=["S(0)"], outputs=["S(0)"]),
+        """\
+x: S(0) = input f32[1, 1, 4]
+squeeze_1: S(0) = squeeze(x, [1])
+return squeeze_1
+""",
+    )
+
+
+def test_a_view_of_what_a_collective_made_dense() -> None:
+    """The single device may view the transposed result of an attention that ran on transposed queries."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        q = x.view(3, 2, 3, 2).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(3, 2, 6)
+
+    program = local(Call(forward), (torch.randn(3, 2, 6),), inputs=["S(0)"])
+    calls = [line for line in program_text(program).splitlines() if "view" in line.split("=")[0]]
+    assert_expected_inline(
+        "\n".join(calls),
+        """\
+view: S(0) = view(x, [2, 2, 3, 2])
+view_1: R = reshape(transpose_1, [3, 2, 6])
+return view_1""",
+    )
+
+
+def test_dynamic_sizes_keep_their_global_meaning() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return h.view(x.shape[0], 2, 3) / x.shape[0]
+
+    dynamic = {"x": {0: Dim("batch", min=2)}}
+    assert_expected_inline(
+        text(Call(forward, up=nn.Linear(4, 6)), (X,), {"up": "colwise"}, dynamic_shapes=dynamic),
+        """\
+p_up_weight: S(0) = up.weight f32[3, 4]
+p_up_bias: S(0) = up.bias f32[3]
+x: R = input f32[s77, 4]
+sym_size_int_1 = sym_size(x, 0)
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+view: S(1) = view(linear, [sym_size_int_1, 1, 3])
+div: S(1) = div(view, sym_size_int_1)
+unsqueeze = unsqueeze(div, 0)
+sym_size_int = sym_size(div, 0)
+all_gather_into_tensor = all_gather_into_tensor(unsqueeze, 2, 'tp=2:tp')
+wait_tensor = wait_tensor(all_gather_into_tensor)
+permute = permute(wait_tensor, [1, 0, 2, 3])
+clone = clone(permute, memory_format=torch.contiguous_format)
+view_1: R = view(clone, [sym_size_int, 2, 3])
+return view_1
+""",
+    )
+
+
+def test_every_value_has_its_local_shape() -> None:
+    program = local(Attention(), (torch.randn(2, 3, 8),), HEADS)
+    shapes = {node.name: list(node.meta["val"].shape) for node in program.graph.nodes if "val" in node.meta}
+    assert [shapes[name] for name in ("p_q_weight", "x", "linear", "view", "transpose", "view_3", "linear_3")] == [
+        [4, 8],
+        [2, 3, 8],
+        [2, 3, 4],
+        [2, 3, 2, 2],
+        [2, 2, 3, 2],
+        [2, 3, 4],
+        [2, 3, 8],
+    ]
+
+
+def test_what_an_op_makes_is_remembered() -> None:
+    module = Call(lambda self, x: (self.up(x).relu(), self.up(x + 1).relu()), up=nn.Linear(4, 6))
+    program = folded(module, (X,), {"up": "colwise"}, outputs=["S(1)", "S(1)"])
+    results: dict[Any, Any] = {}
+    for rank in (0, 1):
+        localize_shapes(lower_reshards(program, rank, {}), results)
+    assert [str(target) for target, *_ in results] == ["aten.linear.default", "aten.relu.default"]
+
+
+def test_a_claim_that_does_not_hold() -> None:
+    module = Call(lambda self, x: self.up(x).relu(), up=nn.Linear(4, 6))
+    program = lower_reshards(folded(module, (X,), {"up": "colwise"}, outputs=["S(1)"]), 0, {})
+    node = next(node for node in program.graph.nodes if node.name == "relu")
+    lie = Sharding((DimSharding(("tp",)), WHOLE))
+    node.meta[MARK] = replace(node.meta[MARK], shardings=(lie,), settled=(lie,))
+    with pytest.raises(InternalError) as error:
+        localize_shapes(program, {})
+    assert_expected_inline(
+        str(error.value),
+        """\
+'relu' (aten.relu.default) on rank 0 is [2, 3], but its sharding S(0) of [2, 6] says [1, 6]
+  help: report this with the model and the plan""",
+    )

@@ -1,0 +1,358 @@
+"""Every reshard becomes the collectives that make it, on this rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch.export import Dim
+
+from passes.localize_shapes import localize_shapes
+from passes.lower_reshards import lower_reshards
+from tests.passes.stages import Call, Given, folded
+from tpcompiler.ir.program import RESHARD, LoweredProgram, ReshardedProgram
+from tpcompiler.ir.shares import cut, join
+from tpcompiler.ir.text import program_text
+from tpcompiler.verify.simulate import simulate
+
+CHANGE = Call(lambda self, x: x)
+
+
+def changed(shape: tuple[int, ...], source: str, target: str, degree: int, **kwargs: Any) -> ReshardedProgram:
+    return folded(CHANGE, (torch.randn(shape),), degree=degree, inputs=[source], outputs=[target], **kwargs)
+
+
+def text(shape: tuple[int, ...], source: str, target: str, *, degree: int = 2, rank: int = 0, **kwargs: Any) -> str:
+    """What one change is lowered to, with the sizes of this rank."""
+    program = localize_shapes(lower_reshards(changed(shape, source, target, degree, **kwargs), rank, {}), {})
+    return program_text(program)
+
+
+def test_a_sum_is_reduced() -> None:
+    assert_expected_inline(
+        text((4, 6), "P(sum)", "R"),
+        """\
+x: P(sum) = input f32[4, 6]
+all_reduce = all_reduce(x, 'sum', 'tp=2:tp')
+wait_tensor: R = wait_tensor(all_reduce)
+return wait_tensor
+""",
+    )
+    assert_expected_inline(
+        text((4, 6), "P(max)", "R"),
+        """\
+x: P(max) = input f32[4, 6]
+all_reduce = all_reduce(x, 'max', 'tp=2:tp')
+wait_tensor: R = wait_tensor(all_reduce)
+return wait_tensor
+""",
+    )
+
+
+def test_a_sum_is_reduced_and_cut() -> None:
+    assert_expected_inline(
+        text((4, 6), "P(sum)", "S(0)"),
+        """\
+x: P(sum) = input f32[4, 6]
+reduce_scatter_tensor = reduce_scatter_tensor(x, 'sum', 2, 'tp=2:tp')
+wait_tensor: S(0) = wait_tensor(reduce_scatter_tensor)
+return wait_tensor
+""",
+    )
+    assert_expected_inline(
+        text((4, 6), "P(sum)", "S(1)"),
+        """\
+x: P(sum) = input f32[4, 6]
+split = split(x, 3, 1)
+getitem = getitem(split, 0)
+getitem_1 = getitem(split, 1)
+cat = cat([getitem, getitem_1])
+reduce_scatter_tensor = reduce_scatter_tensor(cat, 'sum', 2, 'tp=2:tp')
+wait_tensor: S(1) = wait_tensor(reduce_scatter_tensor)
+return wait_tensor
+""",
+    )
+
+
+def test_a_shard_is_gathered() -> None:
+    assert_expected_inline(
+        text((4, 6), "S(0)", "R"),
+        """\
+x: S(0) = input f32[2, 6]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp=2:tp')
+wait_tensor: R = wait_tensor(all_gather_into_tensor)
+return wait_tensor
+""",
+    )
+    assert_expected_inline(
+        text((4, 6), "S(1)", "R"),
+        """\
+x: S(1) = input f32[4, 3]
+unsqueeze = unsqueeze(x, 0)
+all_gather_into_tensor = all_gather_into_tensor(unsqueeze, 2, 'tp=2:tp')
+wait_tensor = wait_tensor(all_gather_into_tensor)
+permute = permute(wait_tensor, [1, 0, 2])
+clone = clone(permute, memory_format=torch.contiguous_format)
+view: R = view(clone, [4, 6])
+return view
+""",
+    )
+
+
+def test_uneven_shards_are_padded() -> None:
+    assert_expected_inline(
+        text((4, 5), "S(1)", "R", rank=1),
+        """\
+x: S(1) = input f32[4, 2]
+new_zeros = new_zeros(x, [4, 1], pin_memory=False)
+cat = cat([x, new_zeros], 1)
+unsqueeze = unsqueeze(cat, 0)
+all_gather_into_tensor = all_gather_into_tensor(unsqueeze, 2, 'tp=2:tp')
+wait_tensor = wait_tensor(all_gather_into_tensor)
+permute = permute(wait_tensor, [1, 0, 2])
+clone = clone(permute, memory_format=torch.contiguous_format)
+view = view(clone, [4, 6])
+slice_1 = slice(view, 1, 0, 5)
+clone_1: R = clone(slice_1, memory_format=torch.contiguous_format)
+return clone_1
+""",
+    )
+
+
+def test_a_whole_is_cut() -> None:
+    assert_expected_inline(
+        text((4, 6), "R", "S(1)", rank=0),
+        """\
+x: R = input f32[4, 6]
+split = split(x, 3, 1)
+getitem = getitem(split, 0)
+getitem_1 = getitem(split, 1)
+clone: S(1) = clone(getitem)
+return clone
+""",
+    )
+    assert_expected_inline(
+        text((4, 6), "R", "S(1)", rank=1),
+        """\
+x: R = input f32[4, 6]
+split = split(x, 3, 1)
+getitem = getitem(split, 0)
+getitem_1 = getitem(split, 1)
+clone: S(1) = clone(getitem_1)
+return clone
+""",
+    )
+
+
+def test_a_whole_becomes_a_share_of_a_sum() -> None:
+    assert_expected_inline(
+        text((4, 6), "R", "P(sum)"),
+        """\
+x: R = input f32[4, 6]
+div: P(sum) = div(x, 2)
+return div
+""",
+    )
+
+
+def test_dims_are_exchanged() -> None:
+    """With torch, on CPU, this would be a gather: as many times the bytes as there are ranks."""
+    assert_expected_inline(
+        text((4, 6), "S(0)", "S(1)"),
+        """\
+x: S(0) = input f32[2, 6]
+split_with_sizes = split_with_sizes(x, [3, 3], 1)
+getitem = getitem(split_with_sizes, 0)
+getitem_1 = getitem(split_with_sizes, 1)
+clone = clone(getitem, memory_format=torch.contiguous_format)
+_unsafe_view = _unsafe_view(clone, [6])
+clone_1 = clone(getitem_1, memory_format=torch.contiguous_format)
+_unsafe_view_1 = _unsafe_view(clone_1, [6])
+cat = cat([_unsafe_view, _unsafe_view_1])
+all_to_all_single = all_to_all_single(cat, [6, 6], [6, 6], 'tp=2:tp')
+wait_tensor = wait_tensor(all_to_all_single)
+split_with_sizes_1 = split_with_sizes(wait_tensor, [6, 6])
+getitem_2 = getitem(split_with_sizes_1, 0)
+getitem_3 = getitem(split_with_sizes_1, 1)
+view = view(getitem_2, [2, 3])
+view_1 = view(getitem_3, [2, 3])
+cat_1: S(1) = cat([view, view_1])
+return cat_1
+""",
+    )
+
+
+def test_uneven_dims_are_exchanged() -> None:
+    assert_expected_inline(
+        text((5, 3), "S(0)", "S(1)", rank=1),
+        """\
+x: S(0) = input f32[2, 3]
+split_with_sizes = split_with_sizes(x, [2, 1], 1)
+getitem = getitem(split_with_sizes, 0)
+getitem_1 = getitem(split_with_sizes, 1)
+clone = clone(getitem, memory_format=torch.contiguous_format)
+_unsafe_view = _unsafe_view(clone, [4])
+view = reshape(getitem_1, [2])
+cat = cat([_unsafe_view, view])
+all_to_all_single = all_to_all_single(cat, [3, 2], [4, 2], 'tp=2:tp')
+wait_tensor = wait_tensor(all_to_all_single)
+split_with_sizes_1 = split_with_sizes(wait_tensor, [3, 2])
+getitem_2 = getitem(split_with_sizes_1, 0)
+getitem_3 = getitem(split_with_sizes_1, 1)
+view_1 = view(getitem_2, [3, 1])
+view_2 = view(getitem_3, [2, 1])
+cat_1: S(1) = cat([view_1, view_2])
+return cat_1
+""",
+    )
+
+
+def test_a_shard_becomes_a_sum_through_the_whole() -> None:
+    assert_expected_inline(
+        text((4, 6), "S(0)", "P(sum)"),
+        """\
+x: S(0) = input f32[2, 6]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp=2:tp')
+wait_tensor = wait_tensor(all_gather_into_tensor)
+div: P(sum) = div(wait_tensor, 2)
+return div
+""",
+    )
+
+
+def test_a_dynamic_dim_beside_the_change() -> None:
+    dynamic = {"x": {0: Dim("batch", min=2)}}
+    assert_expected_inline(
+        text((4, 6), "S(1)", "R", dynamic_shapes=dynamic),
+        """\
+x: S(1) = input f32[s77, 3]
+unsqueeze = unsqueeze(x, 0)
+sym_size_int = sym_size(x, 0)
+all_gather_into_tensor = all_gather_into_tensor(unsqueeze, 2, 'tp=2:tp')
+wait_tensor = wait_tensor(all_gather_into_tensor)
+permute = permute(wait_tensor, [1, 0, 2])
+clone = clone(permute, memory_format=torch.contiguous_format)
+view: R = view(clone, [sym_size_int, 6])
+return view
+""",
+    )
+
+
+def test_shards_in_units() -> None:
+    """Three heads of two: four and two features."""
+    module = Call(lambda self, x: x.flatten(1))
+    program = folded(module, (torch.randn(2, 3, 2),), inputs=["S(1)"])
+    local = localize_shapes(lower_reshards(program, 1, {}), {})
+    assert_expected_inline(
+        program_text(local),
+        """\
+x: S(1) = input f32[2, 1, 2]
+view: S(1, unit 2) = view(x, [2, 2])
+view_1 = view(view, [2, 1, 2])
+new_zeros = new_zeros(view_1, [2, 1, 2], pin_memory=False)
+cat = cat([view_1, new_zeros], 1)
+unsqueeze = unsqueeze(cat, 0)
+all_gather_into_tensor = all_gather_into_tensor(unsqueeze, 2, 'tp=2:tp')
+wait_tensor = wait_tensor(all_gather_into_tensor)
+permute = permute(wait_tensor, [1, 0, 2, 3])
+clone = clone(permute, memory_format=torch.contiguous_format)
+view_2 = view(clone, [2, 4, 2])
+slice_1 = slice(view_2, 1, 0, 3)
+clone_1 = clone(slice_1, memory_format=torch.contiguous_format)
+view_3: R = view(clone_1, [2, 6])
+return view_3
+""",
+    )
+
+
+def test_a_value_that_is_not_dense_is_copied_first() -> None:
+    module = Call(lambda self, x: x.t())
+    program = folded(module, (torch.randn(4, 6),), inputs=["S(0)"])
+    assert_expected_inline(
+        program_text(lower_reshards(program, 0, {})),
+        """\
+x: S(0) = input f32[4, 6]
+t: S(1) = t(x)
+clone = clone(t, memory_format=torch.contiguous_format)
+unsqueeze = unsqueeze(clone, 0)
+all_gather_into_tensor = all_gather_into_tensor(unsqueeze, 2, 'tp=2:tp')
+wait_tensor = wait_tensor(all_gather_into_tensor)
+permute = permute(wait_tensor, [1, 0, 2])
+clone_1 = clone(permute, memory_format=torch.contiguous_format)
+view: R = view(clone_1, [6, 4])
+return view
+""",
+    )
+
+
+def test_what_a_reshard_becomes_carries_it() -> None:
+    program = lower_reshards(changed((4, 6), "S(0)", "R", 2), 0, {})
+    marked = {node.name: node.meta[RESHARD].name for node in program.graph.nodes if RESHARD in node.meta}
+    assert marked == {"all_gather_into_tensor": "reshard", "wait_tensor": "reshard"}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "shape", "count"),
+    [
+        ("P(sum)", "R", (4, 6), 1),
+        ("P(sum)", "S(0)", (4, 6), 1),
+        ("S(0)", "S(1)", (4, 6), 1),
+        ("R", "P(sum)", (4, 6), 1),
+        ("R", "S(0)", (4, 6), 2),
+        ("S(0)", "R", (5, 6), 2),
+        ("P(sum)", "S(0)", (5, 6), 2),
+    ],
+)
+def test_equal_changes_are_traced_once(source: str, target: str, shape: tuple[int, ...], count: int) -> None:
+    """Once for all ranks, but where the shape or the place in the mesh tells them apart."""
+    module = Call(lambda self, x, y: (x, y))
+    args = (torch.randn(shape), torch.randn(shape))
+    program = folded(module, args, inputs=[source] * 2, outputs=[target] * 2)
+    traces: dict[Any, Any] = {}
+    for rank in (0, 1):
+        lower_reshards(program, rank, traces)
+    assert len(traces) == count
+
+
+KINDS = ("R", "S(0)", "S(1)", "S(2)", "P(sum)", "P(avg)", "P(max)", "P(min)")
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_every_change_keeps_the_value(degree: int) -> None:
+    """Even, uneven and empty shards: six values of this shape go through all pairs of placements in one program."""
+    pairs: list[tuple[str, str]] = [(a, b) for a in KINDS for b in KINDS if a != b]
+    value = torch.randn(4, 5, 3)
+    module = Call(lambda self, xs: tuple(xs))
+    inputs: Given = [a for a, _ in pairs]
+    program = folded(
+        module, ([value + i for i in range(len(pairs))],), degree=degree, inputs=inputs, outputs=[b for _, b in pairs]
+    )
+    results = simulate(*_all_ranks(program, [value + i for i in range(len(pairs))]))
+    for at, (source, target) in enumerate(pairs):
+        made = program.output.args[0][at].meta["tpcompiler_mark"].shardings[0]  # type: ignore[index]
+        for whole in join([r.outputs[at] for r in results], made, program.mesh, value.shape):
+            torch.testing.assert_close(whole, value + at, msg=lambda m, s=source, t=target: f"{s} -> {t}: {m}")
+
+
+def _all_ranks(program: ReshardedProgram, values: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    traces: dict[Any, Any] = {}
+    ranks = range(program.mesh.world_size)
+    graphs: list[LoweredProgram] = [localize_shapes(lower_reshards(program, rank, traces), {}) for rank in ranks]
+    nodes = list(program.user_inputs())
+    shares = [
+        [cut(v, n.meta["tpcompiler_mark"].shardings[0], program.mesh, rank) for v, n in zip(values, nodes, strict=True)]
+        for rank in ranks
+    ]
+    return [Runnable(graph) for graph in graphs], shares
+
+
+class Runnable:
+    """As much of an exported program as `simulate` reads."""
+
+    def __init__(self, program: LoweredProgram) -> None:
+        self.graph = program.graph
+        self.graph_signature = program.source.graph_signature
+        self.state_dict = program.source.state_dict
+        self.constants = program.source.constants

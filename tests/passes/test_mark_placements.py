@@ -1,0 +1,559 @@
+"""Every value gets a sharding: seeds are followed through the rules, at the fewest bytes on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.export import Dim
+
+from tests.passes.models import HEADS, MEGATRON, Attention, Mlp, Tied
+from tests.passes.stages import Call, marked
+from tpcompiler.errors import ShardingError
+from tpcompiler.ir.program import mark_of
+from tpcompiler.ir.text import program_text
+
+X, Y = torch.randn(2, 4), torch.randn(2, 4)
+IDS = torch.tensor([[1, 5, 7], [0, 2, 2]])
+
+
+def text(*args: Any, **kwargs: Any) -> str:
+    return program_text(marked(*args, **kwargs))
+
+
+def test_an_mlp_with_biases_and_a_residual() -> None:
+    """The second bias is an addend: it is pending as the product is, so that it counts once."""
+    assert_expected_inline(
+        text(Mlp(), (X,), MEGATRON),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+p_down_weight: S(1) = down.weight f32[4, 6]
+p_down_bias: P(sum) = down.bias f32[4]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+relu: S(1) = relu(linear)
+linear_1: P(sum) -> R = linear(relu, p_down_weight, p_down_bias)
+add: R = add(x, linear_1)
+pin: R = pin(add)
+return pin
+""",
+    )
+
+
+def test_a_gathered_output() -> None:
+    assert_expected_inline(
+        text(Mlp(), (X,), {"up": "colwise_gather_output"}),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+p_down_weight: R = down.weight f32[4, 6]
+p_down_bias: R = down.bias f32[4]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+pin: R = pin(linear)
+relu: R = relu(pin)
+linear_1: R = linear(relu, p_down_weight, p_down_bias)
+add: R = add(x, linear_1)
+pin_1: R = pin(add)
+return pin_1
+""",
+    )
+
+
+def test_grouped_queries() -> None:
+    assert_expected_inline(
+        text(Attention(), (torch.randn(2, 3, 8),), HEADS),
+        """\
+p_q_weight: S(0) = q.weight f32[8, 8]
+p_q_bias: S(0) = q.bias f32[8]
+p_k_weight: S(0) = k.weight f32[4, 8]
+p_v_weight: S(0) = v.weight f32[4, 8]
+p_v_bias: S(0) = v.bias f32[4]
+p_o_weight: S(1) = o.weight f32[8, 8]
+p_o_bias: P(sum) = o.bias f32[8]
+x: R = input f32[2, 3, 8]
+linear: S(2) = linear(x, p_q_weight, p_q_bias)
+view: S(2) = view(linear, [2, 3, -1, 2])
+transpose: S(1) = transpose(view, 1, 2)
+linear_1: S(2) = linear(x, p_k_weight)
+view_1: S(2) = view(linear_1, [2, 3, -1, 2])
+transpose_1: S(1) = transpose(view_1, 1, 2)
+linear_2: S(2) = linear(x, p_v_weight, p_v_bias)
+view_2: S(2) = view(linear_2, [2, 3, -1, 2])
+transpose_2: S(1) = transpose(view_2, 1, 2)
+scaled_dot_product_attention: S(1) = scaled_dot_product_attention(transpose, transpose_1, transpose_2, None, 0.0, True, enable_gqa=True)
+transpose_3: S(2) = transpose(scaled_dot_product_attention, 1, 2)
+view_3: S(2) = view(transpose_3, [2, 3, -1])
+linear_3: P(sum) = linear(view_3, p_o_weight, p_o_bias)
+pin: R = pin(linear_3)
+return pin
+""",
+    )
+
+
+def test_a_dim_that_would_be_cut_through_its_heads_is_gathered() -> None:
+    """Six features over two ranks are three and three, and a head has two."""
+    module = Call(lambda self, x: self.up(x).view(2, 3, 2), up=nn.Linear(4, 6))
+    assert_expected_inline(
+        text(module, (X,), {"up": "colwise"}),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+view: R = view(linear, [2, 3, 2])
+pin: R = pin(view)
+return pin
+""",
+    )
+
+
+def test_heads_that_do_not_divide_are_dealt_whole() -> None:
+    """Two heads and one: four and two features. A leaf behind a view takes such a cut too."""
+    module = Call(lambda self, x: x.flatten(1) + (x + self.b.view(3, 2)).flatten(1), b=(6,))
+    assert_expected_inline(
+        text(module, (torch.randn(2, 3, 2),), inputs=["S(1)"]),
+        """\
+p_b: S(0, unit 2) = b f32[6]
+x: S(1) = input f32[2, 3, 2]
+view: S(1, unit 2) = view(x, [2, 6])
+view_1: S(0) = view(p_b, [3, 2])
+add: S(1) = add(x, view_1)
+view_2: S(1, unit 2) = view(add, [2, 6])
+add_1: S(1, unit 2) = add(view, view_2)
+pin: R = pin(add_1)
+return pin
+""",
+    )
+
+
+def test_a_leaf_takes_what_all_its_uses_want() -> None:
+    """Looked up backwards through views, casts and expands: `b` is cut offline, for free."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        h = (x @ self.w).view(2, 2, 3)
+        return h + self.b.view(1, 2, 3).expand(2, 2, 3) + self.c.to(torch.float32)[None]
+
+    module = Call(forward, w=(4, 6), b=(6,), c=torch.randn(2, 3, dtype=torch.float64))
+    assert_expected_inline(
+        text(module, (X,), {"w": "S(1)"}),
+        """\
+p_w: S(1) = w f32[4, 6]
+p_b: S(0) = b f32[6]
+b_c: S(0) = c f64[2, 3]
+x: R = input f32[2, 4]
+matmul: S(1) = matmul(x, p_w)
+view: S(1) = view(matmul, [2, 2, 3])
+view_1: S(1) = view(p_b, [1, 2, 3])
+expand: S(1) = expand(view_1, [2, 2, 3])
+add: S(1) = add(view, expand)
+_to_copy: S(0) = _to_copy(b_c, dtype=f32)
+unsqueeze: S(1) = unsqueeze(_to_copy, 0)
+add_1: S(1) = add(add, unsqueeze)
+pin: R = pin(add_1)
+return pin
+""",
+    )
+
+
+def test_a_leaf_whose_uses_disagree_is_whole() -> None:
+    """Cutting it at run time is a local slice, gathering it would be a collective."""
+    module = Call(lambda self, x: (self.up(x) + self.b, x[:, :1] + self.b), up=nn.Linear(4, 6), b=(6,))
+    assert_expected_inline(
+        text(module, (X,), {"up": "colwise"}),
+        """\
+p_b: R = b f32[6]
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+add: S(1) = add(linear, p_b)
+slice_1: R = slice(x, 1, 0, 1)
+add_1: R = add(slice_1, p_b)
+pin: R = pin(add)
+pin_1: R = pin(add_1)
+return pin, pin_1
+""",
+    )
+
+
+def test_tied_weights() -> None:
+    """Cut by rows of the vocabulary, the table makes a Partial as an embedding and S(2) as a head."""
+    assert_expected_inline(
+        text(Tied(), (IDS,), {"embed": "embedding_rowwise"}),
+        """\
+p_embed_weight: S(0) = embed.weight f32[8, 4]
+p_head_weight: S(0) = head.weight f32[8, 4]
+ids: R = input i64[2, 3]
+embedding: P(sum) -> R = embedding(p_head_weight, ids)
+linear: S(2) = linear(embedding, p_head_weight)
+pin: R = pin(linear)
+return pin
+""",
+    )
+
+
+def test_tied_leaves_that_the_plan_does_not_name_share_their_uses() -> None:
+    """The exporter uses one of the two placeholders for both."""
+    module = Call(lambda self, x: self.up(x) * self.a + self.b, up=nn.Linear(4, 6), a=(6,))
+    module.b = module.a
+    assert_expected_inline(
+        text(module, (X,), {"up": "colwise"}),
+        """\
+p_a: S(0) = a f32[6]
+p_b: S(0) = b f32[6]
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+mul: S(1) = mul(linear, p_b)
+add: S(1) = add(mul, p_b)
+pin: R = pin(add)
+return pin
+""",
+    )
+
+
+def test_mutated_buffers_keep_one_sharding() -> None:
+    """The statistics of a batch norm are cut as the channels are, on the way in and on the way back."""
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    assert_expected_inline(
+        text(module, (X,), {"0": "colwise"}),
+        """\
+p_0_weight: S(0) = 0.weight f32[6, 4]
+p_0_bias: S(0) = 0.bias f32[6]
+p_1_weight: S(0) = 1.weight f32[6]
+p_1_bias: S(0) = 1.bias f32[6]
+b_1_running_mean: S(0) = 1.running_mean f32[6]
+b_1_running_var: S(0) = 1.running_var f32[6]
+b_1_num_batches_tracked: R = 1.num_batches_tracked i64[]
+input: R = input f32[2, 4]
+linear: S(1) = linear(input, p_0_weight, p_0_bias)
+add: R = add(b_1_num_batches_tracked, 1)
+_native_batch_norm_legit_functional: (S(1), S(0), S(0), S(0), S(0)) = _native_batch_norm_legit_functional(linear, p_1_weight, p_1_bias, b_1_running_mean, b_1_running_var, True, 0.1, 1e-05)
+getitem: S(1) = getitem(_native_batch_norm_legit_functional, 0)
+getitem_3: S(0) = getitem(_native_batch_norm_legit_functional, 3)
+getitem_4: S(0) = getitem(_native_batch_norm_legit_functional, 4)
+pin: R = pin(getitem)
+return getitem_3, getitem_4, add, pin
+""",
+    )
+
+
+def test_a_vocabulary_in_parts() -> None:
+    module = Call(lambda self, ids: self.embed(ids), embed=nn.Embedding(8, 4))
+    program = marked(module, (IDS,), {"embed": "embedding_rowwise"})
+    assert_expected_inline(
+        program_text(program),
+        """\
+p_embed_weight: S(0) = embed.weight f32[8, 4]
+ids: R = input i64[2, 3]
+embedding: P(sum) = embedding(p_embed_weight, ids)
+pin: R = pin(embedding)
+return pin
+""",
+    )
+    (share,) = [mark_of(node).local for node in program.graph.nodes if node.name == "embedding"]
+    assert share is not None
+    assert (share.axis, share.unit, share.total) == ("tp", 1, 8)
+
+
+def test_ops_with_several_outputs() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        a, b = h.split(1)
+        c, _, d = h.view(2, 3, 4).unbind(1)
+        e, f = h.chunk(2, 1)
+        return a + b, c + d, e * f
+
+    assert_expected_inline(
+        text(Call(forward, up=nn.Linear(4, 12)), (X,), {"up": "colwise"}),
+        """\
+p_up_weight: S(0) = up.weight f32[12, 4]
+p_up_bias: S(0) = up.bias f32[12]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+split: (S(1), S(1)) = split(linear, 1)
+getitem: S(1) = getitem(split, 0)
+getitem_1: S(1) = getitem(split, 1)
+view: R = view(linear, [2, 3, 4])
+unbind: (R, R, R) = unbind(view, 1)
+getitem_2: R = getitem(unbind, 0)
+getitem_4: R = getitem(unbind, 2)
+split_1: (R, R) = split(linear, 6, 1)
+getitem_5: R = getitem(split_1, 0)
+getitem_6: R = getitem(split_1, 1)
+add: S(1) = add(getitem, getitem_1)
+add_1: R = add(getitem_2, getitem_4)
+mul: R = mul(getitem_5, getitem_6)
+pin: R = pin(add)
+pin_1: R = pin(add_1)
+pin_2: R = pin(mul)
+return pin, pin_1, pin_2
+""",
+    )
+
+
+def test_a_pending_sum_passes_through_a_split() -> None:
+    module = Call(lambda self, x: torch.split(x, 2, 1))
+    assert_expected_inline(
+        text(module, (X,), inputs=["P(sum)"]),
+        """\
+x: P(sum) = input f32[2, 4]
+split: (P(sum), P(sum)) = split(x, 2, 1)
+getitem: P(sum) = getitem(split, 0)
+getitem_1: P(sum) = getitem(split, 1)
+pin: R = pin(getitem)
+pin_1: R = pin(getitem_1)
+return pin, pin_1
+""",
+    )
+
+
+def test_a_split_into_one_part() -> None:
+    module = Call(lambda self, x: torch.split(x, 4, 1)[0] * 2)
+    assert_expected_inline(
+        text(module, (X,), inputs=["P(sum)"]),
+        """\
+x: P(sum) = input f32[2, 4]
+split: P(sum) = split(x, 4, 1)
+getitem: P(sum) -> R = getitem(split, 0)
+mul: R = mul(getitem, 2)
+pin: R = pin(mul)
+return pin
+""",
+    )
+
+
+def test_inputs_that_are_no_tensors_and_outputs_in_a_dict() -> None:
+    def forward(self: Any, x: torch.Tensor, flag: bool, times: int, nothing: None) -> dict[str, Any]:
+        return {"h": self.up(x) * times if flag else x, "nothing": nothing, "times": times}
+
+    args = (X, True, 3, None)
+    assert_expected_inline(
+        text(Call(forward, up=nn.Linear(4, 6)), args, {"up": "colwise"}, outputs={"h": "S(1)"}),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+x: R = input f32[2, 4]
+flag = input True
+times = input 3
+nothing = input None
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+mul: S(1) = mul(linear, 3)
+pin: S(1) = pin(mul)
+return pin, None, 3
+""",
+    )
+
+
+def test_a_pending_sum_is_reduced_right_after_its_op() -> None:
+    """Only a pass of its own may delay that. The whole `mul` becomes pending again at no cost, for one rank to add."""
+    module = Call(lambda self, x, y: (x + y * 2).neg().view(8).sum() / 3)
+    assert_expected_inline(
+        text(module, (X, Y), inputs=["P(sum)", "P(sum)"]),
+        """\
+x: P(sum) = input f32[2, 4]
+y: P(sum) = input f32[2, 4]
+mul: P(sum) -> R = mul(y, 2)
+add: P(sum) -> R = add(x, mul)
+neg: R = neg(add)
+view: R = view(neg, [8])
+sum_1: R = sum(view)
+div: R = div(sum_1, 3)
+pin: R = pin(div)
+return pin
+""",
+    )
+
+
+def test_sums_are_reduced_before_what_is_not_linear() -> None:
+    module = Call(lambda self, x, y: (x * y, x.relu(), x + 1, x.softmax(0)))
+    assert_expected_inline(
+        text(module, (X, Y), inputs=["P(sum)", "P(sum)"]),
+        """\
+x: P(sum) = input f32[2, 4]
+y: P(sum) = input f32[2, 4]
+mul: P(sum) = mul(x, y)
+relu: R = relu(x)
+add: R = add(x, 1)
+softmax: R = softmax(x, 0)
+pin: R = pin(mul)
+pin_1: R = pin(relu)
+pin_2: R = pin(add)
+pin_3: R = pin(softmax)
+return pin, pin_1, pin_2, pin_3
+""",
+    )
+
+
+def test_a_pin_on_a_pending_sum_says_what_becomes_of_it() -> None:
+    module = Call(lambda self, x: self.down(x), down=nn.Linear(4, 6))
+    assert_expected_inline(
+        text(module, (X,), {"down": "rowwise"}, outputs=["S(0)"]),
+        """\
+p_down_weight: S(1) = down.weight f32[6, 4]
+p_down_bias: P(sum) = down.bias f32[6]
+x: R = input f32[2, 4]
+linear: P(sum) = linear(x, p_down_weight, p_down_bias)
+pin: S(0) = pin(linear)
+return pin
+""",
+    )
+
+
+def test_a_mean_over_a_cut_dim() -> None:
+    module = Call(lambda self, x: self.up(x).mean(-1), up=nn.Linear(4, 5))
+    program = marked(module, (X,), {"up": "colwise"})
+    assert_expected_inline(
+        program_text(program),
+        """\
+p_up_weight: S(0) = up.weight f32[5, 4]
+p_up_bias: S(0) = up.bias f32[5]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+mean: P(sum) = mean(linear, [-1])
+pin: R = pin(mean)
+return pin
+""",
+    )
+    assert [n.name for n in program.graph.nodes if mark_of(n).local is not None] == ["mean"]
+
+
+def test_what_an_op_cannot_keep_cut_is_gathered() -> None:
+    module = Call(lambda self, x: self.up(x).softmax(-1).cumsum(0), up=nn.Linear(4, 6))
+    program = marked(module, (X,), {"up": "colwise"})
+    assert_expected_inline(
+        program_text(program),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+softmax: R = softmax(linear, -1)
+cumsum: R = cumsum(softmax, 0)
+pin: R = pin(cumsum)
+return pin
+""",
+    )
+    marks = {node.name: mark_of(node) for node in program.graph.nodes}
+    assert marks["softmax"].reason == "softmax: it needs the dim of 6 whole"
+    assert marks["softmax"].why == "fallback"
+
+
+def test_an_op_without_a_rule_is_noted() -> None:
+    module = Call(lambda self, x: self.up(x).sort(-1)[0], up=nn.Linear(4, 6))
+    program = marked(module, (X,), {"up": "colwise"})
+    assert_expected_inline(
+        program_text(program),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+sort: (R, R) = sort(linear)
+getitem: R = getitem(sort, 0)
+pin: R = pin(getitem)
+return pin
+""",
+    )
+    assert [note.text for note in program.notes if note.kind == "no rule"] == [
+        "aten.sort.default at 'sort' has no rule: 'linear' is replicated"
+    ]
+
+
+def test_the_cheaper_operand_moves() -> None:
+    """The large operand stays, the small one is sent; a pending sum is scattered rather than reduced everywhere."""
+    big, small = torch.randn(2, 8, 16), torch.randn(8, 16)
+    module = Call(lambda self, x, y: x + y)
+    assert_expected_inline(
+        text(module, (big, small), inputs=["S(1)", "S(1)"]),
+        """\
+x: S(1) = input f32[2, 8, 16]
+y: S(1) = input f32[8, 16]
+add: S(1) = add(x, y)
+pin: R = pin(add)
+return pin
+""",
+    )
+    assert_expected_inline(
+        text(module, (small, small + 1), inputs=["P(sum)", "S(1)"]),
+        """\
+x: P(sum) = input f32[8, 16]
+y: S(1) = input f32[8, 16]
+add: S(1) = add(x, y)
+pin: R = pin(add)
+return pin
+""",
+    )
+
+
+def test_sizes_keep_their_global_meaning() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return h.view(x.shape[0], 2, 3) / x.shape[0]
+
+    dynamic = {"x": {0: Dim("batch", min=2)}}
+    assert_expected_inline(
+        text(Call(forward, up=nn.Linear(4, 6)), (X,), {"up": "colwise"}, dynamic_shapes=dynamic),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+x: R = input f32[s77, 4]
+sym_size_int_1 = sym_size(x, 0)
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+view: S(1) = view(linear, [sym_size_int_1, 2, 3])
+div: S(1) = div(view, sym_size_int_1)
+pin: R = pin(div)
+return pin
+""",
+    )
+
+
+def error(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ShardingError) as caught:
+        marked(*args, **kwargs)
+    return "\n".join(line.split("      used at")[0] for line in str(caught.value).splitlines())
+
+
+def test_a_planned_weight_is_never_gathered() -> None:
+    module = Call(lambda self, x: F.layer_norm(x, (4,), self.w), w=(4,))
+    assert_expected_inline(
+        error(module, (X,), {"w": "S(0)"}),
+        """\
+cannot shard 'w' on dim 0 of 4 by mesh axis 'tp' of 2 for aten.layer_norm.default: it needs the dim of 4 whole
+  help: pin 'w' to R in the plan
+  asked by: the plan ("w": "S(0)")""",
+    )
+
+
+def test_a_weight_that_would_be_cut_through_its_heads() -> None:
+    module = Call(lambda self, x: x + self.w.view(3, 4)[0], w=(12,))
+    assert_expected_inline(
+        error(module, (X,), {"w": "S(0)"}),
+        """\
+cannot shard 'w' on dim 0 of 12 by mesh axis 'tp' of 2 for aten.view.default: dim 0 splits into 3 x 4, and 3 is not divisible by 2
+  help: pin 'w' to R in the plan
+  asked by: the plan ("w": "S(0)")""",
+    )
+
+
+def test_weights_that_are_cut_against_each_other() -> None:
+    module = Call(lambda self, x: F.linear(x, self.w, self.b), w=(6, 4), b=(6,))
+    assert_expected_inline(
+        error(module, (X,), {"w": "S(1)", "b": "S(0)"}),
+        """\
+cannot shard 'b' on dim 0 of 6 by mesh axis 'tp' of 2 for aten.linear.default: other operands are cut differently
+  help: pin 'b' to R in the plan
+  asked by: the plan ("b": "S(0)")""",
+    )
+
+
+def test_an_error_names_the_line() -> None:
+    with pytest.raises(ShardingError, match=r"used at: models\.py:\d+, in forward"):
+        marked(Mlp(), (X,), {"up.weight": "S(1)", "up.bias": "S(0)"})

@@ -1,0 +1,102 @@
+"""A rank gets its own share of every leaf, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.shard_state import shard_state
+from tests.passes.models import MEGATRON, Mlp, Tied
+from tests.passes.stages import Call, local
+from tpcompiler.ir.program import LocalProgram, ShardedProgram
+
+X = torch.randn(2, 4)
+IDS = torch.tensor([[1, 5, 7], [0, 2, 2]])
+
+
+def ranks(
+    module: nn.Module, args: tuple[Any, ...], plan: dict[str, Any], degree: int = 2, **kwargs: Any
+) -> list[ShardedProgram]:
+    """All ranks of one program: leaves that are whole are the program's own."""
+    first = local(module, args, plan, degree=degree, **kwargs)
+    return [shard_state(LocalProgram(first.source, first.graph, first.mesh, rank)) for rank in range(degree)]
+
+
+def test_shares_make_the_whole() -> None:
+    module = Mlp()
+    first, second = (program.local_state for program in ranks(module, (X,), MEGATRON))
+    assert list(first) == ["up.weight", "up.bias", "down.weight", "down.bias"]
+    torch.testing.assert_close(torch.cat([first["up.weight"], second["up.weight"]]), module.up.weight)
+    torch.testing.assert_close(torch.cat([first["up.bias"], second["up.bias"]]), module.up.bias)
+    torch.testing.assert_close(torch.cat([first["down.weight"], second["down.weight"]], 1), module.down.weight)
+
+
+def test_a_pending_bias_is_held_by_the_first_rank() -> None:
+    module = Mlp()
+    first, second = (program.local_state for program in ranks(module, (X,), MEGATRON))
+    torch.testing.assert_close(first["down.bias"], module.down.bias)
+    assert not second["down.bias"].any()
+
+
+def test_uneven_and_empty_shards() -> None:
+    module = Call(lambda self, x: x @ self.w, w=(4, 5))
+    shares = [program.local_state["w"] for program in ranks(module, (X,), {"w": "S(1)"}, degree=4)]
+    assert [list(share.shape) for share in shares] == [[4, 2], [4, 2], [4, 1], [4, 0]]
+    torch.testing.assert_close(torch.cat(shares, 1), module.w)
+
+
+def test_shards_in_units() -> None:
+    module = Call(lambda self, x: x + self.b.view(3, 2), b=(6,))
+    shares = [p.local_state["b"] for p in ranks(module, (torch.randn(2, 3, 2),), {}, inputs=["S(1)"])]
+    assert [list(share.shape) for share in shares] == [[4], [2]]
+    torch.testing.assert_close(torch.cat(shares), module.b)
+
+
+def test_a_shard_owns_its_memory() -> None:
+    """A view would keep the whole weight in memory, and in the file."""
+    (first, _) = ranks(Mlp(), (X,), MEGATRON)
+    for name in ("up.weight", "up.bias", "down.weight"):
+        share = first.local_state[name]
+        assert share.untyped_storage().nbytes() == share.numel() * share.element_size()
+        assert share.is_contiguous()
+
+
+def test_a_whole_leaf_is_the_original_itself() -> None:
+    (first, second) = ranks(Mlp(), (X,), {})
+    for program in (first, second):
+        assert all(program.local_state[name] is program.state(name) for name in program.local_state)
+
+
+def test_parameters_stay_parameters_and_buffers_buffers() -> None:
+    module = Call(lambda self, x: (x @ self.w + self.scale) * self.w2, w=(4, 6), w2=(6,), scale=torch.randn(6))
+    module.w2.requires_grad_(False)
+    (first, _) = ranks(module, (X,), {"w": "S(1)"})
+    assert isinstance(first.local_state["w"], nn.Parameter)
+    assert first.local_state["w"].requires_grad
+    assert isinstance(first.local_state["w2"], nn.Parameter)
+    assert not first.local_state["w2"].requires_grad
+    assert type(first.local_state["scale"]) is torch.Tensor
+    assert list(first.local_state["scale"].shape) == [3]
+
+
+def test_tied_leaves_stay_one_tensor() -> None:
+    (first, second) = ranks(Tied(), (IDS,), {"embed": "embedding_rowwise"})
+    for program in (first, second):
+        assert program.local_state["embed.weight"] is program.local_state["head.weight"]
+        assert list(program.local_state["head.weight"].shape) == [4, 4]
+
+
+def test_constants_and_buffers_that_are_not_saved() -> None:
+    constant = torch.randn(2, 6)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.w + constant + self.table
+
+    module = Call(forward, w=(4, 6))
+    module.register_buffer("table", torch.randn(6), persistent=False)
+    (first, second) = ranks(module, (X,), {"w": "S(1)"})
+    (name,) = set(first.local_state) - {"w", "table"}
+    torch.testing.assert_close(torch.cat([first.local_state[name], second.local_state[name]], 1), constant)
+    torch.testing.assert_close(torch.cat([first.local_state["table"], second.local_state["table"]]), module.table)

@@ -1,0 +1,345 @@
+"""One or more calls of every op that has a rule, each with the text of its rule.
+
+Sizes of 3 to 7 give, over 2 to 4 ranks, even, uneven and empty shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import OpOverload, tree_map
+from tpcompiler.rules.notation import RuleText
+from tpcompiler.rules.registry import _POINTWISE, _RULES
+
+aten = torch.ops.aten
+sdpa = aten.scaled_dot_product_attention.default
+_random = torch.Generator().manual_seed(0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    target: OpOverload
+    text: str | None  # of its rule; None: no rule for this call
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __str__(self) -> str:
+        args = tree_map(lambda a: list(a.shape) if isinstance(a, torch.Tensor) else a, self.args)
+        return f"{self.target}{args}{self.kwargs or ''}".replace(" ", "")
+
+
+def call(target: OpOverload, *args: Any, text: str | None, **kwargs: Any) -> Sample:
+    return Sample(target, text, args, kwargs)
+
+
+def t(*shape: int) -> torch.Tensor:
+    """Normal values in float64, so that a wrong answer is far from rounding."""
+    return torch.randn(shape, dtype=torch.float64, generator=_random)
+
+
+def ids(*shape: int, below: int) -> torch.Tensor:
+    return torch.randint(below, shape, generator=_random)
+
+
+def distinct(*shape: int) -> torch.Tensor:
+    return torch.randperm(torch.Size(shape).numel(), generator=_random).view(shape)
+
+
+def flags(*shape: int) -> torch.Tensor:
+    return t(*shape) > 0
+
+
+def node_of(sample: Sample) -> fx.Node:
+    """A graph of this one call; values stand for themselves in meta["val"]."""
+    graph = fx.Graph()
+
+    def placeholder(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder("x")
+        node.meta["val"] = value
+        return node
+
+    args, kwargs = tree_map(placeholder, (sample.args, sample.kwargs))
+    node = graph.call_function(sample.target, args, kwargs)
+    node.meta["val"] = sample.target(*sample.args, **sample.kwargs)
+    return node
+
+
+PRODUCTS = [
+    call(aten.linear.default, t(3, 4, 6), t(5, 6), t(5), text="b0 b1 k, n k, +n -> b0 b1 n"),
+    call(aten.linear.default, t(4, 5), t(6, 5), text="b0 k, n k -> b0 n"),
+    call(aten.linear.default, t(5), t(6, 5), t(6), text="k, n k, +n -> n"),
+    call(aten.linear.default, t(4, 6), t(6), text="b0 k, k -> b0"),
+    call(aten.mm.default, t(4, 6), t(6, 5), text="m k, k n -> m n"),
+    call(aten.bmm.default, t(3, 4, 6), t(3, 6, 5), text="b m k, b k n -> b m n"),
+    call(aten.addmm.default, t(5), t(4, 6), t(6, 5), text="+n, m k, k n -> m n"),
+    call(aten.addmm.default, t(4, 1), t(4, 6), t(6, 5), beta=2.0, alpha=3.0, text="+m 1, m k, k n -> m n"),
+    call(aten.addmm.default, t(), t(4, 6), t(6, 5), text="+, m k, k n -> m n"),
+    call(aten.baddbmm.default, t(3, 1, 5), t(3, 4, 6), t(3, 6, 5), text="+b 1 n, b m k, b k n -> b m n"),
+    call(aten.baddbmm.default, t(4, 5), t(3, 4, 6), t(3, 6, 5), alpha=0.5, text="+m n, b m k, b k n -> b m n"),
+    call(aten.matmul.default, t(6), t(6), text="k, k ->"),
+    call(aten.matmul.default, t(4, 6), t(6), text="m k, k -> m"),
+    call(aten.matmul.default, t(6), t(3, 6, 5), text="k, b0 k n -> b0 n"),
+    call(aten.matmul.default, t(4, 1, 5, 6), t(3, 6, 4), text="b0 1 m k, b1 k n -> b0 b1 m n"),
+    call(aten.matmul.default, t(1, 5, 6), t(1, 6, 4), text="b0 m k, b0 k n -> b0 m n"),
+    call(aten.conv1d.default, t(4, 6, 8), t(6, 6, 3), t(6), text="n i s0!, c i k0!, +c -> n c o0"),
+    call(aten.conv2d.default, t(4, 6, 4, 5), t(8, 6, 3, 2), text="n i s0! s1!, c i k0! k1! -> n c o0 o1"),
+    call(
+        aten.conv3d.default,
+        t(2, 4, 3, 3, 4),
+        t(6, 4, 2, 2, 2),
+        t(6),
+        text="n i s0! s1! s2!, c i k0! k1! k2!, +c -> n c o0 o1 o2",
+    ),
+    call(
+        aten.convolution.default,
+        t(4, 6, 5, 5),
+        t(4, 6, 3, 3),
+        t(4),
+        [2, 1],
+        [1, 0],
+        [1, 2],
+        False,
+        [0, 0],
+        1,
+        text="n i s0! s1!, c i k0! k1!, +c -> n c o0 o1",
+    ),
+    call(aten.convolution.default, t(4, 6, 5), t(6, 4, 3), None, [1], [0], [1], True, [0], 1, text=None),
+    call(aten.conv1d.default, t(4, 6, 8), t(6, 3, 3), None, [1], [0], [1], 2, text=None),
+    call(aten.conv1d.default, t(6, 8), t(4, 6, 3), text=None),
+]
+
+ATTENTION = [
+    call(
+        sdpa,
+        t(2, 4, 6, 8),
+        t(2, 4, 5, 8),
+        t(2, 4, 5, 12),
+        text="b0 h s d!, b0 h t! d!, b0 h t! e -> b0 h s e",
+    ),
+    call(
+        sdpa,
+        t(4, 6, 8),
+        t(4, 6, 8),
+        t(4, 6, 8),
+        None,
+        0.0,
+        True,
+        scale=0.3,
+        text="h s! d!, h t! d!, h t! e -> h s! e",
+    ),
+    call(
+        sdpa,
+        t(4, 8),
+        t(6, 8),
+        t(6, 8),
+        text="s d!, t! d!, t! e -> s e",
+    ),
+    call(
+        sdpa,
+        t(2, 8, 3, 4),
+        t(2, 2, 5, 4),
+        t(2, 2, 5, 4),
+        t(1, 1, 3, 5),
+        enable_gqa=True,
+        text="b0 (h g) s d!, b0 h t! d!, b0 h t! e, 1 1 s t! -> b0 (h g) s e",
+    ),
+    call(
+        sdpa,
+        t(2, 6, 4, 4),
+        t(2, 6, 5, 4),
+        t(2, 6, 5, 4),
+        flags(2, 6, 4, 1) | True,
+        text="b0 h s d!, b0 h t! d!, b0 h t! e, b0 h s 1 -> b0 h s e",
+    ),
+    call(
+        sdpa,
+        t(2, 4, 3, 4),
+        t(2, 1, 5, 4),
+        t(2, 1, 5, 4),
+        enable_gqa=True,
+        text="b0 (h g) s d!, b0 h t! d!, b0 h t! e -> b0 (h g) s e",
+    ),
+    call(sdpa, t(2, 4, 6, 8), t(2, 1, 6, 8), t(2, 4, 6, 8), text=None),
+    call(sdpa, t(4, 6, 8), t(4, 6, 8), t(1, 6, 8), text=None),
+    call(sdpa, t(2, 4, 6, 8), t(1, 4, 6, 8), t(1, 4, 6, 8), text=None),
+    call(sdpa, t(2, 4, 6, 8), t(4, 6, 8), t(4, 6, 8), text=None),
+    call(sdpa, t(4, 6, 8), t(4, 6, 8), t(4, 6, 8), None, 0.1, text=None),
+]
+
+LOOKUPS = [
+    call(aten.embedding.default, t(7, 5), ids(3, 4, below=7), text="v d, i0 i1 -> i0 i1 d"),
+    call(aten.embedding.default, t(12, 6), ids(5, below=12), 3, text="v d, i0 -> i0 d"),
+    call(aten.embedding.default, t(6, 4), ids(below=6), text="v d, -> d"),
+]
+
+NORMS = [
+    call(aten.layer_norm.default, t(4, 5, 6), [6], t(6), t(6), text="d0 d1 h0!, h0!, h0! -> d0 d1 h0!"),
+    call(aten.layer_norm.default, t(5, 3, 4), [3, 4], text="d0 h0! h1! -> d0 h0! h1!"),
+    call(aten.rms_norm.default, t(5, 6), [6], t(6), 1e-5, text="d0 h0!, h0! -> d0 h0!"),
+    call(
+        aten.native_layer_norm.default,
+        t(4, 5, 6),
+        [6],
+        t(6),
+        t(6),
+        1e-5,
+        text="d0 d1 h0!, h0!, h0! -> d0 d1 h0!, d0 d1 1, d0 d1 1",
+    ),
+    call(
+        aten._native_batch_norm_legit_functional.default,
+        t(4, 6, 3),
+        t(6),
+        t(6),
+        t(6),
+        t(6).abs(),
+        True,
+        0.1,
+        1e-5,
+        text="n! c s0!, c, c, c, c -> n! c s0!, c, c, c, c",
+    ),
+    call(
+        aten._native_batch_norm_legit_functional.default,
+        t(5, 4),
+        None,
+        None,
+        t(4),
+        t(4).abs(),
+        True,
+        0.1,
+        1e-5,
+        text="n! c, c, c -> n! c, c, c, c, c",
+    ),
+    call(
+        aten._native_batch_norm_legit_no_training.default,
+        t(4, 6, 3, 5),
+        t(6),
+        t(6),
+        t(6),
+        t(6).abs(),
+        0.1,
+        1e-5,
+        text="n c s0! s1!, c, c, c, c -> n c s0! s1!, z!, z!",
+    ),
+]
+
+POINTWISE = [
+    call(aten.relu.default, t(3, 5), text="d0 d1 -> d0 d1"),
+    call(aten.gelu.default, t(6, 4), approximate="tanh", text="d0 d1 -> d0 d1"),
+    call(aten.exp.default, t(), text="->"),
+    call(aten.silu.default, t(5), text="d0 -> d0"),
+    call(aten.pow.Tensor_Scalar, t(4, 1, 6), 2.0, text="d0 d1 d2 -> d0 d1 d2"),
+    call(aten.add.Scalar, t(4, 5), 3.0, text="d0 d1 -> d0 d1"),
+    call(aten.maximum.default, t(3, 5), t(5), text="d0 d1, d1 -> d0 d1"),
+    call(aten.where.self, flags(4, 1), t(6), t(), text="d0 1, d1, -> d0 d1"),
+    call(aten.clamp.Tensor, t(4, 6), None, t(4, 1), text="d0 d1, d0 1 -> d0 d1"),
+    call(aten.eq.Tensor, ids(4, 5, below=3), ids(5, below=3), text="d0 d1, d1 -> d0 d1"),
+    call(aten.frexp.Tensor, t(5, 4), text="d0 d1 -> d0 d1, d0 d1"),
+    call(aten.copy.default, t(4, 5), t(5), text="d0 d1, d1 -> d0 d1"),
+    call(aten.masked_fill.Scalar, t(4, 5), flags(5), 2.0, text="d0 d1, d1 -> d0 d1"),
+    call(aten.masked_fill.Tensor, t(1, 5), flags(6, 5), t(), text="1 d1, d0 d1, -> d0 d1"),
+    call(aten.add.Tensor, t(4, 5), t(5), alpha=2, text="d0 d1, d1 -> d0 d1"),
+    call(aten.add.Tensor, t(3, 6), 2.0, text="d0 d1 -> d0 d1"),
+    call(aten.add.Tensor, distinct(4, 6), distinct(4, 6), text="d0 d1, d0 d1 -> d0 d1"),
+    call(aten.sub.Tensor, t(1, 5), t(6, 1), text="1 d1, d0 1 -> d0 d1"),
+    call(aten.sub.Tensor, t(4, 5), 1.0, text="d0 d1 -> d0 d1"),
+    call(aten.mul.Tensor, t(4, 5), t(4, 1), text="d0 d1, d0 1 -> d0 d1"),
+    call(aten.mul.Tensor, distinct(6), 3, text="d0 -> d0"),
+    call(aten.mul.Scalar, t(6, 5), 3.0, text="d0 d1 -> d0 d1"),
+    call(aten.neg.default, distinct(4, 5), text="d0 d1 -> d0 d1"),
+    call(aten.div.Tensor, t(4, 5), t(5), text="d0 d1, d1 -> d0 d1"),
+    call(aten.div.Scalar, t(6), 3.0, text="d0 -> d0"),
+    call(aten.clone.default, t(4, 5), text="d0 d1 -> d0 d1"),
+    call(aten._to_copy.default, t(4, 6), dtype=torch.float32, text="d0 d1 -> d0 d1"),
+    call(aten.alias.default, t(4, 5), text="d0 d1 -> d0 d1"),
+    call(aten.detach.default, t(5), text="d0 -> d0"),
+    call(aten.contiguous.default, t(4, 5), text="d0 d1 -> d0 d1"),
+    call(aten.lift_fresh_copy.default, t(6), text="d0 -> d0"),
+    call(aten.to.dtype, distinct(5, 4), torch.float64, text="d0 d1 -> d0 d1"),
+]
+
+REDUCTIONS = [
+    call(aten.sum.dim_IntList, t(4, 5, 6), [0, -1], text="d0 d1 d2 -> d1"),
+    call(aten.sum.dim_IntList, distinct(4, 5), [1], True, text="d0 d1 -> d0 1"),
+    call(aten.sum.dim_IntList, t(4, 5), [], text="d0 d1 ->"),
+    call(aten.sum.dim_IntList, t(), [0], text="->"),
+    call(aten.sum.default, distinct(5, 4), text="d0 d1 ->"),
+    call(aten.mean.dim, t(4, 5, 6), [1], text="d0 d1 d2 -> d0 d2"),
+    call(aten.mean.dim, t(4, 7), None, True, text="d0 d1 -> 1 1"),
+    call(aten.mean.default, t(5, 6), text="d0 d1 ->"),
+    call(aten.amax.default, t(4, 5, 6), [0, 1], True, text="d0 d1 d2 -> 1 1 d2"),
+    call(aten.amin.default, t(4, 5), [-1], text="d0 d1 -> d0"),
+    call(aten.softmax.int, t(4, 5, 6), -1, text="d0 d1 d2! -> d0 d1 d2!"),
+    call(aten._softmax.default, t(4, 5), 0, False, text="d0! d1 -> d0! d1"),
+    call(aten.log_softmax.int, t(4, 5), 1, text="d0 d1! -> d0 d1!"),
+    call(aten._log_softmax.default, t(6, 4, 3), 1, False, text="d0 d1! d2 -> d0 d1! d2"),
+    call(aten.softmax.int, t(), 0, text="->"),
+    call(aten.var.correction, t(4, 5), [1], correction=1, keepdim=True, text="d0 d1! -> d0 1"),
+    call(aten.var.correction, t(4, 5), text="d0! d1! ->"),
+    call(aten.any.dim, flags(4, 5), 0, text="d0! d1 -> d1"),
+    call(aten.all.dim, flags(4, 5), -1, True, text="d0 d1! -> d0 1"),
+    call(aten.argmax.default, t(4, 5), 1, text="d0 d1! -> d0"),
+    call(aten.argmin.default, t(4, 5), text="d0! d1! ->"),
+]
+
+STRUCTURE = [
+    call(aten.cat.default, [t(4, 3), t(4, 5), t(4, 1)], 1, text="d0 c0!, d0 c1!, d0 c2! -> d0 c!"),
+    call(aten.cat.default, [distinct(3, 6), distinct(2, 6)], text="c0! d1, c1! d1 -> c! d1"),
+    call(aten.cat.default, [t(0), t(4, 3)], text=None),
+    call(aten.split.Tensor, t(4, 5), 2, -1, text="d0 d1! -> d0 c0, d0 c1, d0 c2"),
+    call(aten.split_with_sizes.default, t(6, 4), [1, 5], text="d0! d1 -> c0 d1, c1 d1"),
+    call(aten.chunk.default, t(5, 6), 2, 1, text="d0 d1! -> d0 c0, d0 c1"),
+    call(aten.unbind.int, t(4, 3, 5), 1, text="d0 d1! d2 -> d0 d2, d0 d2, d0 d2"),
+    call(aten.slice.Tensor, t(4, 6), 1, 1, 5, 2, text="d0 d1! -> d0 c"),
+    call(aten.slice.Tensor, t(5, 6), 0, 0, 5, text="d0 d1 -> d0 d1"),
+    call(aten.slice.Tensor, t(5, 6), 1, 0, 9223372036854775807, text="d0 d1 -> d0 d1"),
+    call(aten.slice.Tensor, t(5, 6), 0, None, -1, text="d0! d1 -> c d1"),
+    call(aten.slice.Tensor, t(4, 5), 1, -2, text="d0 d1! -> d0 c"),
+    call(aten.select.int, t(4, 5, 6), 1, -2, text="d0 d1! d2 -> d0 d2"),
+    call(aten.cumsum.default, t(4, 6), -1, text="d0 d1! -> d0 d1!"),
+    call(aten.flip.default, t(4, 6, 8), [0, 2], text="d0! d1 d2! -> d0! d1 d2!"),
+    call(aten.roll.default, t(4, 6), [1], [0], text="d0! d1 -> d0! d1"),
+    call(aten.roll.default, t(4, 6), [3], text="d0! d1! -> d0! d1!"),
+    call(aten.tril.default, t(6, 3, 4), -1, text="d0 d1! d2! -> d0 d1! d2!"),
+    call(aten.triu.default, t(4, 3), text="d0! d1! -> d0! d1!"),
+]
+
+VIEWS = [
+    call(aten.view.default, t(3, 24), [3, 6, 4], text="f0 (f1 f2) -> f0 f1 f2"),
+    call(aten.view.default, t(5, 2, 3), [-1, 3], text="f0 f1 f2 -> (f0 f1) f2"),
+    call(aten._unsafe_view.default, t(4, 6, 5), [24, 5], text="f0 f1 f2 -> (f0 f1) f2"),
+    call(aten.reshape.default, t(5, 12), [5, 3, -1], text="f0 (f1 f2) -> f0 f1 f2"),
+    call(aten.reshape.default, t(), [1, 1], text="-> 1 1"),
+    call(aten.unsqueeze.default, t(5, 6), 1, text="f0 f1 -> f0 1 f1"),
+    call(aten.squeeze.default, t(1, 3, 1, 4), text="1 f0 1 f1 -> f0 f1"),
+    call(aten.squeeze.dim, t(3, 1, 4), 1, text="f0 1 f1 -> f0 f1"),
+    call(aten.squeeze.dim, t(3, 4), 0, text="f0 f1 -> f0 f1"),
+    call(aten.squeeze.dims, t(1, 3, 1, 4), [0, 1, -1], text="1 f0 1 f1 -> f0 1 f1"),
+    call(aten.flatten.using_ints, t(3, 4, 5), 1, text="f0 f1 f2 -> f0 (f1 f2)"),
+    call(aten.flatten.using_ints, t(), text="-> 1"),
+    call(aten.unflatten.int, t(5, 12, 2), 1, [3, -1], text="f0 (f1 f2) f3 -> f0 f1 f2 f3"),
+    call(aten.permute.default, t(3, 4, 5), [2, 0, -2], text="d0 d1 d2 -> d2 d0 d1"),
+    call(aten.transpose.int, t(3, 4, 5), 0, -1, text="d0 d1 d2 -> d2 d1 d0"),
+    call(aten.transpose.int, t(), 0, -1, text="->"),
+    call(aten.t.default, t(5, 6), text="d0 d1 -> d1 d0"),
+    call(aten.t.default, t(5), text="d0 -> d0"),
+    call(aten.movedim.int, t(3, 4, 5, 6), 0, 2, text="d0 d1 d2 d3 -> d1 d2 d0 d3"),
+    call(aten.movedim.int, t(3, 4, 5, 6), -1, 0, text="d0 d1 d2 d3 -> d3 d0 d1 d2"),
+    call(aten.expand.default, t(5, 1), [3, 5, 4], text="d1 1 -> n0 d1 n2"),
+    call(aten.expand.default, t(1, 6, 4), [-1, 6, -1], text="d0 d1 d2 -> d0 d1 d2"),
+    call(aten.expand.default, t(), [4, 3], text="-> n0 n1"),
+]
+
+SAMPLES = [*PRODUCTS, *ATTENTION, *LOOKUPS, *NORMS, *POINTWISE, *REDUCTIONS, *STRUCTURE, *VIEWS]
+
+
+def written_of(node: fx.Node) -> RuleText | None:
+    """What the rule function writes for the node."""
+    entry = _RULES.get(node.target) or _POINTWISE[0]
+    written = entry.write(node)
+    return RuleText(written) if isinstance(written, str) else written

@@ -1,0 +1,147 @@
+"""Every rule is executed: on shards, for all placements that it offers, against the whole op."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial
+
+import tpcompiler.rules  # noqa: F401  (registers the rules)
+from tests.rules.brute_force import Mismatch, check, rule_from
+from tests.rules.samples import SAMPLES, Sample, call, ids, node_of, t
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import WHOLE, Sharding
+from tpcompiler.rules.infer import Refusal, options, pull_back, shardings
+from tpcompiler.rules.notation import Rule, RuleText
+from tpcompiler.rules.registry import _RULES, rule_of
+
+aten = torch.ops.aten
+sdpa = aten.scaled_dot_product_attention.default
+MESH = Mesh((("tp", 2),))
+RULED = [sample for sample in SAMPLES if sample.text is not None]
+
+
+@pytest.mark.parametrize("sample", RULED, ids=str)
+def test_shards_make_the_whole(sample: Sample) -> None:
+    node = node_of(sample)
+    rule = rule_of(node)
+    assert rule is not None
+    torch.manual_seed(0)
+    ran = {what for degree in (2, 3, 4) for what in check(node, rule, degree)}
+    assert {f"{factor} cut" for factor in rule.factors if _can_be_cut(rule, factor)} <= ran
+
+
+def _can_be_cut(rule: Rule, factor: str) -> bool:
+    """Whether the factor is free, and the first of more than one element wherever it stands."""
+    terms = (*rule.pattern.inputs, *rule.pattern.outputs)
+    dims = [[f for f in dim if rule.extent[f] > 1] for term in terms for dim in term if factor in dim]
+    return factor not in rule.pattern.whole and all(dim[:1] == [factor] for dim in dims)
+
+
+def test_every_registered_op_has_a_sample() -> None:
+    assert {str(target) for target in _RULES} <= {str(sample.target) for sample in SAMPLES}
+
+
+@pytest.mark.parametrize("sample", RULED, ids=str)
+def test_sizes_agree_wherever_a_factor_stands(sample: Sample) -> None:
+    """A factor with two sizes (a dim that broadcasts and is not written 1) would be cut wrongly."""
+    node = node_of(sample)
+    rule = rule_of(node)
+    assert rule is not None
+    tensors = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
+    for term, value in zip((*rule.pattern.inputs, *rule.pattern.outputs), tensors, strict=True):
+        for dim, size in zip(term, value.shape, strict=True):
+            assert torch.Size([rule.extent[f] for f in dim]).numel() == size
+
+
+@pytest.mark.parametrize("sample", [s for s in RULED if _RULES.get(s.target) and _RULES[s.target].relayout], ids=str)
+def test_pull_back_undoes_a_relayout(sample: Sample) -> None:
+    node = node_of(sample)
+    rule = rule_of(node)
+    assert rule is not None
+    for degree in (2, 3, 4):
+        mesh = Mesh((("tp", degree),))
+        for option in options(rule, mesh):
+            both = shardings(rule, option, mesh)
+            assert not isinstance(both, Refusal)
+            assert pull_back(rule, both[1][0], mesh) == both[0][0]
+
+
+def test_a_pending_sum_is_not_pulled_back_through_a_cast() -> None:
+    """Rounding every share is not rounding the sum."""
+    pending = Sharding.of(Partial(), MESH, 1, "a bias")
+    view, cast = (
+        rule_of(node_of(call(*written, text="")))
+        for written in ((aten.unsqueeze.default, t(4), 0), (aten.to.dtype, t(4), torch.float32))
+    )
+    assert view is not None
+    assert cast is not None
+    assert pull_back(view, replace(pending, dims=(WHOLE, WHOLE)), MESH) == pending
+    assert pull_back(cast, pending, MESH) is None
+
+
+WRONG = {
+    "layer norm over a cut dim": (
+        call(aten.layer_norm.default, t(4, 6), [6], t(6), text=""),
+        RuleText("d0 h, h -> d0 h", sizes={"normalized_shape": (("h",),)}),
+    ),
+    "softmax over a cut dim": (call(aten.softmax.int, t(4, 6), 1, text=""), RuleText("d0 d1 -> d0 d1")),
+    "a bias once per rank": (
+        call(aten.linear.default, t(3, 6), t(5, 6), t(5), text=""),
+        RuleText("b k, n k, n -> b n"),
+    ),
+    "a bias beside a Partial": (
+        call(aten.addmm.default, t(5), t(4, 6), t(6, 5), text=""),
+        RuleText("n, m k, k n -> m n", linear=((1,),)),
+    ),
+    "add with one operand pending": (
+        call(aten.add.Tensor, t(4), t(4), text=""),
+        RuleText("d0, d0 -> d0", linear=((0,),)),
+    ),
+    "a number added to a Partial": (call(aten.add.Tensor, t(4), 1.0, text=""), RuleText("d0 -> d0", linear=((0,),))),
+    "a product of two Partials": (
+        call(aten.mul.Tensor, t(4), t(4), text=""),
+        RuleText("d0, d0 -> d0", linear=((0, 1),)),
+    ),
+    "a mean of means": (call(aten.mean.dim, t(5, 4), [0], text=""), RuleText("d0 d1 -> d1", reduce="avg")),
+    "a sum of means": (call(aten.mean.dim, t(6, 4), [0], text=""), RuleText("d0 d1 -> d1")),
+    "a sum of maxima": (call(aten.amax.default, t(6, 4), [0], text=""), RuleText("d0 d1 -> d1")),
+    "a vocabulary without its offset": (
+        call(aten.embedding.default, t(6, 4), ids(3, below=6), text=""),
+        RuleText("v d, i0 -> i0 d"),
+    ),
+    "sizes left global": (
+        call(aten.view.default, t(6, 4), [6, 2, 2], text=""),
+        RuleText("a (b c) -> a b c", factors={"c": 2}),
+    ),
+    "merged dims cut inside": (
+        call(aten.view.default, t(4, 6), [24], text=""),
+        RuleText("a b -> (b a)", sizes={"size": (("b", "a"),)}),
+    ),
+    "query heads beside the wrong keys": (
+        call(sdpa, t(1, 8, 3, 4), t(1, 4, 3, 4), t(1, 4, 3, 4), enable_gqa=True, text=""),
+        RuleText("b (g h) s d!, b h t! d!, b h t! e -> b (g h) s e"),
+    ),
+    "queries cut under is_causal": (
+        call(sdpa, t(2, 4, 3), t(2, 4, 3), t(2, 4, 3), None, 0.0, True, text=""),
+        RuleText("h s d!, h t! d!, h t! e -> h s e"),
+    ),
+    "a slice of a cut dim": (
+        call(aten.slice.Tensor, t(6, 4), 0, 0, 3, text=""),
+        RuleText("d0 d1 -> d0 d1", factors={"d0": 6}),
+    ),
+    "dims in the wrong order": (call(aten.t.default, t(4, 4), text=""), RuleText("d0 d1 -> d0 d1")),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_caught(name: str) -> None:
+    sample, written = WRONG[name]
+    node = node_of(sample)
+    torch.manual_seed(0)
+    rule = rule_from(written, node)
+    with pytest.raises(Mismatch):
+        assert [check(node, rule, degree) for degree in (2, 3, 4)]

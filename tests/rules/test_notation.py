@@ -1,0 +1,112 @@
+"""What a rule's text means, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tpcompiler.errors import RuleError
+from tpcompiler.rules.notation import Pattern, Rule, extents, parse
+
+
+def rule(text: str, *shapes: tuple[int, ...], **known: int) -> Rule:
+    pattern = parse(text)
+    return Rule(pattern, extents(pattern, shapes, known, "a test"), "any", "sum", {}, (), {}, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        (
+            "b k, n k -> b n",
+            Pattern(((("b",), ("k",)), (("n",), ("k",))), ((("b",), ("n",)),), frozenset(), frozenset()),
+        ),
+        ("k, +n -> n", Pattern(((("k",),), (("n",),)), ((("n",),),), frozenset({1}), frozenset())),
+        ("+ , + n -> n", Pattern(((), (("n",),)), ((("n",),),), frozenset({0, 1}), frozenset())),
+        ("d0 d1! -> d0 d1!", Pattern(((("d0",), ("d1",)),), ((("d0",), ("d1",)),), frozenset(), frozenset({"d1"}))),
+        ("a! -> a", Pattern(((("a",),),), ((("a",),),), frozenset(), frozenset({"a"}))),
+        ("b (k g) s -> b", Pattern(((("b",), ("k", "g"), ("s",)),), ((("b",),),), frozenset(), frozenset())),
+        ("( a  1 b! ) -> a b", Pattern(((("a", "b"),),), ((("a",), ("b",)),), frozenset(), frozenset({"b"}))),
+        ("a 1 -> 1 a", Pattern(((("a",), ()),), (((), ("a",)),), frozenset(), frozenset())),
+        ("->", Pattern(((),), ((),), frozenset(), frozenset())),
+        (", -> a", Pattern(((), ()), ((("a",),),), frozenset(), frozenset({"a"}))),
+        ("a -> a, a, ", Pattern(((("a",),),), ((("a",),), (("a",),), ()), frozenset(), frozenset())),
+    ],
+)
+def test_parse(text: str, pattern: Pattern) -> None:
+    assert parse(text) == pattern
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a b", "rule 'a b' needs one '->'\n  help: write operands -> outputs"),
+        ("a -> b -> c", "rule 'a -> b -> c' needs one '->'\n  help: write operands -> outputs"),
+        ("a-b -> a", "'a-b' in the rule 'a-b ' is not a factor\n  help: use names, 1, ! and ( )"),
+        ("2 -> a", "'2' in the rule '2' is not a factor\n  help: use names, 1, ! and ( )"),
+        ("(a b -> a", "'(a' in the rule '(a b' is not a factor\n  help: use names, 1, ! and ( )"),
+        ("((a b) c) -> a", "'(a' in the rule '((a b) c)' is not a factor\n  help: use names, 1, ! and ( )"),
+        ("a -> +a", "'+a' in the rule ' +a' is not a factor\n  help: use names, 1, ! and ( )"),
+        ("!a -> a", "'!a' in the rule '!a' is not a factor\n  help: use names, 1, ! and ( )"),
+    ],
+)
+def test_not_a_rule(text: str, message: str) -> None:
+    with pytest.raises(RuleError) as error:
+        parse(text)
+    assert _words(str(error.value)) == _words(message)
+
+
+def _words(text: str) -> str:
+    return text.replace(" '", "'").replace("' ", "'")
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "known", "sizes"),
+    [
+        ("b k, n k -> b n", [(2, 3), (5, 3), (2, 5)], {}, {"b": 2, "k": 3, "n": 5}),
+        ("(k g), k -> (k g)", [(8,), (2,), (8,)], {}, {"k": 2, "g": 4}),
+        ("(a b) -> a b", [(6,), (2, 3)], {}, {"a": 2, "b": 3}),
+        ("(a b c) -> (a b c)", [(24,), (24,)], {"a": 2, "c": 4}, {"a": 2, "b": 3, "c": 4}),
+        ("(a b) -> (b a)", [(6,), (6,)], {"a": 3}, {"a": 3, "b": 2}),
+        ("a 1 -> a n", [(4, 1), (4, 7)], {}, {"a": 4, "n": 7}),
+        ("->", [(), ()], {}, {}),
+    ],
+)
+def test_sizes_of_factors(text: str, shapes: list[Any], known: dict[str, int], sizes: dict[str, int]) -> None:
+    assert extents(parse(text), shapes, known, "a test") == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "message"),
+    [
+        (
+            "b k -> b",
+            [(2, 3, 4), (2,)],
+            "the rule of an op has terms of [2, 1] dims, the tensors have [3, 1]\n"
+            "  help: give every tensor operand and output one term with one entry per dim",
+        ),
+        (
+            "b, k -> b",
+            [(2,), (2,)],
+            "the rule of an op has terms of [1, 1, 1] dims, the tensors have [1, 1]\n"
+            "  help: give every tensor operand and output one term with one entry per dim",
+        ),
+        (
+            "(a b) -> (a b)",
+            [(6,), (6,)],
+            "the rule of an op leaves the sizes of ['a', 'b'] open\n  help: give them as factors=",
+        ),
+    ],
+)
+def test_a_rule_that_does_not_fit(text: str, shapes: list[Any], message: str) -> None:
+    with pytest.raises(RuleError) as error:
+        extents(parse(text), shapes, {}, "an op")
+    assert str(error.value) == message
+
+
+def test_factors_on_the_left_only_are_reduced() -> None:
+    written = rule("b (k g), +1, t! -> b (t n)", (2, 12), (1,), (3,), (2, 15), k=4)
+    assert written.reduced == {"k", "g"}
+    assert written.factors == ("b", "k", "g", "t", "n")
+    assert written.pattern.whole == {"t", "n"}, "a factor that is made cannot be cut either"

@@ -1,0 +1,95 @@
+"""The text of every rule, beside what a rule says besides its text."""
+
+from __future__ import annotations
+
+import re
+from textwrap import fill
+
+import pytest
+from expecttest import assert_expected_inline
+
+import tpcompiler.rules  # noqa: F401  (registers the rules)
+from tests.rules.samples import SAMPLES, Sample, node_of, written_of
+from tpcompiler.rules.registry import _RULES
+
+INDENT = {"initial_indent": "    ", "subsequent_indent": "    "}
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_text(sample: Sample) -> None:
+    written = written_of(node_of(sample))
+    assert (None if written is None else _plain(written.text)) == sample.text
+
+
+def _plain(text: str) -> str:
+    """Without the spaces that empty terms leave."""
+    return re.sub(r"\s+", " ", text).strip().replace(" ,", ",")
+
+
+def test_what_a_rule_says_besides_its_text() -> None:
+    """Shards, linearity, reductions, size arguments and local bodies, of the first sample of every op."""
+    ops: dict[str, list[str]] = {}
+    for sample in {s.target: s for s in reversed(SAMPLES) if s.text is not None and s.target in _RULES}.values():
+        ops.setdefault(_besides(sample), []).append(str(sample.target).removeprefix("aten."))
+    text = "".join(f"{what}\n{fill(' '.join(sorted(names)), 100, **INDENT)}\n" for what, names in sorted(ops.items()))
+    assert_expected_inline(
+        text,
+        """\
+any shards
+    _log_softmax.default _softmax.default all.dim any.dim argmax.default argmin.default copy.default
+    layer_norm.default log_softmax.int masked_fill.Scalar masked_fill.Tensor
+    native_layer_norm.default rms_norm.default softmax.int var.correction
+any shards; linear in 0
+    chunk.default div.Scalar div.Tensor mul.Scalar neg.default select.int slice.Tensor split.Tensor
+    split_with_sizes.default sum.default sum.dim_IntList unbind.int
+any shards; linear in 0 and 1
+    add.Tensor sub.Tensor
+any shards; linear in 0 and 1 and 2
+    cat.default
+any shards; linear in 0 or linear in 1
+    bmm.default linear.default matmul.default mm.default mul.Tensor
+any shards; linear in 0; own body for v
+    embedding.default
+any shards; linear in 1 or linear in 2
+    addmm.default baddbmm.default
+any shards; relayout
+    _to_copy.default alias.default clone.default contiguous.default detach.default
+    lift_fresh_copy.default to.dtype
+any shards; relayout; linear in 0
+    flatten.using_ints movedim.int permute.default squeeze.dim t.default transpose.int
+    unsqueeze.default
+any shards; relayout; linear in 0; counts shape
+    reshape.default
+any shards; relayout; linear in 0; counts size
+    _unsafe_view.default expand.default view.default
+any shards; relayout; linear in 0; counts sizes
+    unflatten.int
+any shards; relayout; linear in 0; own body for f0; own body for f1
+    squeeze.default squeeze.dims
+even shards
+    _native_batch_norm_legit_functional.default _native_batch_norm_legit_no_training.default
+    cumsum.default flip.default roll.default scaled_dot_product_attention.default tril.default
+    triu.default
+even shards; linear in 0 or linear in 1
+    conv1d.default conv2d.default conv3d.default convolution.default
+nonempty shards; leaves P(max)
+    amax.default
+nonempty shards; leaves P(min)
+    amin.default
+nonempty shards; linear in 0; own body for d0; own body for d1
+    mean.default
+nonempty shards; linear in 0; own body for d1
+    mean.dim
+""",
+    )
+
+
+def _besides(sample: Sample) -> str:
+    entry, written = _RULES[sample.target], written_of(node_of(sample))
+    assert written is not None
+    parts = [f"{entry.shards} shards", "relayout" * entry.relayout]
+    parts.append(" or ".join("linear in " + " and ".join(map(str, group)) for group in written.linear))
+    parts.append(f"leaves P({written.reduce})" * (written.reduce != "sum"))
+    parts += [f"counts {argument}" for argument in written.sizes]
+    parts += [f"own body for {factor}" for factor in written.local]
+    return "; ".join(part for part in parts if part)
