@@ -24,37 +24,16 @@ def fold_reshards(program: ReshardedProgram) -> ReshardedProgram:
     A reshard whose only user is another one becomes part of it (P -> R -> S(0) is a reduce_scatter).
     """
     graph = edit.copy_graph(program.graph)
-    _share(graph)
-    shared: dict[tuple[fx.Node, Sharding], fx.Node] = {}
+    _share(graph)  # first, so that a change before equal ones has a single user
     for node in edit.calls(graph):
-        if node.target is not reshard:
-            continue
-        (value,) = edit.operands(node)
-        change: Reshard = node.meta[RESHARD]
-        while value.target is reshard and (len(value.users) == 1 or value.meta[RESHARD].source == change.target):
-            inner: Reshard = value.meta[RESHARD]
-            if inner.source.partial and change.target.partial:
-                break
-            (source,) = edit.operands(value)
-            node.args = (source,)
-            change = replace(change, source=inner.source, why=inner.why if inner.why == "inherent" else change.why)
-            node.meta[RESHARD] = change
-            node.meta[MARK] = replace(mark_of(node), wants=(change.source,))
-            shared.pop((source, inner.target), None) if not value.users else None
-            if not value.users:
-                edit.erase(value)
-            value = source
-        first = shared.setdefault((value, change.target), node)
-        if change.source == change.target or first is not node:
-            edit.replace_uses(node, value if change.source == change.target else first)
-            if shared[value, change.target] is node:
-                del shared[value, change.target]
-            edit.erase(node)
+        if node.target is reshard:
+            _join(node)
+    _share(graph)
     return ReshardedProgram(program.source, graph, program.mesh, program.notes)
 
 
 def _share(graph: fx.Graph) -> None:
-    """Equal changes of one value first, so that a change before them has a single user and can become part of theirs."""
+    """Equal changes of one value become the first of them."""
     shared: dict[tuple[fx.Node, Sharding], fx.Node] = {}
     for node in edit.calls(graph):
         if node.target is reshard:
@@ -62,3 +41,26 @@ def _share(graph: fx.Graph) -> None:
             if first is not node:
                 edit.replace_uses(node, first)
                 edit.erase(node)
+
+
+def _join(node: fx.Node) -> None:
+    """Make one change of this one and those before it whose result nobody else needs; none where it undoes them."""
+    (value,) = edit.operands(node)
+    while value.target is reshard:
+        change: Reshard = node.meta[RESHARD]
+        before: Reshard = value.meta[RESHARD]
+        undone = before.source == change.target
+        if (len(value.users) > 1 and not undone) or (before.source.partial and change.target.partial and not undone):
+            return
+        (source,) = edit.operands(value)
+        node.args = (source,)
+        why = before.why if before.why == "inherent" else change.why
+        node.meta[RESHARD] = replace(change, source=before.source, why=why)
+        node.meta[MARK] = replace(mark_of(node), wants=(before.source,))
+        if not value.users:
+            edit.erase(value)
+        value = source
+        if undone:
+            edit.replace_uses(node, value)
+            edit.erase(node)
+            return

@@ -175,11 +175,19 @@ def _difference(name: str, want: Any, exact: Any, parts: Sequence[Any], layout: 
     if not want.is_floating_point():
         wrong = max(float((w != want).sum()) for w in whole)
         return Difference(name, wrong, wrong, 0.0, wrong == 0)
-    scale = float(exact.abs().amax()) or 1.0
-    noise = float((want.double() - exact.double()).abs().amax()) / scale
+    scale, noise = _scale_and_noise(want, exact)
     tolerance = max(SPREAD * noise, FLOOR * torch.finfo(want.dtype).eps)
     largest = max(_largest(w, want) for w in whole)
     return Difference(name, largest, largest / scale, tolerance, largest / scale <= tolerance)
+
+
+def _scale_and_noise(want: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """The largest magnitude, and the rounding error relative to it, of what is finite."""
+    finite = want.isfinite() & exact.isfinite()
+    if not finite.any():
+        return 1.0, 0.0
+    scale = float(exact[finite].abs().amax()) or 1.0
+    return scale, float((want[finite].double() - exact[finite].double()).abs().amax()) / scale
 
 
 def _largest(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -198,7 +206,7 @@ def _first_diverging(
 ) -> str | None:
     """The first value whose claim (origin and sharding) does not hold, by name and source."""
     wanted: dict[str, torch.Tensor] = {}
-    noise: dict[str, float] = {}
+    found: dict[str, tuple[float, float]] = {}
 
     def keep(_: int, node: fx.Node, value: Any) -> None:
         if isinstance(value, torch.Tensor) and node.op == "call_function":
@@ -208,9 +216,7 @@ def _first_diverging(
 
     def measure(_: int, node: fx.Node, value: Any) -> None:
         if node.name in wanted and wanted[node.name].is_floating_point():
-            want = wanted[node.name]
-            scale = float(value.abs().amax()) if value.numel() else 0.0
-            noise[node.name] = float((want.double() - value).abs().amax()) / (scale or 1.0) if value.numel() else 0.0
+            found[node.name] = _scale_and_noise(wanted[node.name], value)
 
     simulate([_promoted(reference, torch.float64)], [[_cast(v, torch.float64) for v in flat]], seen=measure)
     parts: dict[str, dict[int, Any]] = {}
@@ -234,8 +240,8 @@ def _first_diverging(
             return f"'{node.name}' ({node.target}, claimed {text}) has shapes that do not fit together"
         if not want.numel():
             continue
-        scale = float(want.double().abs().amax()) or 1.0
-        limit = max(SPREAD * noise.get(origin, 0.0), FLOOR * 1.2e-7)
+        scale, noise = found.get(origin, (1.0, 0.0))
+        limit = max(SPREAD * noise, FLOOR * 1.2e-7)
         if any(_largest(w, want) / scale > limit for w in whole):
             reason = claim.get("reshard_reason") or claim.get("reason", "")
             return f"'{node.name}' ({node.target}, claimed {text}); {reason}"

@@ -156,10 +156,10 @@ def _collective(waiting: Mapping[int, _Waiting], world: int) -> list[torch.Tenso
     ranks = sorted(waiting)
     first = waiting[ranks[0]]
     for rank in range(world):
-        if rank not in waiting or waiting[rank].kind != first.kind:
-            at = f"{waiting[rank].kind} ('{waiting[rank].node}')" if rank in waiting else "the end"
+        if rank not in waiting or _call(waiting[rank]) != _call(first):
+            at = f"{_call(waiting[rank])} ('{waiting[rank].node}')" if rank in waiting else "the end"
             raise InternalError(
-                f"ranks disagree: rank {ranks[0]} is at {first.kind} ('{first.node}'), rank {rank} at {at}",
+                f"ranks disagree: rank {ranks[0]} is at {_call(first)} ('{first.node}'), rank {rank} at {at}",
                 help="the written programs do not belong together; convert the model again",
             )
     values = [waiting[rank].value for rank in ranks]
@@ -181,6 +181,19 @@ def _collective(waiting: Mapping[int, _Waiting], world: int) -> list[torch.Tenso
     raise InternalError(f"'{first.node}': the simulator does not know {first.kind}", help="report this")
 
 
+def _call(waiting: _Waiting) -> str:
+    """What all ranks must agree on; the sizes of an all_to_all are each rank's own."""
+    details = waiting.details[2:] if waiting.kind == "all_to_all_single" else waiting.details
+    return f"{waiting.kind}({', '.join(map(str, (str(waiting.value.dtype), *details)))})"
+
+
 def _all_to_all(waiting: Sequence[_Waiting]) -> list[torch.Tensor | None]:
+    for to, w in enumerate(waiting):
+        sizes = [other.details[1][to] for other in waiting]
+        if list(w.details[0]) != sizes:
+            raise InternalError(
+                f"'{w.node}' (all_to_all_single) on rank {to} expects {list(w.details[0])}, is sent {sizes}",
+                help="the written programs do not belong together; convert the model again",
+            )
     sent = [torch.split(w.value, list(w.details[1])) for w in waiting]
     return [torch.cat([parts[rank] for parts in sent]) for rank in range(len(waiting))]

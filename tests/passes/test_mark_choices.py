@@ -1,0 +1,232 @@
+"""What is chosen where an op has several ways: pending sums, gathers, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.export import Dim
+
+from tests.passes.models import Mlp
+from tests.passes.stages import Call, marked
+from tpcompiler.errors import ShardingError
+from tpcompiler.ir.program import mark_of
+from tpcompiler.ir.text import program_text
+
+X, Y = torch.randn(2, 4), torch.randn(2, 4)
+IDS = torch.tensor([[1, 5, 7], [0, 2, 2]])
+
+
+def text(*args: Any, **kwargs: Any) -> str:
+    return program_text(marked(*args, **kwargs))
+
+
+def test_a_pending_sum_is_reduced_right_after_its_op() -> None:
+    """Only a pass of its own may delay that. The whole `mul` becomes pending again at no cost, for one rank to add."""
+    module = Call(lambda self, x, y: (x + y * 2).neg().view(8).sum() / 3)
+    assert_expected_inline(
+        text(module, (X, Y), inputs=["P(sum)", "P(sum)"]),
+        """\
+x: P(sum) = input f32[2, 4]
+y: P(sum) = input f32[2, 4]
+mul: P(sum) -> R = mul(y, 2)
+add: P(sum) -> R = add(x, mul)
+neg: R = neg(add)
+view: R = view(neg, [8])
+sum_1: R = sum(view)
+div: R = div(sum_1, 3)
+pin: R = pin(div)
+return pin
+""",
+    )
+
+
+def test_sums_are_reduced_before_what_is_not_linear() -> None:
+    module = Call(lambda self, x, y: (x * y, x.relu(), x + 1, x.softmax(0)))
+    assert_expected_inline(
+        text(module, (X, Y), inputs=["P(sum)", "P(sum)"]),
+        """\
+x: P(sum) = input f32[2, 4]
+y: P(sum) = input f32[2, 4]
+mul: P(sum) = mul(x, y)
+relu: R = relu(x)
+add: R = add(x, 1)
+softmax: R = softmax(x, 0)
+pin: R = pin(mul)
+pin_1: R = pin(relu)
+pin_2: R = pin(add)
+pin_3: R = pin(softmax)
+return pin, pin_1, pin_2, pin_3
+""",
+    )
+
+
+def test_a_pin_on_a_pending_sum_says_what_becomes_of_it() -> None:
+    module = Call(lambda self, x: self.down(x), down=nn.Linear(4, 6))
+    assert_expected_inline(
+        text(module, (X,), {"down": "rowwise"}, outputs=["S(0)"]),
+        """\
+p_down_weight: S(1) = down.weight f32[6, 4]
+p_down_bias: P(sum) = down.bias f32[6]
+x: R = input f32[2, 4]
+linear: P(sum) = linear(x, p_down_weight, p_down_bias)
+pin: S(0) = pin(linear)
+return pin
+""",
+    )
+
+
+def test_a_mean_over_a_cut_dim() -> None:
+    module = Call(lambda self, x: self.up(x).mean(-1), up=nn.Linear(4, 5))
+    program = marked(module, (X,), {"up": "colwise"})
+    assert_expected_inline(
+        program_text(program),
+        """\
+p_up_weight: S(0) = up.weight f32[5, 4]
+p_up_bias: S(0) = up.bias f32[5]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+mean: P(sum) = mean(linear, [-1])
+pin: R = pin(mean)
+return pin
+""",
+    )
+    assert [n.name for n in program.graph.nodes if mark_of(n).local is not None] == ["mean"]
+
+
+def test_what_an_op_cannot_keep_cut_is_gathered() -> None:
+    module = Call(lambda self, x: self.up(x).softmax(-1).cumsum(0), up=nn.Linear(4, 6))
+    program = marked(module, (X,), {"up": "colwise"})
+    assert_expected_inline(
+        program_text(program),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+softmax: R = softmax(linear, -1)
+cumsum: R = cumsum(softmax, 0)
+pin: R = pin(cumsum)
+return pin
+""",
+    )
+    marks = {node.name: mark_of(node) for node in program.graph.nodes}
+    assert marks["softmax"].reason == "softmax: it needs the dim of 6 whole"
+    assert marks["softmax"].why == "fallback"
+
+
+def test_an_op_without_a_rule_is_noted() -> None:
+    module = Call(lambda self, x: self.up(x).sort(-1)[0], up=nn.Linear(4, 6))
+    program = marked(module, (X,), {"up": "colwise"})
+    assert_expected_inline(
+        program_text(program),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+x: R = input f32[2, 4]
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+sort: (R, R) = sort(linear)
+getitem: R = getitem(sort, 0)
+pin: R = pin(getitem)
+return pin
+""",
+    )
+    assert [note.text for note in program.notes if note.kind == "no rule"] == [
+        "aten.sort.default at 'sort' has no rule: 'linear' is replicated"
+    ]
+
+
+def test_the_cheaper_operand_moves() -> None:
+    """The large operand stays, the small one is sent; a pending sum is scattered rather than reduced everywhere."""
+    big, small = torch.randn(2, 8, 16), torch.randn(8, 16)
+    module = Call(lambda self, x, y: x + y)
+    assert_expected_inline(
+        text(module, (big, small), inputs=["S(1)", "S(1)"]),
+        """\
+x: S(1) = input f32[2, 8, 16]
+y: S(1) = input f32[8, 16]
+add: S(1) = add(x, y)
+pin: R = pin(add)
+return pin
+""",
+    )
+    assert_expected_inline(
+        text(module, (small, small + 1), inputs=["P(sum)", "S(1)"]),
+        """\
+x: P(sum) = input f32[8, 16]
+y: S(1) = input f32[8, 16]
+add: S(1) = add(x, y)
+pin: R = pin(add)
+return pin
+""",
+    )
+
+
+def test_sizes_keep_their_global_meaning() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return h.view(x.shape[0], 2, 3) / x.shape[0]
+
+    dynamic = {"x": {0: Dim("batch", min=2)}}
+    assert_expected_inline(
+        text(Call(forward, up=nn.Linear(4, 6)), (X,), {"up": "colwise"}, dynamic_shapes=dynamic),
+        """\
+p_up_weight: S(0) = up.weight f32[6, 4]
+p_up_bias: S(0) = up.bias f32[6]
+x: R = input f32[s77, 4]
+sym_size_int_1 = sym_size(x, 0)
+linear: S(1) = linear(x, p_up_weight, p_up_bias)
+view: S(1) = view(linear, [sym_size_int_1, 2, 3])
+div: S(1) = div(view, sym_size_int_1)
+pin: R = pin(div)
+return pin
+""",
+    )
+
+
+def error(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ShardingError) as caught:
+        marked(*args, **kwargs)
+    return "\n".join(line.split("      used at")[0] for line in str(caught.value).splitlines())
+
+
+def test_a_planned_weight_is_never_gathered() -> None:
+    module = Call(lambda self, x: F.layer_norm(x, (4,), self.w), w=(4,))
+    assert_expected_inline(
+        error(module, (X,), {"w": "S(0)"}),
+        """\
+cannot shard 'w' on dim 0 of 4 by mesh axis 'tp' of 2 for aten.layer_norm.default: it needs the dim of 4 whole
+  help: pin 'w' to R in the plan
+  asked by: the plan ("w": "S(0)")""",
+    )
+
+
+def test_a_weight_that_would_be_cut_through_its_heads() -> None:
+    module = Call(lambda self, x: x + self.w.view(3, 4)[0], w=(12,))
+    assert_expected_inline(
+        error(module, (X,), {"w": "S(0)"}),
+        """\
+cannot shard 'w' on dim 0 of 12 by mesh axis 'tp' of 2 for aten.view.default: dim 0 splits into 3 x 4, and 3 is not divisible by 2
+  help: pin 'w' to R in the plan
+  asked by: the plan ("w": "S(0)")""",
+    )
+
+
+def test_weights_that_are_cut_against_each_other() -> None:
+    module = Call(lambda self, x: F.linear(x, self.w, self.b), w=(6, 4), b=(6,))
+    assert_expected_inline(
+        error(module, (X,), {"w": "S(1)", "b": "S(0)"}),
+        """\
+cannot shard 'b' on dim 0 of 6 by mesh axis 'tp' of 2 for aten.linear.default: other operands are cut differently
+  help: pin 'b' to R in the plan
+  asked by: the plan ("b": "S(0)")""",
+    )
+
+
+def test_an_error_names_the_line() -> None:
+    with pytest.raises(ShardingError, match=r"used at: models\.py:\d+, in forward"):
+        marked(Mlp(), (X,), {"up.weight": "S(1)", "up.bias": "S(0)"})
