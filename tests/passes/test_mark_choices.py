@@ -26,7 +26,7 @@ def text(*args: Any, **kwargs: Any) -> str:
 
 
 def test_a_pending_sum_is_reduced_right_after_its_op() -> None:
-    """Only a pass of its own may delay that. The whole `mul` becomes pending again at no cost, for one rank to add."""
+    """Only a pass of its own may delay that. The whole `mul` becomes pending again at no cost."""
     module = Call(lambda self, x, y: (x + y * 2).neg().view(8).sum() / 3)
     assert_expected_inline(
         text(module, (X, Y), inputs=["P(sum)", "P(sum)"]),
