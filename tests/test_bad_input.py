@@ -102,26 +102,26 @@ def test_a_module_that_cannot_be_imported(model: Path, tmp_path: Path, monkeypat
             '"layer.*.up": colwise\n',
             "plan entry 'layer.*.up' matches nothing\n"
             "  help: use a name of the program, such as 'layers.*.up', 'layers.*', 'layers.*.up.bias'\n"
-            '  asked by: {plan} line 1 ("layer.*.up": "colwise")\n',
+            '  asked by: {name} line 1 ("layer.*.up": "colwise")\n',
         ),
         (
             "head: columnwise\n",
             "unknown style 'columnwise'\n"
             "  help: did you mean 'colwise'? use one of colwise, colwise_gather_output, rowwise, rowwise_split_input, "
             "embedding_rowwise, replicate, gather, or a placement such as S(0) or R\n"
-            '  asked by: {plan} line 1 ("head": "columnwise")\n',
+            '  asked by: {name} line 1 ("head": "columnwise")\n',
         ),
         (
             "head: packed_colwise\n",
             "style 'packed_colwise' is recognised but not supported yet\n"
             "  help: use 'replicate' meanwhile, or give every packed block a layer of its own and use 'colwise'\n"
-            '  asked by: {plan} line 1 ("head": "packed_colwise")\n',
+            '  asked by: {name} line 1 ("head": "packed_colwise")\n',
         ),
         (
             "head.weight: S(2)\n",
             "cannot shard 'head.weight' on dim 2: it has 2 dims\n"
             "  help: use a dim from -2 to 1\n"
-            '  asked by: {plan} line 1 ("head.weight": "S(2)")\n',
+            '  asked by: {name} line 1 ("head.weight": "S(2)")\n',
         ),
         ("", 'plan file {plan} is empty\n  help: write at least one entry, such as "*.up": colwise\n'),
     ],
@@ -130,7 +130,7 @@ def test_a_plan_that_does_not_fit(text: str, expected: str, model: Path, tmp_pat
     path = tmp_path / "plan.yaml"
     path.write_text(text)
     said = refused("convert", model, "--tp", 2, "--plan", path, "-o", tmp_path / "out")
-    assert said == expected.replace("{plan}", str(path))
+    assert said == expected.replace("{plan}", str(path)).replace("{name}", path.name)
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from tpcompiler import PlanError, parallelize, tensor_parallel_transformation
+from tpcompiler.runtime.load import exit_together
 
 
 class Blocks(torch.nn.Module):
@@ -104,8 +105,7 @@ def main() -> None:
         else:
             raise AssertionError("a plan entry that matches nothing was accepted")
     assert state() == before
-    dist.barrier()
-    dist.destroy_process_group()
+    exit_together()
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ def run(
     from tpcompiler import cli_print
     from tpcompiler.runtime.artifact import read_manifest
     from tpcompiler.runtime.inputs import write_tensors
-    from tpcompiler.runtime.load import leave_world, load
+    from tpcompiler.runtime.load import exit_together, load
     from tpcompiler.runtime.model_file import import_modules
     from tpcompiler.runtime.run import refuse_sharded_boundary, run_file, summarize
 
@@ -275,7 +275,7 @@ def run(
         cli_print.print_outputs(summarize(named))
         if outputs is not None:
             write_tensors(outputs, named)
-    leave_world()
+    exit_together()
 
 
 @app.command()

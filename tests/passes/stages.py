@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -18,6 +19,8 @@ from passes.insert_reshards import insert_reshards
 from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
 from passes.mark_placements import mark_placements
+from tpcompiler._torch import OpOverload
+from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
 from tpcompiler.ir.program import (
@@ -29,6 +32,7 @@ from tpcompiler.ir.program import (
     ReshardedProgram,
 )
 from tpcompiler.plan import Plan
+from tpcompiler.rules.registry import has_rule
 from tpcompiler.verify.invariants import check_invariants
 
 Given = Mapping[str, str] | Sequence[str | None] | None
@@ -49,8 +53,35 @@ class Call(nn.Module):
                 setattr(self, name, part)
 
 
+aten = torch.ops.aten
+# Ops with a rule that torch turns into others all the same, for they may give a view or a copy.
+REWRITTEN = {
+    aten.reshape.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.chunk.default,
+    aten.contiguous.default,
+    aten.to.dtype,
+    aten.movedim.int,
+}
+
+
 def canonical(module: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None) -> CanonicalProgram:
-    return canonicalize(export(module, args, dynamic_shapes=dynamic_shapes))
+    """The canonical form; an exported program that has it already is spared torch's decomposition, which takes 0.2 s."""
+    program = export(module, args, dynamic_shapes=dynamic_shapes)
+    if all(_is_canonical(node.target) for node in edit.calls(program.graph)):
+        graph = edit.copy_graph(program.graph)
+        graph.eliminate_dead_code()
+        return CanonicalProgram(program, graph)
+    return canonicalize(program)
+
+
+def _is_canonical(target: Any) -> bool:
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem
+    if target._schema.is_mutable or target in REWRITTEN:
+        return False
+    return has_rule(target) or torch.Tag.pointwise in target.tags or target is torch.ops.aten.sym_size.int
 
 
 def planned(

@@ -44,10 +44,10 @@ def test_yaml(file: Path) -> None:
         PlanEntry("attn", Style("prepare_input", inputs=(R, None)), where=""),
     )
     assert [entry.where for entry in plan.entries] == [
-        f'{file} line 2 ("*.up": "colwise")',
-        f'{file} line 3 ("down": "rowwise")',
-        f"{file} line 4 (\"**.weight\": {{'dp': 'R', 'tp': 'S(0)'}})",
-        f"{file} line 5 (\"attn\": {{'inputs': ['R', None]}})",
+        f'{file.name} line 2 ("*.up": "colwise")',
+        f'{file.name} line 3 ("down": "rowwise")',
+        f"{file.name} line 4 (\"**.weight\": {{'dp': 'R', 'tp': 'S(0)'}})",
+        f"{file.name} line 5 (\"attn\": {{'inputs': ['R', None]}})",
     ]
 
 
@@ -55,8 +55,8 @@ def test_json_with_tabs(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text('{\n\t"*.up": "colwise",\n\t"down": {"tp":"S(0)"}\n}')
     assert [entry.where for entry in Plan.of(file).entries] == [
-        f'{file} line 2 ("*.up": "colwise")',
-        f"{file} line 3 (\"down\": {{'tp': 'S(0)'}})",
+        f'{file.name} line 2 ("*.up": "colwise")',
+        f"{file.name} line 3 (\"down\": {{'tp': 'S(0)'}})",
     ]
 
 
@@ -65,7 +65,7 @@ def test_a_style_error_names_its_line(file: Path) -> None:
     assert refusal(file) == (
         "'S(one)' is not a placement\n"
         "  help: write R, S(dim) such as S(0) or S(-1), or P(op) with op one of sum, avg, product, max, min\n"
-        f"  asked by: {file} line 2 (\"*.down\": {{'tp': 'S(one)'}})"
+        f"  asked by: {file.name} line 2 (\"*.down\": {{'tp': 'S(one)'}})"
     )
 
 
@@ -158,7 +158,7 @@ def test_tags_run_nothing(file: Path) -> None:
         "['R'] is not a style\n"
         "  help: use one of colwise, colwise_gather_output, rowwise, rowwise_split_input, embedding_rowwise, "
         "replicate, gather, or a placement such as S(0) or R\n"
-        f"  asked by: {file} line 1 (\"up\": ['R'])"
+        f"  asked by: {file.name} line 1 (\"up\": ['R'])"
     )
 
 

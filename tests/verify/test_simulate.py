@@ -115,7 +115,7 @@ def test_ranks_with_different_dtypes() -> None:
     first, second = programs()
     (name,) = collectives(second)
     operand = next(node for node in second.graph.nodes if node.name == name).args[0].name
-    double = damaged(second, operand, lambda graph, node: graph.call_method("double", (node,)))
+    double = damaged(second, operand, lambda graph, node: graph.call_function(torch.Tensor.double, (node,)))
     assert "all_reduce(torch.float64, sum, tp=2:tp)" in error([first, double])
 
 

@@ -67,7 +67,8 @@ class Plan:
             written = [(pattern, style, "the plan") for pattern, style in plan.items()]
         elif isinstance(plan, str | os.PathLike):
             path = os.fsdecode(plan)
-            written = [(pattern, style, f"{path} line {line}") for pattern, style, line in read_plan_file(path)]
+            name = os.path.basename(path)  # the reasons in a written program name no folder of this machine
+            written = [(pattern, style, f"{name} line {line}") for pattern, style, line in read_plan_file(path)]
         else:
             raise PlanError(
                 f"{plan!r} is not a plan", help="give a mapping of names to styles, or the path of a YAML or JSON file"

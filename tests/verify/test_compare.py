@@ -1,0 +1,232 @@
+"""The comparison finds every mistake, one at a time, and lets rounding pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram, export
+
+import tpcompiler
+from tests.verify.network import PLAN, Transformer, collectives, damaged, randomised, skipped
+from tpcompiler.errors import MeshError
+from tpcompiler.ir import edit
+from tpcompiler.verify.compare import FLOOR, SPREAD, VerifyReport, compare
+
+aten = torch.ops.aten
+IDS = torch.randint(24, (2, 5), generator=torch.Generator().manual_seed(0))
+
+
+class Case:
+    """A program in parts, to be damaged."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], degree: int, plan: Any, **kwargs: Any) -> None:
+        self.args = args
+        self.made = tpcompiler.parallelize(export(module, args), degree, plan, **kwargs)
+        self.ranks = [self.made.rank_program(rank) for rank in range(degree)]
+
+    def compare(
+        self, ranks: Sequence[ExportedProgram] | None = None, args: tuple[Any, ...] | None = None
+    ) -> VerifyReport:
+        return compare(
+            self.made.original,
+            self.ranks if ranks is None else ranks,
+            self.args if args is None else args,
+            {},
+            self.made.layout(),
+            [node.name for node in self.made.resharded.user_inputs()],
+            self.made.resharded.output_names(),
+            intermediate=self.made.resharded.source,
+        )
+
+
+@pytest.fixture(scope="module")
+def transformer() -> Case:
+    return Case(randomised(Transformer()), (IDS,), 2, PLAN, outputs={"1": "S(0)"})
+
+
+def test_a_right_program_is_equal(transformer: Case) -> None:
+    report = transformer.compare()
+    assert report.ok, report
+    assert [(d.name, d.ok) for d in report.outputs] == [("0", True), ("1", True), ("calls", True)]
+    assert report.first_diverging is None
+    assert report.max_rel_err <= max(d.tolerance for d in report.outputs) < 1e-4
+
+
+def test_every_collective_is_needed(transformer: Case) -> None:
+    """Each is replaced on all ranks, in turn, by what a rank that talks to nobody would have."""
+    names = collectives(transformer.ranks[0])
+    assert names == [
+        *("all_reduce", "all_reduce_1", "all_reduce_2", "all_reduce_3", "all_reduce_4"),
+        "all_gather_into_tensor",
+    ]
+    for name in names:
+        report = transformer.compare([damaged(rank, name, skipped) for rank in transformer.ranks])
+        wrong = [d for d in report.outputs if not d.ok]
+        assert wrong, f"nothing is said of a missing {name}"
+        assert max(d.rel for d in wrong) > 1000 * max(d.tolerance for d in wrong), f"{name}: {report}"
+        assert report.first_diverging is not None
+
+
+def test_a_collective_that_is_missing_is_named(transformer: Case) -> None:
+    """The report points at the first value that is wrong, and says why it is what it is."""
+    report = transformer.compare([damaged(rank, "all_reduce_2", skipped) for rank in transformer.ranks])
+    assert report.first_diverging == (
+        "'wait_tensor_2' (_c10d_functional.wait_tensor.default, claimed R); 'linear_5' is a pending reduction"
+    )
+    assert str(report).startswith("NOT EQUAL: max abs err ")
+    assert [line.split(":")[0] for line in str(report).splitlines()[1:]] == [
+        *("  BAD 0", "  BAD 1", "  ok  calls"),
+        "  first diverging value",
+    ]
+
+
+def test_an_all_reduce_replaced_by_its_operand(transformer: Case) -> None:
+    ranks = [damaged(rank, "all_reduce", lambda graph, node: node.args[0]) for rank in transformer.ranks]
+    assert not transformer.compare(ranks).ok
+
+
+def test_a_reduction_of_another_kind(transformer: Case) -> None:
+    def average(graph: fx.Graph, node: fx.Node) -> fx.Node:
+        return graph.call_function(node.target, (node.args[0], "avg", node.args[2]))  # type: ignore[arg-type]
+
+    ranks = [damaged(rank, "all_reduce_1", average) for rank in transformer.ranks]
+    for rank in ranks:
+        rank.graph.erase_node(next(node for node in rank.graph.nodes if node.name == "all_reduce_1"))
+    assert not transformer.compare(ranks).ok
+
+
+def test_a_bias_that_is_added_once_per_rank(transformer: Case) -> None:
+    """As is every program that forgets that a row-wise bias is an addend."""
+    whole = transformer.made.original.state_dict["layers.0.o.bias"]
+    for rank in (0, 1):
+        ranks = list(transformer.ranks)
+        ranks[rank] = _with_state(ranks[rank], {"layers.0.o.bias": whole})
+        assert transformer.compare(ranks).ok == (rank == 0), "rank 0 holds it already"
+
+
+def test_shards_that_are_swapped(transformer: Case) -> None:
+    first, second = transformer.ranks
+    for name in ("embed.weight", "layers.0.q.weight", "layers.1.down.weight", "head.bias"):
+        a = _with_state(first, {name: second.state_dict[name]})
+        b = _with_state(second, {name: first.state_dict[name]})
+        assert not transformer.compare([a, b]).ok, name
+
+
+def test_a_rank_that_starts_with_other_weights(transformer: Case) -> None:
+    """Every rank's copy of a replicated output is looked at."""
+    first, second = transformer.ranks
+    off = _with_state(second, {"layers.1.norm2.weight": second.state_dict["layers.1.norm2.weight"] * 1.001})
+    assert not transformer.compare([first, off]).ok
+
+
+def test_a_value_that_is_written_back_wrongly(transformer: Case) -> None:
+    first, second = transformer.ranks
+    report = transformer.compare([first, _with_state(second, {"calls": torch.ones(())})])
+    assert [d.name for d in report.outputs if not d.ok] == ["calls"]
+
+
+def _with_state(program: ExportedProgram, state: dict[str, torch.Tensor]) -> ExportedProgram:
+    made = damaged(program, next(n.name for n in program.graph.nodes if n.op == "placeholder"), lambda _, node: node)
+    made.state_dict.update({name: nn.Parameter(value.clone(), False) for name, value in state.items()})
+    return made
+
+
+class Products(nn.Module):
+    """A long sum: its rounding error is what the tolerance is made of."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(size, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(x)
+
+
+def test_the_tolerance_follows_the_programs_own_rounding() -> None:
+    """`SPREAD` times the reference's error against float64, at least `FLOOR` epsilons; more terms, more of it."""
+    tolerances = []
+    for size in (8, 20000):
+        module = randomised(Products(size))
+        case = Case(module, (torch.randn(4, size, generator=torch.Generator().manual_seed(1)),), 2, {"down": "rowwise"})
+        (difference,) = case.compare().outputs
+        exact = module.double()(case.args[0].double())
+        noise = (module.float()(case.args[0]) - exact).abs().amax() / exact.abs().amax()
+        expected = max(SPREAD * noise.item(), FLOOR * torch.finfo(torch.float32).eps)
+        assert difference.tolerance == pytest.approx(expected, rel=0.2)
+        assert difference.ok
+        tolerances.append(difference.tolerance)
+    assert tolerances[0] == FLOOR * torch.finfo(torch.float32).eps < tolerances[1]
+
+
+class Outputs(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {
+            "masked": x.masked_fill(x > 0, -torch.inf),
+            "root": x.sqrt(),
+            "count": (x > 0).sum(0),
+            "flag": True,
+            "none": x[:0],
+        }
+
+
+def test_infinities_nans_integers_and_nothing() -> None:
+    case = Case(Outputs(), (torch.randn(4, 6),), 2, {}, inputs=["S(0)"], outputs={"masked": "S(0)", "count": "S(0)"})
+    report = case.compare()
+    assert report.ok, report
+    assert [d.name for d in report.outputs] == ["masked", "root", "count", "flag", "none"]
+    assert {d.rel for d in report.outputs} == {0.0}
+
+
+def test_a_nan_where_there_should_be_a_number() -> None:
+    case = Case(Outputs(), (torch.randn(4, 6),), 2, {}, inputs=["S(0)"])
+
+    def spoilt(graph: fx.Graph, node: fx.Node) -> fx.Node:
+        return graph.call_function(aten.mul.Tensor, (node, float("nan")))
+
+    (name,) = [node.name for node in edit.calls(case.ranks[1].graph) if node.target is aten.masked_fill.Scalar]
+    report = case.compare([case.ranks[0], damaged(case.ranks[1], name, spoilt)])
+    assert [d.name for d in report.outputs if not d.ok] == ["masked"]
+
+
+def test_an_integer_that_is_off_by_one() -> None:
+    case = Case(Outputs(), (torch.randn(4, 6),), 2, {}, inputs=["S(0)"])
+    (name,) = [node.name for node in edit.calls(case.ranks[0].graph) if node.target is aten.sum.dim_IntList]
+    more = damaged(case.ranks[0], name, lambda graph, node: graph.call_function(aten.add.Tensor, (node, 1)))
+    report = case.compare([more, case.ranks[1]])
+    assert [d.name for d in report.outputs if not d.ok] == ["count"]
+
+
+def test_a_wrong_shape_or_dtype(transformer: Case) -> None:
+    for change in (torch.Tensor.double, lambda x: x[:, :-1]):
+        ranks = [
+            damaged(rank, _output(rank), lambda graph, node, f=change: graph.call_function(f, (node,)))
+            for rank in transformer.ranks
+        ]
+        report = transformer.compare(ranks)
+        assert [(d.name, d.abs) for d in report.outputs if not d.ok] == [("0", float("inf"))]
+
+
+def _output(program: ExportedProgram) -> str:
+    spec = program.graph_signature.user_outputs
+    return str(spec[0])
+
+
+def test_another_batch_than_the_example(transformer: Case) -> None:
+    report = transformer.compare(args=(IDS.flip(0),))
+    assert report.ok, report
+
+
+def test_programs_are_needed(transformer: Case) -> None:
+    with pytest.raises(MeshError, match="there is no rank program to compare"):
+        transformer.compare([])
+
+
+def test_a_report_is_data(transformer: Case) -> None:
+    report = transformer.compare()
+    assert replace(report, ok=False) != report
+    assert str(report).splitlines()[0].startswith("equal: max abs err ")
