@@ -352,7 +352,7 @@ def test_random_programs() -> None:
 
 @pytest.mark.slow
 def test_many_random_programs() -> None:
-    tally = _run(400)
-    assert tally.counted >= 350
-    assert len(tally.sharded_ops) >= 25
-    assert sum(tally.refused.values()) <= 8
+    tally = _run(150)
+    assert tally.counted >= 130
+    assert len(tally.sharded_ops) >= 22
+    assert sum(tally.refused.values()) <= 4
