@@ -31,12 +31,12 @@ def reshard_wire_bytes(source: Sharding, target: Sharding, shape: Sequence[Size]
     cut_before = {axis: d for d, dim in enumerate(source.dims) for axis in dim.axes}
     cut_after = {axis: d for d, dim in enumerate(target.dims) for axis in dim.axes}
     for axis, degree in mesh.axes:
-        if axis in reductions and axis not in kept:
+        if axis in reductions and kept.get(axis) != reductions[axis]:
             total += wire_bytes("reduce_scatter" if axis in cut_after else "all_reduce", whole, degree)
         elif axis in cut_before:
             before, after = cut_before[axis], cut_after.get(axis)
-            if after is None:
-                total += wire_bytes("all_gather", whole, degree)
-            elif after != before or source.dims[before].unit != target.dims[after].unit:
+            if after is None or (after == before and source.dims[before].unit != target.dims[after].unit):
+                total += wire_bytes("all_gather", whole, degree)  # other units: through the whole tensor
+            elif after != before:
                 total += wire_bytes("all_to_all", -(-whole // degree), degree)
     return total
