@@ -1,0 +1,85 @@
+"""A program that breaks a promise of its stage is refused, by the name of the node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from tests.passes.models import MEGATRON, Mlp
+from tests.passes.stages import folded, local, marked
+from tpcompiler.errors import InternalError
+from tpcompiler.ir.program import MARK, LocalProgram, LoweredProgram, MarkedProgram, Program, ReshardedProgram
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.verify.invariants import check_invariants
+
+ROWS = Sharding((DimSharding(("tp",)), WHOLE))
+HELP = "\n  help: report this with the model and the plan"
+
+
+def node_of(program: Program, name: str) -> fx.Node:
+    return next(node for node in program.graph.nodes if node.name == name)
+
+
+def change(name: str, **parts: Any) -> Callable[[Program], None]:
+    def apply(program: Program) -> None:
+        node = node_of(program, name)
+        node.meta[MARK] = replace(node.meta[MARK], **parts)
+
+    return apply
+
+
+def unmark(program: Program) -> None:
+    del node_of(program, "relu").meta[MARK]
+
+
+@pytest.mark.parametrize(
+    ("stage", "damage", "message"),
+    [
+        (marked, unmark, "MarkedProgram: 'relu' has no mark"),
+        (marked, change("relu", shardings=()), "MarkedProgram: 'relu' has another number of shardings than of tensors"),
+        (
+            marked,
+            change("relu", shardings=(Sharding.replicated(3),)),
+            "MarkedProgram: 'relu' of 2 dims has a sharding of 3",
+        ),
+        (
+            marked,
+            change("relu", shardings=(Sharding(ROWS.dims, (("tp", "sum"),)),)),
+            "MarkedProgram: 'relu' uses a mesh axis twice",
+        ),
+        (
+            folded,
+            change("relu", shardings=(ROWS,), settled=(ROWS,)),
+            "ReshardedProgram: 'linear_1' has 'relu' in another sharding than it needs",
+        ),
+        (folded, change("relu", settled=(ROWS,)), "ReshardedProgram: 'relu' is reduced by nothing"),
+    ],
+)
+def test_a_broken_promise(stage: Callable[..., Program], damage: Callable[[Program], None], message: str) -> None:
+    program = stage(Mlp(), (torch.randn(2, 4),), MEGATRON)
+    check_invariants(program)
+    damage(program)
+    with pytest.raises(InternalError) as error:
+        check_invariants(program)
+    assert str(error.value).splitlines()[:2] == (message + HELP).splitlines()
+
+
+def test_markers_that_are_left() -> None:
+    """A stage is a type: what one allows, the next refuses."""
+    early, late = marked(Mlp(), (torch.randn(2, 4),), MEGATRON), folded(Mlp(), (torch.randn(2, 4),), MEGATRON)
+    with pytest.raises(InternalError, match="ReshardedProgram: 'linear_1' is reduced by nothing"):
+        check_invariants(ReshardedProgram(early.source, early.graph, early.mesh, early.notes))
+    with pytest.raises(InternalError, match="LoweredProgram: 'reshard' is still a marker"):
+        check_invariants(LoweredProgram(late.source, late.graph, late.mesh, 0))
+
+
+def test_every_stage_keeps_its_promises() -> None:
+    program = local(Mlp(), (torch.randn(2, 4),), MEGATRON)
+    assert isinstance(program, LocalProgram)
+    assert not isinstance(program, MarkedProgram)
+    check_invariants(program)
