@@ -6,11 +6,10 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence, Set
 
-import torch
 from torch import fx
 from torch.export.graph_signature import OutputKind
 
-from tpcompiler.errors import PlanError, ShardingError, UnsupportedError
+from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec
@@ -142,7 +141,7 @@ def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Nod
         for value, spec in zip(values, specs, strict=False):
             if spec is None:
                 continue
-            sharding = _sharding(spec, mesh, value.meta["val"], f"the {what} of '{name}'", entry.where)
+            sharding = Sharding.of(spec, mesh, value.meta["val"].ndim, f"the {what} of '{name}'", entry.where)
             users = [u for u in value.users if (u in members) == (what == "input")]
             before = min(users)
             made = _pin(value, sharding, entry.where, before, owner=before if what == "input" else value)
@@ -193,24 +192,11 @@ def _boundary(given: Boundary, names: Sequence[str], what: str) -> dict[str, Pla
     return dict(given)
 
 
-def _sharding(spec: PlacementSpec, mesh: Mesh, value: torch.Tensor, what: str, asked_by: str) -> Sharding:
-    """Placements for a value of the graph, whose cut dims must be static."""
-    sharding = Sharding.of(spec, mesh, value.ndim, what, asked_by)
-    for dim, cut in enumerate(sharding.dims):
-        if cut.axes and not isinstance(value.shape[dim], int):
-            raise UnsupportedError(
-                f"cannot shard {what} on dim {dim}: its size {value.shape[dim]} is dynamic, which is not supported yet",
-                help="export with that dim static, or leave it whole",
-                asked_by=asked_by,
-            )
-    return sharding
-
-
 def _input_shardings(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> dict[str, Sharding]:
     nodes = {node.name: node for node in program.user_inputs()}
     specs = _boundary(given, list(nodes), "input")
     return {
-        name: _sharding(specs[name], mesh, node.meta["val"], f"input '{name}'", "inputs=")
+        name: Sharding.of(specs[name], mesh, node.meta["val"].ndim, f"input '{name}'", "inputs=")
         if name in specs
         else Sharding.replicated(node.meta["val"].ndim)
         for name, node in nodes.items()
@@ -230,7 +216,7 @@ def _pin_outputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> None
         asked_by = "outputs=" if name in wanted else "outputs are R unless outputs= says otherwise"
         sharding = Sharding.replicated(value.meta["val"].ndim)
         if name in wanted:
-            sharding = _sharding(wanted[name], mesh, value.meta["val"], f"output '{name}'", asked_by)
+            sharding = Sharding.of(wanted[name], mesh, value.meta["val"].ndim, f"output '{name}'", asked_by)
         values[position] = _pin(value, sharding, asked_by, output, owner=value)
     output.args = (tuple(values),)
 

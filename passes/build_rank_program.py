@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, InputKind, TensorArgument
+from torch.export.graph_signature import ExportGraphSignature, InputKind
 
-from tpcompiler._torch import symbols_of
+from tpcompiler._torch import size_range, symbols_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import CLAIM, claim_of
+from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, PIN, RESHARD, ShardedProgram
 
 
@@ -29,8 +30,9 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
     signature = copy.deepcopy(source.graph_signature)
     values = list(graph.output_node().args[0])  # type: ignore[arg-type]
     for position, (spec, value) in enumerate(zip(signature.output_specs, values, strict=True)):
-        if isinstance(spec.arg, TensorArgument) and isinstance(value, fx.Node):
-            signature.output_specs[position] = dataclasses.replace(spec, arg=TensorArgument(name=value.name))
+        if isinstance(value, fx.Node):
+            arg = dataclasses.replace(spec.arg, name=value.name)
+            signature.output_specs[position] = dataclasses.replace(spec, arg=arg)
     for node in graph.nodes:
         claim = claim_of(node, program.mesh)
         for name in (MARK, ORIGIN, RESHARD, PIN, GLOBAL):
@@ -38,13 +40,15 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
         if claim is not None and node.op == "call_function":
             node.meta["custom"] = {CLAIM: claim}
     symbols = symbols_of(node.meta.get("val") for node in graph.nodes)  # torch leaves some that nothing uses
+    mode = fake_mode_of(graph)
+    ranges = {s: source.range_constraints[s] if s in source.range_constraints else size_range(mode, s) for s in symbols}
     constants = {**source.constants, **_of_kind(signature, program, constant=True)}
     return ExportedProgram(
         root=torch.nn.Module(),
         graph=graph,
         graph_signature=signature,
         state_dict={**source.state_dict, **_of_kind(signature, program, constant=False)},
-        range_constraints={s: r for s, r in source.range_constraints.items() if s in symbols},
+        range_constraints={s: ranges[s] for s in sorted(symbols, key=str)},
         module_call_graph=[dataclasses.replace(e, signature=copy.copy(e.signature)) for e in source.module_call_graph],
         example_inputs=_local_examples(program),
         constants=constants,

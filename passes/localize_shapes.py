@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import Any
 
 import torch
@@ -48,6 +50,8 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
         elif node.op == "call_function":
             lowered = RESHARD in node.meta
             resized = mark is not None and not lowered and _localize_sizes(node, mark, program)
+            if node.target is aten.sym_size.int and mark is not None and (degree := _degree(node, mark, program)) > 1:
+                _multiply(node, degree)
             if mark is not None and mark.local is not None:
                 node = _put_in_body(node, mark, program, mode)
             elif lowered or resized or not local.isdisjoint(node.all_input_nodes):
@@ -72,15 +76,40 @@ def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
         cut = any(position >= 0 and mark.shardings[0].dims[position].axes for position in positions)
         for at, position in enumerate(positions if cut else ()):
             size = shape[position] if position >= 0 else 1
-            # A -1 is open on an empty shard, so it is named too.
-            if (position >= 0 and mark.shardings[0].dims[position].axes) or (
-                entries[at] == -1 and isinstance(size, int)
-            ):
+            axes = mark.shardings[0].dims[position].axes if position >= 0 else ()
+            if isinstance(size, int) and (axes or entries[at] == -1):  # a -1 is open on an empty shard
                 entries[at] = size
+                changed = True
+            elif axes and isinstance(entries[at], fx.Node):
+                entries[at] = _divide(entries[at], math.prod(program.mesh.degree(axis) for axis in axes), node)
                 changed = True
         if changed:
             edit.set_argument(node, argument, entries)
     return changed
+
+
+def _degree(node: fx.Node, mark: Mark, program: LoweredProgram) -> int:
+    """By how much the size that a `sym_size` reads off a shard is smaller than the global one."""
+    _, dim = node.args
+    assert isinstance(dim, int)
+    return math.prod(program.mesh.degree(axis) for axis in mark.wants[0].dims[dim].axes)
+
+
+def _multiply(node: fx.Node, degree: int) -> None:
+    """Sizes keep their global meaning: what reads a shard's size gets it times the degree."""
+    whole = edit.insert_after(node, operator.mul, (node, degree), "global_size")
+    edit.replace_uses(node, whole, keep=[whole])
+    whole.meta["val"] = node.meta["val"]
+    node.meta["val"] = node.meta["val"] // degree
+
+
+def _divide(size: fx.Node, degree: int, user: fx.Node) -> fx.Node:
+    if size.target is operator.mul and size.args[1] == degree:
+        (local,) = size.all_input_nodes
+        return local
+    made = edit.insert_before(user, operator.floordiv, (size, degree), "local_size")
+    made.meta["val"] = size.meta["val"] // degree
+    return made
 
 
 def _put_in_body(node: fx.Node, mark: Mark, program: LoweredProgram, mode: FakeTensorMode) -> fx.Node:
@@ -88,12 +117,13 @@ def _put_in_body(node: fx.Node, mark: Mark, program: LoweredProgram, mode: FakeT
     share = mark.local
     assert share is not None
     operands = edit.operands(node)
-    index = program.mesh.coordinate(program.rank)[share.axis]
-    offset, size = chunk(share.total, program.mesh.degree(share.axis), index, share.unit)
+    index, degree = program.mesh.coordinate(program.rank)[share.axis], program.mesh.degree(share.axis)
+    offset, size = chunk(share.total, degree, index, share.unit)
+    fraction = size / share.total if isinstance(share.total, int) else 1 / degree
 
     def body(*tensors: torch.Tensor) -> Any:
         args, kwargs = edit.map_operands(node, lambda i, _: tensors[i])
-        return share.body(*args, shard=ShardRange(offset, size, share.total), **kwargs)
+        return share.body(*args, shard=ShardRange(offset, size, fraction), **kwargs)
 
     with mode, torch.no_grad():
         traced = make_fx(body, tracing_mode="real")(*(o.meta["val"] for o in operands))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ def _trace(
                 if not dense:
                     x = x.clone(memory_format=torch.contiguous_format)  # collectives read memory in order
                 for source, target in _steps(change.source, change.target):
-                    x = _change(x, source, target, tuple(value.shape), mesh, rank, over)
+                    x = _change(x, source, target, _global_shape(x, value.shape, source, mesh), mesh, rank, over)
                 return x
 
             with mode, torch.no_grad():
@@ -99,6 +100,14 @@ def _steps(source: Sharding, target: Sharding) -> list[tuple[Sharding, Sharding]
     if recut or (target.partial and not source.is_replicated):
         return [(source, between), (between, target)]
     return [(source, target)]
+
+
+def _global_shape(x: torch.Tensor, shape: Sequence[Size], source: Sharding, mesh: Mesh) -> tuple[Size, ...]:
+    """The global shape, its symbolic sizes computed from the local tensor, as the traced graph must."""
+    return tuple(
+        size if isinstance(size, int) else x.shape[d] * math.prod(mesh.degree(axis) for axis in source.dims[d].axes)
+        for d, size in enumerate(shape)
+    )
 
 
 def _change(
@@ -141,23 +150,41 @@ def _over_even_shards(
     (axis,) = mesh.names
     gathered = [d for d, dim in enumerate(source.dims) if dim.axes and not target.dims[d].axes]
     scattered = [d for d, dim in enumerate(target.dims) if dim.axes and source.partial]
+    sliced = [d for d, dim in enumerate(target.dims) if dim.axes and source.is_replicated]
+    dynamic = any(not isinstance(shape[d], int) for d in gathered + scattered + sliced)
     padded, wanted = list(shape), list(target.local_shape(shape, mesh, mesh.coordinate(rank)))
-    for dim in gathered + scattered:
+    for dim in gathered + scattered if not dynamic else ():
         step = chunk(shape[dim], mesh.degree(axis), 0)[1]
         padded[dim] = step * mesh.degree(axis)
         x = _pad(x, dim, step if dim in gathered else padded[dim])
-    if gathered and gathered[0] > 0:
+    if sliced and dynamic:
+        # A view in one row per rank raises on a size that is no multiple of the degree; a slice would drop the rest.
+        (dim,) = sliced
+        rows = _rows(x, dim, mesh.degree(axis))
+        x = rows.select(dim, mesh.coordinate(rank)[axis]).clone(memory_format=torch.contiguous_format)
+    elif scattered and dynamic:
+        # Scattered as a first dim of one row per rank: torch would chunk a dynamic size, and guard on it.
+        (dim,) = scattered
+        rows = _rows(x, dim, mesh.degree(axis)).movedim(dim, 0)
+        rows = rows.clone(memory_format=torch.contiguous_format)
+        x = redistribute(rows, over, source.placements(mesh), [Shard(0)], list(rows.shape)).squeeze(0)
+    elif gathered and (gathered[0] > 0 or dynamic):
         # Gathered as a new first dim and moved into place: torch would split by a dynamic size, and guard on it.
         (dim,) = gathered
         whole = [mesh.degree(axis), *x.shape]
         x = redistribute(x.unsqueeze(0), over, [Shard(0)], [Replicate()], whole)
-        x = x.movedim(0, dim).clone(memory_format=torch.contiguous_format).view(padded)
+        x = (x.movedim(0, dim).clone(memory_format=torch.contiguous_format) if dim else x).view(padded)
     else:
         x = redistribute(x, over, source.placements(mesh), target.placements(mesh), padded)
-    for dim in gathered + scattered:
+    for dim in gathered + scattered if not dynamic else ():
         if x.shape[dim] != wanted[dim]:
             x = x.narrow(dim, 0, wanted[dim]).clone(memory_format=torch.contiguous_format)
     return x
+
+
+def _rows(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
+    """A dim as `degree` equal rows of a dim of their own."""
+    return x.reshape([*x.shape[:dim], degree, x.shape[dim] // degree, *x.shape[dim + 1 :]])
 
 
 def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -255,7 +255,7 @@ def _mark(
         sizes = {name: tuple(out.index(dim) if dim else -1 for dim in term) for name, term in rule.sizes.items()}
         for factor, (axis, unit) in best.option.cuts.items():
             if factor in rule.local:
-                local = LocalShare(rule.local[factor], axis, unit, int(rule.extent[factor]))
+                local = LocalShare(rule.local[factor], axis, unit, rule.extent[factor])
     return Mark(best.made, settled, best.wants, reason, why, sizes, local)  # type: ignore[arg-type]
 
 

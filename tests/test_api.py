@@ -217,12 +217,13 @@ def test_dump_writes_a_numbered_text_after_every_pass(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "00_canonicalize.txt",
         "01_apply_plan.txt",
-        "02_mark_placements.txt",
-        "03_insert_reshards.txt",
-        "04_fold_reshards.txt",
-        "05_lowered_rank_0.txt",
+        "02_divide_sizes.txt",
+        "03_mark_placements.txt",
+        "04_insert_reshards.txt",
+        "05_fold_reshards.txt",
+        "06_lowered_rank_0.txt",
     ]
-    assert (tmp_path / "05_lowered_rank_0.txt").read_text() == (
+    assert (tmp_path / "06_lowered_rank_0.txt").read_text() == (
         "p_up_weight: S(0) = up.weight f32[4, 4]\n"
         "p_up_bias: S(0) = up.bias f32[4]\n"
         "p_down_weight: S(1) = down.weight f32[4, 4]\n"
@@ -287,19 +288,6 @@ def test_an_output_class_is_saved_as_a_dict(tmp_path: Path) -> None:
     assert done.stdout == "dict ['logits', 'extra']\n", done.stderr
     program.save(tmp_path / "kept", keep_output_types=True)
     assert torch.export.load(tmp_path / "kept" / "rank_0.pt2").call_spec.out_spec.type is Result
-
-
-def test_dynamic_dims_are_not_cut_yet() -> None:
-    batch = torch.export.Dim("batch")
-    program = exported(Mlp(), torch.randn(6, 4), dynamic_shapes=({0: batch},))
-    with pytest.raises(tpcompiler.UnsupportedError) as raised:
-        tpcompiler.parallelize(program, 2, PLAN, inputs={"x": "S(0)"})
-    message = str(raised.value).replace(str(next(iter(program.range_constraints))), "s")
-    assert message == (
-        "cannot shard input 'x' on dim 0: its size s is dynamic, which is not supported yet\n"
-        "  help: export with that dim static, or leave it whole\n"
-        "  asked by: inputs="
-    )
 
 
 def test_a_weight_that_its_op_cannot_take_cut() -> None:

@@ -6,9 +6,10 @@ Nothing else in the two packages may import a private torch name.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import sympy  # type: ignore[import-untyped]  # it ships no types
@@ -28,9 +29,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import DimDynamic, statically_known_true
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._sympy.value_ranges import ValueRanges
 
 FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
 
@@ -42,6 +44,7 @@ __all__ = [
     "TreeSpec",
     "decomposed",
     "detect_fake_mode",
+    "divided_sizes",
     "fake_group",
     "group_is_registered",
     "make_fx",
@@ -49,8 +52,11 @@ __all__ = [
     "register_group",
     "resolve_group",
     "shape_facts",
+    "size_range",
     "statically_equal",
+    "substituted",
     "sym_hint",
+    "sym_multiple",
     "sym_quotient",
     "symbols_of",
     "traced_mesh",
@@ -99,6 +105,66 @@ def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:
     """The symbols in the sizes of these values."""
     sizes = [s for v in tree_flatten(list(values))[0] for s in (v.shape if isinstance(v, torch.Tensor) else (v,))]
     return set().union(*(s.node.expr.free_symbols for s in sizes if isinstance(s, torch.SymInt)))
+
+
+def divided_sizes(
+    mode: FakeTensorMode, parts: Mapping[sympy.Symbol, int], ranges: Mapping[sympy.Symbol, Any]
+) -> tuple[FakeTensorMode, dict[sympy.Symbol, sympy.Expr]]:
+    """A copy of a fake mode, and for each symbol s of `parts` the expression `parts[s] * t` that stands for s in it.
+
+    t is a new symbol, of s's range in `ranges` divided. Guards on s are left out: they speak of sizes that an input
+    which is cut does not have.
+    """
+    from torch._dynamo.source import ConstantSource  # importing dynamo takes a second
+
+    env = mode.shape_env
+    assert env is not None
+    made = copy.copy(env)
+    for name, value in vars(env).items():
+        if isinstance(value, (dict, list, set)):
+            setattr(made, name, copy.copy(value))
+    made.guards = [guard for guard in env.guards if not guard.expr.free_symbols & parts.keys()]
+    standing: dict[sympy.Symbol, sympy.Expr] = {}
+    for symbol, count in parts.items():
+        example = max(-(-sym_hint(env.create_symintnode(symbol, hint=None)) // count), 2)  # 1 would be made static
+        new = made.create_symbol(example, ConstantSource(f"a part of {symbol}"), DimDynamic.DYNAMIC)
+        known = ranges[symbol]
+        lower, upper = sympy.ceiling(known.lower / count), known.upper
+        made.var_to_range[new] = ValueRanges(lower, upper // count if upper.is_Integer else upper)
+        made.var_to_sources.pop(symbol, None)
+        standing[symbol] = count * new
+    return FakeTensorMode(shape_env=made, allow_non_fake_inputs=mode.allow_non_fake_inputs), standing
+
+
+def substituted(value: Any, mode: FakeTensorMode, standing: Mapping[sympy.Symbol, sympy.Expr]) -> Any:
+    """A size, or a fake tensor, in another mode, with `standing` put in for symbols."""
+    env = mode.shape_env
+    assert env is not None
+    if isinstance(value, torch.SymInt):
+        return env.create_symintnode(value.node.expr.xreplace(standing), hint=None)
+    if isinstance(value, torch.SymFloat):
+        return env.create_symfloatnode(value.node.expr.xreplace(standing), hint=None)
+    if isinstance(value, torch.SymBool):
+        return env.create_symboolnode(value.node.expr.xreplace(standing))
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, strides = ([substituted(s, mode, standing) for s in sizes] for sizes in (value.shape, value.stride()))
+    with mode:
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+
+
+def sym_multiple(size: torch.SymInt) -> tuple[sympy.Symbol, int] | None:
+    """(s, n) of a size that is n * s for one symbol s, else None."""
+    expr = size.node.expr
+    symbol = next(iter(expr.free_symbols))
+    count = expr / symbol
+    return (symbol, int(count)) if count.is_Integer else None
+
+
+def size_range(mode: FakeTensorMode, symbol: sympy.Symbol) -> Any:
+    """The range that the mode's shape environment knows for a symbol."""
+    assert mode.shape_env is not None
+    return mode.shape_env.var_to_range[symbol]
 
 
 def shape_facts(mode: FakeTensorMode) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from passes.apply_plan import apply_plan
 from passes.canonicalize import canonicalize
+from passes.divide_sizes import divide_sizes
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
 from passes.mark_placements import mark_placements
@@ -67,7 +68,9 @@ def parallelize(
     device = _device(program, device_type)
     with no_new_guards(program.graph):
         planned = after(apply_plan(program, plan, mesh, _specs(inputs), _specs(outputs)), "apply_plan")
-        marked = after(mark_placements(planned), "mark_placements")
+        divided = after(divide_sizes(planned), "divide_sizes")
+    with no_new_guards(divided.graph):
+        marked = after(mark_placements(divided), "mark_placements")
         resharded = after(insert_reshards(marked), "insert_reshards")
         folded = after(fold_reshards(resharded), "fold_reshards")
     made = ParallelProgram(exported_program, folded, plan, device)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.artifact import NOTE_TITLES
 
 WIDTH_OF_A_FILE = 160  # rich takes a pipe for 80 columns, and folds names that programs look for
 
@@ -85,7 +86,7 @@ def print_summary(data: Mapping[str, Any], title: str) -> None:
     for row in data["fallbacks"]:
         where = row.get("source") or row.get("module") or row.get("node")
         lines.append(f"fallback: {row['kind']} of {row['payload_bytes']:,} bytes at {where}: {row.get('reason', '')}")
-    for kind, title in (("untouched", "layers that no plan entry touches"), ("no rule", "ops without a rule")):
+    for kind, title in NOTE_TITLES.items():
         texts = [note["text"] for note in data["notes"] if note["kind"] == kind]
         if texts:
             lines += [f"{title}:", *(f"  {text}" for text in texts)]

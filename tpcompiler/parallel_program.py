@@ -29,7 +29,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
-from tpcompiler.runtime.artifact import VERSION, Manifest, write_artifact
+from tpcompiler.runtime.artifact import NOTE_TITLES, VERSION, Manifest, write_artifact
 from tpcompiler.verify.compare import Layout, VerifyReport, compare
 
 KIND_OF = {
@@ -160,7 +160,7 @@ class ParallelProgram:
             for c in chosen:
                 where = c.source or c.module
                 lines.append(f"  {c.kind} of {c.payload_bytes:,} bytes, '{c.node}' at {where}: {c.reason}")
-        for kind, title in (("untouched", "layers that no plan entry touches"), ("no rule", "ops without a rule")):
+        for kind, title in NOTE_TITLES.items():
             texts = [note.text for note in self.resharded.notes if note.kind == kind]
             if texts:
                 lines += [f"{title}:", *(f"  {text}" for text in texts)]

@@ -14,6 +14,7 @@ from torch.export import export
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from passes.apply_plan import apply_plan
 from passes.canonicalize import canonicalize
+from passes.divide_sizes import divide_sizes
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
 from passes.localize_shapes import localize_shapes
@@ -104,8 +105,12 @@ def _specs(given: Given) -> Any:
     return None if given is None else [None if text is None else parse_placement(text) for text in given]
 
 
+def divided(*args: Any, **kwargs: Any) -> PlannedProgram:
+    return _checked(divide_sizes(planned(*args, **kwargs)))
+
+
 def marked(*args: Any, **kwargs: Any) -> MarkedProgram:
-    return _checked(mark_placements(planned(*args, **kwargs)))
+    return _checked(mark_placements(divided(*args, **kwargs)))
 
 
 def resharded(*args: Any, **kwargs: Any) -> ReshardedProgram:

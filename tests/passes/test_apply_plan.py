@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
-from torch.export import Dim
 
 from tests.passes.stages import Call, canonical, planned
 from tpcompiler.errors import TpCompilerError
@@ -311,17 +310,6 @@ ShardingError: cannot shard output 'output' on dim -3: it has 2 dims
 ShardingError: cannot shard output 'output' on dim 0: it has 0 dims
   help: pin it to R
   asked by: outputs=""",
-    )
-
-
-def test_a_dynamic_dim() -> None:
-    dynamic = {"x": {0: Dim("batch", min=2)}}
-    assert_expected_inline(
-        error(Mlp(), (X,), {}, inputs=["S(0)"], dynamic_shapes=dynamic),
-        """\
-UnsupportedError: cannot shard input 'x' on dim 0: its size s77 is dynamic, which is not supported yet
-  help: export with that dim static, or leave it whole
-  asked by: inputs=""",
     )
 
 

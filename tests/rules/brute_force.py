@@ -96,7 +96,7 @@ def _run(
             if factor in rule.local:
                 total = rule.extent[factor]
                 offset, size = chunk(total, mesh.degree(axis), mesh.coordinate(rank)[axis], unit)
-                body, kwargs = rule.local[factor], {**kwargs, "shard": ShardRange(offset, size, total)}
+                body, kwargs = rule.local[factor], {**kwargs, "shard": ShardRange(offset, size, size / total)}
         results.append(body(*args, **kwargs))  # type: ignore[operator]
     return results
 

@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 
 from tpcompiler._torch import tree_names
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.sharding import Sharding, Size
 
 MARK = "tpcompiler_mark"
 ORIGIN = "tpcompiler_origin"
@@ -37,7 +37,7 @@ class LocalShare:
     body: Callable[..., Any]
     axis: str
     unit: int
-    total: int
+    total: Size
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Seed:
 class Note:
     """What a pass declined, gave up or could not use, for the report."""
 
-    kind: Literal["untouched", "no rule", "fallback"]
+    kind: Literal["untouched", "no rule", "size"]
     text: str
 
 

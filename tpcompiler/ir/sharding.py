@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from tpcompiler._torch import sym_quotient
 from tpcompiler.errors import ShardingError, UnsupportedError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, format_placement
@@ -20,15 +21,22 @@ from tpcompiler.ir.placements import PlacementSpec, format_placement
 Size = Any  # int or torch.SymInt; torch's own stubs do not unite them
 
 
-def chunk(size: int, degree: int, index: int, unit: int = 1) -> tuple[int, int]:
+def chunk(size: Size, degree: int, index: int, unit: int = 1) -> tuple[Size, Size]:
     """Offset and size of chunk `index` when `size` elements are dealt in whole units, the first ranks first.
 
     Follows `torch.chunk`: every chunk has ceil(units / degree) units until they run out, so the last ones may be
-    smaller or empty.
+    smaller or empty. A symbolic size is one that `degree` units divide (`divides`).
     """
+    if not isinstance(size, int):
+        return size // degree * index, size // degree
     step = -(-(size // unit) // degree) * unit
     start = min(index * step, size)
     return start, min(start + step, size) - start
+
+
+def divides(size: Size, pieces: int) -> bool:
+    """Whether a size is a multiple of `pieces` in every run."""
+    return sym_quotient(size, pieces) is not None
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,7 @@ class Sharding:
             pieces = dim.unit
             for axis in dim.axes:
                 pieces *= mesh.degree(axis)
-            if dim.axes and isinstance(size, int) and size % pieces:
+            if dim.axes and not divides(size, pieces):
                 return False
         return True
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size, chunk
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size, chunk, divides
 from tpcompiler.rules.notation import Dim, Rule, Term
 
 
@@ -41,10 +41,6 @@ def _outer(rule: Rule, dim: Dim) -> str | None:
     return next((f for f in dim if not (isinstance(rule.extent[f], int) and rule.extent[f] == 1)), None)
 
 
-def _divides(size: Size, degree: int) -> bool:
-    return isinstance(size, int) and size % degree == 0
-
-
 def follow(rule: Rule, term: Term, sharding: Sharding, mesh: Mesh) -> Option | Refusal:
     """The option that keeps a tensor (operand or output) with this term as it is sharded."""
     cuts: dict[str, tuple[str, int]] = {}
@@ -58,7 +54,7 @@ def follow(rule: Rule, term: Term, sharding: Sharding, mesh: Mesh) -> Option | R
             return Refusal(f"dim {position} has one element")
         minor = _minor(rule, dim, factor)
         size = rule.extent[factor]
-        if cut.unit == 1 and _divides(size, degree):
+        if cut.unit == 1 and divides(size, degree):
             cuts[factor] = (axis, 1)
         elif isinstance(minor, int) and cut.unit % minor == 0:
             cuts[factor] = (axis, cut.unit // minor)
@@ -75,7 +71,9 @@ def _check(rule: Rule, factor: str, axis: str, unit: int, mesh: Mesh) -> Refusal
     if factor in rule.pattern.whole:
         return Refusal(f"it needs the dim of {size} whole")
     if not isinstance(size, int):
-        return Refusal(f"the dim of {size} is dynamic, and cutting dynamic dims is not supported yet")
+        if divides(size, degree * unit):
+            return None
+        return Refusal(f"the dim of {size} is dynamic, and need not be a multiple of {degree * unit}")
     pieces = [chunk(size, degree, index, unit)[1] for index in range(degree)]
     policy = "nonempty" if factor in rule.local and rule.shards == "any" else rule.shards
     if policy == "even" and len(set(pieces)) > 1:
@@ -118,7 +116,7 @@ def _cut(rule: Rule, term: Term, option: Option, mesh: Mesh) -> tuple[DimShardin
             return None  # cutting an inner factor strides through the dim
         axis, unit = option.cuts[factor]
         minor = _minor(rule, dim, factor)
-        even = unit == 1 and _divides(rule.extent[factor], mesh.degree(axis))
+        even = unit == 1 and divides(rule.extent[factor], mesh.degree(axis))
         dims.append(DimSharding((axis,), 1 if even or not isinstance(minor, int) else unit * minor))
     return tuple(dims)
 

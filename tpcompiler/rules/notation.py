@@ -58,11 +58,11 @@ class RuleText:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Which part of a factor a rank holds: `size` elements from `offset`, out of `total`."""
+    """Which part of a factor a rank holds: `size` elements from `offset`; `fraction` of all."""
 
-    offset: int
-    size: int
-    total: int
+    offset: Size
+    size: Size
+    fraction: float
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def sum_(node: fx.Node) -> RuleText:
 
 def _share_of_mean(value: torch.Tensor, *args: Any, shard: ShardRange, **kwargs: Any) -> torch.Tensor:
     mean = aten.mean.dim(value, *args, **kwargs) if args else aten.mean.default(value, **kwargs)
-    share: torch.Tensor = mean * (shard.size / shard.total)
+    share: torch.Tensor = mean * shard.fraction
     return share
 
 

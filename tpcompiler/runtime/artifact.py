@@ -18,6 +18,11 @@ from tpcompiler.errors import ArtifactError
 VERSION = "0.1.0"
 FORMAT = 1
 MANIFEST = "manifest.json"
+NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
+    "untouched": "layers that no plan entry touches",
+    "no rule": "ops without a rule",
+    "size": "dynamic sizes that the mesh must divide",
+}
 
 
 @dataclasses.dataclass(frozen=True)

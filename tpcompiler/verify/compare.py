@@ -103,6 +103,7 @@ def compare(
     for rank in range(len(programs)):
         named = iter(input_names)
         shares.append([layout.cut(next(named), v, rank) if isinstance(v, torch.Tensor) else v for v in flat])
+    _check_shares(programs[0], shares, input_names)
     try:
         got = simulate(programs, shares)
     except RuntimeError as error:
@@ -122,6 +123,24 @@ def compare(
         first = _first_diverging(intermediate, flat, programs, shares, layout)
     worst = max((d.abs for d in differences), default=0.0), max((d.rel for d in differences), default=0.0)
     return VerifyReport(ok, *worst, differences, first)
+
+
+def _check_shares(program: ExportedProgram, shares: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
+    """Every rank holds as much as the others of an input that is cut along a dynamic dim.
+
+    Raises:
+        InputsError: a size that the ranks do not divide.
+    """
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    tensors = [[v for v in flat if isinstance(v, torch.Tensor)] for flat in shares]
+    for name, *parts in zip(names, *tensors, strict=True):
+        for dim, size in enumerate(values[name].shape):
+            held = [part.shape[dim] for part in parts]
+            if not isinstance(size, int) and len(set(held)) > 1:
+                raise InputsError(
+                    f"input '{name}' has {sum(held)} on dim {dim}, which is cut by {len(held)} ranks",
+                    help=f"give a multiple of {len(held)}",
+                )
 
 
 def run_single(program: ExportedProgram, flat: Sequence[Any], dtype: torch.dtype | None = None) -> RankResult:

@@ -1,0 +1,73 @@
+"""Dynamic dims that are cut get sizes that the mesh divides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tpcompiler._torch import divided_sizes, substituted, sym_multiple, sym_quotient, symbols_of, tree_map
+from tpcompiler.errors import UnsupportedError
+from tpcompiler.ir import edit
+from tpcompiler.ir.local import fake_mode_of
+from tpcompiler.ir.program import PIN, Note, PlannedProgram
+from tpcompiler.ir.sharding import Sharding
+
+
+def divide_sizes(program: PlannedProgram) -> PlannedProgram:
+    """Let the size of a dynamic dim that an input, an output or a pin cuts be a multiple of the degree.
+
+    Before    x: f32[s0, 8]                         inputs: x: S(0), by 2 ranks
+    After     x: f32[2*s1, 8]                       s1 is what each rank holds; s0 is gone from the program
+
+    All values get new sizes in a shape environment of their own: the user's program keeps its own. Sizes that no cut
+    needs keep their symbols. Each new restriction of an input is a note.
+
+    Raises:
+        UnsupportedError: a size that no multiple of one symbol is, such as s0 + 1.
+    """
+    parts: dict[Any, int] = {}
+    for what, value, sharding, asked_by in _placed(program):
+        for dim, cut in enumerate(sharding.dims):
+            degree = math.prod(program.mesh.degree(axis) for axis in cut.axes)
+            size = value.shape[dim]
+            if not cut.axes or isinstance(size, int) or sym_quotient(size, degree) is not None:
+                continue
+            multiple = sym_multiple(size)
+            if multiple is None:
+                raise UnsupportedError(
+                    f"cannot shard {what} on dim {dim}: its size {size} is dynamic and need not be a multiple "
+                    f"of {degree}",
+                    help=f"export with that dim static or as {degree} * Dim(...), or leave it whole",
+                    asked_by=asked_by,
+                )
+            symbol, count = multiple
+            parts[symbol] = math.lcm(parts.get(symbol, 1), degree // math.gcd(degree, count))
+    if not parts:
+        return program
+    mode, standing = divided_sizes(fake_mode_of(program.graph), parts, program.source.range_constraints)
+    graph = edit.copy_graph(program.graph)
+    for node in graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = tree_map(lambda value: substituted(value, mode, standing), node.meta["val"])
+    return replace(program, graph=graph, notes=(*program.notes, *_notes(program, parts)))
+
+
+def _notes(program: PlannedProgram, parts: Mapping[Any, int]) -> Iterator[Note]:
+    for node in program.user_inputs():
+        for dim, size in enumerate(node.meta["val"].shape):
+            for symbol in symbols_of([size]) & parts.keys():
+                yield Note("size", f"dim {dim} of input '{node.name}' must be a multiple of {parts[symbol]}")
+
+
+def _placed(program: PlannedProgram) -> Iterator[tuple[str, torch.Tensor, Sharding, str]]:
+    """What, value, sharding and who asked, of every value whose sharding was asked for."""
+    for node in program.graph.nodes:
+        if node.name in program.input_shardings:
+            yield f"input '{node.name}'", node.meta["val"], program.input_shardings[node.name], "inputs="
+        elif PIN in node.meta:
+            (operand,) = edit.operands(node)
+            yield f"'{operand.name}'", node.meta["val"], node.meta[PIN].sharding, node.meta[PIN].asked_by

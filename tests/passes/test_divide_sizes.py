@@ -1,0 +1,123 @@
+"""Dynamic dims that are cut get sizes that the mesh divides, in a shape environment of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.export import Dim
+
+from passes.divide_sizes import divide_sizes
+from tests.passes.models import Mlp
+from tests.passes.stages import Call, divided, planned
+from tpcompiler.errors import UnsupportedError
+from tpcompiler.ir import edit
+from tpcompiler.ir.local import fake_mode_of
+from tpcompiler.ir.program import PlannedProgram
+
+X = torch.randn(6, 4)
+BATCH = {"x": {0: Dim("batch", max=64)}}
+
+
+def named(text: str, program: PlannedProgram) -> str:
+    """The text with the symbols of the program called <0>, <1>, ... in the order in which they come."""
+    found = {str(s) for n in program.graph.nodes for s in _symbols(n.meta.get("val"))}
+    for index, symbol in enumerate(sorted(found, key=text.find)):
+        text = text.replace(symbol, f"<{index}>")
+    return text
+
+
+def _symbols(value: Any) -> set[Any]:
+    sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+    return {s for size in sizes if isinstance(size, torch.SymInt) for s in size.node.expr.free_symbols}
+
+
+def shapes(program: PlannedProgram) -> str:
+    rows = (f"{n.name}: {list(v.shape)}\n" for n in program.graph.nodes if edit.is_tensor(n) for v in [n.meta["val"]])
+    return named("".join(rows), program)
+
+
+def function(_: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.flatten(0, 1), -y
+
+
+def test_before_and_after() -> None:
+    module, given = Call(function), (torch.randn(6, 3, 4), torch.randn(6))
+    batch = Dim("batch")
+    sizes = {"x": {0: batch, 1: Dim("length")}, "y": {0: batch}}
+    before = planned(module, given, inputs=["S(0)", None], dynamic_shapes=sizes)
+    after = divided(module, given, inputs=["S(0)", None], dynamic_shapes=sizes)
+    assert_expected_inline(
+        shapes(before),
+        """\
+x: [<0>, <1>, 4]
+y: [<0>]
+view: [<0>*<1>, 4]
+neg: [<0>]
+pin: [<0>*<1>, 4]
+pin_1: [<0>]
+""",
+    )
+    assert_expected_inline(
+        shapes(after),
+        """\
+x: [2*<0>, <1>, 4]
+y: [2*<0>]
+view: [2*<0>*<1>, 4]
+neg: [2*<0>]
+pin: [2*<0>*<1>, 4]
+pin_1: [2*<0>]
+""",
+    )
+    assert [n.text for n in after.notes] == [
+        "dim 0 of input 'x' must be a multiple of 2",
+        "dim 0 of input 'y' must be a multiple of 2",
+    ]
+
+
+def test_nothing_cut_nothing_changed() -> None:
+    program = planned(Mlp(), (X,), {"up": "colwise", "down": "rowwise"}, dynamic_shapes=BATCH)
+    assert divide_sizes(program) is program
+
+
+def test_a_size_that_the_mesh_divides_already_stays() -> None:
+    sizes = {"x": {0: 2 * Dim("half", min=1, max=32)}}
+    before = planned(Mlp(), (X,), inputs=["S(0)"], dynamic_shapes=sizes)
+    assert divide_sizes(before) is before
+
+
+def test_a_part_of_the_degree_may_be_there_already() -> None:
+    sizes = {"x": {0: 2 * Dim("half", min=1, max=32)}}
+    program = divided(Mlp(), (torch.randn(8, 4),), inputs=["S(0)"], dynamic_shapes=sizes, degree=4)
+    assert shapes(program).splitlines()[4] == "x: [4*<0>, 4]"
+
+
+def test_the_users_shape_environment_stays_as_it_is() -> None:
+    before = planned(Mlp(), (X,), inputs=["S(0)"], dynamic_shapes=BATCH)
+    env = fake_mode_of(before.graph).shape_env
+    assert env is not None
+    known = (len(env.guards), dict(env.var_to_range), len(env.backed_var_to_val))
+    after = divide_sizes(before)
+    other = fake_mode_of(after.graph).shape_env
+    assert other is not env
+    assert other is not None
+    assert known == (len(env.guards), dict(env.var_to_range), len(env.backed_var_to_val))
+    assert len(other.backed_var_to_val) == len(env.backed_var_to_val) + 1
+
+
+def test_a_size_that_is_no_multiple_of_a_symbol() -> None:
+    def pairs(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x[:1]])
+
+    with pytest.raises(UnsupportedError) as raised:
+        divided(Call(pairs), (X,), outputs=["S(0)"], dynamic_shapes=BATCH)
+    message = str(raised.value)
+    assert message.startswith("cannot shard 'cat' on dim 0: its size s")
+    assert message.endswith(
+        " + 1 is dynamic and need not be a multiple of 2\n"
+        "  help: export with that dim static or as 2 * Dim(...), or leave it whole\n"
+        "  asked by: outputs="
+    )

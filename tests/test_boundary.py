@@ -1,0 +1,116 @@
+"""Inputs and outputs with placements of their own: batch-sharded inputs, sharded outputs, static and dynamic."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.export import Dim, ExportedProgram
+
+import tpcompiler
+from tpcompiler import ParallelProgram
+from tpcompiler.api import verify_artifact
+
+Given = dict[str, str]
+
+
+class Model(torch.nn.Module):
+    """Every use of a batch size: in views, as a factory's size, as a number, as an output; reductions over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
+        batch, length = x.shape[:2]
+        hidden = self.down(torch.relu(self.up(x)))
+        z = hidden.view(batch, length, 8).transpose(1, 2).softmax(-1)
+        row = torch.arange(batch, dtype=x.dtype)
+        wide = y[:, None].expand(batch, 8) * row[:, None]
+        return hidden, z, y + batch, wide, x.mean(0), hidden.sum((0, 1)), batch
+
+
+def exported(batch: Dim | None = None) -> ExportedProgram:
+    """Dynamic in the batch and the length where a batch is given."""
+    torch.manual_seed(0)
+    sizes = {"x": {0: batch, 1: Dim("length", min=2, max=512)}, "y": {0: batch}} if batch is not None else None
+    return torch.export.export(Model(), (torch.randn(4, 4, 8), torch.randn(4)), dynamic_shapes=sizes)
+
+
+def inputs(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * batch + length)
+    return torch.randn(batch, length, 8, generator=generator), torch.randn(batch, generator=generator)
+
+
+WHOLE = {"up": "replicate", "down": "replicate"}
+CUT = {"up": "colwise", "down": "rowwise"}
+ALL = {"x": "S(0)", "y": "S(0)"}
+BATCH_OUT = {"0": "S(0)", "1": "S(0)", "2": "S(0)", "3": "S(0)"}
+BOUNDARIES: dict[str, tuple[dict[str, str], Given, Given, dict[str, int]]] = {
+    # Outputs 0 to 3 and 5 are gathered or reduced; the mean over the batch is reduced.
+    "a whole input beside a cut one": (WHOLE, {"x": "S(0)"}, {}, {"all_gather": 2, "all_reduce": 2}),
+    "both inputs": (WHOLE, ALL, {}, {"all_gather": 4, "all_reduce": 2}),
+    "both inputs and the outputs": (WHOLE, ALL, BATCH_OUT, {"all_reduce": 2}),
+    "outputs only": (CUT, {}, {"0": "S(0)", "2": "S(0)"}, {"all_reduce": 1}),
+    "another dim of an output": (
+        WHOLE,
+        {"x": "S(0)"},
+        {"1": "S(2)"},
+        {"all_gather": 1, "all_to_all": 1, "all_reduce": 2},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, ExportedProgram]:
+    return {"static": exported(), "dynamic": exported(Dim("batch", min=1, max=64))}
+
+
+def converted(program: ExportedProgram, name: str, world: int) -> ParallelProgram:
+    plan, ins, outs, _ = BOUNDARIES[name]
+    return tpcompiler.parallelize(program, world, plan, inputs=ins, outputs=outs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOUNDARIES)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("sizes", ["static", "dynamic"])
+def test_right_at_the_hand_counted_cost(
+    programs: dict[str, ExportedProgram], sizes: str, world: int, name: str
+) -> None:
+    program = converted(programs[sizes], name, world)
+    for batch, length in [(4, 4)] if sizes == "static" else [(4, 4), (world, 8), (12, 20)]:
+        report = program.verify(inputs(batch, length))
+        assert report.ok, str(report)
+    assert Counter(c.kind for c in program.collectives()) == BOUNDARIES[name][3]
+    assert not [c for c in program.collectives() if c.why == "fallback"]
+
+
+def test_the_written_files_speak_of_local_sizes(programs: dict[str, ExportedProgram], tmp_path: Path) -> None:
+    program = converted(programs["dynamic"], "both inputs", 4)
+    program.save(tmp_path / "out")
+    rank = torch.export.load(tmp_path / "out" / "rank_3.pt2")
+    symbol = {n.name: n.meta["val"] for n in rank.graph.nodes}["x"].shape[0].node.expr
+    assert (int(rank.range_constraints[symbol].lower), int(rank.range_constraints[symbol].upper)) == (1, 16)
+    assert program.manifest().inputs[0]["shape"] == [f"4*{symbol}", program.manifest().inputs[0]["shape"][1], 8]
+    module = rank.module()
+    with pytest.raises((AssertionError, RuntimeError), match=r"17|16"):  # the guards know the divided range
+        module(*inputs(17, 4))
+    assert verify_artifact(tmp_path / "out", programs["dynamic"], inputs(8, 6)).ok
+    assert [note["text"] for note in program.manifest().notes if note["kind"] == "size"] == [
+        "dim 0 of input 'x' must be a multiple of 4",
+        "dim 0 of input 'y' must be a multiple of 4",
+    ]
+
+
+def test_a_size_that_the_ranks_do_not_divide(programs: dict[str, ExportedProgram]) -> None:
+    """An error for the simulator; and an error, not a dropped row, where a whole value is cut."""
+    with pytest.raises(tpcompiler.InputsError) as raised:
+        converted(programs["dynamic"], "both inputs", 2).verify(inputs(5, 4))
+    assert str(raised.value) == "input 'x' has 5 on dim 0, which is cut by 2 ranks\n  help: give a multiple of 2"
+    with pytest.raises(tpcompiler.InputsError, match="is invalid for input of size"):
+        converted(programs["dynamic"], "outputs only", 2).verify(inputs(5, 4))
