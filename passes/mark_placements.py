@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,11 +50,21 @@ def mark_placements(program: PlannedProgram) -> MarkedProgram:
     Each op, in order, takes the option among those that follow an operand's sharding (or none) that puts the fewest
     bytes on the wire; a planned leaf is never gathered where another option exists. A leaf that the plan does not name
     takes what all its uses want, looked up backwards through views and casts; when uses disagree it is replicated,
-    because cutting it there is a local slice.
+    because cutting it there is a local slice. Leaves that the program writes, and that would be placed otherwise than
+    the value written back, are tried as that value is, all together: a cache follows what is put in it.
 
     Raises:
         ShardingError: a planned leaf cannot be used as it was cut.
     """
+    marked = _marked(program, {})
+    if written := _as_written(marked, program.seeds):
+        again = _marked(program, written)
+        if _wire_bytes(again) < _wire_bytes(marked):
+            return again
+    return marked
+
+
+def _marked(program: PlannedProgram, written: Mapping[str, Sharding]) -> MarkedProgram:
     graph = edit.copy_graph(program.graph)
     marked = MarkedProgram(program.source, graph, program.mesh, program.notes)
     walk = _Walk(program.mesh, {node.name: fqn for node, fqn in marked.leaves()}, tied(marked))
@@ -65,6 +75,8 @@ def mark_placements(program: PlannedProgram) -> MarkedProgram:
             if seed is not None:
                 walk.pinned[node] = seed
                 _place(node, seed.sharding, f"plan: {seed.asked_by}")
+            elif node.name in written:
+                _place(node, written[node.name], "as the value written back")
             elif node.name in leaf_names:
                 walk.free.add(node)
             elif node.name in program.input_shardings:
@@ -82,6 +94,31 @@ def mark_placements(program: PlannedProgram) -> MarkedProgram:
             _mark_call(node, walk)
     _mark_output(marked)
     return MarkedProgram(program.source, graph, program.mesh, (*program.notes, *walk.notes))
+
+
+def _as_written(program: MarkedProgram, planned: Container[str]) -> dict[str, Sharding]:
+    """Placeholder name -> the sharding of the value written back, of unplanned leaves that are placed otherwise."""
+    leaves = {fqn: node for node, fqn in program.leaves()}
+    found = {}
+    for value, name in program.written():
+        leaf = leaves.get(name)
+        if leaf is not None and leaf.name not in planned and mark_of(value).settled != mark_of(leaf).settled:
+            found[leaf.name] = mark_of(value).settled[0]
+    return found
+
+
+def _wire_bytes(program: MarkedProgram) -> int:
+    """Of all changes of sharding of one call."""
+    total = 0
+    for node in program.graph.nodes:
+        mark = mark_of(node)
+        changes = [
+            (o.meta["val"], mark_of(o).settled[0], w) for o, w in zip(edit.operands(node), mark.wants, strict=False)
+        ]
+        changes += zip(edit.outputs(node), mark.shardings, mark.settled, strict=False)
+        for value, have, want in changes:
+            total += reshard_wire_bytes(have, want, value.shape, value.element_size(), program.mesh)
+    return total
 
 
 @dataclass

@@ -229,11 +229,18 @@ class ParallelProgram:
 
         write_artifact(directory, Manifest(**{**asdict(manifest), "output_type": replaced}), write_rank, force=force)
 
-    def verify(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> VerifyReport:
+    def verify(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        then: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] = (),
+    ) -> VerifyReport:
         """Run all ranks in lock step in this process and compare them with the single-device program.
 
         Args:
             args, kwargs: global inputs, as the original program takes them.
+            then: (args, kwargs) of further calls, each on the buffers (a cache, statistics) that those before wrote.
 
         Raises:
             InputsError: arguments that the program does not take.
@@ -247,6 +254,7 @@ class ParallelProgram:
             [node.name for node in self.resharded.user_inputs()],
             self.resharded.output_names(),
             intermediate=self.resharded.source,
+            then=then,
         )
 
     def layout(self) -> Layout:

@@ -47,28 +47,28 @@ def function(_: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tens
 def test_before_and_after() -> None:
     module, given = Call(function), (torch.randn(6, 3, 4), torch.randn(6))
     batch = Dim("batch")
-    sizes = {"x": {0: batch, 1: Dim("length")}, "y": {0: batch}}
+    sizes = {"x": {0: batch}, "y": {0: batch}}
     before = planned(module, given, inputs=["S(0)", None], dynamic_shapes=sizes)
     after = divided(module, given, inputs=["S(0)", None], dynamic_shapes=sizes)
     assert_expected_inline(
         shapes(before),
         """\
-x: [<0>, <1>, 4]
+x: [<0>, 3, 4]
 y: [<0>]
-view: [<0>*<1>, 4]
+view: [3*<0>, 4]
 neg: [<0>]
-pin: [<0>*<1>, 4]
+pin: [3*<0>, 4]
 pin_1: [<0>]
 """,
     )
     assert_expected_inline(
         shapes(after),
         """\
-x: [2*<0>, <1>, 4]
+x: [2*<0>, 3, 4]
 y: [2*<0>]
-view: [2*<0>*<1>, 4]
+view: [6*<0>, 4]
 neg: [2*<0>]
-pin: [2*<0>*<1>, 4]
+pin: [6*<0>, 4]
 pin_1: [2*<0>]
 """,
     )

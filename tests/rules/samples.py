@@ -5,70 +5,16 @@ Sizes of 3 to 7 give, over 2 to 4 ranks, even, uneven and empty shards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, tree_map
+from tests.rules.indexing_samples import INDEXING
+from tests.rules.sample import call, distinct, flags, ids, t
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import _POINTWISE, _RULES
 
 aten = torch.ops.aten
 sdpa = aten.scaled_dot_product_attention.default
-_random = torch.Generator().manual_seed(0)
-
-
-@dataclass(frozen=True)
-class Sample:
-    target: OpOverload
-    text: str | None  # of its rule; None: no rule for this call
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def __str__(self) -> str:
-        args = tree_map(lambda a: list(a.shape) if isinstance(a, torch.Tensor) else a, self.args)
-        return f"{self.target}{args}{self.kwargs or ''}".replace(" ", "")
-
-
-def call(target: OpOverload, *args: Any, text: str | None, **kwargs: Any) -> Sample:
-    return Sample(target, text, args, kwargs)
-
-
-def t(*shape: int) -> torch.Tensor:
-    """Normal values in float64, so that a wrong answer is far from rounding."""
-    return torch.randn(shape, dtype=torch.float64, generator=_random)
-
-
-def ids(*shape: int, below: int) -> torch.Tensor:
-    return torch.randint(below, shape, generator=_random)
-
-
-def distinct(*shape: int) -> torch.Tensor:
-    return torch.randperm(torch.Size(shape).numel(), generator=_random).view(shape)
-
-
-def flags(*shape: int) -> torch.Tensor:
-    return t(*shape) > 0
-
-
-def node_of(sample: Sample) -> fx.Node:
-    """A graph of this one call; values stand for themselves in meta["val"]."""
-    graph = fx.Graph()
-
-    def placeholder(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        node = graph.placeholder("x")
-        node.meta["val"] = value
-        return node
-
-    args, kwargs = tree_map(placeholder, (sample.args, sample.kwargs))
-    node = graph.call_function(sample.target, args, kwargs)
-    node.meta["val"] = sample.target(*sample.args, **sample.kwargs)
-    return node
-
 
 PRODUCTS = [
     call(aten.linear.default, t(3, 4, 6), t(5, 6), t(5), text="b0 b1 k, n k, +n -> b0 b1 n"),
@@ -335,7 +281,7 @@ VIEWS = [
     call(aten.expand.default, t(), [4, 3], text="-> n0 n1"),
 ]
 
-SAMPLES = [*PRODUCTS, *ATTENTION, *LOOKUPS, *NORMS, *POINTWISE, *REDUCTIONS, *STRUCTURE, *VIEWS]
+SAMPLES = [*PRODUCTS, *ATTENTION, *LOOKUPS, *INDEXING, *INDEXING, *NORMS, *POINTWISE, *REDUCTIONS, *STRUCTURE, *VIEWS]
 
 
 def written_of(node: fx.Node) -> RuleText | None:

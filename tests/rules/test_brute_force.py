@@ -10,7 +10,8 @@ from torch.distributed.tensor import Partial
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tests.rules.brute_force import Mismatch, check, rule_from
-from tests.rules.samples import SAMPLES, Sample, call, ids, node_of, t
+from tests.rules.sample import Sample, call, ids, node_of, t
+from tests.rules.samples import SAMPLES
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import WHOLE, Sharding

@@ -9,7 +9,8 @@ import pytest
 from expecttest import assert_expected_inline
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from tests.rules.samples import SAMPLES, Sample, node_of, written_of
+from tests.rules.sample import Sample, node_of
+from tests.rules.samples import SAMPLES, written_of
 from tpcompiler.rules.registry import _RULES
 
 INDENT = {"initial_indent": "    ", "subsequent_indent": "    "}
@@ -38,14 +39,18 @@ def test_what_a_rule_says_besides_its_text() -> None:
 any shards
     _log_softmax.default _softmax.default all.dim any.dim argmax.default argmin.default copy.default
     layer_norm.default log_softmax.int masked_fill.Scalar masked_fill.Tensor
-    native_layer_norm.default rms_norm.default softmax.int var.correction
+    native_layer_norm.default rms_norm.default scatter.value softmax.int var.correction
 any shards; linear in 0
-    chunk.default div.Scalar div.Tensor mul.Scalar neg.default select.int slice.Tensor split.Tensor
+    _unsafe_index.Tensor chunk.default div.Scalar div.Tensor gather.default index.Tensor
+    index_select.default mul.Scalar neg.default select.int slice.Tensor split.Tensor
     split_with_sizes.default sum.default sum.dim_IntList unbind.int
 any shards; linear in 0 and 1
-    add.Tensor sub.Tensor
+    add.Tensor select_scatter.default slice_scatter.default sub.Tensor
 any shards; linear in 0 and 1 and 2
     cat.default
+any shards; linear in 0 and 2
+    _unsafe_index_put.default index_add.default index_copy.default index_put.default scatter.src
+    scatter_add.default
 any shards; linear in 0 or linear in 1
     bmm.default linear.default matmul.default mm.default mul.Tensor
 any shards; linear in 0; own body for v

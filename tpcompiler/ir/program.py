@@ -141,6 +141,11 @@ class Program:
             if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION) and spec.target is not None:
                 yield position, spec.target
 
+    def written(self) -> Iterator[tuple[fx.Node, str]]:
+        """The value beside the FQN of the buffer or the name of the input that it is written back to."""
+        values: Any = self.output.args[0]
+        yield from ((values[position], name) for position, name in self.mutations())
+
     def state(self, fqn: str) -> torch.Tensor:
         """The whole (single-device) value of a leaf."""
         value: torch.Tensor | None = self.source.state_dict.get(fqn)

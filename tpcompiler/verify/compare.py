@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ def compare(
     input_names: Sequence[str],
     output_names: Sequence[str],
     intermediate: ExportedProgram | None = None,
+    then: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] = (),
 ) -> VerifyReport:
     """Run the reference once, and once more in float64, and all ranks in lock step; compare every output on every rank.
 
@@ -87,6 +88,7 @@ def compare(
     and boolean outputs must be equal.
 
     Args:
+        then: (args, kwargs) of further calls, each on the buffers that the calls before have written.
         intermediate: the canonical single-device program, whose values are looked at to name the first wrong one.
 
     Raises:
@@ -95,34 +97,49 @@ def compare(
     """
     if not programs:
         raise MeshError("there is no rank program to compare", help="give one program per rank")
-    flat = flatten_inputs(reference, args, kwargs)
-    reference = decomposed(reference, {})  # functional, with every op as the user exported it
-    expected = run_single(reference, flat)
-    exact = run_single(reference, flat, torch.float64)
+    functional = decomposed(reference, {})  # with every op as the user exported it
+    differences: list[Difference] = []
+    first = None
+    known: dict[str, torch.Tensor] = {}
+    precise: dict[str, torch.Tensor] = {}
+    held: list[dict[str, torch.Tensor]] = [{} for _ in programs]
+    for number, (given, named) in enumerate([(args, kwargs), *then]):
+        flat = flatten_inputs(reference, given, named)
+        shares = _shares(flat, programs, layout, input_names)
+        expected = run_single(functional, flat, state=known)
+        exact = run_single(functional, flat, torch.float64, state=precise)
+        try:
+            got = simulate(programs, shares, state=held)
+        except RuntimeError as error:
+            raise InputsError(
+                f"a rank's program does not run on these inputs: {error}", help="check shapes and dtypes"
+            ) from error
+        found = [
+            _difference(name, expected.outputs[at], exact.outputs[at], [r.outputs[at] for r in got], layout)
+            for at, name in enumerate(output_names)
+        ]
+        for name, want in expected.mutated.items():
+            found.append(_difference(name, want, exact.mutated[name], [r.mutated[name] for r in got], layout))
+        differences += [replace(d, name=f"call {number + 1}: {d.name}") if then else d for d in found]
+        if first is None and intermediate is not None and not all(d.ok for d in found):
+            first = _first_diverging(intermediate, flat, programs, shares, layout, known, precise, held)
+        known.update(expected.mutated)
+        precise.update(exact.mutated)
+        for before, result in zip(held, got, strict=True):
+            before.update(result.mutated)
+    worst = max((d.abs for d in differences), default=0.0), max((d.rel for d in differences), default=0.0)
+    return VerifyReport(all(d.ok for d in differences), *worst, differences, first)
+
+
+def _shares(
+    flat: Sequence[Any], programs: Sequence[ExportedProgram], layout: Layout, names: Sequence[str]
+) -> list[list[Any]]:
     shares = []
     for rank in range(len(programs)):
-        named = iter(input_names)
+        named = iter(names)
         shares.append([layout.cut(next(named), v, rank) if isinstance(v, torch.Tensor) else v for v in flat])
-    _check_shares(programs[0], shares, input_names)
-    try:
-        got = simulate(programs, shares)
-    except RuntimeError as error:
-        raise InputsError(
-            f"a rank's program does not run on these inputs: {error}", help="check shapes and dtypes"
-        ) from error
-    differences = []
-    for position, name in enumerate(output_names):
-        want, best = expected.outputs[position], exact.outputs[position]
-        parts = [r.outputs[position] for r in got]
-        differences.append(_difference(name, want, best, parts, layout))
-    for name, want in expected.mutated.items():
-        differences.append(_difference(name, want, exact.mutated[name], [r.mutated[name] for r in got], layout))
-    ok = all(d.ok for d in differences)
-    first = None
-    if not ok and intermediate is not None:
-        first = _first_diverging(intermediate, flat, programs, shares, layout)
-    worst = max((d.abs for d in differences), default=0.0), max((d.rel for d in differences), default=0.0)
-    return VerifyReport(ok, *worst, differences, first)
+    _check_shares(programs[0], shares, names)
+    return shares
 
 
 def _check_shares(program: ExportedProgram, shares: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
@@ -143,11 +160,19 @@ def _check_shares(program: ExportedProgram, shares: Sequence[Sequence[Any]], nam
                 )
 
 
-def run_single(program: ExportedProgram, flat: Sequence[Any], dtype: torch.dtype | None = None) -> RankResult:
-    """A functional single-device program by itself; with a dtype, every floating-point value in that dtype."""
+def run_single(
+    program: ExportedProgram,
+    flat: Sequence[Any],
+    dtype: torch.dtype | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> RankResult:
+    """A functional single-device program by itself; with a dtype, every floating-point value in that dtype.
+
+    `state` takes the place of the program's own buffers.
+    """
     if dtype is None:
-        return simulate([program], [flat])[0]
-    return simulate([_promoted(program, dtype)], [[_cast(v, dtype) for v in flat]])[0]
+        return simulate([program], [flat], state=[state or {}])[0]
+    return simulate([_promoted(program, dtype)], [[_cast(v, dtype) for v in flat]], state=[state or {}])[0]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -222,6 +247,9 @@ def _first_diverging(
     programs: Sequence[ExportedProgram],
     shares: Sequence[Sequence[Any]],
     layout: Layout,
+    known: Mapping[str, torch.Tensor],
+    precise: Mapping[str, torch.Tensor],
+    held: Sequence[Mapping[str, torch.Tensor]],
 ) -> str | None:
     """The first value whose claim (origin and sharding) does not hold, by name and source."""
     wanted: dict[str, torch.Tensor] = {}
@@ -231,20 +259,22 @@ def _first_diverging(
         if isinstance(value, torch.Tensor) and node.op == "call_function":
             wanted[node.name] = value
 
-    simulate([reference], [flat], seen=keep)
+    simulate([reference], [flat], state=[known], seen=keep)
 
     def measure(_: int, node: fx.Node, value: Any) -> None:
         if node.name in wanted and wanted[node.name].is_floating_point():
             found[node.name] = _scale_and_noise(wanted[node.name], value)
 
-    simulate([_promoted(reference, torch.float64)], [[_cast(v, torch.float64) for v in flat]], seen=measure)
+    simulate(
+        [_promoted(reference, torch.float64)], [[_cast(v, torch.float64) for v in flat]], state=[precise], seen=measure
+    )
     parts: dict[str, dict[int, Any]] = {}
 
     def collect(rank: int, node: fx.Node, value: Any) -> None:
         if read_claim(node).get("sharding") and isinstance(value, torch.Tensor):
             parts.setdefault(node.name, {})[rank] = value
 
-    simulate(programs, shares, seen=collect)
+    simulate(programs, shares, state=held, seen=collect)
     for node in programs[0].graph.nodes:
         claim = read_claim(node)
         have = parts.get(node.name, {})

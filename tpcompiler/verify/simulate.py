@@ -40,20 +40,25 @@ class _Waiting:
 
 
 def simulate(
-    programs: Sequence[ExportedProgram], flat_inputs: Sequence[Sequence[Any]], *, seen: Seen | None = None
+    programs: Sequence[ExportedProgram],
+    flat_inputs: Sequence[Sequence[Any]],
+    *,
+    state: Sequence[Mapping[str, torch.Tensor]] | None = None,
+    seen: Seen | None = None,
 ) -> list[RankResult]:
     """Run rank i's program on rank i's flat inputs; state is cloned, the programs stay as they are.
 
     Args:
         programs: one per rank of one group that spans them all.
         flat_inputs: per rank, the flattened user inputs (`flatten_inputs`).
+        state: per rank, buffers that take the place of the program's own: what a call before this one has written.
         seen: called as `seen(rank, node, value)` for every value made.
 
     Raises:
         InternalError: ranks wait at different collectives, which on real devices would hang or mix data up.
     """
     runs = [
-        _run(program, inputs, rank, seen)
+        _run(program, inputs, rank, state[rank] if state is not None else {}, seen)
         for rank, (program, inputs) in enumerate(zip(programs, flat_inputs, strict=True))
     ]
     results: list[RankResult | None] = [None] * len(runs)
@@ -96,7 +101,7 @@ def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mappin
 
 
 def _run(
-    program: ExportedProgram, inputs: Sequence[Any], rank: int, seen: Seen | None
+    program: ExportedProgram, inputs: Sequence[Any], rank: int, state: Mapping[str, torch.Tensor], seen: Seen | None
 ) -> Generator[_Waiting, torch.Tensor | None, RankResult]:
     env: dict[fx.Node, Any] = {}
     feed = iter(inputs)
@@ -105,7 +110,7 @@ def _run(
     last_use = _last_uses(program.graph)
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            env[node] = _input(program, next(specs), feed)
+            env[node] = _input(program, next(specs), feed, state)
         elif node.op == "output":
             outputs = [env[a] if isinstance(a, fx.Node) else a for a in node.args[0]]
         elif edit.is_collective(node):
@@ -130,9 +135,11 @@ def _run(
     return RankResult(user, mutated)
 
 
-def _input(program: ExportedProgram, spec: Any, feed: Any) -> Any:
+def _input(program: ExportedProgram, spec: Any, feed: Any, state: Mapping[str, torch.Tensor]) -> Any:
     if spec.kind is InputKind.USER_INPUT:
         value = next(feed)
+    elif spec.target in state:
+        value = state[spec.target]
     else:
         value = program.state_dict.get(spec.target)
         value = value if value is not None else program.constants[spec.target]

@@ -1,0 +1,63 @@
+"""One call of an op, with the text of its rule; and random tensors for its operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import OpOverload, tree_map
+
+_random = torch.Generator().manual_seed(0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    target: OpOverload
+    text: str | None  # of its rule; None: no rule for this call
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __str__(self) -> str:
+        args = tree_map(lambda a: list(a.shape) if isinstance(a, torch.Tensor) else a, self.args)
+        return f"{self.target}{args}{self.kwargs or ''}".replace(" ", "")
+
+
+def call(target: OpOverload, *args: Any, text: str | None, **kwargs: Any) -> Sample:
+    return Sample(target, text, args, kwargs)
+
+
+def t(*shape: int) -> torch.Tensor:
+    """Normal values in float64, so that a wrong answer is far from rounding."""
+    return torch.randn(shape, dtype=torch.float64, generator=_random)
+
+
+def ids(*shape: int, below: int) -> torch.Tensor:
+    return torch.randint(below, shape, generator=_random)
+
+
+def distinct(*shape: int) -> torch.Tensor:
+    return torch.randperm(torch.Size(shape).numel(), generator=_random).view(shape)
+
+
+def flags(*shape: int) -> torch.Tensor:
+    return t(*shape) > 0
+
+
+def node_of(sample: Sample) -> fx.Node:
+    """A graph of this one call; values stand for themselves in meta["val"]."""
+    graph = fx.Graph()
+
+    def placeholder(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder("x")
+        node.meta["val"] = value
+        return node
+
+    args, kwargs = tree_map(placeholder, (sample.args, sample.kwargs))
+    node = graph.call_function(sample.target, args, kwargs)
+    node.meta["val"] = sample.target(*sample.args, **sample.kwargs)
+    return node

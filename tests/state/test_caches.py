@@ -1,0 +1,140 @@
+"""KV caches and statistics: cut like what is written to them, without a collective, and kept from call to call."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+import tpcompiler
+from tests.launch import torchrun
+from tests.models.zoo import randomise
+from tests.state.models import PLAN, WRITES, Llama, Normed, call
+from tpcompiler import ParallelProgram
+from tpcompiler.verify.compare import FLOOR, SPREAD, compare
+
+pytestmark = pytest.mark.slow
+
+# A prompt in two chunks, then ten tokens one by one.
+CALLS = [call(2, 0, 4), call(2, 4, 2), *(call(2, 6 + step, 1) for step in range(10))]
+
+
+@cache
+def exported(write: str, dynamic: bool = False) -> ExportedProgram:
+    tokens = Dim("tokens", min=1, max=16)
+    shapes = {"tokens": {1: tokens}, "position": {0: tokens}} if dynamic else None
+    return torch.export.export(randomise(Llama(2, write)), call(2, 0, 4)[0], dynamic_shapes=shapes)
+
+
+@cache
+def converted(write: str, world: int, dynamic: bool = False) -> ParallelProgram:
+    return tpcompiler.parallelize(exported(write, dynamic), world, PLAN)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_cache_is_cut_by_heads_for_free(write: str, world: int) -> None:
+    """Two all_reduce a layer, one for the embedding, the logits that the plan gathers; four calls on one cache."""
+    program = converted(write, world)
+    calls = [call(2, 4 * chunk, 4) for chunk in range(4)]
+    report = program.verify(*calls[0], then=calls[1:])
+    assert report.ok, str(report)
+    assert Counter(c.kind for c in program.collectives()) == {"all_reduce": 5, "all_gather": 1}
+    caches = [row for row in program.manifest().tensors if row["kind"] == "buffer"]
+    assert [row["sharding"] for row in caches] == ["S(1)"] * 4
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_chunked_prefill_and_ten_steps(world: int) -> None:
+    report = converted("index_copy", world, dynamic=True).verify(*CALLS[0], then=CALLS[1:])
+    assert report.ok, str(report)
+    assert len(report.outputs) == len(CALLS) * 5  # logits and four caches each
+
+
+def test_a_lost_write_is_caught() -> None:
+    """Negative control: a rank that forgets what it wrote is right in the first call and wrong in the next."""
+    program = converted("index_copy", 2, dynamic=True)
+    programs = [program.rank_program(rank) for rank in range(2)]
+    programs[1] = _forgetful(programs[1], "layers.0.values")
+    layout = program.layout()
+    report = compare(program.original, programs, *CALLS[0], layout, ["tokens", "position"], ["output"], then=[CALLS[1]])
+    bad = [d.name for d in report.outputs if not d.ok]
+    assert bad[0] == "call 1: layers.0.values"
+    assert "call 1: output" not in bad
+    assert "call 2: output" in bad
+
+
+def _forgetful(program: ExportedProgram, buffer: str) -> ExportedProgram:
+    damaged = copy.deepcopy(program)
+    specs = damaged.graph_signature.output_specs
+    (at,) = (i for i, s in enumerate(specs) if s.kind is OutputKind.BUFFER_MUTATION and s.target == buffer)
+    output = damaged.graph.output_node()
+    values = list(output.args[0])  # type: ignore[arg-type]
+    name = next(s.arg.name for s in damaged.graph_signature.input_specs if s.target == buffer)
+    values[at] = next(node for node in damaged.graph.nodes if node.name == name)
+    output.args = (tuple(values),)
+    return damaged
+
+
+def test_module_keeps_the_cache_in_real_processes(tmp_path: Path) -> None:
+    """Saved, loaded and called twelve times by `module()` on two gloo ranks."""
+    program = converted("index_copy", 2, dynamic=True)
+    program.save(tmp_path / "out")
+    torch.save([args for args, _ in CALLS], tmp_path / "calls.pt")
+    done = torchrun(2, Path(__file__).parent / "worker.py", tmp_path)
+    assert done.returncode == 0, done.stdout
+    single = exported("index_copy", True).module()
+    exact = copy.deepcopy(exported("index_copy", True).module()).double()
+    got = [torch.load(tmp_path / f"{rank}.out") for rank in range(2)]
+    with torch.no_grad():
+        for step, (args, _) in enumerate(CALLS):
+            want = single(*args)
+            best = exact(*args)
+            scale = best.abs().max()
+            limit = max(SPREAD * float((want - best).abs().max() / scale), FLOOR * torch.finfo(torch.float32).eps)
+            for rank in range(2):
+                assert float((got[rank][step] - want).abs().max() / scale) <= limit, (step, rank)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_batch_norm_statistics_are_cut_and_kept(world: int) -> None:
+    """Channels are cut through the convolution and the norm; each rank keeps the statistics of its own."""
+    model = randomise(Normed()).train()
+    inputs = [torch.randn(4, 3, 9, 9) for _ in range(3)]
+    program = tpcompiler.parallelize(
+        torch.export.export(model, (inputs[0],)), world, {"first": "colwise", "second": "rowwise"}
+    )
+    report = program.verify((inputs[0],), then=[((x,), {}) for x in inputs[1:]])
+    assert report.ok, str(report)
+    assert [c.kind for c in program.collectives()] == ["all_reduce"]
+    rows = {row["name"]: row["sharding"] for row in program.manifest().tensors}
+    assert rows["norm.running_mean"] == rows["norm.running_var"] == rows["norm.weight"] == "S(0)"
+    assert "call 3: norm.num_batches_tracked" in [d.name for d in report.outputs]
+
+
+def test_a_cache_as_an_input_takes_the_placement_that_is_given() -> None:
+    """Caches that the caller holds: cut where `inputs=` says so, gathered in every call (and reported) where not."""
+
+    class Held(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.k = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, cache: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+            cache.index_copy_(2, position, self.k(x).view(2, 3, 4, 2).transpose(1, 2))
+            return cache.square().sum((1, 3))
+
+    inputs = (torch.randn(2, 3, 8), torch.randn(2, 4, 6, 2), torch.tensor([1, 2, 4]))
+    model = torch.export.export(randomise(Held()), inputs)
+    cut = tpcompiler.parallelize(model, 2, {"k": "colwise"}, inputs={"cache": "S(1)"})
+    assert cut.verify(inputs).ok
+    assert [(c.kind, c.why) for c in cut.collectives()] == [("all_reduce", "inherent")]
+    whole = tpcompiler.parallelize(model, 2, {"k": "colwise"})
+    assert whole.verify(inputs).ok
+    assert ("all_gather", "fallback") in [(c.kind, c.why) for c in whole.collectives()]

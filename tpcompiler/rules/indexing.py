@@ -1,0 +1,145 @@
+"""Reading and writing at positions. The dims that positions count are whole; all others are independent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import statically_equal
+from tpcompiler.ir import edit
+from tpcompiler.rules.notation import RuleText
+from tpcompiler.rules.pointwise import is_one
+from tpcompiler.rules.registry import op_rule
+from tpcompiler.rules.structure import dims_text
+
+aten = torch.ops.aten
+
+FIRST_AND_LAST = ((0, 2),)  # what is written replaces what was there: a sum of shares is written as its shares
+
+
+def _broadcast(shape: Sequence[object], names: Sequence[str], full: Sequence[object]) -> str:
+    """The term of a tensor of this shape that broadcasts into dims of these names and sizes."""
+    first = len(full) - len(shape)
+    return " ".join(
+        "1" if is_one(size) and not is_one(full[first + d]) else names[first + d] for d, size in enumerate(shape)
+    )
+
+
+def _common(shapes: Sequence[Sequence[object]]) -> list[object]:
+    """The shape that these broadcast to."""
+    ndim = max(map(len, shapes))
+    aligned = [[1] * (ndim - len(shape)) + list(shape) for shape in shapes]
+    return [next((size for size in sizes if not is_one(size)), 1) for sizes in zip(*aligned, strict=True)]
+
+
+def _positions(node: fx.Node) -> tuple[list[str], list[str], list[str], list[str], list[object]] | None:
+    """(dims of the tensor, of the indexed result, terms of the index tensors, dims that they make, their sizes)."""
+    args = edit.bound(node)
+    shape = args["self"].meta["val"].shape
+    given = [(d, index) for d, index in enumerate(args["indices"]) if index is not None]
+    values = [index.meta["val"] for _, index in given]
+    if not given or any(v.dtype in (torch.bool, torch.uint8) for v in values):
+        return None  # a mask picks as many as it holds
+    sizes = _common([v.shape for v in values])
+    made = [f"i{d}" for d in range(len(sizes))]
+    indexed = [d for d, _ in given]
+    dims = [f"d{d}{'!' if d in indexed else ''}" for d in range(len(shape))]
+    together = indexed == list(range(indexed[0], indexed[-1] + 1))
+    first = indexed[0] if together else 0
+    kept = [f"d{d}" for d in range(len(shape)) if d not in indexed]
+    result = kept[:first] + made + kept[first:]
+    return dims, result, [_broadcast(v.shape, made, sizes) for v in values], made, sizes
+
+
+@op_rule(aten.index.Tensor, aten._unsafe_index.Tensor, shards="any")
+def index(node: fx.Node) -> RuleText | None:
+    """ "d0 d1! d2, i0 -> d0 i0 d2": index tensors broadcast, and stand where they index, or in front when apart."""
+    found = _positions(node)
+    if found is None:
+        return None
+    dims, result, terms, _, _ = found
+    return RuleText(f"{', '.join([' '.join(dims), *terms])} -> {' '.join(result)}", linear=((0,),))
+
+
+@op_rule(aten.index_put.default, aten._unsafe_index_put.default, shards="any")
+def index_put(node: fx.Node) -> RuleText | None:
+    """ "d0 d1! d2, i0!, d0 i0! d2 -> d0 d1! d2": every rank writes all positions of its own part."""
+    found = _positions(node)
+    if found is None:
+        return None
+    dims, result, terms, made, sizes = found
+    shape = dict(zip(made, sizes, strict=True))
+    shape.update({f"d{d}": size for d, size in enumerate(node.meta["val"].shape)})
+    whole = {name: f"{name}!" for name in made}
+    names = [whole.get(name, name) for name in result]
+    values = edit.operands(node)[-1].meta["val"].shape
+    written = _broadcast(values, names, [shape[name] for name in result])
+    terms = [" ".join(whole.get(word, word) for word in term.split()) for term in terms]
+    text = f"{', '.join([' '.join(dims), *terms, written])} -> {' '.join(dims)}"
+    return RuleText(text, linear=((0, len(terms) + 1),))
+
+
+@op_rule(aten.index_select.default, shards="any")
+def index_select(node: fx.Node) -> RuleText | None:
+    """ "d0 d1! d2, i -> d0 i d2" """
+    values = edit.operands(node)[0].meta["val"]
+    if not values.ndim or not edit.operands(node)[1].meta["val"].ndim:
+        return None
+    dim = edit.bound(node)["dim"] % values.ndim
+    out = " ".join("i" if d == dim else f"d{d}" for d in range(values.ndim))
+    return RuleText(f"{dims_text(values.ndim, {dim})}, i -> {out}", linear=((0,),))
+
+
+@op_rule(aten.index_copy.default, aten.index_add.default, shards="any")
+def index_copy(node: fx.Node) -> RuleText | None:
+    """ "d0 d1! d2, i!, d0 i! d2 -> d0 d1! d2" """
+    ndim = node.meta["val"].ndim
+    if not ndim or not edit.operands(node)[2].meta["val"].ndim:
+        return None
+    dim = edit.bound(node)["dim"] % ndim
+    source = " ".join("i!" if d == dim else f"d{d}" for d in range(ndim))
+    text = dims_text(ndim, {dim})
+    return RuleText(f"{text}, i!, {source} -> {text}", linear=FIRST_AND_LAST)
+
+
+@op_rule(aten.gather.default, shards="any")
+def gather(node: fx.Node) -> RuleText | None:
+    """ "d0 d1!, d0 i1 -> d0 i1": other dims line up where they are of one size; a shorter index needs them whole."""
+    values, positions = (o.meta["val"] for o in edit.operands(node))
+    if not values.ndim or not positions.ndim:
+        return None
+    dim = edit.bound(node)["dim"] % values.ndim
+    pairs = list(zip(values.shape, positions.shape, strict=True))
+    same = [d != dim and statically_equal(a, b) for d, (a, b) in enumerate(pairs)]
+    left = " ".join(f"d{d}" if same[d] else f"d{d}!" for d in range(values.ndim))
+    right = " ".join(f"d{d}" if same[d] else "i" if d == dim else f"i{d}!" for d in range(values.ndim))
+    return RuleText(f"{left}, {right} -> {right}", linear=((0,),))
+
+
+@op_rule(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, shards="any")
+def scatter(node: fx.Node) -> RuleText | None:
+    """ "d0 d1!, d0 i1!, d0 s1! -> d0 d1!": other dims line up where all are of one size."""
+    shapes = [o.meta["val"].shape for o in edit.operands(node)]
+    ndim = len(shapes[0])
+    if not ndim or any(len(shape) != ndim for shape in shapes):
+        return None
+    dim = edit.bound(node)["dim"] % ndim
+    terms = []
+    for prefix, shape in zip("dis", shapes, strict=False):
+        same = [d != dim and all(statically_equal(size, other[d]) for other in shapes) for d, size in enumerate(shape)]
+        terms.append(" ".join(f"d{d}" if same[d] else f"{prefix}{d}!" for d in range(ndim)))
+    return RuleText(f"{', '.join(terms)} -> {terms[0]}", linear=FIRST_AND_LAST if len(shapes) == 3 else ())
+
+
+@op_rule(aten.slice_scatter.default, aten.select_scatter.default, shards="any")
+def slice_scatter(node: fx.Node) -> RuleText:
+    """ "d0 d1! d2, d0 s! d2 -> d0 d1! d2"; a part that was selected has no dim there."""
+    ndim = node.meta["val"].ndim
+    dim = edit.bound(node)["dim"] % ndim
+    part = ["s!" if d == dim else f"d{d}" for d in range(ndim)]
+    if node.target is aten.select_scatter.default:
+        del part[dim]
+    text = dims_text(ndim, {dim})
+    return RuleText(f"{text}, {' '.join(part)} -> {text}", linear=((0, 1),))
