@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,3 +34,12 @@ def torchrun(world: int, *arguments: str | Path, timeout: int = 180) -> subproce
         output, _ = process.communicate()
         raise AssertionError(f"no end within {timeout} s:\n{output}") from None
     return subprocess.CompletedProcess(launch, process.returncode, output, "")
+
+
+def called(calls: Sequence[Sequence[tuple[Any, ...]]], directory: Path) -> list[list[Any]]:
+    """What every rank gets from its own calls of the artifact in `directory / "out"`, in real gloo processes."""
+    for rank, own in enumerate(calls):
+        torch.save(list(own), directory / f"{rank}.calls")
+    done = torchrun(len(calls), Path(__file__).parent / "call_worker.py", directory)
+    assert done.returncode == 0, done.stdout
+    return [torch.load(directory / f"{rank}.results") for rank in range(len(calls))]

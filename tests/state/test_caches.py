@@ -13,7 +13,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 import tpcompiler
-from tests.launch import torchrun
+from tests.launch import called
 from tests.models.zoo import randomise
 from tests.state.models import PLAN, WRITES, Llama, Normed, call
 from tpcompiler import ParallelProgram
@@ -86,12 +86,9 @@ def test_module_keeps_the_cache_in_real_processes(tmp_path: Path) -> None:
     """Saved, loaded and called twelve times by `module()` on two gloo ranks."""
     program = converted("index_copy", 2, dynamic=True)
     program.save(tmp_path / "out")
-    torch.save([args for args, _ in CALLS], tmp_path / "calls.pt")
-    done = torchrun(2, Path(__file__).parent / "worker.py", tmp_path)
-    assert done.returncode == 0, done.stdout
+    got = called([[args for args, _ in CALLS]] * 2, tmp_path)
     single = exported("index_copy", True).module()
     exact = copy.deepcopy(exported("index_copy", True).module()).double()
-    got = [torch.load(tmp_path / f"{rank}.out") for rank in range(2)]
     with torch.no_grad():
         for step, (args, _) in enumerate(CALLS):
             want = single(*args)

@@ -1,0 +1,20 @@
+"""One rank: load the artifact, make this rank's calls in order, write every result."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+import tpcompiler
+from tpcompiler._torch import tree_map
+from tpcompiler.runtime.load import exit_together
+
+directory = Path(sys.argv[1])
+module = tpcompiler.load(directory / "out")
+rank = torch.distributed.get_rank()
+results = []
+with torch.no_grad():
+    for args in torch.load(directory / f"{rank}.calls"):
+        results.append(tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, module(*args)))
+torch.save(results, directory / f"{rank}.results")
+exit_together()
