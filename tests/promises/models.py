@@ -130,6 +130,12 @@ def exported(name: str) -> ExportedProgram:
 
 
 @cache
+def functional(name: str) -> ExportedProgram:
+    """The export as the judge takes it: functional, so that it says which buffers are written."""
+    return exported(name).run_decompositions({})
+
+
+@cache
 def converted(name: str, world: int) -> ParallelProgram:
     return tpcompiler.parallelize(exported(name), world, CASES[name].plan, outputs=CASES[name].outputs)
 

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 import tpcompiler
 from tests.models.zoo import randomise
-from tests.promises.models import CASES, MLP, converted, exported, inputs_of, ranks
+from tests.promises.models import CASES, MLP, converted, functional, inputs_of, ranks
 from tpcompiler.ir.local import local_strides
 from tpcompiler.verify.compare import run_single
 from tpcompiler.verify.simulate import simulate
@@ -26,7 +26,7 @@ def meant(value: torch.Tensor, strides: Sequence[int]) -> list[int]:
 
 
 def single(name: str) -> list[torch.Tensor]:
-    return run_single(exported(name).run_decompositions({}), inputs_of(name, 1)[0]).outputs
+    return run_single(functional(name), inputs_of(name, 1)[0]).outputs
 
 
 @pytest.mark.parametrize("world", [2, 4])
