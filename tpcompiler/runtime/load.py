@@ -43,8 +43,8 @@ def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
     _register_groups(manifest)
     exported = read_model(checked_file(directory, manifest, here))
     module = exported.module()
-    # A backward would run, and give gradients that are wrong by the number of ranks: functional collectives are not
-    # told that all ranks have the same loss. So it finds nothing to go back through, and raises.
+    # A backward would run and give wrong gradients: sums over the ranks of a loss that is the same on all, and parts
+    # that nothing adds up. Without a record of the forward it raises.
     module.forward = torch.no_grad()(module.forward)
     module.exported_program = exported  # type: ignore[assignment]
     return module
