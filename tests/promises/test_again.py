@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from tests.models.faults import without_collective
 from tests.promises.models import CASES, converted, functional, ranks
 from tpcompiler.ir import edit
+from tpcompiler.ir.claims import read_claim
 from tpcompiler.verify.compare import VerifyReport, compare
 
 aten = torch.ops.aten
@@ -53,6 +54,7 @@ def test_what_is_made_of_it_is_still_equal(name: str, change: str) -> None:
     after = [CHANGES[change](program, name) for program in before]
     assert [collectives(p) for p in after] == [collectives(p) for p in before]
     assert collectives(before[0])
+    assert all(read_claim(node) for p in after for node in edit.calls(p.graph) if edit.is_tensor(node))
     report = judged(after, name)
     assert report.ok, str(report)
 

@@ -17,6 +17,7 @@ from tpcompiler.ir.local import local_strides
 from tpcompiler.verify.compare import run_single
 from tpcompiler.verify.simulate import simulate
 
+
 def meant(value: torch.Tensor, strides: Sequence[int]) -> list[int]:
     """The strides that say where elements lie: none of a tensor without elements, none of a dim of one element."""
     return [at for at, size in zip(strides, value.shape, strict=True) if size > 1] if value.numel() else []
