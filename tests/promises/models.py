@@ -116,6 +116,7 @@ CASES = {
     "conv": Case(Conv, {"x": LAST}, CONV),
     "conv_gathered": Case(Conv, {"x": IMAGE}, dict.fromkeys(CONV, "colwise_gather_output")),
     "conv_cut": Case(Conv, {"x": LAST}, CONV, outputs=["S(1)", "R", "S(0)", "R"]),
+    "conv_dynamic": Case(Conv, {"x": LAST}, dict.fromkeys(CONV, "colwise_gather_output"), dims={"x": {0: Dim("n")}}),
     "views": Case(Views, {"x": _normal(2, 3, 4)}, MLP),
     "views_cut": Case(Views, {"x": _normal(2, 3, 4)}, MLP, outputs=["S(0)", "R", "S(2)", "S(0)"]),
     "counting": Case(Counting, {"x": _normal(3, 4)}, CACHE),

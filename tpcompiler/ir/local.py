@@ -54,7 +54,10 @@ def is_contiguous(value: torch.Tensor) -> bool:
 
 
 def memory_order(value: torch.Tensor) -> list[int]:
-    """The dims of `value` as they lie in memory, outermost first: in order where it is row-major."""
+    """The dims of `value` as they lie in memory, outermost first; in their own order where it is expanded."""
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        if statically_equal(stride, 0) and not statically_equal(size, 1):
+            return list(range(value.ndim))
     return sorted(range(value.ndim), key=lambda d: (-sym_hint(value.stride(d)), d))
 
 
