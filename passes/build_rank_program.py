@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from typing import Any
 
 import torch
@@ -35,8 +36,10 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
             signature.output_specs[position] = dataclasses.replace(spec, arg=arg)
     for node in graph.nodes:
         claim = claim_of(node, program.mesh)
-        for name in (MARK, ORIGIN, RESHARD, PIN, GLOBAL):
+        for name in (MARK, ORIGIN, RESHARD, PIN, GLOBAL, "from_node"):  # torch's from_node holds memory addresses
             node.meta.pop(name, None)
+        if trace := node.meta.get("stack_trace"):  # torch counts the graphs that a process has run
+            node.meta["stack_trace"] = re.sub(r"(<eval_with_key>)\.\d+", r"\1", trace)
         if claim is not None and node.op == "call_function":
             node.meta["custom"] = {CLAIM: claim}
     symbols = symbols_of(node.meta.get("val") for node in graph.nodes)  # torch leaves some that nothing uses

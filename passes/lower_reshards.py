@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tpcompiler._torch import DeviceMesh, FakeTensorMode, fake_group, make_fx, redistribute, traced_mesh
 from tpcompiler.ir import edit
-from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
+from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, memory_order
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, RESHARD, LoweredProgram, Reshard, ReshardedProgram, reshard
 from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size, chunk
@@ -54,6 +54,9 @@ def _trace(
     coordinate = mesh.coordinate(rank)
     local = local_value(value, change.source, mesh, coordinate, mode)
     dense = is_contiguous(value)
+    order = list(range(value.ndim)) if dense else memory_order(value)
+    begin, end = change.source.permuted(order), change.target.permuted(order)
+    shape = tuple(value.shape[dim] for dim in order)
     known = (change.source, change.target, key(value), dense, key(local), _position(change, value, mesh, rank))
     if known not in traces:
         with mode:
@@ -65,11 +68,12 @@ def _trace(
             over = traced_mesh(local.device.type, mesh.names, [mesh.degree(axis)], here, [name])
 
             def body(x: torch.Tensor) -> torch.Tensor:
-                if not dense:
-                    x = x.clone(memory_format=torch.contiguous_format)  # collectives read memory in order
-                for source, target in _steps(change.source, change.target):
-                    x = _change(x, source, target, _global_shape(x, value.shape, source, mesh), mesh, rank, over)
-                return x
+                # Collectives read memory in order: the dims are changed as they lie there, and lie so again after it.
+                x = _permuted(x, order)
+                x = x if dense else x.clone(memory_format=torch.contiguous_format)
+                for source, target in _steps(begin, end):
+                    x = _change(x, source, target, _global_shape(x, shape, source, mesh), mesh, rank, over)
+                return _permuted(x, [order.index(dim) for dim in range(x.ndim)])
 
             with mode, torch.no_grad():
                 graph = make_fx(body, tracing_mode="real")(local).graph
@@ -77,6 +81,10 @@ def _trace(
             node.args = tuple(_rename(arg, name, mesh) for arg in node.args)
         traces[known] = graph
     return traces[known]
+
+
+def _permuted(x: torch.Tensor, order: list[int]) -> torch.Tensor:
+    return x if order == sorted(order) else x.permute(order)
 
 
 def _position(change: Reshard, value: torch.Tensor, mesh: Mesh, rank: int) -> Any:

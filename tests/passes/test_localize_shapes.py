@@ -177,8 +177,11 @@ return squeeze_1
     )
 
 
-def test_a_view_of_what_a_collective_made_dense() -> None:
-    """The single device may view the transposed result of an attention that ran on transposed queries."""
+def test_a_view_of_what_a_collective_made() -> None:
+    """The single device may view the transposed result of an attention that ran on transposed queries.
+
+    So may a rank, because what is gathered lies in memory as it did before.
+    """
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         q = x.view(3, 2, 3, 2).transpose(1, 2)
@@ -190,7 +193,7 @@ def test_a_view_of_what_a_collective_made_dense() -> None:
         "\n".join(calls),
         """\
 view: S(0) = view(x, [2, 2, 3, 2])
-view_1: R = reshape(transpose_1, [3, 2, 6])
+view_1: R = view(transpose_1, [3, 2, 6])
 return view_1""",
     )
 

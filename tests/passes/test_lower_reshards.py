@@ -267,7 +267,7 @@ return view_3
     )
 
 
-def test_a_value_that_is_not_dense_is_copied_first() -> None:
+def test_a_permuted_value_is_changed_in_its_order_in_memory() -> None:
     module = Call(lambda self, x: x.t())
     program = folded(module, (torch.randn(4, 6),), inputs=["S(0)"])
     assert_expected_inline(
@@ -275,14 +275,12 @@ def test_a_value_that_is_not_dense_is_copied_first() -> None:
         """\
 x: S(0) = input f32[4, 6]
 t: S(1) = t(x)
-clone = clone(t, memory_format=torch.contiguous_format)
-unsqueeze = unsqueeze(clone, 0)
-all_gather_into_tensor = all_gather_into_tensor(unsqueeze, 2, 'tp=2:tp')
+permute = permute(t, [1, 0])
+clone = clone(permute, memory_format=torch.contiguous_format)
+all_gather_into_tensor = all_gather_into_tensor(clone, 2, 'tp=2:tp')
 wait_tensor = wait_tensor(all_gather_into_tensor)
-permute = permute(wait_tensor, [1, 0, 2])
-clone_1 = clone(permute, memory_format=torch.contiguous_format)
-view: R = view(clone_1, [6, 4])
-return view
+permute_1: R = permute(wait_tensor, [1, 0])
+return permute_1
 """,
     )
 

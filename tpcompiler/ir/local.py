@@ -53,12 +53,19 @@ def is_contiguous(value: torch.Tensor) -> bool:
     return True
 
 
+def memory_order(value: torch.Tensor) -> list[int]:
+    """The dims of `value` as they lie in memory, outermost first; in their own order where it is expanded."""
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        if statically_equal(stride, 0) and not statically_equal(size, 1):
+            return list(range(value.ndim))
+    return sorted(range(value.ndim), key=lambda d: (-sym_hint(value.stride(d)), d))
+
+
 def local_strides(value: torch.Tensor, shape: Sequence[Size]) -> list[Size]:
     """Dense strides for `shape` in the dim order in which `value` lies in memory."""
-    order = sorted(range(value.ndim), key=lambda d: (sym_hint(value.stride(d)), -d))
     strides: list[Size] = [0] * value.ndim
     step: Size = 1
-    for dim in order:
+    for dim in reversed(memory_order(value)):
         strides[dim] = step
         step = step * (1 if isinstance(shape[dim], int) and shape[dim] <= 1 else shape[dim])
     return strides

@@ -119,6 +119,10 @@ class Sharding:
     def is_replicated(self) -> bool:
         return not self.axes
 
+    def permuted(self, order: Sequence[int]) -> Sharding:
+        """The sharding of `tensor.permute(order)`."""
+        return Sharding(tuple(self.dims[dim] for dim in order), self.partial)
+
     def settled(self) -> Sharding:
         """The same cut with every pending reduction done."""
         return Sharding(self.dims)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
 from tpcompiler.ir.sharding import DimSharding, Sharding
@@ -21,14 +22,20 @@ REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def cut(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch.Tensor:
-    """The share of `rank`. A pending sum (product) is held by the first rank of its axis, zeros (ones) elsewhere."""
-    here = mesh.coordinate(rank)
+    """The share of `rank`, dense in the dim order of the whole (a replica is the whole tensor itself).
+
+    A pending sum (product) is held by the first rank of its axis, zeros (ones) elsewhere.
+    """
+    if sharding.is_replicated:
+        return value
+    here, whole = mesh.coordinate(rank), value
     for dim, (offset, size) in enumerate(sharding.ranges(value.shape, mesh, here)):
         value = value.narrow(dim, offset, size)
     for axis, op in sharding.partial:
         if here[axis] and op in ("sum", "product"):
             value = torch.full_like(value, 0 if op == "sum" else 1)
-    return value.contiguous()
+    strides = local_strides(whole, value.shape)
+    return value if value.stride() == tuple(strides) else value.new_empty_strided(value.shape, strides).copy_(value)
 
 
 def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from tpcompiler._torch import group_is_registered, register_group, resolve_group
@@ -25,7 +26,8 @@ def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
         rank: this process's rank; by default the process group's.
 
     Returns:
-        The module: call it as the model was called. Its `exported_program` is the rank's `ExportedProgram`.
+        The module: call it as the model was called; it records no gradients. Its `exported_program` is the rank's
+        `ExportedProgram`.
 
     Raises:
         ArtifactError: no artifact, or a damaged one.
@@ -41,6 +43,9 @@ def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
     _register_groups(manifest)
     exported = read_model(checked_file(directory, manifest, here))
     module = exported.module()
+    # A backward would run and give wrong gradients: sums over the ranks of a loss that is the same on all, and parts
+    # that nothing adds up. Without a record of the forward it raises.
+    module.forward = torch.no_grad()(module.forward)
     module.exported_program = exported  # type: ignore[assignment]
     return module
 

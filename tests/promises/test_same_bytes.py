@@ -1,0 +1,84 @@
+"""The compiler is deterministic: the same program, plan and mesh give the same bytes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tpcompiler
+from tests.launch import ROOT
+from tests.models.zoo import LLAMA
+from tests.promises.models import exported
+from tpcompiler.plan import Plan
+from tpcompiler.runtime.artifact import sha256
+
+pytestmark = pytest.mark.slow
+
+FILES = ["manifest.json", "rank_0.pt2", "rank_1.pt2"]
+
+
+def hashes(directory: Path) -> list[str]:
+    assert sorted(path.name for path in directory.iterdir()) == FILES
+    return [sha256(directory / name) for name in FILES]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_dynamic"])
+def test_twice_in_one_process(name: str, tmp_path: Path) -> None:
+    """Neither the order of the ranks nor what was converted in between shows."""
+    first, second = (tpcompiler.parallelize(exported(name), 2, LLAMA.plan) for _ in range(2))
+    first.save(tmp_path / "first")
+    second.rank_program(1)
+    second.collectives()
+    tpcompiler.parallelize(exported(name), 4, LLAMA.plan).rank_program(3)
+    second.save(tmp_path / "second")
+    assert hashes(tmp_path / "first") == hashes(tmp_path / "second")
+
+
+def test_in_fresh_processes_and_other_folders(tmp_path: Path) -> None:
+    """The command line, under two hash seeds, from two folders, for a static and a dynamic program."""
+    for name in ("llama", "llama_dynamic"):
+        torch.export.save(exported(name), tmp_path / f"{name}.pt2")
+    (tmp_path / "plan.yaml").write_text("".join(f'"{k}": {v}\n' for k, v in Plan.of(LLAMA.plan).to_data().items()))
+    found = []
+    for seed, folder in (("1", tmp_path / "one"), ("2", tmp_path / "two" / "deeper")):
+        folder.mkdir(parents=True)
+        for name in ("llama", "llama_dynamic"):
+            command = ["convert", tmp_path / f"{name}.pt2", "--import", "transformers.modeling_outputs"]
+            command += ["--tp", 2, "--plan", tmp_path / "plan.yaml", "-o", name]
+            done = subprocess.run(
+                [sys.executable, "-m", "tpcompiler.cli", *map(str, command)],
+                cwd=folder,
+                env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+                timeout=240,
+            )
+            assert done.returncode == 0, done.stderr
+            found.append(hashes(folder / name))
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+
+
+def test_another_program_gives_other_bytes(tmp_path: Path) -> None:
+    """Negative control: one element of one weight."""
+    program = torch.export.export(LLAMA.build(), (), LLAMA.inputs(2, 12))
+    tpcompiler.parallelize(program, 2, LLAMA.plan).save(tmp_path / "one")
+    program.state_dict["lm_head.weight"].data[0, 0] += 1  # a row that rank 0 holds
+    tpcompiler.parallelize(program, 2, LLAMA.plan).save(tmp_path / "other")
+    same = [a == b for a, b in zip(hashes(tmp_path / "one"), hashes(tmp_path / "other"), strict=True)]
+    assert same == [False, False, True]
+
+
+def test_no_path_of_the_compiler_is_written(tmp_path: Path) -> None:
+    """The files name source lines of the model, as the export does, but neither folder nor process of the compiler."""
+    tpcompiler.parallelize(exported("llama"), 2, LLAMA.plan).save(tmp_path / "out")
+    for name in FILES:
+        content = (tmp_path / "out" / name).read_bytes()
+        assert str(tmp_path).encode() not in content
+        assert str(ROOT / "passes").encode() not in content
+        assert b"graph_id" not in content  # torch's from_node: the addresses of graphs in memory
