@@ -1,5 +1,5 @@
 """What each op allows: the notation, the registry, the one algorithm over factors, then one file per op family."""
 
-from tpcompiler.rules import attention, embedding, matmul, norms, pointwise, reductions, structure, views
+from tpcompiler.rules import attention, embedding, matmul, norms, pointwise, pooling, reductions, structure, views
 
-__all__ = ["attention", "embedding", "matmul", "norms", "pointwise", "reductions", "structure", "views"]
+__all__ = ["attention", "embedding", "matmul", "norms", "pointwise", "pooling", "reductions", "structure", "views"]
