@@ -10,7 +10,7 @@ INSTALL := $(PIP) install -c constraints.txt
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast check format wheel-test bench clean
+.PHONY: help venv demo test test-fast check format wheel-test zoo bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
@@ -71,6 +71,10 @@ for package in (tpcompiler, passes):
         sys.exit(f"error: {package.__name__} is not the installed one")
 endef
 export CHECK_ORIGIN
+
+zoo: export OMP_NUM_THREADS := 1
+zoo: venv  ## Convert the zoo's models and print what was measured beside what was expected
+	$(BIN)/python -m tests.zoo
 
 bench: venv  ## Run the benchmarks
 	$(BIN)/python tools/bench.py

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import passes.lower_reshards as lower_reshards
 import tpcompiler
-from tests.models.zoo import randomise
+from tests.zoo.case import randomise
 from tpcompiler.ir.claims import read_claim
 
 

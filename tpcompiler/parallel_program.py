@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import NOTE_TITLES, VERSION, Manifest, write_artifact
-from tpcompiler.verify.compare import Layout, VerifyReport, compare
+from tpcompiler.verify.compare import Layout, VerifyReport, compare, functional
 
 KIND_OF = {
     "all_reduce": "all_reduce",
@@ -246,7 +247,7 @@ class ParallelProgram:
             InputsError: arguments that the program does not take.
         """
         return compare(
-            self.original,
+            self._reference,
             [self.rank_program(rank) for rank in range(self.world_size)],
             args,
             kwargs or {},
@@ -256,6 +257,10 @@ class ParallelProgram:
             intermediate=self.resharded.source,
             then=then,
         )
+
+    @cached_property
+    def _reference(self) -> ExportedProgram:
+        return functional(self.original)
 
     def layout(self) -> Layout:
         """How tensors at the boundary, by name, and values with a claim (`=text`) are cut and joined."""

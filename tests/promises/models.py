@@ -12,7 +12,8 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 import tpcompiler
-from tests.models.zoo import LLAMA, randomise
+from tests.zoo.case import randomise
+from tests.zoo.decoders import LLAMA
 from tpcompiler import ParallelProgram
 from tpcompiler.verify.simulate import flatten_inputs
 

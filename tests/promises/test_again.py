@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.export import ExportedProgram
 
-from tests.models.faults import without_collective
 from tests.promises.models import CASES, converted, functional, ranks
+from tests.zoo.faults import without_collective
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.verify.compare import VerifyReport, compare

@@ -11,8 +11,8 @@ from torch import fx
 from torch.export import ExportedProgram
 
 import tpcompiler
-from tests.models.zoo import randomise
 from tests.promises.models import CASES, MLP, converted, functional, inputs_of, ranks
+from tests.zoo.case import randomise
 from tpcompiler.ir.local import local_strides
 from tpcompiler.verify.compare import run_single
 from tpcompiler.verify.simulate import simulate

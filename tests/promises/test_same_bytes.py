@@ -12,8 +12,8 @@ import torch
 
 import tpcompiler
 from tests.launch import ROOT
-from tests.models.zoo import LLAMA
 from tests.promises.models import exported
+from tests.zoo.decoders import LLAMA
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import sha256
 

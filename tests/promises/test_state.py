@@ -12,8 +12,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
 import tpcompiler
-from tests.models.zoo import LLAMA, randomise
 from tests.promises.models import CACHE, CASES, Counting, exported, functional, ranks
+from tests.zoo.case import randomise
+from tests.zoo.decoders import LLAMA
 from tpcompiler.verify.simulate import simulate
 
 

@@ -122,6 +122,33 @@ LOOKUPS = [
     call(aten.embedding.default, t(7, 5), ids(3, 4, below=7), text="v d, i0 i1 -> i0 i1 d"),
     call(aten.embedding.default, t(12, 6), ids(5, below=12), 3, text="v d, i0 -> i0 d"),
     call(aten.embedding.default, t(6, 4), ids(below=6), text="v d, -> d"),
+    call(
+        aten._embedding_bag.default,
+        t(7, 5),
+        ids(6, below=7),
+        torch.tensor([0, 2, 2]),
+        text="v! d, i!, o! -> b! d, x0!, x1!, x2!",
+    ),
+    call(
+        aten._embedding_bag.default,
+        t(7, 6),
+        ids(5, below=7),
+        torch.tensor([0, 1]),
+        False,
+        0,
+        False,
+        t(5),
+        text="v! d, i!, o!, i! -> b! d, x0!, x1!, x2!",
+    ),
+    call(
+        aten._embedding_bag.default,
+        t(5, 4),
+        ids(6, below=5),
+        torch.tensor([0, 4]),
+        mode=2,
+        padding_idx=1,
+        text="v! d, i!, o! -> b! d, x0!, x1!, b! d",
+    ),
 ]
 
 NORMS = [
@@ -172,6 +199,28 @@ NORMS = [
         1e-5,
         text="n c s0! s1!, c, c, c, c -> n c s0! s1!, z!, z!",
     ),
+]
+
+POOLING = [
+    call(
+        aten.max_pool2d_with_indices.default,
+        t(4, 6, 5, 4),
+        [3, 2],
+        [2, 1],
+        [1, 0],
+        text="d0 d1 s0! s1! -> d0 d1 o0 o1, d0 d1 o0 o1",
+    ),
+    call(aten.max_pool2d_with_indices.default, t(5, 4, 4), [2], text="d0 s0! s1! -> d0 o0 o1, d0 o0 o1"),
+    call(
+        aten.max_pool3d_with_indices.default,
+        t(3, 5, 2, 3, 4),
+        [2],
+        text="d0 d1 s0! s1! s2! -> d0 d1 o0 o1 o2, d0 d1 o0 o1 o2",
+    ),
+    call(aten.avg_pool2d.default, t(4, 5, 6, 4), [2], [2], [1], text="d0 d1 s0! s1! -> d0 d1 o0 o1"),
+    call(aten.avg_pool3d.default, t(3, 6, 4, 2, 3), [2], text="d0 d1 s0! s1! s2! -> d0 d1 o0 o1 o2"),
+    call(aten._adaptive_avg_pool2d.default, t(4, 5, 6, 3), [2, 3], text="d0 d1 s0! s1! -> d0 d1 o0 o1"),
+    call(aten._adaptive_avg_pool3d.default, t(6, 3, 4, 5), [2, 1, 3], text="d0 s0! s1! s2! -> d0 o0 o1 o2"),
 ]
 
 POINTWISE = [
@@ -237,6 +286,8 @@ STRUCTURE = [
     call(aten.cat.default, [t(4, 3), t(4, 5), t(4, 1)], 1, text="d0 c0!, d0 c1!, d0 c2! -> d0 c!"),
     call(aten.cat.default, [distinct(3, 6), distinct(2, 6)], text="c0! d1, c1! d1 -> c! d1"),
     call(aten.cat.default, [t(0), t(4, 3)], text=None),
+    call(aten.stack.default, [t(4, 5), t(4, 5)], -1, text="d0 d1, d0 d1 -> d0 d1 n!"),
+    call(aten.stack.default, [distinct(6), distinct(6), distinct(6)], text="d0, d0, d0 -> n! d0"),
     call(aten.split.Tensor, t(4, 5), 2, -1, text="d0 d1! -> d0 c0, d0 c1, d0 c2"),
     call(aten.split_with_sizes.default, t(6, 4), [1, 5], text="d0! d1 -> c0 d1, c1 d1"),
     call(aten.chunk.default, t(5, 6), 2, 1, text="d0 d1! -> d0 c0, d0 c1"),
@@ -281,7 +332,18 @@ VIEWS = [
     call(aten.expand.default, t(), [4, 3], text="-> n0 n1"),
 ]
 
-SAMPLES = [*PRODUCTS, *ATTENTION, *LOOKUPS, *INDEXING, *INDEXING, *NORMS, *POINTWISE, *REDUCTIONS, *STRUCTURE, *VIEWS]
+SAMPLES = [
+    *PRODUCTS,
+    *ATTENTION,
+    *LOOKUPS,
+    *INDEXING,
+    *NORMS,
+    *POOLING,
+    *POINTWISE,
+    *REDUCTIONS,
+    *STRUCTURE,
+    *VIEWS,
+]
 
 
 def written_of(node: fx.Node) -> RuleText | None:

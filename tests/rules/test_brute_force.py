@@ -134,6 +134,14 @@ WRONG = {
         call(aten.slice.Tensor, t(6, 4), 0, 0, 3, text=""),
         RuleText("d0 d1 -> d0 d1", factors={"d0": 6}),
     ),
+    "pooling over a cut space": (
+        call(aten.max_pool2d_with_indices.default, t(1, 2, 4, 3), [3], [1], [1], text=""),
+        RuleText("n c h w! -> n c h w!, n c h w!"),
+    ),
+    "ids of bags cut as the bags": (
+        call(aten._embedding_bag.default, t(5, 4), ids(4, below=5), torch.tensor([0, 1, 1, 3]), text=""),
+        RuleText("v! d, b, b -> b d, x!, b, b"),
+    ),
     "dims in the wrong order": (call(aten.t.default, t(4, 4), text=""), RuleText("d0 d1 -> d0 d1")),
 }
 

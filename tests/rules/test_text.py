@@ -37,15 +37,16 @@ def test_what_a_rule_says_besides_its_text() -> None:
         text,
         """\
 any shards
-    _log_softmax.default _softmax.default all.dim any.dim argmax.default argmin.default copy.default
-    layer_norm.default log_softmax.int masked_fill.Scalar masked_fill.Tensor
-    native_layer_norm.default rms_norm.default scatter.value softmax.int var.correction
+    _embedding_bag.default _log_softmax.default _softmax.default all.dim any.dim argmax.default
+    argmin.default copy.default layer_norm.default log_softmax.int masked_fill.Scalar
+    masked_fill.Tensor native_layer_norm.default rms_norm.default scatter.value softmax.int
+    var.correction
 any shards; linear in 0
     _unsafe_index.Tensor chunk.default div.Scalar div.Tensor gather.default index.Tensor
     index_select.default mul.Scalar neg.default select.int slice.Tensor split.Tensor
     split_with_sizes.default sum.default sum.dim_IntList unbind.int
 any shards; linear in 0 and 1
-    add.Tensor select_scatter.default slice_scatter.default sub.Tensor
+    add.Tensor select_scatter.default slice_scatter.default stack.default sub.Tensor
 any shards; linear in 0 and 1 and 2
     cat.default
 any shards; linear in 0 and 2
@@ -77,10 +78,14 @@ even shards
     triu.default
 even shards; linear in 0 or linear in 1
     conv1d.default conv2d.default conv3d.default convolution.default
+nonempty shards
+    max_pool2d_with_indices.default max_pool3d_with_indices.default
 nonempty shards; leaves P(max)
     amax.default
 nonempty shards; leaves P(min)
     amin.default
+nonempty shards; linear in 0
+    _adaptive_avg_pool2d.default _adaptive_avg_pool3d.default avg_pool2d.default avg_pool3d.default
 nonempty shards; linear in 0; own body for d0; own body for d1
     mean.default
 nonempty shards; linear in 0; own body for d1

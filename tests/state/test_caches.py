@@ -14,8 +14,8 @@ from torch.export.graph_signature import OutputKind
 
 import tpcompiler
 from tests.launch import called
-from tests.models.zoo import randomise
 from tests.state.models import PLAN, WRITES, Llama, Normed, call
+from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
 from tpcompiler.verify.compare import FLOOR, SPREAD, compare
 

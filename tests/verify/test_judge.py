@@ -10,8 +10,8 @@ import torch
 from torch.export import ExportedProgram
 
 import tpcompiler
-from tests.models.faults import collectives_of, without_collective
 from tests.test_api import PLAN, Mlp, exported
+from tests.zoo.faults import collectives_of, without_collective
 from tpcompiler.verify.compare import VerifyReport, compare
 from tpcompiler.verify.simulate import simulate
 

@@ -1,5 +1,27 @@
 """What each op allows: the notation, the registry, the one algorithm over factors, then one file per op family."""
 
-from tpcompiler.rules import attention, embedding, indexing, matmul, norms, pointwise, reductions, structure, views
+from tpcompiler.rules import (
+    attention,
+    embedding,
+    indexing,
+    matmul,
+    norms,
+    pointwise,
+    pooling,
+    reductions,
+    structure,
+    views,
+)
 
-__all__ = ["attention", "embedding", "indexing", "matmul", "norms", "pointwise", "reductions", "structure", "views"]
+__all__ = [
+    "attention",
+    "embedding",
+    "indexing",
+    "matmul",
+    "norms",
+    "pointwise",
+    "pooling",
+    "reductions",
+    "structure",
+    "views",
+]

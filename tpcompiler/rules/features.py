@@ -29,7 +29,7 @@ def feature_dims(leaf: Sequence[fx.Node], side: Literal["out", "in"], static: Se
     while stack:
         node, origin = stack.pop()
         for user in node.users:
-            rule = rule_of(user) if user.op == "call_function" and edit.is_tensor(user) else None
+            rule = rule_of(user) if user.op == "call_function" and edit.outputs(user) else None
             if rule is None:
                 continue
             if rule.relayout:

@@ -32,6 +32,18 @@ def cat(node: fx.Node) -> RuleText | None:
     return RuleText(f"{', '.join(terms)} -> {out}", linear=(tuple(range(len(operands))),))
 
 
+@op_rule(aten.stack.default, shards="any")
+def stack(node: fx.Node) -> RuleText:
+    """ "d0 d1, d0 d1 -> d0 n! d1": the operands' dims beside a new one that numbers them."""
+    operands = edit.operands(node)
+    ndim = node.meta["val"].ndim
+    dims = [f"d{d}" for d in range(ndim - 1)]
+    made = list(dims)
+    made.insert(edit.bound(node)["dim"] % ndim, "n!")
+    terms = ", ".join([" ".join(dims)] * len(operands))
+    return RuleText(f"{terms} -> {' '.join(made)}", linear=(tuple(range(len(operands))),))
+
+
 @op_rule(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, shards="any")
 def split(node: fx.Node) -> RuleText:
     """Every part has its own factor on the split dim; unbind drops it."""

@@ -97,7 +97,7 @@ def compare(
     """
     if not programs:
         raise MeshError("there is no rank program to compare", help="give one program per rank")
-    functional = decomposed(reference, {})  # with every op as the user exported it
+    reference = functional(reference)
     differences: list[Difference] = []
     first = None
     known: dict[str, torch.Tensor] = {}
@@ -106,8 +106,8 @@ def compare(
     for number, (given, named) in enumerate([(args, kwargs), *then]):
         flat = flatten_inputs(reference, given, named)
         shares = _shares(flat, programs, layout, input_names)
-        expected = run_single(functional, flat, state=known)
-        exact = run_single(functional, flat, torch.float64, state=precise)
+        expected = run_single(reference, flat, state=known)
+        exact = run_single(reference, flat, torch.float64, state=precise)
         try:
             got = simulate(programs, shares, state=held)
         except RuntimeError as error:
@@ -158,6 +158,11 @@ def _check_shares(program: ExportedProgram, shares: Sequence[Sequence[Any]], nam
                     f"input '{name}' has {sum(held)} on dim {dim}, which is cut by {len(held)} ranks",
                     help=f"give a multiple of {len(held)}",
                 )
+
+
+def functional(program: ExportedProgram) -> ExportedProgram:
+    """The program with every op as the user exported it and nothing changed in place; itself when it is so already."""
+    return decomposed(program, {}) if program.dialect == "TRAINING" else program
 
 
 def run_single(

@@ -20,5 +20,5 @@ for name in sys.argv[2:]:  # several artifacts in one process: their group names
     with torch.no_grad():
         result = module(*args, **kwargs)
     values = result.values() if isinstance(result, dict) else [result]
-    torch.save([v for v in values if v is not None], folder / f"{name}.{dist.get_rank()}.out")
+    torch.save([v for v in values if isinstance(v, torch.Tensor)], folder / f"{name}.{dist.get_rank()}.out")
 exit_together()

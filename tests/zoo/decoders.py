@@ -1,0 +1,165 @@
+"""Decoders of text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests.zoo.case import BATCH, SEQUENCE, Case, Layers, randomise, token_ids
+
+VOCABULARY = 120
+KEY_BIAS = "it adds the same to all scores of a query, which the softmax does not see"
+LAYER = "model.layers.*"
+TOKENS = {"input_ids": {0: BATCH, 1: SEQUENCE}}
+# 8 heads share 4 kv heads, and heads * head_dim need not be the hidden size.
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+    "use_cache": False,
+}
+ATTENTION = {
+    f"{LAYER}.self_attn.q_proj": "colwise",
+    f"{LAYER}.self_attn.k_proj": "colwise",
+    f"{LAYER}.self_attn.v_proj": "colwise",
+    f"{LAYER}.self_attn.o_proj": "rowwise",
+}
+GATED_MLP = {
+    f"{LAYER}.mlp.gate_proj": "colwise",
+    f"{LAYER}.mlp.up_proj": "colwise",
+    f"{LAYER}.mlp.down_proj": "rowwise",
+}
+VOCABULARY_CUT = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+# The table's rows are summed over the ranks; the logits are gathered as the plan says.
+OUTSIDE = {"all_reduce": 1, "all_gather": 1}
+TWO_SUMS = (Layers(LAYER, 2, {"all_reduce": 2}),)  # attention's output projection, the MLP's second layer
+
+
+def decoder(name: str, family: str, plan: dict[str, str], **different: Any) -> Case:
+    """A case of a Hugging Face causal language model of Llama's layout, with all of its matrices cut."""
+
+    def build() -> torch.nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{family}Config")(**{**SIZES, **different})
+        return randomise(getattr(transformers, f"{family}ForCausalLM")(config))
+
+    return Case(
+        name=name,
+        build=build,
+        inputs=token_ids(VOCABULARY),
+        dims=TOKENS,
+        plan=plan,
+        layers=TWO_SUMS,
+        outside=OUTSIDE,
+        cut=0.99,  # all but the norms' 64 numbers each
+    )
+
+
+EVERYTHING = {**VOCABULARY_CUT, **ATTENTION, **GATED_MLP}
+LLAMA = decoder("llama", "Llama", EVERYTHING)
+QWEN2 = decoder("qwen2", "Qwen2", EVERYTHING, tie_word_embeddings=True)
+QWEN3 = decoder("qwen3", "Qwen3", EVERYTHING, hidden_size=48, head_dim=16, tie_word_embeddings=True)
+MISTRAL = decoder("mistral", "Mistral", EVERYTHING, head_dim=12, sliding_window=4)
+GEMMA2 = decoder(
+    "gemma2",
+    "Gemma2",
+    EVERYTHING,
+    hidden_size=48,
+    head_dim=8,
+    sliding_window=4,
+    # Caps as small as the scores, so that they matter; only the eager attention has one.
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=3.0,
+    attn_implementation="eager",
+    tie_word_embeddings=True,
+)
+
+
+def _opt() -> torch.nn.Module:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        vocab_size=VOCABULARY,
+        word_embed_proj_dim=64,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return randomise(OPTForCausalLM(config))
+
+
+OPT = Case(
+    name="opt",
+    build=_opt,
+    inputs=token_ids(VOCABULARY),
+    dims=TOKENS,
+    plan={
+        "model.decoder.embed_tokens": "embedding_rowwise",
+        "**.q_proj": "colwise",
+        "**.k_proj": "colwise",
+        "**.v_proj": "colwise",
+        "**.out_proj": "rowwise",
+        "**.fc1": "colwise",
+        "**.fc2": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+    layers=(Layers("model.decoder.layers.*", 2, {"all_reduce": 2}),),
+    outside=OUTSIDE,
+    cut=0.92,  # 65,600 of 70,720 numbers: not 4,224 of positions, 896 of norms and row-wise biases
+    inert={"k_proj.bias": KEY_BIAS},
+)
+
+
+def _gpt_neox() -> torch.nn.Module:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        vocab_size=VOCABULARY,
+        use_parallel_residual=True,
+        use_cache=False,
+    )
+    return randomise(GPTNeoXForCausalLM(config))
+
+
+GPT_NEOX = Case(
+    name="gpt_neox",
+    build=_gpt_neox,
+    inputs=token_ids(VOCABULARY),
+    dims=TOKENS,
+    plan={
+        "gpt_neox.embed_in": "embedding_rowwise",
+        "**.query_key_value": "colwise",  # packed head by head, so that a cut between heads keeps each head's q, k, v
+        "**.attention.dense": "rowwise",
+        "**.dense_h_to_4h": "colwise",
+        "**.dense_4h_to_h": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+    # x + attention(n1(x)) + mlp(n2(x)): each product is reduced by itself. Reduced later, their sum would need 1.
+    layers=(Layers("gpt_neox.layers.*", 2, {"all_reduce": 2}),),
+    outside=OUTSIDE,
+    cut=0.98,  # all but norms and row-wise biases: 6 * 64 of the 29,344 numbers of a layer, 2 * 64 at the end
+)
+
+# The router and the experts are on every rank, so their sum needs no collective: attention's is the only one.
+MIXTRAL = replace(
+    decoder("mixtral", "Mixtral", {**VOCABULARY_CUT, **ATTENTION}, num_local_experts=4),
+    layers=(Layers(LAYER, 2, {"all_reduce": 1}),),
+    # 39,936 of 188,224 numbers: twice 12,288 of attention, 15,360 of vocabulary. The experts have 147,456.
+    cut=0.21,
+)
+
+CASES = [LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA2, OPT, GPT_NEOX, MIXTRAL]

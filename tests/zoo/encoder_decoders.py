@@ -1,0 +1,137 @@
+"""Encoders and decoders that attend to them."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.zoo.case import BATCH, SEQUENCE, TARGET, Case, Layers, noise, randomise, source_and_target, token_ids
+from tests.zoo.decoders import KEY_BIAS
+
+VOCABULARY = 120
+SIZES = {
+    "d_model": 64,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 8,
+    "decoder_attention_heads": 8,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True,
+    "use_cache": False,
+}
+LAYERS_CUT = {
+    "**.q_proj": "colwise",
+    "**.k_proj": "colwise",
+    "**.v_proj": "colwise",
+    "**.out_proj": "rowwise",
+    "**.fc1": "colwise",
+    "**.fc2": "rowwise",
+}
+# Self-attention and MLP; a decoder's layer has cross-attention besides.
+LAYERS = (
+    Layers("model.encoder.layers.*", 2, {"all_reduce": 2}),
+    Layers("model.decoder.layers.*", 2, {"all_reduce": 3}),
+)
+IDS = {"input_ids": {0: BATCH, 1: SEQUENCE}, "decoder_input_ids": {0: BATCH, 1: TARGET}}
+
+
+def _bart() -> torch.nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    return randomise(BartForConditionalGeneration(BartConfig(**SIZES, max_position_embeddings=64)))
+
+
+BART = Case(
+    name="bart",
+    build=_bart,
+    inputs=source_and_target(VOCABULARY),
+    dims=IDS,
+    plan={"**.embed_tokens": "embedding_rowwise", **LAYERS_CUT, "lm_head": "colwise_gather_output"},
+    layers=LAYERS,
+    outside={"all_reduce": 2, "all_gather": 1},  # the table's rows for encoder and decoder; the logits
+    cut=0.93,  # all but 10,624 of 167,296 numbers: 8,448 of positions, norms and row-wise biases
+    inert={"k_proj.bias": KEY_BIAS},
+)
+
+
+def _whisper() -> torch.nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        **SIZES,
+        num_mel_bins=16,
+        max_source_positions=12,
+        max_target_positions=32,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    return randomise(WhisperForConditionalGeneration(config))
+
+
+def _speech(batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    """A spectrum of the one length that the encoder takes, and ids."""
+    return {**noise("input_features", batch, 16, 24), **token_ids(VOCABULARY, "decoder_input_ids")(batch, sequence)}
+
+
+WHISPER = Case(
+    name="whisper",
+    build=_whisper,
+    inputs=_speech,
+    dims={"input_features": {0: BATCH}, "decoder_input_ids": {0: BATCH, 1: TARGET}},
+    plan={
+        "model.encoder.conv1": "colwise",
+        "model.encoder.conv2": "rowwise",
+        "model.decoder.embed_tokens": "embedding_rowwise",
+        **LAYERS_CUT,
+        "proj_out": "colwise_gather_output",
+    },
+    layers=LAYERS,
+    outside={"all_reduce": 2, "all_gather": 1},  # the second convolution, the table's rows; the logits
+    cut=0.96,  # all but 2,816 numbers of positions, norms and row-wise biases; there is no bias of keys
+    example=(2, 6),
+    others=((3, 4), (1, 9)),
+)
+
+
+def _t5() -> torch.nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=48,  # 8 heads of 8 are 64
+        d_kv=8,
+        d_ff=96,
+        num_layers=2,
+        num_heads=8,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=True,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    return randomise(T5ForConditionalGeneration(config))
+
+
+T5 = Case(
+    name="t5",
+    build=_t5,
+    inputs=source_and_target(VOCABULARY),
+    dims=IDS,
+    plan={
+        "**.embed_tokens": "embedding_rowwise",
+        "**.q": "colwise",
+        "**.k": "colwise",
+        "**.v": "colwise",
+        "**.o": "rowwise",
+        "**.wi": "colwise",
+        "**.wo": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+    # Self-attention and MLP, and cross-attention besides.
+    layers=(Layers("encoder.block.*", 2, {"all_reduce": 2}), Layers("decoder.block.*", 2, {"all_reduce": 3})),
+    outside={"all_reduce": 2, "all_gather": 1},  # the table's rows for encoder and decoder; the logits
+    cut=0.99,  # all but norms; the tables of relative positions follow the heads
+)
+
+CASES = [BART, WHISPER, T5]

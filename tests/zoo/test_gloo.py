@@ -1,0 +1,46 @@
+"""The saved files in real processes: what every rank gets equals the single device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tpcompiler
+from tests.launch import torchrun
+from tests.zoo.case import Case
+from tests.zoo.index import CASES
+from tests.zoo.measure import exported
+from tpcompiler.runtime.inputs import write_tensors
+from tpcompiler.verify.compare import FLOOR, SPREAD, run_single
+from tpcompiler.verify.simulate import flatten_inputs
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("world", "names"), [(2, ["llama", "whisper", "resnet"]), (4, ["dlrm"])])
+def test_saved_files_run_on_gloo(world: int, names: list[str], tmp_path: Path) -> None:
+    for name in names:
+        case = CASES[name]
+        tpcompiler.parallelize(exported(case, True), world, case.plan).save(tmp_path / name)
+        write_tensors(tmp_path / f"{name}.safetensors", case.inputs(*case.others[0]))
+    done = torchrun(world, Path(__file__).parent / "worker.py", tmp_path, *names)
+    assert done.returncode == 0, done.stdout
+    for name in names:
+        expected, allowed = _single(CASES[name])
+        for rank in range(world):
+            results = torch.load(tmp_path / f"{name}.{rank}.out")
+            for got, want, limit in zip(results, expected, allowed, strict=True):
+                error = (got - want).abs().max() / want.abs().max()
+                assert error <= limit, f"{name} on rank {rank}: {error}"
+
+
+def _single(case: Case) -> tuple[list[torch.Tensor], list[float]]:
+    """What one device gives, and what the judge allows beside each output."""
+    functional = exported(case, True).run_decompositions({})
+    flat = flatten_inputs(functional, (), case.inputs(*case.others[0]))
+    expected = [v for v in run_single(functional, flat).outputs if isinstance(v, torch.Tensor)]
+    exact = [v for v in run_single(functional, flat, torch.float64).outputs if isinstance(v, torch.Tensor)]
+    noise = [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(expected, exact, strict=True)]
+    return expected, [max(SPREAD * n, FLOOR * torch.finfo(torch.float32).eps) for n in noise]

@@ -1,0 +1,56 @@
+"""The table says what was measured, and fails when a statement does not hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.zoo import measure
+from tests.zoo.__main__ import main
+from tests.zoo.index import CASES
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_row_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resnet"]) == 0
+    (static, dynamic) = [line for line in capsys.readouterr().out.splitlines() if "resnet" in line]
+    assert "static" in static
+    assert "dynamic" in dynamic
+    for line in (static, dynamic):
+        assert "1R 2R = 1R 2R" in line
+        assert "2G = 2G" in line
+
+
+@pytest.mark.parametrize(
+    ("wrong", "shown"),
+    [
+        ({"outside": {"all_reduce": 4}}, "5R = 4R"),
+        ({"cut": 1.0}, "/ 1.0"),
+        ({"plan": {"top.0": "colwise", "top.2": "rowwise"}}, "1R = 5R"),
+        ({"plan": {"no.such": "colwise"}}, "matches nothing"),
+    ],
+    ids=["a miscount", "a share that is not reached", "a plan that cuts little", "a plan that is refused"],
+)
+def test_the_table_fails(
+    wrong: dict[str, object], shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(
+        CASES, "dlrm", replace(CASES["dlrm"], dims=None, static_because="one export is enough", **wrong)
+    )  # type: ignore[arg-type]
+    assert main(["dlrm"]) == 1
+    written = capsys.readouterr().out
+    assert shown in " ".join(written.split())
+    assert "static: one export is enough" in " ".join(written.split())
+
+
+def test_the_table_fails_above_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "dlrm", replace(CASES["dlrm"], dims=None))
+    monkeypatch.setattr(measure, "LOOSEST", 0.0)
+    assert main(["dlrm"]) == 1
+
+
+def test_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lama"]) == 2
+    assert "no case 'lama'; there are llama" in capsys.readouterr().out
