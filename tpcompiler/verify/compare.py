@@ -39,19 +39,25 @@ class Difference:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The verdict. `first_diverging` names the first value, in the order of the program, that is wrong on some rank."""
+    """The verdict. `first_diverging` names the first value, in the order of the program, that is wrong on some rank.
+
+    `note` says what was run, where that is not the very program that was asked about.
+    """
 
     ok: bool
     max_abs_err: float
     max_rel_err: float
     outputs: list[Difference] = field(default_factory=list)
     first_diverging: str | None = None
+    note: str = ""
 
     def __str__(self) -> str:
         lines = [
             f"{'equal' if self.ok else 'NOT EQUAL'}: "
             f"max abs err {self.max_abs_err:.3g}, max rel err {self.max_rel_err:.3g}"
         ]
+        if self.note:
+            lines.append(f"  {self.note}")
         for d in self.outputs:
             lines.append(f"  {'ok ' if d.ok else 'BAD'} {d.name}: rel err {d.rel:.3g} (tolerance {d.tolerance:.3g})")
         if self.first_diverging:
