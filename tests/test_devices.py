@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.export.passes import move_to_device_pass
 
 import tpcompiler
 from tests.devices import MODELS, devices_in_file, exported, other_devices
@@ -15,6 +16,8 @@ from tpcompiler.api import verify_artifact
 from tpcompiler.parallel_program import compared
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import read_inputs, write_tensors
+from tpcompiler.verify.compare import run_single
+from tpcompiler.verify.simulate import simulate
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +74,20 @@ def test_the_proof_can_fail() -> None:
     report = compared(program, ranks, *rest, intermediate=made.resharded.source)
     assert (report.ok, report.note) == (False, NOTE)
     assert report.first_diverging is not None
+
+
+def test_torch_alone_puts_a_file_on_its_device(tmp_path: Path) -> None:
+    """What the README says for those who load without this package, with the CPU for a GPU."""
+    program, plan, inputs = exported("literals")
+    tpcompiler.parallelize(program, 2, plan, device_type="cuda").save(tmp_path / "out")
+    loaded = [torch.export.load(tmp_path / "out" / f"rank_{rank}.pt2") for rank in range(2)]
+    with torch.no_grad():  # a torch without CUDA aborts where gradients meet a fake tensor on it
+        ranks = [move_to_device_pass(rank, "cpu") for rank in loaded]
+    assert [other_devices(rank, "cpu") for rank in ranks] == [[], []]
+    expected = run_single(program.run_decompositions({}), inputs).outputs
+    for rank in simulate(ranks, [inputs, inputs]):
+        for got, want in zip(rank.outputs, expected, strict=True):
+            torch.testing.assert_close(got, want)
 
 
 def test_the_graph_does_not_depend_on_the_device() -> None:

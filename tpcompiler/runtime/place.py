@@ -12,8 +12,8 @@ def place_state(program: ExportedProgram, device: torch.device | str) -> None:
     """Move parameters, buffers, constants and example inputs, in place; what is on the device already is not copied.
 
     A program that `parallelize` made for CUDA names its device in the graph and holds its tensors on the CPU, because
-    it was made where there need be no GPU. `tpcompiler.load` calls this; for a program that torch alone has loaded,
-    `program.module().to("cuda")` does the same but for the example inputs.
+    it was made where there need be no GPU. `tpcompiler.load` calls this. A program that torch alone has loaded is moved
+    by `torch.export.passes.move_to_device_pass`, but not by `program.module().to`, which leaves lifted literals behind.
     """
     made: dict[object, torch.Tensor] = {}
     for held in (program.state_dict, program.constants):
