@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import FakeTensorMode, OpOverload, tree_map
 from tpcompiler.ir import edit
-from tpcompiler.ir.local import fake_mode_of, no_new_guards
+from tpcompiler.ir.local import fake_mode_of, key, no_new_guards
 
 aten = torch.ops.aten
 
@@ -42,9 +43,11 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
                 _name_device(node, torch.device(device_type))
                 if any(value.device.type != device_type for value in edit.outputs(node)):
                     _allow_copy(node)
+        made: dict[Any, torch.Tensor] = {}
         for node in graph.nodes:  # after all literals: whether a node has tensor operands is read off their values
             if "val" in node.meta:
-                node.meta["val"] = tree_map(lambda value: _moved(value, device_type, mode), node.meta["val"])
+                known = {} if node.op == "placeholder" else made  # one value of two inputs would make them aliases
+                node.meta["val"] = tree_map(functools.partial(_moved, device_type, mode, known), node.meta["val"])
     return ExportedProgram(
         root=torch.nn.Module(),
         graph=graph,
@@ -74,14 +77,17 @@ def _allow_copy(node: fx.Node) -> None:
         node.target, node.args, node.kwargs = aten.reshape.default, (arguments["self"], arguments["size"]), {}
 
 
-def _moved(value: Any, device_type: str, mode: FakeTensorMode) -> Any:
+def _moved(device_type: str, mode: FakeTensorMode, made: dict[Any, torch.Tensor], value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    with mode:
-        return torch.empty_strided(
-            value.shape,
-            value.stride(),
-            dtype=value.dtype,
-            device=device_type,
-            requires_grad=value.requires_grad,
-        )
+    layout = key(value), value.requires_grad
+    if layout not in made:
+        with mode:
+            made[layout] = torch.empty_strided(
+                value.shape,
+                value.stride(),
+                dtype=value.dtype,
+                device=device_type,
+                requires_grad=value.requires_grad,
+            )
+    return made[layout]

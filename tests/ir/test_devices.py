@@ -11,7 +11,7 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from passes.canonicalize import canonicalize
 from tests.devices import other_devices
-from tests.passes.stages import canonical
+from tests.passes.stages import Call, canonical
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir.devices import device_type_for
 
@@ -92,6 +92,19 @@ def test_an_op_that_one_kind_of_device_has() -> None:
         "  used at: test_devices.py:"
     )
     assert device_type_for(program, None) == device_type_for(program, "cuda") == "cuda"
+
+
+def test_memory_that_is_read_as_it_lies() -> None:
+    """How a result lies in memory is its kernel's choice; a dense one lies the same on every device."""
+    strided = canonicalize(export(Call(lambda self, x: torch.relu(x.t()).as_strided((4,), (1,))), (torch.ones(2, 4),)))
+    with pytest.raises(UnsupportedError) as raised:
+        device_type_for(strided, "cuda")
+    assert raised.value.message.endswith(
+        "(as_strided) reads memory as a kernel of another device than cuda laid it out"
+    )
+    assert device_type_for(strided, "cpu") == "cpu"
+    dense = canonicalize(export(Call(lambda self, x: torch.relu(x).as_strided((4,), (1,))), (torch.ones(2, 4),)))
+    assert device_type_for(dense, "cuda") == "cuda"
 
 
 def test_a_program_says_where_it_is() -> None:

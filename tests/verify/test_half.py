@@ -143,6 +143,27 @@ def test_a_rank_that_answers_in_another_dtype_is_noticed(dtype: torch.dtype) -> 
     assert not report.ok
 
 
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_choice_between_near_equals_is_judged_in_float32(dtype: torch.dtype) -> None:
+    """In half precision an argmax over thousands of scores is a matter of rounding; a wrong program still shows."""
+    module = Call(
+        lambda self, x: self.head(self.down(torch.relu(self.up(x)))).argmax(-1),
+        up=nn.Linear(16, 32),
+        down=nn.Linear(32, 16),
+        head=nn.Linear(16, 4096),
+    )
+    x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    program = tpcompiler.parallelize(export(randomised(module, dtype), (x,)), 2, {"up": "colwise", "down": "rowwise"})
+    report = program.verify((x,))
+    assert report.ok, report
+    narrow, wide = report.outputs
+    assert (narrow.counted, wide.counted, wide.abs) == (True, True, 0)
+    if dtype is torch.bfloat16:
+        assert narrow.abs > 0, "the reason for it"
+    ((_, broken),) = without_each(program, x)
+    assert not broken.ok
+
+
 def test_files_keep_the_dtype() -> None:
     program = converted(torch.bfloat16, 2)
     file = io.BytesIO()

@@ -11,6 +11,7 @@ from torch import fx
 from tpcompiler._torch import OpOverload
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
+from tpcompiler.ir.local import is_contiguous
 from tpcompiler.ir.program import Program
 
 MOVABLE = ("cpu", "cuda")
@@ -66,12 +67,18 @@ def device_type_for(program: Program, wanted: str | None) -> str:
 
 def _refuse_ops_of_one_device(program: Program, wanted: str) -> None:
     for node in edit.calls(program.graph):
-        if not isinstance(node.target, OpOverload) or not _OF_ONE_DEVICE.search(str(node.target)):
+        if not isinstance(node.target, OpOverload) or all(v.device.type == wanted for v in edit.outputs(node)):
             continue
-        if any(value.device.type != wanted for value in edit.outputs(node)):
+        if _OF_ONE_DEVICE.search(str(node.target)):
             raise UnsupportedError(
                 f"'{node.name}' ({node.target}) has no kernel on {wanted}",
                 help="convert the program as torch.export gives it, without run_decompositions()",
+                used_at=edit.source_line(node),
+            )
+        if node.target is torch.ops.aten.as_strided.default and not is_contiguous(edit.operands(node)[0].meta["val"]):
+            raise UnsupportedError(
+                f"'{node.name}' (as_strided) reads memory as a kernel of another device than {wanted} laid it out",
+                help=f"call contiguous() before as_strided, or export the model on {wanted}",
                 used_at=edit.source_line(node),
             )
 
