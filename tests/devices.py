@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,7 +79,10 @@ def other_devices(program: ExportedProgram, device_type: str) -> list[str]:
     for node in program.graph.nodes:
         for what in ("args", "kwargs"):
             for path, leaf in _leaves(getattr(node, what)):
-                if isinstance(leaf, torch.device) and leaf != torch.device(device_type):
+                named = isinstance(leaf, torch.device) or (
+                    isinstance(leaf, str) and re.fullmatch(r"(cpu|cuda|meta)(:\d+)?", leaf)
+                )
+                if named and str(leaf) != device_type:
                     found.append(f"{node.name}.{what}{path} is {leaf}")
         for path, leaf in _leaves(node.meta.get("val")):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != device_type:

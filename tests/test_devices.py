@@ -10,6 +10,7 @@ from torch.export.passes import move_to_device_pass
 
 import tpcompiler
 from tests.devices import MODELS, devices_in_file, exported, other_devices
+from tests.passes.models import MEGATRON
 from tests.runtime.commands import right
 from tests.runtime.models import PLAN_TEXT, export_mlp
 from tpcompiler.api import verify_artifact
@@ -88,6 +89,45 @@ def test_torch_alone_puts_a_file_on_its_device(tmp_path: Path) -> None:
     for rank in simulate(ranks, [inputs, inputs]):
         for got, want in zip(rank.outputs, expected, strict=True):
             torch.testing.assert_close(got, want)
+
+
+class Normed(torch.nn.Module):
+    """Ops that torch without CUDA cannot evaluate on fake CUDA tensors: the passes must not try."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(self.up(x)))
+
+
+def test_a_batch_norm_in_training() -> None:
+    x = torch.randn(6, 4)
+    made = tpcompiler.parallelize(torch.export.export(Normed(), (x,)), 2, MEGATRON, device_type="cuda")
+    assert other_devices(made.rank_program(1), "cuda") == []
+    assert made.verify((x,)).ok
+
+
+class Cast(torch.nn.Module):
+    """Autocast on the CPU becomes casts: a program for CUDA keeps the types that the CPU chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.down(torch.relu(self.up(x))).float()
+
+
+def test_autocast() -> None:
+    x = torch.randn(6, 4)
+    made = tpcompiler.parallelize(torch.export.export(Cast(), (x,)), 2, MEGATRON, device_type="cuda")
+    types = [n.meta["val"].dtype for n in made.rank_program(1).graph.nodes if "linear" in str(n.target)]
+    assert types == [torch.bfloat16, torch.bfloat16]
+    assert other_devices(made.rank_program(1), "cuda") == []
+    assert made.verify((x,)).ok
 
 
 def test_the_graph_does_not_depend_on_the_device() -> None:

@@ -131,7 +131,7 @@ def test_fewer_gpus_than_processes(
         load(for_cuda)
     assert str(raised.value) == (
         f"{processes} processes on this machine, and torch finds 1 CUDA device: NCCL needs one each\n"
-        "  help: start at most 1 processes on a machine, or convert for fewer ranks"
+        "  help: start 1 on a machine, each of which sees all its GPUs (CUDA_VISIBLE_DEVICES)"
     )
     assert chosen == []
 

@@ -69,7 +69,7 @@ def _own_device(manifest: Manifest) -> torch.device:
         raise LaunchError(
             f"{processes} processes on this machine, and torch finds {count} CUDA device{'s' * (count != 1)}: NCCL "
             "needs one each",
-            help=f"start at most {count} processes on a machine, or convert for fewer ranks",
+            help=f"start {count} on a machine, each of which sees all its GPUs (CUDA_VISIBLE_DEVICES)",
         )
     device = torch.device("cuda", local % count)
     torch.cuda.set_device(device)
