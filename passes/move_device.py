@@ -30,8 +30,8 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
 
     Works on any flat functional program, and back again. Parameters, buffers and constants stay where they are, for
     there may be no such device here: `runtime/place.py` moves them where the program runs. It is the last pass, because
-    the others evaluate ops on fake tensors, which a torch without CUDA cannot do for all ops on CUDA (batch norm in
-    training, im2col), and because what they trace names the device with an index.
+    the others evaluate ops on fake tensors, which a torch without CUDA cannot do for all ops on CUDA (attention with
+    dynamic sizes, batch norm in training), and because what they trace names the device with an index.
     """
     if all(value.device == torch.device(device_type) for node in program.graph.nodes for value in edit.outputs(node)):
         return program

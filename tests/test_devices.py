@@ -10,6 +10,7 @@ from torch.export.passes import move_to_device_pass
 
 import tpcompiler
 from tests.devices import MODELS, devices_in_file, exported, other_devices
+from tests.half import PLAN, export_decoder, token_ids
 from tests.passes.models import MEGATRON
 from tests.runtime.commands import right
 from tests.runtime.models import PLAN_TEXT, export_mlp
@@ -107,6 +108,16 @@ def test_a_batch_norm_in_training() -> None:
     made = tpcompiler.parallelize(torch.export.export(Normed(), (x,)), 2, MEGATRON, device_type="cuda")
     assert other_devices(made.rank_program(1), "cuda") == []
     assert made.verify((x,)).ok
+
+
+def test_attention_with_dynamic_sizes_in_half_precision(tmp_path: Path) -> None:
+    exported = export_decoder(torch.bfloat16, dynamic=True)
+    made = tpcompiler.parallelize(exported, 4, PLAN, device_type="cuda")
+    made.save(tmp_path / "out")
+    assert devices_in_file(tmp_path / "out" / "rank_3.pt2")["model.json"] == {("cuda", None)}
+    for shape in [(3, 9), (1, 1)]:
+        report = verify_artifact(tmp_path / "out", exported, (token_ids(*shape),))
+        assert (report.ok, len(report.outputs), report.note) == (True, 2, NOTE)
 
 
 class Cast(torch.nn.Module):
