@@ -195,15 +195,6 @@ def test_a_mesh_that_is_refused(mesh: list[str], expected: str, model: Path, pla
     assert refused("convert", model, "--plan", plan, "-o", tmp_path / "out", *mesh) == expected
 
 
-def test_a_device_without_the_program(model: Path, plan: Path, tmp_path: Path) -> None:
-    words = ("--plan", plan, "--tp", 2, "-o", tmp_path / "out", "--device-type", "cuda")
-    assert refused("convert", model, *words) == (
-        "the program's tensors are on cpu, and cuda is asked for; moving programs between devices is not supported "
-        "yet\n"
-        "  help: export the model on cuda\n"
-    )
-
-
 def test_a_directory_that_exists_is_refused_before_the_model_is_read(plan: Path, out: Path, tmp_path: Path) -> None:
     no_model = tmp_path / "no.pt2"  # reading it would be another error
     words = ("convert", no_model, "--tp", 2, "--plan", plan, "-o")

@@ -46,6 +46,7 @@ __all__ = [
     "detect_fake_mode",
     "divided_sizes",
     "fake_group",
+    "forget_index",
     "group_is_registered",
     "make_fx",
     "redistribute",
@@ -192,6 +193,14 @@ def tree_names(spec: Any) -> list[str]:
         parts = (str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
         names.append(".".join(parts) or "output")
     return names
+
+
+def forget_index(value: torch.Tensor) -> None:
+    """Let a fake CUDA tensor say `cuda`, as it is to be written: torch gives every one an index, and reads it back
+    with that of the current device. Nothing may be computed with it any more."""
+    if isinstance(value, FakeTensor):
+        name = "_fake_device" if hasattr(value, "_fake_device") else "fake_device"  # torch 2.13 made it a property
+        setattr(value, name, torch.device(value.device.type))
 
 
 def register_group(name: str, group: dist.ProcessGroup) -> None:

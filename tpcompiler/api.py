@@ -20,19 +20,21 @@ from passes.divide_sizes import divide_sizes
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
 from passes.mark_placements import mark_placements
-from tpcompiler.errors import ArtifactError, MeshError, UnsupportedError
+from tpcompiler.errors import ArtifactError, MeshError
 from tpcompiler.ir import edit
+from tpcompiler.ir.devices import device_type_for
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.program import CanonicalProgram, Program
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.text import program_text
-from tpcompiler.parallel_program import ParallelProgram, layout_of
+from tpcompiler.parallel_program import ParallelProgram, compared, layout_of
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import checked_file, read_manifest
 from tpcompiler.runtime.model_file import read_model
-from tpcompiler.verify.compare import VerifyReport, compare
+from tpcompiler.runtime.place import place_state
+from tpcompiler.verify.compare import VerifyReport
 from tpcompiler.verify.invariants import check_invariants
 
 Given = Mapping[str, Any] | Sequence[Any] | None
@@ -55,7 +57,7 @@ def parallelize(
         mesh: the degree of the one axis `tp`, or `{axis: degree}`.
         plan: a `Plan`, `{FQN pattern: style}`, or the path of a YAML file with such a mapping.
         inputs, outputs: placements at the boundary, by name or in order: "R" (the default), "S(0)", torch placements.
-        device_type: "cpu" or "cuda"; by default where the program's tensors are.
+        device_type: "cpu" or "cuda", for which no device need be at hand; by default where the program's tensors are.
         dump: a directory for a numbered text of the program after every pass.
 
     Raises:
@@ -65,7 +67,7 @@ def parallelize(
     plan = Plan.of(plan)
     after = _Dump(dump)
     program = after(canonicalize(exported_program), "canonicalize")
-    device = _device(program, device_type)
+    device = device_type_for(program, device_type)
     with no_new_guards(program.graph):
         planned = after(apply_plan(program, plan, mesh, _specs(inputs), _specs(outputs)), "apply_plan")
         divided = after(divide_sizes(planned), "divide_sizes")
@@ -91,6 +93,7 @@ def tensor_parallel_transformation(
     it uses the logical name of a mesh `tp=<world_size>`, which `tpcompiler.load` registers.
 
     Args:
+        device_type: "cpu" or "cuda". The rank's weights are put there, on the current device, where there is one.
         parallel_strategies: layer FQN (or pattern) -> torch style class or instance, or a style's name.
 
     Raises:
@@ -107,7 +110,10 @@ def tensor_parallel_transformation(
         world = dist.group.WORLD
         assert world is not None
         mesh = Mesh(mesh.axes, group_of_world=world.group_name)
-    return parallelize(exported_program, mesh, dict(parallel_strategies), device_type=device_type).rank_program(rank)
+    made = parallelize(exported_program, mesh, dict(parallel_strategies), device_type=device_type).rank_program(rank)
+    if device_type != "cuda" or torch.cuda.is_available():
+        place_state(made, device_type)
+    return made
 
 
 def verify_artifact(
@@ -136,7 +142,7 @@ def verify_artifact(
         )
     programs = [read_model(checked_file(directory, manifest, rank)) for rank in range(manifest.world_size)]
     shardings = {name: read_sharding(row["sharding"], mesh, len(row["shape"])) for name, row in rows.items()}
-    return compare(
+    return compared(
         original,
         programs,
         args,
@@ -172,18 +178,6 @@ def _spec(spec: Any) -> PlacementSpec:
     if isinstance(spec, Mapping):
         return {axis: p if isinstance(p, Placement) else parse_placement(p) for axis, p in spec.items()}
     return spec if isinstance(spec, Placement) else parse_placement(spec)
-
-
-def _device(program: CanonicalProgram, wanted: str | None) -> str:
-    values = [n.meta["val"] for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    found: list[str] = sorted({value.device.type for value in values}) or ["cpu"]
-    if len(found) > 1 or (wanted is not None and wanted != found[0]):
-        raise UnsupportedError(
-            f"the program's tensors are on {', '.join(found)}, and {wanted or 'one device'} is asked for; moving "
-            "programs between devices is not supported yet",
-            help=f"export the model on {wanted or 'one device'}",
-        )
-    return found[0]
 
 
 class _Dump:

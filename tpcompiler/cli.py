@@ -147,7 +147,10 @@ def convert(
         bool, typer.Option("--keep-output-types", help="Return the model's own output classes, not plain dicts.")
     ] = False,
     device_type: Annotated[
-        _DeviceType | None, typer.Option("--device-type", help="Where the programs run; by default as exported.")
+        _DeviceType | None,
+        typer.Option(
+            "--device", "--device-type", help="Where the programs run: it need not be here. By default as exported."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -159,6 +162,7 @@ def convert(
     Example:
       tpcompiler convert model.pt2 --tp 2 --plan plan.yaml -o out
       tpcompiler convert model.pt2 --mesh tp=4 --plan plan.yaml --dry-run
+      tpcompiler convert model.pt2 --tp 8 --plan plan.yaml --device cuda -o out
     """
     if (tp is None) == (mesh is None):
         raise typer.BadParameter("give exactly one of --tp and --mesh", param_hint="--tp / --mesh")

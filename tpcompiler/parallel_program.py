@@ -7,7 +7,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from torch.export import ExportedProgram
 from passes.build_rank_program import build_rank_program
 from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
+from passes.move_device import move_device
 from passes.shard_state import shard_state
-from tpcompiler._torch import sym_hint
+from tpcompiler._torch import forget_index, sym_hint
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.ir import edit
+from tpcompiler.ir.devices import device_types, values
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
@@ -31,6 +33,7 @@ from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import NOTE_TITLES, VERSION, Manifest, write_artifact
+from tpcompiler.runtime.place import place_state
 from tpcompiler.verify.compare import Layout, VerifyReport, compare, functional
 
 KIND_OF = {
@@ -100,10 +103,13 @@ class ParallelProgram:
     def rank_program(self, rank: int) -> ExportedProgram:
         """The ordinary exported program of one rank, with that rank's share of the weights.
 
+        The program runs on `device_type`; the weights are where the original's are (`save` writes them from the CPU,
+        `tpcompiler.load` puts them on the rank's own device).
+
         Raises:
             MeshError: `rank` is outside the world.
         """
-        return build_rank_program(shard_state(self.local_program(rank)))
+        return move_device(build_rank_program(shard_state(self.local_program(rank))), self.device_type)
 
     def collectives(self) -> list[Collective]:
         """Every collective that a rank's program calls, in order, read off the program of rank 0."""
@@ -219,6 +225,9 @@ class ParallelProgram:
 
         def write_rank(rank: int, path: Path) -> None:
             program = self.rank_program(rank)
+            place_state(program, "cpu")  # a file that says cuda:0 would be read to cuda:0 by every rank
+            for _, value in values(program.graph):
+                forget_index(value)
             if replaced is not None:
                 signature = program.module_call_graph[0].signature
                 assert signature is not None
@@ -239,6 +248,9 @@ class ParallelProgram:
     ) -> VerifyReport:
         """Run all ranks in lock step in this process and compare them with the single-device program.
 
+        They run where the original's tensors are. Programs for another kind of device are renamed back for it
+        (`passes/move_device.py`), which the report says.
+
         Args:
             args, kwargs: global inputs, as the original program takes them.
             then: (args, kwargs) of further calls, each on the buffers (a cache, statistics) that those before wrote.
@@ -246,7 +258,7 @@ class ParallelProgram:
         Raises:
             InputsError: arguments that the program does not take.
         """
-        return compare(
+        return compared(
             self._reference,
             [self.rank_program(rank) for rank in range(self.world_size)],
             args,
@@ -298,6 +310,21 @@ def layout_of(shardings: Mapping[str, Sharding], mesh: Mesh) -> Layout:
         return join(parts, shardings[f"output {name}" if f"output {name}" in shardings else name], mesh, shape)
 
     return Layout(lambda name, value, rank: cut(value, shardings[name], mesh, rank), joined)
+
+
+def compared(original: ExportedProgram, programs: Sequence[ExportedProgram], *rest: Any, **named: Any) -> VerifyReport:
+    """`compare`, with the programs moved to where the original's tensors are."""
+    there = [kind for kind in device_types(original.graph) if kind != "cpu"] or ["cpu"]
+    moved = [move_device(program, there[0]) for program in programs]
+    for program in moved:
+        place_state(program, there[0])
+    report = compare(original, moved, *rest, **named)
+    made_for = {kind for program in programs for kind in device_types(program.graph)} - {there[0]}
+    if not made_for:
+        return report
+    return replace(
+        report, note=f"run on {there[0]}: the same graphs as those for {made_for.pop()}, with the device renamed"
+    )
 
 
 def _by_layer(collectives: Sequence[Collective]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from tests.runtime.models import PLAN, export_mlp, mlp_inputs
 from tpcompiler import load, parallelize
 from tpcompiler.errors import ArtifactError, LaunchError
+from tpcompiler.runtime.artifact import read_manifest
+from tpcompiler.runtime.load import _own_device
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +72,124 @@ def test_half_an_environment(artifacts: Path, name: str, size: str, monkeypatch:
     with pytest.raises(LaunchError, match=r"^this process is part of no group: RANK and WORLD_SIZE are not set\n"):
         load(artifacts / "two")
     assert not dist.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def for_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("load_cuda")
+    parallelize(export_mlp(), 2, PLAN, device_type="cuda").save(path / "two")
+    return path / "two"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[torch.device]]:
+    """Lets torch seem to have some GPUs; returns what `torch.cuda.set_device` is then called with."""
+
+    def pretend(count: int) -> list[torch.device]:
+        chosen: list[torch.device] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+        return chosen
+
+    return pretend
+
+
+def environment(monkeypatch: pytest.MonkeyPatch, **names: str) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
+def test_no_gpu_at_hand(for_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(monkeypatch, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
+    with pytest.raises(LaunchError) as raised:
+        load(for_cuda)
+    assert str(raised.value) == (
+        "the artifact is for CUDA, and torch finds no CUDA device here\n"
+        "  help: run it on a machine with GPUs, or convert the model again with --device cpu"
+    )
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("names", "processes"),
+    [({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 2), ({"LOCAL_RANK": "3"}, 4), ({"LOCAL_WORLD_SIZE": "2"}, 2)],
+)
+def test_fewer_gpus_than_processes(
+    names: dict[str, str],
+    processes: int,
+    for_cuda: Path,
+    gpus: Callable[[int], list[torch.device]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = gpus(1)
+    environment(monkeypatch, RANK="1", WORLD_SIZE="2", **names)
+    with pytest.raises(LaunchError) as raised:
+        load(for_cuda)
+    assert str(raised.value) == (
+        f"{processes} processes on this machine, and torch finds 1 CUDA device: NCCL needs one each\n"
+        "  help: start 1 on a machine, each of which sees all its GPUs (CUDA_VISIBLE_DEVICES)"
+    )
+    assert chosen == []
+
+
+@pytest.mark.parametrize(
+    ("names", "device"),
+    [
+        ({"RANK": "5", "LOCAL_RANK": "1"}, "cuda:1"),  # the second process of the second machine
+        ({"RANK": "1"}, "cuda:1"),
+        ({"RANK": "6"}, "cuda:2"),
+        ({}, "cuda:0"),
+    ],
+)
+def test_the_gpu_of_this_process(
+    names: dict[str, str],
+    device: str,
+    for_cuda: Path,
+    gpus: Callable[[int], list[torch.device]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = gpus(4)
+    environment(monkeypatch, **names)
+    assert str(_own_device(read_manifest(for_cuda))) == device
+    assert chosen == [torch.device(device)]
+
+
+def test_the_gpu_is_taken_before_nccl_is_asked_for(
+    for_cuda: Path, gpus: Callable[[int], list[torch.device]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = gpus(2)
+    environment(monkeypatch, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+
+    def join(backend: str) -> None:
+        assert (backend, chosen) == ("nccl", [torch.device("cuda:1")])
+        raise InterruptedError  # there is no NCCL here
+
+    monkeypatch.setattr(dist, "init_process_group", join)
+    with pytest.raises(InterruptedError):
+        load(for_cuda)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_processes_of_a_group_of_their_own_may_share_a_gpu(
+    for_cuda: Path, gpus: Callable[[int], list[torch.device]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = gpus(1)
+    environment(monkeypatch, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    assert _own_device(read_manifest(for_cuda)) == torch.device("cuda:0")
+    assert chosen == [torch.device("cuda:0")]
+
+
+def test_weights_are_put_on_the_device(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands in for the GPU that is not here."""
+    monkeypatch.setattr("tpcompiler.runtime.load._own_device", lambda manifest: torch.device("meta"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = load(artifacts / "one")
+    finally:
+        dist.destroy_process_group()
+    assert {value.device.type for value in module.state_dict().values()} == {"meta"}
+    assert {value.device.type for value in module.exported_program.state_dict.values()} == {"meta"}

@@ -151,3 +151,22 @@ def test_no_model(make: Callable[[Path, Path], None], expected: str, model: Path
     with pytest.raises(ArtifactError) as raised:
         read_model(path)
     assert str(raised.value) == f"{path} {expected}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
+def test_weights_on_a_device_that_is_not_here(tmp_path: Path) -> None:
+    """As torch.export.save writes a model that was exported on a GPU."""
+    torch.export.save(export_mlp(), tmp_path / "cpu.pt2")
+    path = tmp_path / "cuda.pt2"
+    with zipfile.ZipFile(tmp_path / "cpu.pt2") as here, zipfile.ZipFile(path, "w") as there:
+        for name in here.namelist():
+            content = here.read(name)
+            if name.endswith(".json"):
+                content = content.replace(b'"type": "cpu", "index": null', b'"type": "cuda", "index": 0')
+            there.writestr(name, content)
+    with pytest.raises(ArtifactError) as raised:
+        read_model(path)
+    assert str(raised.value) == (
+        f"{path} holds tensors that are on CUDA, which torch does not find here\n"
+        "  help: read it on a machine with a GPU, or export the model on the CPU and convert with --device cuda"
+    )

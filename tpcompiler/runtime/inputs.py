@@ -61,7 +61,7 @@ def arrange_inputs(
             raise InputsError(f"{where}: input {spec.arg.name!r} is missing", help=f"its inputs are {', '.join(names)}")
         else:
             _fits(spec.arg.name, tensors[spec.arg.name], values[spec.arg.name], where)
-            flat.append(tensors[spec.arg.name].to(values[spec.arg.name].device))
+            flat.append(tensors[spec.arg.name].to(values[spec.arg.name].device.type))  # the current one of its type
     if program.call_spec.in_spec is None:
         return tuple(flat), {}
     args, kwargs = tree_unflatten(flat, program.call_spec.in_spec)

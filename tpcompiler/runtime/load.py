@@ -13,13 +13,15 @@ from tpcompiler._torch import group_is_registered, register_group, resolve_group
 from tpcompiler.errors import LaunchError
 from tpcompiler.runtime.artifact import Manifest, checked_file, read_manifest
 from tpcompiler.runtime.model_file import read_model
+from tpcompiler.runtime.place import place_state
 
 
 def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
     """This process's program, ready to call.
 
-    Initialises the default process group from torchrun's environment where the caller has not (NCCL for CUDA, gloo for
-    CPU), registers it under the names that the graphs use, and compares the file's hash with the manifest.
+    Takes the GPU of this process (`LOCAL_RANK`) for a program that is for CUDA, initialises the default process group
+    from torchrun's environment where the caller has not (NCCL for CUDA, gloo for CPU), registers it under the names
+    that the graphs use, compares the file's hash with the manifest, and puts the weights on the device.
 
     Args:
         directory: what `ParallelProgram.save` or `tpcompiler convert` wrote.
@@ -31,9 +33,11 @@ def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
 
     Raises:
         ArtifactError: no artifact, or a damaged one.
-        LaunchError: not started by torchrun, another world size or rank, or a group name that is taken.
+        LaunchError: not started by torchrun, another world size or rank, a group name that is taken, or no GPU for
+            this process.
     """
     manifest = read_manifest(directory)
+    device = _own_device(manifest)
     _join_world(manifest)
     here = dist.get_rank() if rank is None else rank
     if here != dist.get_rank():
@@ -42,12 +46,38 @@ def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
         )
     _register_groups(manifest)
     exported = read_model(checked_file(directory, manifest, here))
+    place_state(exported, device)
     module = exported.module()
     # A backward would run and give wrong gradients: sums over the ranks of a loss that is the same on all, and parts
     # that nothing adds up. Without a record of the forward it raises.
     module.forward = torch.no_grad()(module.forward)
     module.exported_program = exported  # type: ignore[assignment]
     return module
+
+
+def _own_device(manifest: Manifest) -> torch.device:
+    """The device of this process, which for CUDA becomes the current one: the programs name no index."""
+    if manifest.device_type != "cuda":
+        return torch.device(manifest.device_type)
+    if not torch.cuda.is_available():
+        raise LaunchError(
+            "the artifact is for CUDA, and torch finds no CUDA device here",
+            help="run it on a machine with GPUs, or convert the model again with --device cpu",
+        )
+    count = torch.cuda.device_count()
+    joined = dist.is_initialized()
+    rank = dist.get_rank() if joined else int(os.environ.get("RANK", 0))
+    local = int(os.environ.get("LOCAL_RANK", rank % count))
+    processes = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), local + 1)
+    if processes > count and not joined:  # who joined a group has seen to it: gloo's processes may share a device
+        raise LaunchError(
+            f"{processes} processes on this machine, and torch finds {count} CUDA device{'s' * (count != 1)}: NCCL "
+            "needs one each",
+            help=f"start {count} on a machine, each of which sees all its GPUs (CUDA_VISIBLE_DEVICES)",
+        )
+    device = torch.device("cuda", local % count)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _join_world(manifest: Manifest) -> None:

@@ -132,6 +132,11 @@ def _load_error(file: Path, cause: BaseException) -> ArtifactError:
             f"{file} calls the op {found[1]}, which this torch {torch.__version__} does not have",
             help="pass --import MODULE with the module that registers the op, or export with this version of torch",
         )
+    if "not compiled with CUDA" in text or "Found no NVIDIA driver" in text:
+        return ArtifactError(
+            f"{file} holds tensors that are on CUDA, which torch does not find here",
+            help="read it on a machine with a GPU, or export the model on the CPU and convert with --device cuda",
+        )
     return ArtifactError(
         f"{file} cannot be read by torch {torch.__version__}: {_first_line(cause)}",
         help="copy the file again, or export the model again with this version of torch",

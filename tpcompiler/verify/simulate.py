@@ -19,6 +19,7 @@ from tpcompiler._torch import tree_flatten
 from tpcompiler.errors import InputsError, InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.shares import REDUCE
+from tpcompiler.verify.promote import Promoted
 
 Seen = Callable[[int, fx.Node, Any], None]
 
@@ -40,7 +41,7 @@ class _Waiting:
 
 
 def simulate(
-    programs: Sequence[ExportedProgram],
+    programs: Sequence[ExportedProgram | Promoted],
     flat_inputs: Sequence[Sequence[Any]],
     *,
     state: Sequence[Mapping[str, torch.Tensor]] | None = None,
@@ -101,7 +102,11 @@ def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mappin
 
 
 def _run(
-    program: ExportedProgram, inputs: Sequence[Any], rank: int, state: Mapping[str, torch.Tensor], seen: Seen | None
+    program: ExportedProgram | Promoted,
+    inputs: Sequence[Any],
+    rank: int,
+    state: Mapping[str, torch.Tensor],
+    seen: Seen | None,
 ) -> Generator[_Waiting, torch.Tensor | None, RankResult]:
     env: dict[fx.Node, Any] = {}
     feed = iter(inputs)
@@ -135,7 +140,7 @@ def _run(
     return RankResult(user, mutated)
 
 
-def _input(program: ExportedProgram, spec: Any, feed: Any, state: Mapping[str, torch.Tensor]) -> Any:
+def _input(program: ExportedProgram | Promoted, spec: Any, feed: Any, state: Mapping[str, torch.Tensor]) -> Any:
     if spec.kind is InputKind.USER_INPUT:
         value = next(feed)
     elif spec.target in state:

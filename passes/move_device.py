@@ -1,0 +1,93 @@
+"""The finished program of a rank is said to be for another kind of device."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import FakeTensorMode, OpOverload, tree_map
+from tpcompiler.ir import edit
+from tpcompiler.ir.local import fake_mode_of, key, no_new_guards
+
+aten = torch.ops.aten
+
+
+def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
+    """Name `device_type`, without an index, wherever the program names a device.
+
+    Before    table = arange(8, device=cpu)          on cpu
+              rows = view(table, [2, 4])
+              flag = scalar_tensor(1.0)              no operand: torch's default device
+    After     table = arange(8, device=cuda)         on cuda
+              rows = reshape(table, [2, 4])          what is a view on one device may be a copy on another
+              flag = scalar_tensor(1.0, device=cuda)
+
+    Works on any flat functional program, and back again. Parameters, buffers and constants stay where they are, for
+    there may be no such device here: `runtime/place.py` moves them where the program runs. It is the last pass, because
+    the others evaluate ops on fake tensors, which a torch without CUDA cannot do for all ops on CUDA (attention with
+    dynamic sizes, batch norm in training), and because what they trace names the device with an index.
+    """
+    if all(value.device == torch.device(device_type) for node in program.graph.nodes for value in edit.outputs(node)):
+        return program
+    graph = edit.copy_graph(program.graph)
+    mode = fake_mode_of(graph)
+    with no_new_guards(graph):
+        for node in graph.nodes:
+            if isinstance(node.target, OpOverload):
+                _name_device(node, torch.device(device_type))
+                if any(value.device.type != device_type for value in edit.outputs(node)):
+                    _allow_copy(node)
+        made: dict[Any, torch.Tensor] = {}
+        for node in graph.nodes:  # after all literals: whether a node has tensor operands is read off their values
+            if "val" in node.meta:
+                known = {} if node.op == "placeholder" else made  # one value of two inputs would make them aliases
+                node.meta["val"] = tree_map(functools.partial(_moved, device_type, mode, known), node.meta["val"])
+    return ExportedProgram(
+        root=torch.nn.Module(),
+        graph=graph,
+        graph_signature=copy.deepcopy(program.graph_signature),
+        state_dict=dict(program.state_dict),
+        range_constraints=dict(program.range_constraints),
+        module_call_graph=[dataclasses.replace(e, signature=copy.copy(e.signature)) for e in program.module_call_graph],
+        example_inputs=program.example_inputs,
+        constants=dict(program.constants),
+        verifiers=program.verifiers,
+    )
+
+
+def _name_device(node: fx.Node, device: torch.device) -> None:
+    """Replace a device that the call names; name it where the call has nothing else to tell it by."""
+    assert isinstance(node.target, OpOverload)
+    for argument in node.target._schema.arguments:
+        if str(argument.type) in ("Device", "Optional[Device]"):
+            if edit.bound(node)[argument.name] is not None or not edit.operands(node):
+                edit.set_argument(node, argument.name, device)
+
+
+def _allow_copy(node: fx.Node) -> None:
+    """Kernels choose how their results lie in memory, so a view that one device can give may not be one on another."""
+    if node.target in (aten.view.default, aten._unsafe_view.default):
+        arguments = edit.bound(node)
+        node.target, node.args, node.kwargs = aten.reshape.default, (arguments["self"], arguments["size"]), {}
+
+
+def _moved(device_type: str, mode: FakeTensorMode, made: dict[Any, torch.Tensor], value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    layout = key(value), value.requires_grad
+    if layout not in made:
+        with mode:
+            made[layout] = torch.empty_strided(
+                value.shape,
+                value.stride(),
+                dtype=value.dtype,
+                device=device_type,
+                requires_grad=value.requires_grad,
+            )
+    return made[layout]

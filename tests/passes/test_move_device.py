@@ -1,0 +1,135 @@
+"""Everything that a program says of devices is renamed, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.export import Dim, ExportedProgram, export
+
+import tpcompiler
+from passes.canonicalize import canonicalize
+from passes.move_device import move_device
+from tests.devices import MODELS, exported, other_devices, propagate
+from tests.passes.models import MEGATRON, Mlp
+from tpcompiler.ir.program import CanonicalProgram
+from tpcompiler.ir.text import program_text
+from tpcompiler.verify.compare import run_single
+
+aten = torch.ops.aten
+
+
+def functional(name: str) -> ExportedProgram:
+    return canonicalize(exported(name)[0]).source
+
+
+def text(program: ExportedProgram) -> str:
+    return program_text(CanonicalProgram(program, program.graph))
+
+
+class Rows(nn.Module):
+    """What the pass's own text shows."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + torch.arange(8, device="cpu").view(2, 4), torch.ops.aten.scalar_tensor.default(1.0)
+
+
+def test_before_and_after() -> None:
+    before = export(Rows(), (torch.ones(2, 4),)).run_decompositions({})
+    (flag,) = (node for node in before.graph.nodes if node.target is aten.scalar_tensor.default)
+    flag.kwargs = {}  # as a hand-made graph may have it
+    assert_expected_inline(
+        text(before),
+        """\
+x = input f32[2, 4]
+arange = arange(8, device=device(type='cpu'), pin_memory=False)
+view = view(arange, [2, 4])
+add = add(x, view)
+scalar_tensor = scalar_tensor(1.0)
+return add, scalar_tensor
+""",
+    )
+    assert_expected_inline(
+        text(move_device(before, "cuda")),
+        """\
+x = input f32[2, 4]
+arange = arange(8, device=device(type='cuda'), pin_memory=False)
+view = reshape(arange, [2, 4])
+add = add(x, view)
+scalar_tensor = scalar_tensor(1.0, device=device(type='cuda'))
+return add, scalar_tensor
+""",
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_nothing_stays_behind(name: str, world: int) -> None:
+    program, plan, _ = exported(name)
+    made = tpcompiler.parallelize(program, world, plan, device_type="cuda")
+    for rank in range(world):
+        moved = made.rank_program(rank)
+        assert other_devices(moved, "cuda") == []
+        propagate(moved)
+        moved.validate()
+
+
+@pytest.mark.parametrize("node", ["arange", "full", "scalar_tensor"])
+def test_what_stays_behind_is_found(node: str) -> None:
+    """The negative control: one literal put back is seen by the search, and by torch itself."""
+    program, plan, _ = exported("literals")
+    moved = tpcompiler.parallelize(program, 2, plan, device_type="cuda").rank_program(0)
+    (literal,) = (n for n in moved.graph.nodes if n.name == node)
+    literal.update_kwarg("device", torch.device("cpu"))
+    assert other_devices(moved, "cuda") == [f"{node}.kwargs['device'] is cpu"]
+    literal.update_kwarg("device", torch.device("cuda:1"))
+    assert other_devices(moved, "cuda") == [f"{node}.kwargs['device'] is cuda:1"]
+    if node != "scalar_tensor":  # a tensor of no dims may be anywhere
+        with pytest.raises(RuntimeError, match="at least two devices"):
+            propagate(moved)
+    literal.update_kwarg("device", torch.device("cuda"))
+    assert other_devices(moved, "cuda") == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(name: str) -> None:
+    """Only views are not what they were; the numbers are."""
+    before = functional(name)
+    back = move_device(move_device(before, "cuda"), "cpu")
+    assert other_devices(back, "cpu") == []
+    assert text(back) == text(before).replace(" view(", " reshape(").replace(" _unsafe_view(", " reshape(")
+    inputs = exported(name)[2]
+    one, two = run_single(before, inputs), run_single(back, inputs)
+    for a, b in zip([*one.outputs, *one.mutated.values()], [*two.outputs, *two.mutated.values()], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_index_is_lost() -> None:
+    """What was exported on one GPU runs on the current one of each process."""
+    program = copy.deepcopy(move_device(functional("literals"), "cuda"))
+    (literal,) = (node for node in program.graph.nodes if node.name == "arange")
+    literal.update_kwarg("device", torch.device("cuda:1"))
+    assert other_devices(move_device(program, "cuda"), "cuda") == []
+
+
+def test_the_program_itself_is_not_changed() -> None:
+    before = functional("written")
+    values = [node.meta.get("val") for node in before.graph.nodes]
+    was, state = str(before), dict(before.state_dict)
+    moved = move_device(before, "cuda")
+    assert str(before) == was
+    assert all(node.meta.get("val") is value for node, value in zip(before.graph.nodes, values, strict=True))
+    assert all(moved.state_dict[name] is state[name] for name in state), "weights are not copied"
+    assert move_device(before, "cpu") is before
+
+
+def test_sizes_stay_as_general_as_they_were() -> None:
+    program = export(Mlp().eval(), (torch.randn(3, 4),), dynamic_shapes={"x": {0: Dim("batch", min=2)}})
+    moved = tpcompiler.parallelize(program, 2, MEGATRON, device_type="cuda").rank_program(1)
+    assert list(map(str, moved.range_constraints.values())) == ["VR[2, int_oo]"]
+    (x,) = (node for node in moved.graph.nodes if node.name == "x")
+    assert isinstance(x.meta["val"].shape[0], torch.SymInt)
+    assert x.meta["val"].device.type == "cuda"

@@ -1,0 +1,58 @@
+"""The check for machines with GPUs takes its whole way on the CPU, and can fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch import ROOT
+from tools.gpu_check import Table
+
+pytestmark = pytest.mark.slow
+
+
+def check(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "tools.gpu_check", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+
+
+def test_on_the_cpu(tmp_path: Path) -> None:
+    done = check("--device", "cpu", "--no-aoti", "--out", tmp_path / "gpu.md")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "gpu.md").read_text() == done.stdout
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.endswith("| right |")]
+    assert [(row[0], row[2]) for row in rows] == [
+        ("| lock step, logits", "2"),
+        ("| saved files, gloo", "2"),
+        ("| lock step, logits", "4"),
+        ("| lock step, logits", "2"),
+        ("| lock step, logits in float32", "2"),
+        ("| saved files, gloo", "2"),
+        ("| lock step, logits", "4"),
+        ("| lock step, logits in float32", "4"),
+    ]
+    assert "- NCCL: it takes one GPU for each rank, and this machine has 0" in done.stdout
+    assert "- AOTInductor: --no-aoti was given" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
+def test_without_a_gpu() -> None:
+    done = check()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "torch finds no CUDA device here: nothing was checked (try --device cpu)\n"
+
+
+@pytest.mark.parametrize(("error", "right"), [(0.5, True), (2.0, False), (float("nan"), False)])
+def test_one_wrong_row_is_enough(error: float, right: bool) -> None:
+    table = Table()
+    assert not table.right, "nothing was run"
+    table.add("check", "model", 2, 0.0, 1.0)
+    table.add("check", "model", 2, error, 1.0)
+    assert table.right is right
+    table.broken.append(("check", "it raised"))
+    assert not table.right
+    assert "BROKEN:\n\n- check: it raised\n" in table.text("cpu")

@@ -1,0 +1,256 @@
+"""Check on a machine with GPUs what the tests, which need none, cannot: run by hand, it prints a table.
+
+    python tools/gpu_check.py [--out docs/gpu.md] [--device cpu] [--no-aoti]
+
+A Llama is exported on the CPU in float32 and bfloat16 and converted for the device. Then, each against the whole model
+moved to the device:
+
+- all ranks of worlds of 2 and 4 run in lock step, in this process, on one device;
+- the saved files run in one process per GPU, with NCCL; with one GPU, in two processes that share it, with gloo;
+- the program of one rank is compiled by AOTInductor.
+
+What could not be run is listed with its reason. Exits with 1 if anything that was run broke or is not right.
+`--device cpu` takes the same way on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.export import ExportedProgram
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tpcompiler
+from passes.canonicalize import canonicalize
+from passes.move_device import move_device
+from tpcompiler._torch import fake_group
+from tpcompiler.parallel_program import ParallelProgram, compared
+from tpcompiler.runtime.artifact import read_manifest
+from tpcompiler.runtime.inputs import write_tensors
+from tpcompiler.runtime.load import exit_together
+from tpcompiler.runtime.place import place_state
+from tpcompiler.runtime.run import run_file
+from tpcompiler.verify.compare import FLOOR, SPREAD, run_single
+from tpcompiler.verify.simulate import flatten_inputs
+
+PLAN = {
+    "model.embed_tokens": "embedding_rowwise",
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+IDS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+@dataclass
+class Table:
+    """Rows of what was run, what broke while it ran, and reasons for what was not run."""
+
+    rows: list[tuple[str, str, str, str, str, bool]] = field(default_factory=list)
+    broken: list[tuple[str, str]] = field(default_factory=list)
+    not_run: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def right(self) -> bool:
+        return bool(self.rows) and not self.broken and all(row[5] for row in self.rows)
+
+    def add(self, check: str, model: str, ranks: int, error: float, tolerance: float) -> None:
+        right = error <= tolerance  # false for a NaN
+        self.rows.append((check, model, str(ranks), f"{error:.2g}", f"{tolerance:.2g}", right))
+
+    def text(self, device: str) -> str:
+        lines = [
+            "# tpcompiler on a GPU",
+            "",
+            f"{_name(device)}; {datetime.date.today()}; torch {torch.__version__}; "
+            f"`python tools/gpu_check.py --device {device}`",
+            "",
+            "Errors are the largest over all ranks, relative to the largest magnitude of the output.",
+            "",
+            "| check | model | ranks | error | tolerance | |",
+            "|---|---|---|---|---|---|",
+            *(f"| {' | '.join(row[:5])} | {'right' if row[5] else 'WRONG'} |" for row in self.rows),
+            "",
+        ]
+        for title, found in (("BROKEN", self.broken), ("Not run", self.not_run)):
+            if found:
+                lines += [f"{title}:", "", *(f"- {what}: {why}" for what, why in found), ""]
+        return "\n".join(lines).rstrip() + "\n"
+
+
+def _name(device: str) -> str:
+    if device == "cpu":
+        return f"no GPU ({platform.machine()} CPU)"
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}; CUDA {torch.version.cuda}; NCCL {version}"
+
+
+def exported(dtype: torch.dtype) -> ExportedProgram:
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=256,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            noise = torch.randn(value.shape, generator=generator)
+            value.copy_(1 + 0.2 * noise if "norm" in name else noise / value.shape[-1] ** 0.5)
+    return torch.export.export(model.to(dtype).eval(), (), {"input_ids": IDS}, strict=False)
+
+
+def on_device(program: ExportedProgram, device: str) -> ExportedProgram:
+    """The single-device program where the ranks run."""
+    moved = move_device(canonicalize(program).source, device)
+    place_state(moved, device)
+    return moved
+
+
+def simulated(table: Table, model: str, whole: ExportedProgram, made: ParallelProgram) -> None:
+    ranks = [made.rank_program(rank) for rank in range(made.world_size)]
+    inputs, outputs = [n.name for n in made.resharded.user_inputs()], made.resharded.output_names()
+    there = {"input_ids": IDS.to(made.device_type)}
+    report = compared(whole, ranks, (), there, made.layout(), inputs, outputs)
+    for row in report.outputs:
+        table.add(f"lock step, {row.name}", model, made.world_size, row.rel, row.tolerance)
+
+
+def launched(table: Table, model: str, whole: ExportedProgram, made: ParallelProgram, backend: str) -> None:
+    """The saved files in real processes, on rank 0's word: every output is whole there."""
+    flat = flatten_inputs(whole, (), {"input_ids": IDS.to(made.device_type)})
+    want, exact = (run_single(whole, flat, dtype).outputs[0].double().cpu() for dtype in (None, torch.float64))
+    check = f"saved files, {backend}"
+    with tempfile.TemporaryDirectory() as folder:
+        made.save(Path(folder) / "out")
+        write_tensors(Path(folder) / "in", {"input_ids": IDS})
+        if failed := _torchrun(made.world_size, __file__, "--worker", folder, "--backend", backend):
+            # Two processes on one GPU is more than gloo promises; all else must work.
+            shared = made.device_type == "cuda" and backend == "gloo"
+            (table.not_run if shared else table.broken).append((f"{check}, {model}, {made.world_size} ranks", failed))
+            return
+        (got,) = load_file(Path(folder) / "answer").values()
+    scale = float(exact.abs().amax())
+    noise = float((want - exact).abs().amax()) / scale
+    error = float((got.double() - want).abs().amax()) / scale
+    table.add(check, model, made.world_size, error, max(SPREAD * noise, FLOOR * torch.finfo(got.dtype).eps))
+
+
+def work(folder: Path, backend: str) -> None:
+    """One process of `launched`."""
+    if backend == "gloo":
+        dist.init_process_group("gloo")  # for NCCL it is `load` that joins, as it does for users
+    module = tpcompiler.load(folder / "out")
+    named = run_file(module, read_manifest(folder / "out"), folder / "in")
+    if dist.get_rank() == 0:
+        write_tensors(folder / "answer", named)
+    exit_together()
+
+
+def compiled(table: Table, model: str, made: ParallelProgram) -> None:
+    """Whether AOTInductor takes the program of a rank; running it would take the other ranks."""
+    program = made.rank_program(1)
+    place_state(program, made.device_type)
+    (group,) = (made.mesh.group_name(axis) for axis in made.mesh.names)
+    with tempfile.TemporaryDirectory() as folder, fake_group(group, 1, made.world_size, made.device_type):
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder) / "rank_1.pt2"))
+        size = Path(package).stat().st_size
+    table.rows.append((f"AOTInductor compiles ({size:,} bytes)", model, str(made.world_size), "-", "-", size > 0))
+
+
+def _torchrun(ranks: int, *words: str) -> str:
+    """Nothing, or why the processes did not end well."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *words]
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]))
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.communicate()
+        return "no end within 300 s"
+    if process.returncode == 0:
+        return ""
+    errors = [line for line in output.splitlines() if "Error" in line]
+    return (errors or output.splitlines() or ["no output"])[0].strip()
+
+
+def attempt(table: Table, what: str, check: Callable[[], None]) -> None:
+    """A check that breaks is reported; the others go on."""
+    try:
+        check()
+    except Exception as error:  # whatever the device, its driver or its compiler raises
+        table.broken.append((what, f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"))
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options.add_argument("--out", type=Path, help="also write the table here")
+    options.add_argument("--no-aoti", action="store_true", help="leave AOTInductor out, which takes a minute")
+    options.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options.add_argument("--backend", help=argparse.SUPPRESS)
+    asked = options.parse_args()
+    if asked.worker:
+        work(asked.worker, asked.backend)
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        print("torch finds no CUDA device here: nothing was checked (try --device cpu)", file=sys.stderr)
+        return 2
+    table = Table()
+    gpus = torch.cuda.device_count() if asked.device == "cuda" else 0
+    backend = "nccl" if gpus > 1 else "gloo"
+    for dtype in (torch.float32, torch.bfloat16):
+        model = f"Llama, {str(dtype).removeprefix('torch.')}"
+        program = exported(dtype)
+        whole = on_device(program, asked.device)
+        for ranks in (2, 4):
+            made = tpcompiler.parallelize(program, ranks, PLAN, device_type=asked.device)
+            at = f"{model}, {ranks} ranks"
+            attempt(table, f"lock step, {at}", lambda m=model, w=whole, p=made: simulated(table, m, w, p))
+            if ranks <= max(gpus, 2):
+                attempt(table, f"saved files, {at}", lambda m=model, w=whole, p=made: launched(table, m, w, p, backend))
+            elif dtype is torch.float32:
+                table.not_run.append((f"saved files, {ranks} ranks", f"this machine has {gpus} GPU{'s' * (gpus != 1)}"))
+            if ranks == 2 and not asked.no_aoti:
+                attempt(table, f"AOTInductor, {at}", lambda m=model, p=made: compiled(table, m, p))
+    if backend == "gloo":
+        table.not_run.append(("NCCL", f"it takes one GPU for each rank, and this machine has {gpus}"))
+    if asked.no_aoti:
+        table.not_run.append(("AOTInductor", "--no-aoti was given"))
+    text = table.text(asked.device)
+    print(text, end="")
+    if asked.out:
+        asked.out.write_text(text, encoding="utf-8")
+    return 0 if table.right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
