@@ -7,13 +7,13 @@ import io
 
 import pytest
 import torch
-from tests.zoo.faults import collectives_of, without_collective
 from torch import nn
 from torch.export import export
 
 import tpcompiler
 from tests.half import PLAN, export_decoder, randomised, token_ids
 from tests.passes.stages import Call
+from tests.zoo.faults import collectives_of, without_collective
 from tpcompiler import ParallelProgram
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
