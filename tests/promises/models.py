@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
@@ -93,11 +94,6 @@ class Case:
     outputs: list[str] | None = None
     dims: Any = field(default=None)
 
-    @property
-    def whole(self) -> bool:
-        """Whether every output is a replica."""
-        return self.outputs is None
-
 
 def _normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
@@ -122,6 +118,9 @@ CASES = {
     "views_cut": Case(Views, {"x": _normal(2, 3, 4)}, MLP, outputs=["S(0)", "R", "S(2)", "S(0)"]),
     "counting": Case(Counting, {"x": _normal(3, 4)}, CACHE),
 }
+
+
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if "llama" in name else name for name in CASES]
 
 
 @cache

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.export import ExportedProgram
 
-from tests.promises.models import CASES, converted, functional, ranks
+from tests.promises.models import CASES, NAMES, converted, functional, ranks
 from tests.zoo.faults import without_collective
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
@@ -85,7 +85,7 @@ def waits(program: ExportedProgram) -> Counter[str]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_host_waits_for_nothing_new(name: str, world: int) -> None:
     for program in ranks(name, world):
         assert not waits(program) - waits(functional(name))

@@ -10,15 +10,13 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tests.promises.models import CASES, inputs_of, ranks
+from tests.promises.models import NAMES, converted, inputs_of, ranks
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.verify.simulate import simulate
 
-WHOLE = [name for name, case in CASES.items() if case.whole]
-
 
 def replicas(programs: Sequence[ExportedProgram], name: str) -> dict[str, list[torch.Tensor]]:
-    """Every rank's value of each node that claims R, and of each output."""
+    """Every rank's value of each node that claims R, and of each output that is replicated."""
     found: dict[str, list[torch.Tensor]] = {}
 
     def keep(_: int, node: fx.Node, value: object) -> None:
@@ -26,8 +24,10 @@ def replicas(programs: Sequence[ExportedProgram], name: str) -> dict[str, list[t
             found.setdefault(read_claim(node)["origin"] + " " + read_claim(node).get("reshard", ""), []).append(value)
 
     results = simulate(programs, inputs_of(name, len(programs)), seen=keep)
-    for position in range(len(results[0].outputs)):
-        found[f"output {position}"] = [result.outputs[position] for result in results]
+    program = converted(name, len(programs))
+    for position, output in enumerate(program.resharded.output_names()):
+        if program.manifest_shardings()[f"output {output}"].is_replicated:
+            found[f"output {output}"] = [result.outputs[position] for result in results]
     return found
 
 
@@ -41,7 +41,7 @@ def apart(found: dict[str, list[torch.Tensor]]) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", NAMES)
 def test_replicas_are_the_same_bits(name: str, world: int) -> None:
     found = replicas(ranks(name, world), name)
     assert all(len(values) == world for values in found.values())

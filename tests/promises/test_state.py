@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
 import tpcompiler
-from tests.promises.models import CACHE, CASES, Counting, exported, functional, ranks
+from tests.promises.models import CACHE, NAMES, Counting, exported, functional, ranks
 from tests.zoo.case import randomise
 from tests.zoo.decoders import LLAMA
 from tpcompiler.verify.simulate import simulate
@@ -24,7 +24,7 @@ def kinds(signature: ExportGraphSignature) -> list[tuple[object, ...]]:
     return inputs + [(s.kind, s.target, getattr(s.arg, "value", None)) for s in signature.output_specs]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_names_types_ranges_and_pytrees_are_the_originals(name: str) -> None:
     before = exported(name)
     for after in ranks(name, 2):
@@ -45,7 +45,7 @@ def test_these_cases_have_what_could_be_lost() -> None:
     assert {value.requires_grad for value in before.state_dict.values()} == {True, False}
     assert {value.dtype for value in before.state_dict.values()} == {torch.float32, torch.int64}
     assert set(before.constants) == {"scale"}  # not persistent, so not in the state_dict
-    assert len(exported("llama_dynamic").range_constraints) == 2
+    assert len(exported("odd_dynamic").range_constraints) == 1
 
 
 def test_a_buffer_keeps_its_shard_from_call_to_call() -> None:
@@ -72,6 +72,7 @@ def digest(program: ExportedProgram) -> str:
     return hashlib.sha256(file.getvalue()).hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [None, LLAMA.dims], ids=["static", "dynamic"])
 def test_the_original_is_not_changed(dims: object) -> None:
     """The same bytes when it is saved before and after; and its shape environment learnt nothing."""
@@ -86,18 +87,19 @@ def test_the_original_is_not_changed(dims: object) -> None:
 
 
 def test_replicas_share_memory_with_the_original_and_shards_do_not() -> None:
-    before, (first, second) = exported("llama"), ranks("llama", 2)
+    before, (first, second) = exported("odd"), ranks("odd", 2)
 
     def place(program: ExportedProgram, fqn: str) -> int:
         return program.state_dict[fqn].untyped_storage().data_ptr()
 
-    whole, cut = "model.norm.weight", "lm_head.weight"
+    whole, cut = "norm.weight", "head.weight"
     assert place(first, whole) == place(second, whole) == place(before, whole)
     assert len({place(first, cut), place(second, cut), place(before, cut)}) == 3
-    size = first.state_dict[cut].untyped_storage().nbytes()
-    assert size == before.state_dict[cut].untyped_storage().nbytes() // 2  # a shard does not keep the whole alive
+    shard = first.state_dict[cut]
+    assert shard.untyped_storage().nbytes() == shard.nbytes < before.state_dict[cut].nbytes  # the whole is let go
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape"), [("llama", (3, 12)), ("llama_dynamic", (2, 513))])
 @pytest.mark.parametrize("guards", [True, False])
 def test_sizes_that_the_original_refuses_are_refused(name: str, shape: tuple[int, int], guards: bool) -> None:
