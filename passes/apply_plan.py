@@ -16,8 +16,10 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec
 from tpcompiler.ir.program import PIN, CanonicalProgram, Note, PlannedProgram, Seed, pin, tied
 from tpcompiler.ir.sharding import DimSharding, Sharding
-from tpcompiler.plan import Plan, PlanEntry
+from tpcompiler.ir.text import value_text
+from tpcompiler.plan import Plan, PlanEntry, Style
 from tpcompiler.rules.features import computed_from_leaves, feature_dims
+from tpcompiler.rules.registry import rule_of
 
 Boundary = Mapping[str, PlacementSpec] | Sequence[PlacementSpec | None] | None
 
@@ -82,7 +84,7 @@ def _seeds(
     if name in leaves:
         inside = {name: leaves[name]}
     else:
-        inside = {fqn: node for fqn, node in leaves.items() if fqn.rpartition(".")[0] == name}
+        inside = {fqn: node for fqn, node in leaves.items() if _owner(fqn) == name}
     found: dict[str, Seed] = {}
     for fqn, node in inside.items():
         ndim = node.meta["val"].ndim
@@ -91,7 +93,7 @@ def _seeds(
         elif style.whole:
             found[node.name] = Seed(Sharding.replicated(ndim), entry.where)
         elif style.cut is not None:
-            features = feature_dims(aliases[node.name], style.cut, static, fqn.rpartition(".")[0])
+            features = feature_dims(aliases[node.name], style.cut, static, _owner(fqn))
             if len(features) > 1:
                 raise PlanError(
                     f"style '{style.name}' is ambiguous for '{fqn}': its uses cut dims {sorted(features)}",
@@ -103,13 +105,30 @@ def _seeds(
                 dims[dim] = DimSharding((mesh.names[-1],))
                 found[node.name] = Seed(Sharding(tuple(dims)), entry.where)
     if style.cut is not None and not found:
-        side = "output" if style.cut == "out" else "input"
-        raise PlanError(
-            f"style '{style.name}' does not fit '{name}': no weight of it has {side} features of its own",
-            help="use it on a linear, convolution or embedding layer, or give a parameter an explicit placement",
-            asked_by=entry.where,
-        )
+        why, help = _misfit(style, {fqn: aliases[node.name] for fqn, node in inside.items()})
+        raise PlanError(f"style '{style.name}' does not fit '{name}': {why}", help=help, asked_by=entry.where)
     return found
+
+
+def _owner(fqn: str) -> str:
+    """The layer of a parameter, also of one that torch's parametrizations have split."""
+    return re.sub(r"\.parametrizations\.[^.]+$", "", fqn.rpartition(".")[0])
+
+
+def _misfit(style: Style, inside: Mapping[str, Sequence[fx.Node]]) -> tuple[str, str]:
+    """Why no weight of a layer can be cut as the style says, and what to do."""
+    users = {fqn: [user for node in nodes for user in node.users] for fqn, nodes in inside.items()}
+    if inside and not any(users.values()):
+        return "no op of the program uses it", "remove the entry"
+    for fqn, ops in users.items():
+        for op in ops:
+            if edit.outputs(op) and rule_of(op) is None:
+                return f"{op.target} has no rule for its use of '{fqn}'", "use 'replicate' for this layer"
+    side = "output" if style.cut == "out" else "input"
+    return (
+        f"no weight of it has {side} features of its own",
+        "use it on a linear, convolution or embedding layer, or give a parameter an explicit placement",
+    )
 
 
 def _pin(value: fx.Node, sharding: Sharding, asked_by: str, before: fx.Node, owner: fx.Node) -> fx.Node:
@@ -203,6 +222,13 @@ def _sharding(spec: PlacementSpec, mesh: Mesh, value: torch.Tensor, what: str, a
                 help="export with that dim static, or leave it whole",
                 asked_by=asked_by,
             )
+    if sharding.partial and not (value.is_floating_point() or value.is_complex()):
+        raise ShardingError(
+            f"cannot place {what} as {sharding.text(mesh)}: it is {value_text(value)}, and only floating-point values "
+            "can be pending reductions",
+            help="place it as R or S(dim)",
+            asked_by=asked_by,
+        )
     return sharding
 
 

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import (
     _unregister_process_group,
 )
 from torch._guards import detect_fake_mode
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
@@ -38,6 +38,7 @@ __all__ = [
     "DeviceMesh",
     "FakeTensor",
     "FakeTensorMode",
+    "HigherOrderOperator",
     "OpOverload",
     "TreeSpec",
     "decomposed",

@@ -19,7 +19,7 @@ from passes.canonicalize import canonicalize
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
 from passes.mark_placements import mark_placements
-from tpcompiler.errors import ArtifactError, MeshError, UnsupportedError
+from tpcompiler.errors import ArtifactError, MeshError, PlanError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
@@ -66,7 +66,9 @@ def parallelize(
     program = after(canonicalize(exported_program), "canonicalize")
     device = _device(program, device_type)
     with no_new_guards(program.graph):
-        planned = after(apply_plan(program, plan, mesh, _specs(inputs), _specs(outputs)), "apply_plan")
+        planned = after(
+            apply_plan(program, plan, mesh, _specs(inputs, "inputs="), _specs(outputs, "outputs=")), "apply_plan"
+        )
         marked = after(mark_placements(planned), "mark_placements")
         resharded = after(insert_reshards(marked), "insert_reshards")
         folded = after(fold_reshards(resharded), "fold_reshards")
@@ -157,18 +159,32 @@ def _boundary_and_leaves(program: CanonicalProgram) -> dict[str, list[int] | Non
     }
 
 
-def _specs(given: Given) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:
+def _specs(given: Given, asked_by: str) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:
     if given is None:
         return None
     if isinstance(given, Mapping):
-        return {name: _spec(spec) for name, spec in given.items()}
-    return [None if spec is None else _spec(spec) for spec in given]
+        return {name: _spec(spec, asked_by) for name, spec in given.items() if spec is not None}
+    if isinstance(given, str | Placement) or not isinstance(given, Sequence):
+        raise PlanError(
+            f"{asked_by}{given!r} is neither a mapping nor a list",
+            help='write {name: placement} or [placement, ...], such as ["S(0)"]',
+        )
+    return [None if spec is None else _spec(spec, asked_by) for spec in given]
 
 
-def _spec(spec: Any) -> PlacementSpec:
+def _spec(spec: Any, asked_by: str) -> PlacementSpec:
     if isinstance(spec, Mapping):
-        return {axis: p if isinstance(p, Placement) else parse_placement(p) for axis, p in spec.items()}
-    return spec if isinstance(spec, Placement) else parse_placement(spec)
+        return {axis: _placement(placement, asked_by) for axis, placement in spec.items()}
+    return _placement(spec, asked_by)
+
+
+def _placement(placement: Any, asked_by: str) -> Placement:
+    if isinstance(placement, Placement):
+        return placement
+    try:
+        return parse_placement(placement if isinstance(placement, str) else repr(placement))
+    except PlanError as error:
+        raise PlanError(error.message, help=error.help, asked_by=asked_by) from None
 
 
 def _device(program: CanonicalProgram, wanted: str | None) -> str:

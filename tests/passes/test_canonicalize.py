@@ -152,8 +152,8 @@ def test_control_flow_is_refused() -> None:
     assert_expected_inline(
         str(error.value),
         """\
-'true_graph_0' is control flow or a nested graph (true_graph_0), which cannot be sharded yet
-  help: export the model without torch.cond, scan or while_loop""",
+'cond' is control flow, which cannot be sharded yet
+  help: export the model without torch.cond, while_loop, scan and map""",
     )
 
 

@@ -281,6 +281,8 @@ REDUCTIONS = [
     call(aten.softmax.int, t(), 0, text="->"),
     call(aten.var.correction, t(4, 5), [1], correction=1, keepdim=True, text="d0 d1! -> d0 1"),
     call(aten.var.correction, t(4, 5), text="d0! d1! ->"),
+    call(aten.linalg_vector_norm.default, t(4, 5), 2, [1], True, text="d0 d1! -> d0 1"),
+    call(aten.linalg_vector_norm.default, t(4, 5), text="d0! d1! ->"),
     call(aten.any.dim, flags(4, 5), 0, text="d0! d1 -> d1"),
     call(aten.all.dim, flags(4, 5), -1, True, text="d0 d1! -> d0 1"),
     call(aten.argmax.default, t(4, 5), 1, text="d0 d1! -> d0"),

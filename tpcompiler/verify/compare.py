@@ -10,8 +10,9 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import decomposed
-from tpcompiler.errors import InputsError, MeshError
+from tpcompiler._torch import FakeTensor, OpOverload, decomposed, tree_map
+from tpcompiler.errors import InputsError, MeshError, ProgramError
+from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.verify.simulate import RankResult, flatten_inputs, simulate
 
@@ -92,12 +93,24 @@ def compare(
     Raises:
         InputsError: arguments that the program does not take.
         MeshError: not one program per rank.
+        ProgramError: weights without values.
     """
     if not programs:
         raise MeshError("there is no rank program to compare", help="give one program per rank")
+    if hollow := [name for name, value in reference.state_dict.items() if isinstance(value, FakeTensor)]:
+        raise ProgramError(
+            f"the program cannot be run: its weights have no values ('{hollow[0]}' is a fake tensor)",
+            help="compare a program that was exported with its weights",
+        )
     flat = flatten_inputs(reference, args, kwargs)
     reference = decomposed(reference, {})  # functional, with every op as the user exported it
-    expected = run_single(reference, flat)
+    try:
+        expected = run_single(reference, flat)
+    except RuntimeError as error:
+        raise InputsError(
+            f"the single-device program does not run on these inputs: {str(error).splitlines()[0]}",
+            help="check shapes and values",
+        ) from error
     exact = run_single(reference, flat, torch.float64)
     shares = []
     for rank in range(len(programs)):
@@ -132,7 +145,7 @@ def run_single(program: ExportedProgram, flat: Sequence[Any], dtype: torch.dtype
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return value.to(_float(value.dtype, dtype)) if isinstance(value, torch.Tensor) else value
 
 
 class _Promoted:
@@ -148,12 +161,32 @@ class _Promoted:
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
                 self.graph.erase_node(node)  # it states the dtype that was exported
                 continue
-            node.args = fx.node.map_aggregate(node.args, lambda a: _float(a, dtype))
-            node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: _float(a, dtype))
+            if isinstance(node.target, OpOverload):
+                node.target = _Widened(node, dtype)
 
 
 def _float(argument: Any, dtype: torch.dtype) -> Any:
-    return dtype if isinstance(argument, torch.dtype) and argument.is_floating_point else argument
+    if not isinstance(argument, torch.dtype):
+        return argument
+    return dtype if argument.is_floating_point else dtype.to_complex() if argument.is_complex else argument
+
+
+class _Widened:
+    """An op in another dtype; where it has no such kernel, as exported, with operands rounded and results widened."""
+
+    def __init__(self, node: fx.Node, dtype: torch.dtype) -> None:
+        self.target: Any = node.target
+        self.exported = [operand.meta["val"].dtype for operand in edit.operands(node)]
+        self.dtype = dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        widened = tree_map(lambda a: _float(a, self.dtype), (args, kwargs))
+        try:
+            return self.target(*widened[0], **widened[1])
+        except Exception:  # whatever the op raises at a dtype that it does not know
+            exported = iter(self.exported)
+            rounded = tree_map(lambda a: a.to(next(exported)) if isinstance(a, torch.Tensor) else a, (args, kwargs))
+            return tree_map(lambda v: _cast(v, self.dtype), self.target(*rounded[0], **rounded[1]))
 
 
 def _promoted(program: ExportedProgram, dtype: torch.dtype) -> Any:
@@ -172,7 +205,7 @@ def _difference(name: str, want: Any, exact: Any, parts: Sequence[Any], layout: 
         return Difference(name, float("inf"), float("inf"), 0.0, False)
     if not want.numel():
         return Difference(name, 0.0, 0.0, 0.0, True)
-    if not want.is_floating_point():
+    if not _is_rounded(want):
         wrong = max(float((w != want).sum()) for w in whole)
         return Difference(name, wrong, wrong, 0.0, wrong == 0)
     scale, noise = _scale_and_noise(want, exact)
@@ -187,14 +220,22 @@ def _scale_and_noise(want: torch.Tensor, exact: torch.Tensor) -> tuple[float, fl
     if not finite.any():
         return 1.0, 0.0
     scale = float(exact[finite].abs().amax()) or 1.0
-    return scale, float((want[finite].double() - exact[finite].double()).abs().amax()) / scale
+    return scale, float((_wide(want[finite]) - _wide(exact[finite])).abs().amax()) / scale
 
 
 def _largest(got: torch.Tensor, want: torch.Tensor) -> float:
     """The largest difference; equal infinities and NaNs in the same places are equal."""
     same = (got == want) | (got.isnan() & want.isnan())
-    apart = torch.where(same, 0.0, (got.double() - want.double()).abs())
+    apart = torch.where(same, 0.0, (_wide(got) - _wide(want)).abs())
     return float(apart.nan_to_num(nan=float("inf")).amax())
+
+
+def _is_rounded(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 def _first_diverging(
@@ -215,7 +256,7 @@ def _first_diverging(
     simulate([reference], [flat], seen=keep)
 
     def measure(_: int, node: fx.Node, value: Any) -> None:
-        if node.name in wanted and wanted[node.name].is_floating_point():
+        if node.name in wanted and _is_rounded(wanted[node.name]):
             found[node.name] = _scale_and_noise(wanted[node.name], value)
 
     simulate([_promoted(reference, torch.float64)], [[_cast(v, torch.float64) for v in flat]], seen=measure)
