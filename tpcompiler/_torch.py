@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -120,12 +121,15 @@ def sym_hint(size: Any) -> int:
 
 
 def tree_names(spec: Any) -> list[str]:
-    """The path of every leaf of a pytree, as `logits`, `0` or `cache.0.key`."""
+    """The path of every leaf of a pytree, as `logits`, `0` or `cache.0.key`; equal paths are numbered, `0#2`."""
     leaves, _ = tree_flatten_with_path(tree_unflatten(list(range(spec.num_leaves)), spec))
-    names = []
+    names: list[str] = []
+    times: Counter[str] = Counter()
     for path, _leaf in leaves:
         parts = (str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
-        names.append(".".join(parts) or "output")
+        name = ".".join(parts) or "output"
+        times[name] += 1
+        names.append(name if times[name] == 1 else f"{name}#{times[name]}")
     return names
 
 

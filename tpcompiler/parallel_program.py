@@ -20,6 +20,7 @@ from passes.lower_reshards import lower_reshards
 from passes.shard_state import shard_state
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.collective import wire_bytes
+from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
@@ -209,7 +210,14 @@ class ParallelProgram:
 
         Raises:
             ArtifactError: the directory exists (without `force`), or cannot be written.
+            UnsupportedError: an output is text, which torch's file format writes and cannot read back.
         """
+        for name, value in zip(self.resharded.output_names(), self._user_outputs(), strict=True):
+            if isinstance(value, str):
+                raise UnsupportedError(
+                    f"output '{name}' is the text {value!r}, which torch.export.load cannot read back",
+                    help="return tensors and numbers only",
+                )
         replaced: str | None = None
         manifest = self.manifest()
         spec = self.original.call_spec.out_spec

@@ -118,9 +118,10 @@ def _check_inputs(program: ExportedProgram, flat: Sequence[Any]) -> None:
         elif isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
             check_tensor(name, given, expected)
         elif isinstance(expected, torch.Tensor) or type(given) is not _python_type(expected):
-            kind = "tensor" if isinstance(expected, torch.Tensor) else _python_type(expected).__name__
+            kind = "Tensor" if isinstance(expected, torch.Tensor) else _python_type(expected).__name__
             raise InputsError(
-                f"input {name!r} is a {type(given).__name__}, the program takes a {kind}", help=f"pass a {kind}"
+                f"input {name!r} is of type {type(given).__name__}, the program takes one of type {kind}",
+                help="pass what it was exported with",
             )
 
 
