@@ -241,6 +241,7 @@ POINTWISE = [
     call(aten.eq.Tensor, ids(4, 5, below=3), ids(5, below=3), text="d0 d1, d1 -> d0 d1"),
     call(aten.frexp.Tensor, t(5, 4), text="d0 d1 -> d0 d1, d0 d1"),
     call(aten.copy.default, t(4, 5), t(5), text="d0 d1, d1 -> d0 d1"),
+    call(aten.full_like.default, t(4, 5), 3.0, text="d0 d1 -> d0 d1"),
     call(aten.masked_fill.Scalar, t(4, 5), flags(5), 2.0, text="d0 d1, d1 -> d0 d1"),
     call(aten.masked_fill.Tensor, t(1, 5), flags(6, 5), t(), text="1 d1, d0 d1, -> d0 d1"),
     call(aten.add.Tensor, t(4, 5), t(5), alpha=2, text="d0 d1, d1 -> d0 d1"),

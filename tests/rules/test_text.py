@@ -37,8 +37,9 @@ def test_what_a_rule_says_besides_its_text() -> None:
         """\
 any shards
     _log_softmax.default _softmax.default all.dim any.dim argmax.default argmin.default copy.default
-    layer_norm.default linalg_vector_norm.default log_softmax.int masked_fill.Scalar
-    masked_fill.Tensor native_layer_norm.default rms_norm.default softmax.int var.correction
+    full_like.default layer_norm.default linalg_vector_norm.default log_softmax.int
+    masked_fill.Scalar masked_fill.Tensor native_layer_norm.default rms_norm.default softmax.int
+    var.correction
 any shards; linear in 0
     chunk.default div.Scalar div.Tensor mul.Scalar neg.default select.int slice.Tensor split.Tensor
     split_with_sizes.default sum.default sum.dim_IntList unbind.int

@@ -64,6 +64,7 @@ def computed_from_leaves(graph: fx.Graph, leaves: Set[fx.Node]) -> Set[fx.Node]:
     """Leaves and what is computed from them alone: never an activation."""
     static = set(leaves)
     for node in edit.calls(graph):
-        if node.all_input_nodes and static.issuperset(node.all_input_nodes):
+        made_of = [value for value in node.all_input_nodes if edit.outputs(value)]  # a size is no activation
+        if made_of and static.issuperset(made_of):
             static.add(node)
     return static
