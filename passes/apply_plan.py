@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence, Set
 
+import torch
 from torch import fx
 from torch.export.graph_signature import OutputKind
 
@@ -15,8 +16,10 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec
 from tpcompiler.ir.program import PIN, CanonicalProgram, Note, PlannedProgram, Seed, pin, tied
 from tpcompiler.ir.sharding import DimSharding, Sharding
-from tpcompiler.plan import Plan, PlanEntry
+from tpcompiler.ir.text import value_text
+from tpcompiler.plan import Plan, PlanEntry, Style
 from tpcompiler.rules.features import computed_from_leaves, feature_dims
+from tpcompiler.rules.registry import rule_of
 
 Boundary = Mapping[str, PlacementSpec] | Sequence[PlacementSpec | None] | None
 
@@ -81,7 +84,7 @@ def _seeds(
     if name in leaves:
         inside = {name: leaves[name]}
     else:
-        inside = {fqn: node for fqn, node in leaves.items() if fqn.rpartition(".")[0] == name}
+        inside = {fqn: node for fqn, node in leaves.items() if _owner(fqn) == name}
     found: dict[str, Seed] = {}
     for fqn, node in inside.items():
         ndim = node.meta["val"].ndim
@@ -90,7 +93,7 @@ def _seeds(
         elif style.whole:
             found[node.name] = Seed(Sharding.replicated(ndim), entry.where)
         elif style.cut is not None:
-            features = feature_dims(aliases[node.name], style.cut, static, fqn.rpartition(".")[0])
+            features = feature_dims(aliases[node.name], style.cut, static, _owner(fqn))
             if len(features) > 1:
                 raise PlanError(
                     f"style '{style.name}' is ambiguous for '{fqn}': its uses cut dims {sorted(features)}",
@@ -102,13 +105,35 @@ def _seeds(
                 dims[dim] = DimSharding((mesh.names[-1],))
                 found[node.name] = Seed(Sharding(tuple(dims)), entry.where)
     if style.cut is not None and not found:
-        side = "output" if style.cut == "out" else "input"
-        raise PlanError(
-            f"style '{style.name}' does not fit '{name}': no weight of it has {side} features of its own",
-            help="use it on a linear, convolution or embedding layer, or give a parameter an explicit placement",
-            asked_by=entry.where,
-        )
+        why, help = _misfit(style, {fqn: aliases[node.name] for fqn, node in inside.items()})
+        raise PlanError(f"style '{style.name}' does not fit '{name}': {why}", help=help, asked_by=entry.where)
     return found
+
+
+def _owner(fqn: str) -> str:
+    """The layer of a parameter, also of one that torch's parametrizations have split."""
+    return re.sub(r"\.parametrizations\.[^.]+$", "", fqn.rpartition(".")[0])
+
+
+def _misfit(style: Style, inside: Mapping[str, Sequence[fx.Node]]) -> tuple[str, str]:
+    """Why no weight of a layer can be cut as the style says, and what to do."""
+    users = {fqn: [user for node in nodes for user in node.users] for fqn, nodes in inside.items()}
+    if inside and not any(users.values()):
+        return "no op of the program uses it", "remove the entry"
+    for fqn, ops in users.items():
+        for op in ops:
+            if edit.outputs(op) and rule_of(op) is None:
+                return f"{op.target} has no rule for its use of '{fqn}'", "use 'replicate' for this layer"
+    side = "output" if style.cut == "out" else "input"
+    for fqn, ops in users.items():
+        for op in ops:
+            rule = rule_of(op) if edit.outputs(op) else None
+            if rule is not None and style.cut == "in" and rule.pattern.whole & rule.reduced:
+                return f"{op.target} takes '{fqn}' and needs what it sums over whole", "use 'colwise' or 'replicate'"
+    return (
+        f"no weight of it has {side} features of its own",
+        "use it on a linear, convolution or embedding layer, or give a parameter an explicit placement",
+    )
 
 
 def _pin(value: fx.Node, sharding: Sharding, asked_by: str, before: fx.Node, owner: fx.Node) -> fx.Node:
@@ -141,7 +166,7 @@ def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Nod
         for value, spec in zip(values, specs, strict=False):
             if spec is None:
                 continue
-            sharding = Sharding.of(spec, mesh, value.meta["val"].ndim, f"the {what} of '{name}'", entry.where)
+            sharding = _sharding(spec, mesh, value.meta["val"], f"the {what} of '{name}'", entry.where)
             users = [u for u in value.users if (u in members) == (what == "input")]
             before = min(users)
             made = _pin(value, sharding, entry.where, before, owner=before if what == "input" else value)
@@ -192,11 +217,24 @@ def _boundary(given: Boundary, names: Sequence[str], what: str) -> dict[str, Pla
     return dict(given)
 
 
+def _sharding(spec: PlacementSpec, mesh: Mesh, value: torch.Tensor, what: str, asked_by: str) -> Sharding:
+    """Placements for a value of the graph."""
+    sharding = Sharding.of(spec, mesh, value.ndim, what, asked_by)
+    if sharding.partial and not (value.is_floating_point() or value.is_complex()):
+        raise ShardingError(
+            f"cannot place {what} as {sharding.text(mesh)}: it is {value_text(value)}, and only floating-point values "
+            "can be pending reductions",
+            help="place it as R or S(dim)",
+            asked_by=asked_by,
+        )
+    return sharding
+
+
 def _input_shardings(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> dict[str, Sharding]:
     nodes = {node.name: node for node in program.user_inputs()}
     specs = _boundary(given, list(nodes), "input")
     return {
-        name: Sharding.of(specs[name], mesh, node.meta["val"].ndim, f"input '{name}'", "inputs=")
+        name: _sharding(specs[name], mesh, node.meta["val"], f"input '{name}'", "inputs=")
         if name in specs
         else Sharding.replicated(node.meta["val"].ndim)
         for name, node in nodes.items()
@@ -216,7 +254,7 @@ def _pin_outputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> None
         asked_by = "outputs=" if name in wanted else "outputs are R unless outputs= says otherwise"
         sharding = Sharding.replicated(value.meta["val"].ndim)
         if name in wanted:
-            sharding = Sharding.of(wanted[name], mesh, value.meta["val"].ndim, f"output '{name}'", asked_by)
+            sharding = _sharding(wanted[name], mesh, value.meta["val"], f"output '{name}'", asked_by)
         values[position] = _pin(value, sharding, asked_by, output, owner=value)
     output.args = (tuple(values),)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import OpOverload, decomposed
-from tpcompiler.errors import ProgramError, UnsupportedError
+from tpcompiler._torch import OpOverload, decomposed, statically_equal
+from tpcompiler.errors import ProgramError
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import CanonicalProgram
+from tpcompiler.ir.refused import refuse_calls, refuse_values
 from tpcompiler.rules.registry import has_rule
 
 aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
@@ -21,14 +22,17 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
 
     Before    training IR, canonical IR or core ATen
               bn.add_(one); with set_grad_enabled: ...; linear(x, w); _assert_tensor_metadata(y)
+              view(bmm(view(q, [b * h, s, d]), view(k, [b * h, d, t])), [b, h, s, t])
     After     bn_1 = add(bn, one) -> written back by the signature; linear(x, w)
+              matmul(q, k)
 
     Leaves one flat functional graph. The input program is not changed.
 
     Raises:
-        ProgramError: decomposition fails.
-        UnsupportedError: control flow, custom objects or effect tokens are left.
+        ProgramError: no exported program, its state does not fit its graph, or decomposition fails.
+        UnsupportedError: what `ir.refused` lists: control flow, random numbers, sparse and quantised tensors, ...
     """
+    refuse_values(exported_program)
     table = torch.export.default_decompositions()
     for target in [t for t in table if has_rule(t)]:
         del table[target]
@@ -39,40 +43,42 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
             f"the program cannot be made functional: {str(error).strip().splitlines()[0]}",
             help="check that it runs: exported_program.run_decompositions() fails in the same way",
         ) from error
-    _refuse_what_has_no_graph(source)
     graph = edit.copy_graph(source.graph)
     for node in edit.calls(graph):
         if node.target is aten._assert_tensor_metadata.default:
             edit.erase(node)  # it states sizes that no shard has
+    _compose_matmul(graph)
     graph.eliminate_dead_code(is_impure_node=_is_impure)
+    refuse_calls(source, graph)
     for node in graph.nodes:
         node.meta.pop("custom", None)  # annotations of the exporter; claims take their place
     return CanonicalProgram(source, graph)
+
+
+def _compose_matmul(graph: fx.Graph) -> None:
+    """Core ATen merges batch dims into one for bmm and splits them again; in between no head could be cut."""
+    for node in edit.calls(graph):
+        product = edit.operands(node)[0] if node.target in VIEWS else None
+        if product is not None and product.target is aten.bmm.default:
+            sides = [_before_merge(side, node) for side in edit.operands(product)]
+            if None not in sides and _same(node, product, slice(-2, None)):
+                node.target, node.args, node.kwargs = aten.matmul.default, tuple(sides), {}
+
+
+def _before_merge(side: fx.Node, split: fx.Node) -> fx.Node | None:
+    """What `side` is a view of, if that has the batch dims that `split` makes again."""
+    if side.target not in VIEWS:
+        return None
+    (whole,) = edit.operands(side)
+    fits = whole.meta["val"].ndim == split.meta["val"].ndim and _same(whole, split, slice(None, -2))
+    return whole if fits and _same(whole, side, slice(-2, None)) else None
+
+
+def _same(a: fx.Node, b: fx.Node, dims: slice) -> bool:
+    return all(map(statically_equal, a.meta["val"].shape[dims], b.meta["val"].shape[dims]))
 
 
 def _is_impure(node: fx.Node) -> bool:
     if node.op in ("placeholder", "output"):
         return True
     return (isinstance(node.target, OpOverload) and node.target._schema.is_mutable) or "assert" in str(node.target)
-
-
-def _refuse_what_has_no_graph(source: ExportedProgram) -> None:
-    for spec in source.graph_signature.input_specs:
-        if spec.kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
-            raise UnsupportedError(
-                f"input {spec.arg} is a {spec.kind.name.lower()}, which cannot be sharded yet",
-                help="export the model without custom classes and side effects",
-            )
-    for node in source.graph.nodes:
-        if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise UnsupportedError(
-                f"'{node.name}' is control flow or a nested graph ({node.target}), which cannot be sharded yet",
-                help="export the model without torch.cond, scan or while_loop",
-                used_at=edit.source_line(node),
-            )
-        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-            raise ProgramError(
-                f"'{node.name}' ({node.target}) still changes its operand in place",
-                help="export with torch.export.export, which lets decomposition make the graph functional",
-                used_at=edit.source_line(node),
-            )

@@ -279,7 +279,8 @@ def _mark(
         if not cost:
             continue
         if operand in walk.pinned:
-            _refuse(node, operand, have, refusals.get(index, "other operands are cut differently"), walk)
+            unsaid = "other operands are cut differently" if rule is not None else "it has no rule"
+            _refuse(node, operand, have, refusals.get(index, unsaid), walk)
         if rule is None:
             walk.notes.append(
                 Note("no rule", f"{node.target} at '{node.name}' has no rule: '{operand.name}' is replicated")

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from torch._C._distributed_c10d import (
     _unregister_process_group,
 )
 from torch._guards import detect_fake_mode
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
@@ -40,6 +41,7 @@ __all__ = [
     "DeviceMesh",
     "FakeTensor",
     "FakeTensorMode",
+    "HigherOrderOperator",
     "OpOverload",
     "TreeSpec",
     "decomposed",
@@ -186,12 +188,15 @@ def sym_hint(size: Any) -> int:
 
 
 def tree_names(spec: Any) -> list[str]:
-    """The path of every leaf of a pytree, as `logits`, `0` or `cache.0.key`."""
+    """The path of every leaf of a pytree, as `logits`, `0` or `cache.0.key`; equal paths are numbered, `0#2`."""
     leaves, _ = tree_flatten_with_path(tree_unflatten(list(range(spec.num_leaves)), spec))
-    names = []
+    names: list[str] = []
+    times: Counter[str] = Counter()
     for path, _leaf in leaves:
         parts = (str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
-        names.append(".".join(parts) or "output")
+        name = ".".join(parts) or "output"
+        times[name] += 1
+        names.append(name if times[name] == 1 else f"{name}#{times[name]}")
     return names
 
 

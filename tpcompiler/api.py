@@ -20,7 +20,7 @@ from passes.divide_sizes import divide_sizes
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
 from passes.mark_placements import mark_placements
-from tpcompiler.errors import ArtifactError, MeshError
+from tpcompiler.errors import ArtifactError, MeshError, PlanError
 from tpcompiler.ir import edit
 from tpcompiler.ir.devices import device_type_for
 from tpcompiler.ir.local import no_new_guards
@@ -69,7 +69,9 @@ def parallelize(
     program = after(canonicalize(exported_program), "canonicalize")
     device = device_type_for(program, device_type)
     with no_new_guards(program.graph):
-        planned = after(apply_plan(program, plan, mesh, _specs(inputs), _specs(outputs)), "apply_plan")
+        planned = after(
+            apply_plan(program, plan, mesh, _specs(inputs, "inputs="), _specs(outputs, "outputs=")), "apply_plan"
+        )
         divided = after(divide_sizes(planned), "divide_sizes")
     with no_new_guards(divided.graph):
         marked = after(mark_placements(divided), "mark_placements")
@@ -166,18 +168,32 @@ def _boundary_and_leaves(program: CanonicalProgram) -> dict[str, list[int] | Non
     }
 
 
-def _specs(given: Given) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:
+def _specs(given: Given, asked_by: str) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:
     if given is None:
         return None
     if isinstance(given, Mapping):
-        return {name: _spec(spec) for name, spec in given.items()}
-    return [None if spec is None else _spec(spec) for spec in given]
+        return {name: _spec(spec, asked_by) for name, spec in given.items() if spec is not None}
+    if isinstance(given, str | Placement) or not isinstance(given, Sequence):
+        raise PlanError(
+            f"{asked_by}{given!r} is neither a mapping nor a list",
+            help='write {name: placement} or [placement, ...], such as ["S(0)"]',
+        )
+    return [None if spec is None else _spec(spec, asked_by) for spec in given]
 
 
-def _spec(spec: Any) -> PlacementSpec:
+def _spec(spec: Any, asked_by: str) -> PlacementSpec:
     if isinstance(spec, Mapping):
-        return {axis: p if isinstance(p, Placement) else parse_placement(p) for axis, p in spec.items()}
-    return spec if isinstance(spec, Placement) else parse_placement(spec)
+        return {axis: _placement(placement, asked_by) for axis, placement in spec.items()}
+    return _placement(spec, asked_by)
+
+
+def _placement(placement: Any, asked_by: str) -> Placement:
+    if isinstance(placement, Placement):
+        return placement
+    try:
+        return parse_placement(placement if isinstance(placement, str) else repr(placement))
+    except PlanError as error:
+        raise PlanError(error.message, help=error.help, asked_by=asked_by) from None
 
 
 class _Dump:

@@ -22,6 +22,7 @@ from passes.move_device import move_device
 from passes.shard_state import shard_state
 from tpcompiler._torch import forget_index, sym_hint
 from tpcompiler.cost.collective import wire_bytes
+from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.devices import device_types, values
 from tpcompiler.ir.local import no_new_guards
@@ -216,7 +217,14 @@ class ParallelProgram:
 
         Raises:
             ArtifactError: the directory exists (without `force`), or cannot be written.
+            UnsupportedError: an output is text, which torch's file format writes and cannot read back.
         """
+        for name, value in zip(self.resharded.output_names(), self._user_outputs(), strict=True):
+            if isinstance(value, str):
+                raise UnsupportedError(
+                    f"output '{name}' is the text {value!r}, which torch.export.load cannot read back",
+                    help="return tensors and numbers only",
+                )
         replaced: str | None = None
         manifest = self.manifest()
         spec = self.original.call_spec.out_spec

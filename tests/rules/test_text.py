@@ -38,9 +38,9 @@ def test_what_a_rule_says_besides_its_text() -> None:
         """\
 any shards
     _embedding_bag.default _log_softmax.default _softmax.default all.dim any.dim argmax.default
-    argmin.default copy.default layer_norm.default log_softmax.int masked_fill.Scalar
-    masked_fill.Tensor native_layer_norm.default rms_norm.default scatter.value softmax.int
-    var.correction
+    argmin.default copy.default full_like.default layer_norm.default linalg_vector_norm.default
+    log_softmax.int masked_fill.Scalar masked_fill.Tensor native_layer_norm.default rms_norm.default
+    scatter.value softmax.int var.correction
 any shards; linear in 0
     _unsafe_index.Tensor chunk.default div.Scalar div.Tensor gather.default index.Tensor
     index_select.default mul.Scalar neg.default select.int slice.Tensor split.Tensor

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from tpcompiler.errors import MeshError, UnsupportedError
 
+MAX_RANKS = 1 << 16  # more than any group has; a slip such as a hidden size in place of a degree would run for hours
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -15,7 +17,7 @@ class Mesh:
     `group_of_world` names an existing process group that a mesh of one axis runs over, instead of a logical name.
 
     Raises:
-        MeshError: no axes, a repeated or unreadable name, or a degree below 1.
+        MeshError: no axes, a repeated or unreadable name, a degree below 1, or more ranks than `MAX_RANKS`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -35,6 +37,12 @@ class Mesh:
                 raise MeshError(
                     f"mesh axis {name!r} has degree {degree!r}", help="a degree is an integer of at least 1"
                 )
+
+        if self.world_size > MAX_RANKS:
+            raise MeshError(
+                f"mesh {self} has {self.world_size} ranks",
+                help=f"one program is made per rank: use at most {MAX_RANKS} ranks",
+            )
 
     @classmethod
     def of(cls, mesh: Mesh | int | Mapping[str, int]) -> Mesh:

@@ -21,7 +21,8 @@ def plain_outputs(spec: TreeSpec) -> tuple[TreeSpec, str | None]:
         replaced = replaced or inner
     if spec.type in PLAIN:
         return TreeSpec(spec.type, spec.context, children), replaced
-    replaced = f"{spec.type.__module__}.{spec.type.__qualname__}"
+    kind = spec.context if isinstance(spec.context, type) else spec.type  # the class of a namedtuple is its context
+    replaced = f"{kind.__module__}.{kind.__qualname__}"
     keys = _keys(spec, len(children))
     return TreeSpec(dict, keys, children), replaced
 
@@ -29,7 +30,8 @@ def plain_outputs(spec: TreeSpec) -> tuple[TreeSpec, str | None]:
 def _keys(spec: TreeSpec, count: int) -> list[Any]:
     """The field names of a registered class, where its pytree context tells them."""
     context = spec.context
-    for candidate in (context, context[0] if isinstance(context, (list, tuple)) and context else None):
+    parts = context if isinstance(context, (list, tuple)) else ()
+    for candidate in (context, *parts, getattr(context, "_fields", None)):
         if (
             isinstance(candidate, (list, tuple))
             and len(candidate) == count

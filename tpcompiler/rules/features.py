@@ -16,8 +16,8 @@ def feature_dims(leaf: Sequence[fx.Node], side: Literal["out", "in"], static: Se
     """The dims of a leaf that are its layer's output (or input) features.
 
     Output features stand in the weight and the result but in no activation; input features are summed over. The leaf is
-    followed through views and casts to the ops that use it; where some of these lie inside `module`, only those count,
-    because a tied weight means something else to each of its layers.
+    followed through views, casts and whatever is computed from leaves alone to ops that meet activations; where some of
+    these lie inside `module`, only those count, because a tied weight means something else to each of its layers.
 
     Args:
         leaf: the placeholders of the tensor (several when it is tied).
@@ -32,10 +32,12 @@ def feature_dims(leaf: Sequence[fx.Node], side: Literal["out", "in"], static: Se
             rule = rule_of(user) if user.op == "call_function" and edit.outputs(user) else None
             if rule is None:
                 continue
-            if rule.relayout:
-                source = {dim[0]: origin[d] for d, dim in enumerate(rule.pattern.inputs[0]) if len(dim) == 1}
-                outer = (source.get(dim[0]) if len(dim) == 1 else None for dim in rule.pattern.outputs[0])
-                stack.append((user, list(outer)))
+            if user in static:  # a view, a cast, a scale of an int8 weight
+                for operand, term in zip(edit.operands(user), rule.pattern.inputs, strict=True):
+                    if operand is node:
+                        source = {dim[0]: origin[d] for d, dim in enumerate(term) if len(dim) == 1}
+                        outer = (source.get(dim[0]) if len(dim) == 1 else None for dim in rule.pattern.outputs[0])
+                        stack.append((user, list(outer)))
                 continue
             found = {at for d in _positions(node, user, rule, side, static) if (at := origin[d]) is not None}
             anywhere |= found
@@ -62,6 +64,7 @@ def computed_from_leaves(graph: fx.Graph, leaves: Set[fx.Node]) -> Set[fx.Node]:
     """Leaves and what is computed from them alone: never an activation."""
     static = set(leaves)
     for node in edit.calls(graph):
-        if node.all_input_nodes and static.issuperset(node.all_input_nodes):
+        made_of = [value for value in node.all_input_nodes if edit.outputs(value)]  # a size is no activation
+        if made_of and static.issuperset(made_of):
             static.add(node)
     return static

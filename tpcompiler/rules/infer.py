@@ -79,7 +79,7 @@ def _check(rule: Rule, factor: str, axis: str, unit: int, mesh: Mesh) -> Refusal
     if policy == "even" and len(set(pieces)) > 1:
         return Refusal(f"it needs shards of one size, and {size} is not divisible by {degree}")
     if policy == "nonempty" and 0 in pieces:
-        return Refusal(f"it needs shards that are not empty, and {size} over {degree} leaves {pieces}")
+        return Refusal(f"it needs shards that are not empty, and {size} over {degree} leaves {pieces.count(0)} empty")
     return None
 
 

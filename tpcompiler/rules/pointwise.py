@@ -18,7 +18,7 @@ def is_one(size: Size) -> bool:
 
 
 @pointwise_rule
-@op_rule(aten.copy.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, shards="any")
+@op_rule(aten.copy.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.full_like.default, shards="any")
 def pointwise(node: fx.Node) -> str:
     """Operands broadcast from the right: "d0 d1, d1 -> d0 d1", "d0 1, d0 d1 -> d0 d1"."""
     out = edit.outputs(node)[0].shape

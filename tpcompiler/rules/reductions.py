@@ -60,7 +60,15 @@ def softmax(node: fx.Node) -> str:
     return f"{text} -> {text}"
 
 
-@op_rule(aten.var.correction, aten.any.dim, aten.all.dim, aten.argmax.default, aten.argmin.default, shards="any")
+@op_rule(
+    aten.var.correction,
+    aten.any.dim,
+    aten.all.dim,
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.linalg_vector_norm.default,
+    shards="any",
+)
 def needs_whole(node: fx.Node) -> str:
     """Reductions without a Partial form here: what they reduce stays whole."""
     text, gone = _reduced(node)

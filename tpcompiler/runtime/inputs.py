@@ -60,7 +60,7 @@ def arrange_inputs(
         elif spec.arg.name not in tensors:
             raise InputsError(f"{where}: input {spec.arg.name!r} is missing", help=f"its inputs are {', '.join(names)}")
         else:
-            _fits(spec.arg.name, tensors[spec.arg.name], values[spec.arg.name], where)
+            check_tensor(spec.arg.name, tensors[spec.arg.name], values[spec.arg.name], f"{where}: ")
             flat.append(tensors[spec.arg.name].to(values[spec.arg.name].device.type))  # the current one of its type
     if program.call_spec.in_spec is None:
         return tuple(flat), {}
@@ -68,13 +68,18 @@ def arrange_inputs(
     return args, kwargs
 
 
-def _fits(name: str, given: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+def check_tensor(name: str, given: torch.Tensor, expected: torch.Tensor, where: str = "") -> None:
+    """Compare an input with the program's own (fake) value for it; dynamic sizes may be anything.
+
+    Raises:
+        InputsError: another shape or dtype; `where` comes first.
+    """
     same = given.ndim == expected.ndim and all(
         not isinstance(size, int) or size == got for got, size in zip(given.shape, expected.shape, strict=True)
     )
     if not same or given.dtype != expected.dtype:
         raise InputsError(
-            f"{where}: input {name!r} is {given.dtype} {list(given.shape)}, the program takes {expected.dtype} "
+            f"{where}input {name!r} is {given.dtype} {list(given.shape)}, the program takes {expected.dtype} "
             f"[{', '.join(str(s) for s in expected.shape)}]",
             help="give a tensor of that dtype and shape",
         )

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import decomposed
-from tpcompiler.errors import InputsError, MeshError
+from tpcompiler._torch import FakeTensor, decomposed
+from tpcompiler.errors import InputsError, MeshError, ProgramError
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.verify.promote import Promoted, promoted
@@ -107,9 +108,15 @@ def compare(
     Raises:
         InputsError: arguments that the program does not take.
         MeshError: not one program per rank.
+        ProgramError: weights without values.
     """
     if not programs:
         raise MeshError("there is no rank program to compare", help="give one program per rank")
+    if hollow := [name for name, value in reference.state_dict.items() if isinstance(value, FakeTensor)]:
+        raise ProgramError(
+            f"the program cannot be run: its weights have no values ('{hollow[0]}' is a fake tensor)",
+            help="compare a program that was exported with its weights",
+        )
     reference = functional(reference)
     trials = [_Trial(reference, programs, layout, output_names)]
     if narrow := _is_narrow(reference):
@@ -158,7 +165,13 @@ class _Trial:
 
     def call(self, flat: Sequence[Any], shares: Sequence[Sequence[Any]]) -> list[Difference]:
         flat, shares = self._cast(flat), [self._cast(share) for share in shares]
-        (self.expected,) = simulate([self.reference], [flat], state=[self.known])
+        try:
+            (self.expected,) = simulate([self.reference], [flat], state=[self.known])
+        except RuntimeError as error:
+            raise InputsError(
+                f"the single-device program does not run on these inputs: {str(error).splitlines()[0]}",
+                help="check shapes and values",
+            ) from error
         (self.best,) = simulate([self.exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise])
         try:
             self.got = simulate(self.programs, shares, state=self.held)
@@ -199,7 +212,7 @@ class _Trial:
         simulate([intermediate], [flat], state=[self.known], seen=keep)
 
         def measure(_: int, node: fx.Node, value: Any) -> None:
-            if node.name in wanted and wanted[node.name].is_floating_point():
+            if node.name in wanted and _is_rounded(wanted[node.name]):
                 found[node.name] = _scale_and_noise(wanted[node.name], value.cpu())
 
         exact = Promoted(intermediate, torch.float64)
@@ -236,42 +249,43 @@ class _Trial:
 def _shares(
     flat: Sequence[Any], programs: Sequence[ExportedProgram], layout: Layout, names: Sequence[str]
 ) -> list[list[Any]]:
-    shares = []
-    for rank, program in enumerate(programs):
-        named = iter(names)
-        there = {n.name: n.meta["val"].device.type for n in program.graph.nodes if edit.is_tensor(n)}
-        own: list[Any] = []
-        for value in flat:
-            if isinstance(value, torch.Tensor):
-                name = next(named)
-                value = layout.cut(name, value, rank).to(there.get(name, value.device))
-            own.append(value)
-        shares.append(own)
-    _check_shares(programs[0], shares, names)
-    return shares
-
-
-def _is_narrow(program: ExportedProgram) -> bool:
-    floats = (v.dtype for node in program.graph.nodes for v in edit.outputs(node) if v.is_floating_point())
-    return any(torch.finfo(dtype).bits < torch.finfo(WIDE).bits for dtype in floats)
-
-
-def _check_shares(program: ExportedProgram, shares: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
-    """Every rank holds as much as the others of an input that is cut along a dynamic dim.
+    """Every rank's part of the inputs, on the rank's device.
 
     Raises:
-        InputsError: a size that the ranks do not divide.
+        InputsError: a size of a dynamic dim that is cut and that the ranks do not divide.
     """
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    tensors = [[v for v in flat if isinstance(v, torch.Tensor)] for flat in shares]
-    for name, *parts in zip(names, *tensors, strict=True):
-        for dim, size in enumerate(values[name].shape):
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    cut: list[list[torch.Tensor]] = [[] for _ in programs]
+    takes = [_tensor_inputs(program) for program in programs]
+    for position, (name, value) in enumerate(zip(names, tensors, strict=True)):
+        parts = [layout.cut(name, value, rank).to(take[position].device.type) for rank, take in enumerate(takes)]
+        for dim, size in enumerate(takes[0][position].shape):
             held = [part.shape[dim] for part in parts]
             if not isinstance(size, int) and len(set(held)) > 1:
                 raise InputsError(
                     f"input '{name}' has {sum(held)} on dim {dim}, which is cut by {len(held)} ranks",
                     help=f"give a multiple of {len(held)}",
                 )
+        for own, part in zip(cut, parts, strict=True):
+            own.append(part)
+    feeds = [iter(own) for own in cut]
+    return [[next(feed) if isinstance(value, torch.Tensor) else value for value in flat] for feed in feeds]
+
+
+def _tensor_inputs(program: ExportedProgram) -> list[torch.Tensor]:
+    """The fake values of the user's tensors, in order."""
+    placeholders = (node for node in program.graph.nodes if node.op == "placeholder")
+    specs = program.graph_signature.input_specs
+    return [
+        node.meta["val"]
+        for node, spec in zip(placeholders, specs, strict=True)
+        if spec.kind is InputKind.USER_INPUT and edit.is_tensor(node)
+    ]
+
+
+def _is_narrow(program: ExportedProgram) -> bool:
+    floats = (v.dtype for node in program.graph.nodes for v in edit.outputs(node) if v.is_floating_point())
+    return any(torch.finfo(dtype).bits < torch.finfo(WIDE).bits for dtype in floats)
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
@@ -299,7 +313,7 @@ def _difference(name: str, want: Any, exact: Any, parts: Sequence[Any], layout: 
         return Difference(name, float("inf"), float("inf"), 0.0, False)
     if not want.numel():
         return Difference(name, 0.0, 0.0, 0.0, True)
-    if not want.is_floating_point():
+    if not _is_rounded(want):
         wrong = max(float((w != want).sum()) for w in whole)
         return Difference(name, wrong, wrong, 0.0, wrong == 0, counted=True)
     scale, noise = _scale_and_noise(want, exact)
@@ -314,11 +328,19 @@ def _scale_and_noise(want: torch.Tensor, exact: torch.Tensor) -> tuple[float, fl
     if not finite.any():
         return 1.0, 0.0
     scale = float(exact[finite].abs().amax()) or 1.0
-    return scale, float((want[finite].double() - exact[finite].double()).abs().amax()) / scale
+    return scale, float((_wide(want[finite]) - _wide(exact[finite])).abs().amax()) / scale
 
 
 def _largest(got: torch.Tensor, want: torch.Tensor) -> float:
     """The largest difference; equal infinities and NaNs in the same places are equal."""
     same = (got == want) | (got.isnan() & want.isnan())
-    apart = torch.where(same, 0.0, (got.double() - want.double()).abs())
+    apart = torch.where(same, 0.0, (_wide(got) - _wide(want)).abs())
     return float(apart.nan_to_num(nan=float("inf")).amax())
+
+
+def _is_rounded(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)

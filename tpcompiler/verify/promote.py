@@ -7,29 +7,54 @@ from typing import Any
 import torch
 from torch import fx
 
+from tpcompiler._torch import OpOverload, tree_map
 from tpcompiler.ir import edit
 
 
 class Promoted:
-    """A program with all floating-point state and dtype arguments in one dtype, as far as `simulate` reads it."""
+    """A program with all floating-point (and complex) state and dtype arguments in one dtype, as far as `simulate`
+    reads it."""
 
     def __init__(self, program: Any, dtype: torch.dtype) -> None:
         self.graph_signature = program.graph_signature
-        self.state_dict = {name: promoted(value, dtype) for name, value in program.state_dict.items()}
-        self.constants = {name: promoted(value, dtype) for name, value in program.constants.items()}
+        self.state_dict: dict[str, Any] = {name: promoted(value, dtype) for name, value in program.state_dict.items()}
+        self.constants: dict[str, Any] = {name: promoted(value, dtype) for name, value in program.constants.items()}
         self.graph = edit.copy_graph(program.graph)
         for node in list(self.graph.nodes):
-            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            target = node.target.target if isinstance(node.target, _Widened) else node.target
+            if target is torch.ops.aten._assert_tensor_metadata.default:
                 self.graph.erase_node(node)  # it states the dtype that was exported
-                continue
-            node.args = fx.node.map_aggregate(node.args, lambda a: _float(a, dtype))
-            node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: _float(a, dtype))
+            elif isinstance(target, OpOverload) and target.namespace != "_c10d_functional":
+                node.target = _Widened(node, target, dtype)
+
+
+class _Widened:
+    """An op in another dtype; where it has no such kernel, as exported, with operands rounded and results widened."""
+
+    def __init__(self, node: fx.Node, target: OpOverload, dtype: torch.dtype) -> None:
+        self.target = target
+        self.exported = [operand.meta["val"].dtype for operand in edit.operands(node)]
+        self.dtype = dtype
+
+    def __str__(self) -> str:
+        return str(self.target)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        widened = tree_map(lambda a: _float(a, self.dtype), (args, kwargs))
+        try:
+            return self.target(*widened[0], **widened[1])
+        except Exception:  # whatever the op raises at a dtype that it does not know
+            exported = iter(self.exported)
+            rounded = tree_map(lambda a: a.to(next(exported)) if isinstance(a, torch.Tensor) else a, (args, kwargs))
+            return tree_map(lambda v: promoted(v, self.dtype), self.target(*rounded[0], **rounded[1]))
 
 
 def promoted(value: Any, dtype: torch.dtype) -> Any:
-    """A floating-point tensor in this dtype; anything else as it is."""
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    """A floating-point (complex) tensor in this dtype (the complex one of its size); anything else as it is."""
+    return value.to(_float(value.dtype, dtype)) if isinstance(value, torch.Tensor) else value
 
 
 def _float(argument: Any, dtype: torch.dtype) -> Any:
-    return dtype if isinstance(argument, torch.dtype) and argument.is_floating_point else argument
+    if not isinstance(argument, torch.dtype):
+        return argument
+    return dtype if argument.is_floating_point else dtype.to_complex() if argument.is_complex else argument

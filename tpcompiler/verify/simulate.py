@@ -19,6 +19,7 @@ from tpcompiler._torch import tree_flatten
 from tpcompiler.errors import InputsError, InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.shares import REDUCE
+from tpcompiler.runtime.inputs import check_tensor
 from tpcompiler.verify.promote import Promoted
 
 Seen = Callable[[int, fx.Node, Any], None]
@@ -82,7 +83,7 @@ def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mappin
     """The user's arguments in the program's flat order, keyword arguments reordered.
 
     Raises:
-        InputsError: another number or structure of arguments than the program takes.
+        InputsError: another number, structure, shape or type of arguments than the program takes.
     """
     spec = program.call_spec.in_spec
     if spec is None:
@@ -92,13 +93,47 @@ def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mappin
         raise InputsError(
             f"the program takes keyword arguments {sorted(names)}, got {sorted(kwargs)}", help="pass exactly these"
         )
-    flat, given = tree_flatten((tuple(args), {name: kwargs[name] for name in names}))
+    _, given = tree_flatten((tuple(args), dict(kwargs)))
     if given.num_leaves != spec.num_leaves:
         raise InputsError(
             f"the program takes {spec.num_leaves} flat arguments, got {given.num_leaves}",
             help="pass what it was exported with",
         )
+    try:
+        flat: list[Any] = spec.flatten_up_to((tuple(args), dict(kwargs)))  # by key, whatever the order in a dict
+    except ValueError as error:
+        raise InputsError(
+            f"the arguments have another structure than the program takes: {str(error).splitlines()[0]}",
+            help="pass what it was exported with",
+        ) from error
+    _check_inputs(program, flat)
     return flat
+
+
+def _check_inputs(program: ExportedProgram, flat: Sequence[Any]) -> None:
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    for spec, given in zip(specs, flat, strict=True):
+        name, expected = spec.arg.name, values.get(spec.arg.name)
+        if isinstance(spec.arg, ConstantArgument):
+            if type(given) is not type(spec.arg.value) or given != spec.arg.value:
+                raise InputsError(
+                    f"input {name!r} is {given!r}, the program was exported with {spec.arg.value!r}",
+                    help="pass the same value, or export again: it is a constant of the program",
+                )
+        elif isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
+            check_tensor(name, given, expected)
+        elif isinstance(expected, torch.Tensor) or type(given) is not _python_type(expected):
+            kind = "Tensor" if isinstance(expected, torch.Tensor) else _python_type(expected).__name__
+            raise InputsError(
+                f"input {name!r} is of type {type(given).__name__}, the program takes one of type {kind}",
+                help="pass what it was exported with",
+            )
+
+
+def _python_type(value: Any) -> type:
+    symbolic = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return symbolic.get(type(value), type(value))
 
 
 def _run(

@@ -1,0 +1,271 @@
+"""Plans that contradict the program, themselves or the boundary: one right meaning, or one error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import tpcompiler
+from tests.bad_input.models import PLAN, Net, X, exported, refusal
+from tests.runtime.commands import refused
+
+IDS = torch.tensor([[1, 5, 15], [0, 8, 7]])
+
+
+@pytest.mark.parametrize(
+    ("plan", "boundary", "kinds"),
+    [
+        # A whole input to a row-wise layer is cut locally; a cut input to a replicated one is followed or gathered.
+        ({"down": "rowwise"}, {}, ["all_reduce"]),
+        ({"up": "colwise", "down": {"style": "rowwise", "inputs": ["R"]}}, {}, ["all_reduce"]),
+        ({"up": "colwise_rep", "down": "rowwise"}, {}, ["all_gather", "all_reduce"]),
+        ({"up": "rowwise", "down": "colwise"}, {}, ["all_reduce", "all_gather"]),
+        # What arrives is not what the plan wants.
+        (PLAN, {"inputs": ["S(0)"]}, ["all_gather", "all_reduce"]),
+        ({**PLAN, "up": {"style": "colwise", "inputs": ["R"]}}, {"inputs": ["S(1)"]}, ["all_gather", "all_reduce"]),
+        ({"up": {"inputs": ["S(1)"]}}, {"inputs": ["S(0)"]}, ["all_gather"]),
+        # What leaves is not what the plan says.
+        ({"down": "colwise_gather_output"}, {"outputs": ["S(1)"]}, []),
+        ({"down": {"style": "colwise", "outputs": ["S(1)"]}}, {"outputs": ["S(0)"]}, ["all_to_all"]),
+        (PLAN, {"outputs": ["P(sum)"]}, []),
+        (PLAN, {"inputs": ["P(sum)"]}, ["all_reduce", "all_reduce"]),
+        (PLAN, {"inputs": {"x_0": None}, "outputs": [None]}, ["all_reduce"]),
+    ],
+)
+def test_wishes_that_differ_are_joined_by_a_collective(
+    plan: dict[str, Any], boundary: dict[str, Any], kinds: list[str]
+) -> None:
+    made = tpcompiler.parallelize(exported(Net(), X), 2, plan, **boundary)
+    assert [c.kind for c in made.collectives()] == kinds
+    assert made.verify((X,)).ok
+
+
+PLACEMENT = "write R, S(dim) such as S(0) or S(-1), or P(op) with op one of sum, avg, product, max, min"
+LIST = 'write {name: placement} or [placement, ...], such as ["S(0)"]'
+
+
+@pytest.mark.parametrize(
+    ("boundary", "expected"),
+    [
+        ({"inputs": {"x_0": "Z"}}, f"PlanError: 'Z' is not a placement\n  help: {PLACEMENT}\n  asked by: inputs="),
+        ({"outputs": [{"tp": 3}]}, f"PlanError: '3' is not a placement\n  help: {PLACEMENT}\n  asked by: outputs="),
+        ({"inputs": "S(0)"}, f"PlanError: inputs='S(0)' is neither a mapping nor a list\n  help: {LIST}"),
+        ({"inputs": Shard(0)}, f"PlanError: inputs=Shard(dim=0) is neither a mapping nor a list\n  help: {LIST}"),
+        ({"outputs": 3}, f"PlanError: outputs=3 is neither a mapping nor a list\n  help: {LIST}"),
+        (
+            {"inputs": {"y": "R"}},
+            "ShardingError: the program has no tensor input 'y'\n  help: it has x_0",
+        ),
+        (
+            {"inputs": [{"dp": "S(0)"}]},
+            "ShardingError: input 'x_0' names mesh axis 'dp', which the mesh (tp=2) does not have\n"
+            "  help: use one of tp\n  asked by: inputs=",
+        ),
+    ],
+)
+def test_a_boundary_that_is_none(boundary: dict[str, Any], expected: str) -> None:
+    assert refusal(exported(Net(), X), **boundary) == expected
+
+
+def test_whole_numbers_cannot_be_a_pending_sum() -> None:
+    program = exported(Net(lambda self, x, count: (self.both(x) * count, x > 0)), X, torch.arange(8))
+    assert refusal(program, inputs={"x_1": "P(sum)"}) == (
+        "ShardingError: cannot place input 'x_1' as P(sum): it is i64[8], and only floating-point values can be pending "
+        "reductions\n  help: place it as R or S(dim)\n  asked by: inputs="
+    )
+    assert refusal(program, outputs={"1": "P(max)"}) == (
+        "ShardingError: cannot place output '1' as P(max): it is b8[4, 8], and only floating-point values can be "
+        "pending reductions\n  help: place it as R or S(dim)\n  asked by: outputs="
+    )
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"embed": "embedding_rowwise"},
+        {"head": "colwise"},
+        {"embed": "embedding_rowwise", "head": "colwise_rep"},
+        {"embed": "colwise", "head": "rowwise"},
+    ],
+)
+def test_tied_weights_with_one_meaning(plan: dict[str, str]) -> None:
+    made = tpcompiler.parallelize(exported(Tied(), IDS), 2, plan)
+    state = made.rank_program(1).state_dict
+    assert state["embed.weight"] is state["head.weight"]
+    assert state["embed.weight"].numel() == 64
+    assert made.verify((IDS,)).ok
+
+
+@pytest.mark.parametrize(
+    ("plan", "first", "second"),
+    [
+        ({"embed": "colwise", "head": "colwise"}, "embed", "head"),
+        ({"embed": "replicate", "head": "colwise"}, "embed", "head"),
+        ({"embed.weight": "S(0)", "head": "replicate"}, "head", "embed"),
+    ],
+)
+def test_tied_weights_with_two_meanings(plan: dict[str, str], first: str, second: str) -> None:
+    message, help, where = refusal(exported(Tied(), IDS), plan).splitlines()
+    assert message == (
+        f"PlanError: '{first}.weight' and '{second}.weight' are one tied tensor, but the plan places them differently"
+    )
+    assert help == "  help: give both the same placement, or plan only one of them"
+    assert where.count("the plan (") == 2
+
+
+class Wrapped(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+FIT = "use it on a linear, convolution or embedding layer, or give a parameter an explicit placement"
+
+
+@pytest.mark.parametrize(
+    ("layer", "style", "message", "help"),
+    [
+        (nn.LayerNorm(8), "colwise", "no weight of it has output features of its own", FIT),
+        (nn.Sequential(nn.Linear(8, 8)), "rowwise", "no weight of it has input features of its own", FIT),
+        (
+            nn.Conv1d(8, 8, 3, padding=1, groups=4),
+            "colwise",
+            "aten.conv1d.default has no rule for its use of 'layer.weight'",
+            "use 'replicate' for this layer",
+        ),
+        (
+            nn.EmbeddingBag(16, 8),
+            "embedding_rowwise",
+            "aten._embedding_bag.default takes 'layer.weight' and needs what it sums over whole",
+            "use 'colwise' or 'replicate'",
+        ),
+    ],
+)
+def test_a_style_that_does_not_fit_its_layer(layer: nn.Module, style: str, message: str, help: str) -> None:
+    given = IDS if isinstance(layer, nn.EmbeddingBag) else torch.randn(2, 8, 8)
+    said = refusal(exported(Wrapped(layer), given), {"layer": style})
+    assert said == (
+        f"PlanError: style '{style}' does not fit 'layer': {message}\n"
+        f'  help: {help}\n  asked by: the plan ("layer": "{style}")'
+    )
+
+
+def test_a_layer_that_the_program_does_not_use() -> None:
+    program = exported(Net(idle=nn.Linear(8, 8)), X)
+    assert refusal(program, {"idle": "colwise"}) == (
+        "PlanError: style 'colwise' does not fit 'idle': no op of the program uses it\n"
+        '  help: remove the entry\n  asked by: the plan ("idle": "colwise")'
+    )
+    assert tpcompiler.parallelize(program, 2, {**PLAN, "idle": "replicate"}).verify((X,)).ok
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (
+            {"up.bias": "P(sum)", "up.weight": "S(0)"},
+            "cannot use 'up.bias' as P(sum): aten.linear.default says: other operands are cut differently",
+        ),
+        (
+            {**PLAN, "down.bias": "S(0)"},
+            "cannot shard 'down.bias' on dim 0 of 8 by mesh axis 'tp' of 2 for aten.linear.default: other operands are "
+            "cut differently",
+        ),
+        (
+            {"up.weight": "P(max)"},
+            "cannot use 'up.weight' as P(max): aten.linear.default says: it is not linear in operand 1, which is a "
+            "pending max",
+        ),
+    ],
+)
+def test_parameters_of_one_layer_that_contradict_each_other(plan: dict[str, str], expected: str) -> None:
+    assert refusal(exported(Net(), X), plan).splitlines()[0] == f"ShardingError: {expected}"
+
+
+def views(shape: tuple[int, ...], hidden: int) -> Net:
+    return Net(lambda self, x: self.down((self.up(x).view(*shape) * 2).reshape(4, hidden)), hidden)
+
+
+@pytest.mark.parametrize(
+    ("shape", "hidden"),
+    [((4, 3, 4), 12), ((4, 2, 6), 12), ((48,), 12), ((2, 24), 12), ((4, 3, 2, 2), 12), ((8, 6), 12), ((4, 5, 3), 15)],
+)
+def test_views_of_a_cut_dim(shape: tuple[int, ...], hidden: int) -> None:
+    """Even or not: what a shard cannot follow is gathered, never wrong."""
+    program = exported(views(shape, hidden), X)
+    for world in (2, 3, 4):
+        assert tpcompiler.parallelize(program, world, PLAN).verify((X,)).ok
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        self.q, self.o = nn.Linear(12, heads * 2), nn.Linear(heads * 2, 12)
+        self.k, self.v = nn.Linear(12, kv_heads * 2), nn.Linear(12, kv_heads * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, 2)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+HEADS = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "world", "gathers"),
+    [(6, 6, 3, 0), (6, 2, 2, 0), (6, 6, 4, 3), (6, 2, 3, 3), (6, 2, 8, 3), (6, 1, 2, 2)],
+)
+def test_heads_that_do_not_divide_and_more_ranks_than_kv_heads(
+    heads: int, kv_heads: int, world: int, gathers: int
+) -> None:
+    """Right in all cases; where heads cannot be dealt whole, reported gathers say what it costs."""
+    x = torch.randn(2, 3, 12)
+    made = tpcompiler.parallelize(exported(Attention(heads, kv_heads), x), world, HEADS)
+    fallbacks = [c for c in made.collectives() if c.why == "fallback"]
+    assert len(fallbacks) == gathers
+    assert made.verify((x,)).ok
+
+
+def test_patterns_on_the_command_line(tmp_path: Path) -> None:
+    torch.export.save(exported(Net(), X), tmp_path / "model.pt2")
+    words = ("convert", tmp_path / "model.pt2", "--tp", 2, "-o", tmp_path / "out", "--plan", tmp_path / "plan.yaml")
+    for text, said in (
+        (
+            'up: colwise\n"dow*": rowwise\n"*own": colwise\n',
+            "plan entries 'dow*' and '*own' ask different styles of 'down'\n"
+            "  help: add an entry for 'down', or make one of the two more specific\n",
+        ),
+        (
+            '"**.up.kernel": colwise\n',
+            "plan entry '**.up.kernel' matches nothing\n  help: use a name of the program, such as 'up.weight', 'up.bias', ",
+        ),
+        (
+            'up: colwise\n"up": rowwise\n',
+            f"plan file {tmp_path / 'plan.yaml'} line 2: 'up' is written already in line 1\n"
+            "  help: remove one of the two\n",
+        ),
+    ):
+        (tmp_path / "plan.yaml").write_text(text)
+        assert refused(*words).startswith(said)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,148 @@
+"""What the compiler does not take, and how it says so."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec
+
+from tpcompiler._torch import FakeTensor, HigherOrderOperator, OpOverload
+from tpcompiler.errors import ProgramError, UnsupportedError
+from tpcompiler.ir import edit
+from tpcompiler.ir.program import LEAF_KINDS
+from tpcompiler.ir.text import value_text
+
+CONTROL_FLOW = ("cond", "while_loop", "scan", "map_impl", "associative_scan", "switch")
+QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+
+
+def refuse_values(program: ExportedProgram) -> None:
+    """Check what came from outside, before torch works on it: the state, and what kinds of tensors there are.
+
+    Raises:
+        ProgramError: no exported program, or its state is not the one that the graph was exported with.
+        UnsupportedError: sparse or quantised tensors, tensor subclasses as inputs.
+    """
+    if not isinstance(program, ExportedProgram):
+        raise ProgramError(
+            f"{type(program).__qualname__} is not an exported program", help="pass what torch.export.export returned"
+        )
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    inputs = {name for name, spec in specs.items() if spec.kind is InputKind.USER_INPUT}
+    for node in program.graph.nodes:
+        for value in edit.outputs(node) if node.op in ("placeholder", "call_function") else ():
+            kind = _other_than_dense(node, value, is_input=node.name in inputs)
+            if kind:
+                raise UnsupportedError(
+                    f"{_named(node, specs)} is {kind}, which cannot be sharded yet",
+                    help="export the model with plain dense tensors",
+                    used_at=edit.source_line(node),
+                )
+        if node.op == "placeholder" and specs[node.name].kind in LEAF_KINDS:
+            _check_state(node, specs[node.name], program)
+
+
+def _named(node: fx.Node, specs: dict[str, InputSpec]) -> str:
+    if node.op == "placeholder":
+        spec = specs[node.name]
+        return f"{_kind(spec)} '{spec.target or node.name}'"
+    return f"'{node.name}' ({node.target})"
+
+
+def _kind(spec: InputSpec) -> str:
+    return {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.USER_INPUT: "input"}.get(
+        spec.kind, "constant"
+    )
+
+
+def _other_than_dense(node: fx.Node, value: torch.Tensor, is_input: bool) -> str:
+    if value.layout != torch.strided:
+        return f"a sparse tensor ({str(value.layout).removeprefix('torch.')})"
+    if value.dtype in QUANTISED:
+        return f"a quantised tensor ({str(value.dtype).removeprefix('torch.')})"
+    if str(node.target).startswith(("aten.quantize_per_", "quantized.")):
+        return "a quantised tensor"  # its fake value does not say so
+    if is_input and not isinstance(value, FakeTensor):  # in leaves torch takes them apart by itself
+        return f"a tensor subclass ({type(value).__name__})"
+    return ""
+
+
+def _check_state(node: fx.Node, spec: InputSpec, program: ExportedProgram) -> None:
+    assert spec.target is not None
+    value = program.state_dict.get(spec.target)
+    value = program.constants.get(spec.target) if value is None else value
+    if value is None:
+        raise ProgramError(
+            f"the program has no value for {_named(node, {node.name: spec})}",
+            help="export the model again: its state was taken apart",
+        )
+    expected = node.meta["val"]
+    if tuple(value.shape) != tuple(expected.shape) or value.dtype != expected.dtype:
+        raise ProgramError(
+            f"{_named(node, {node.name: spec})} is {value_text(value)}, the graph was exported with "
+            f"{value_text(expected)}",
+            help="put in the weights of the model that was exported, or export again",
+        )
+
+
+def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
+    """Check what is left after decomposition, in the program's graph without dead code.
+
+    Raises:
+        ProgramError: an op changes its operand in place.
+        UnsupportedError: control flow, custom objects, effects, ops that draw random numbers.
+    """
+    for spec in program.graph_signature.input_specs:
+        if spec.kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
+            raise UnsupportedError(
+                f"input {spec.arg} is a {spec.kind.name.lower()}, which cannot be sharded yet",
+                help="export the model without custom classes and side effects",
+            )
+    for node in edit.calls(graph):
+        where = edit.source_line(node)
+        if isinstance(node.target, HigherOrderOperator):
+            raise _higher_order(node, str(node.target), where)
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            raise ProgramError(
+                f"'{node.name}' ({node.target}) still changes its operand in place",
+                help="export with torch.export.export, which lets decomposition make the graph functional",
+                used_at=where,
+            )
+        if _draws(node):
+            raise UnsupportedError(
+                f"'{node.name}' ({node.target}) draws random numbers, and every rank would draw others",
+                help="export the model in eval mode (model.eval()), or pass the numbers in as an input",
+                used_at=where,
+            )
+
+
+def _higher_order(node: fx.Node, op: str, where: str) -> UnsupportedError:
+    if op.startswith("auto_functionalized"):
+        return UnsupportedError(
+            f"the custom op {node.args[0]} changes its operands in place, which cannot be sharded yet",
+            help="write the op so that it returns what it makes",
+            used_at=where,
+        )
+    if op in CONTROL_FLOW:
+        return UnsupportedError(
+            f"'{node.name}' is control flow, which cannot be sharded yet",
+            help="export the model without torch.cond, while_loop, scan and map",
+            used_at=where,
+        )
+    return UnsupportedError(
+        f"'{node.name}' is a call of the higher-order op {op}, which cannot be sharded yet",
+        help=f"export the model without {op}",
+        used_at=where,
+    )
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether this call draws: dropout in eval mode, or with probability 0, does not."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    args = edit.bound(node)
+    idle = {"train": False, "training": False, "dropout": 0, "dropout_p": 0}
+    if "train" in args:
+        idle["p"] = 0  # of a dropout; bernoulli's p is no such thing
+    return not any(name in args and args[name] == value for name, value in idle.items())
