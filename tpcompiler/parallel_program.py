@@ -29,6 +29,7 @@ from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.program import RESHARD, LocalProgram, Reshard, ReshardedProgram, mark_of, reshard, tied
+from tpcompiler.ir.refused import refuse_hollow
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.text import DTYPES
@@ -218,7 +219,9 @@ class ParallelProgram:
         Raises:
             ArtifactError: the directory exists (without `force`), or cannot be written.
             UnsupportedError: an output is text, which torch's file format writes and cannot read back.
+            ProgramError: the program was exported without weights.
         """
+        refuse_hollow(self.original, "written")
         for name, value in zip(self.resharded.output_names(), self._user_outputs(), strict=True):
             if isinstance(value, str):
                 raise UnsupportedError(

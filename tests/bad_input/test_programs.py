@@ -323,7 +323,7 @@ def test_weights_that_are_not_the_graphs(change: Callable[[dict[str, Any]], Any]
     assert refusal(program) == expected
 
 
-def test_weights_without_values_convert_and_do_not_run() -> None:
+def test_weights_without_values_convert_and_are_neither_run_nor_written(tmp_path: Path) -> None:
     with FakeTensorMode():
         program = torch.export.export(Net(), (torch.randn(4, 8),))
     made = tpcompiler.parallelize(program, 2, PLAN)
@@ -332,8 +332,15 @@ def test_weights_without_values_convert_and_do_not_run() -> None:
         made.verify((X,))
     assert str(raised.value) == (
         "the program cannot be run: its weights have no values ('up.weight' is a fake tensor)\n"
-        "  help: compare a program that was exported with its weights"
+        "  help: export the model with its weights"
     )
+    with pytest.raises(ProgramError) as raised:
+        made.save(tmp_path / "out")
+    assert str(raised.value) == (
+        "the program cannot be written: its weights have no values ('up.weight' is a fake tensor)\n"
+        "  help: export the model with its weights"
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_weight_that_meets_an_op_without_a_rule() -> None:

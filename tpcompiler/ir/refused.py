@@ -86,6 +86,20 @@ def _check_state(node: fx.Node, spec: InputSpec, program: ExportedProgram) -> No
         )
 
 
+def refuse_hollow(program: ExportedProgram, use: str) -> None:
+    """Check that the program's weights have values.
+
+    Raises:
+        ProgramError: it was exported under FakeTensorMode.
+    """
+    for name, value in program.state_dict.items():
+        if isinstance(value, FakeTensor):
+            raise ProgramError(
+                f"the program cannot be {use}: its weights have no values ('{name}' is a fake tensor)",
+                help="export the model with its weights",
+            )
+
+
 def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
     """Check what is left after decomposition, in the program's graph without dead code.
 

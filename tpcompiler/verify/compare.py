@@ -11,10 +11,11 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import FakeTensor, decomposed
-from tpcompiler.errors import InputsError, MeshError, ProgramError
+from tpcompiler._torch import decomposed
+from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.refused import refuse_hollow
 from tpcompiler.verify.promote import Promoted, promoted
 from tpcompiler.verify.simulate import RankResult, flatten_inputs, simulate
 
@@ -112,11 +113,7 @@ def compare(
     """
     if not programs:
         raise MeshError("there is no rank program to compare", help="give one program per rank")
-    if hollow := [name for name, value in reference.state_dict.items() if isinstance(value, FakeTensor)]:
-        raise ProgramError(
-            f"the program cannot be run: its weights have no values ('{hollow[0]}' is a fake tensor)",
-            help="compare a program that was exported with its weights",
-        )
+    refuse_hollow(reference, "run")
     reference = functional(reference)
     trials = [_Trial(reference, programs, layout, output_names)]
     if narrow := _is_narrow(reference):
