@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from tpcompiler.api import parallelize as parallelize
     from tpcompiler.api import tensor_parallel_transformation as tensor_parallel_transformation
     from tpcompiler.ir.mesh import Mesh as Mesh
-    from tpcompiler.parallel_program import Collective as Collective
     from tpcompiler.parallel_program import ParallelProgram as ParallelProgram
     from tpcompiler.plan import Plan as Plan
+    from tpcompiler.report import Collective as Collective
     from tpcompiler.runtime.load import load as load
     from tpcompiler.verify.compare import VerifyReport as VerifyReport
 
@@ -24,7 +24,7 @@ _HOME = {
     "parallelize": "tpcompiler.api",
     "tensor_parallel_transformation": "tpcompiler.api",
     "load": "tpcompiler.runtime.load",
-    "Collective": "tpcompiler.parallel_program",
+    "Collective": "tpcompiler.report",
     "Mesh": "tpcompiler.ir.mesh",
     "ParallelProgram": "tpcompiler.parallel_program",
     "Plan": "tpcompiler.plan",

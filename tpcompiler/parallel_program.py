@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,7 @@ from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
 from passes.move_device import move_device
 from passes.shard_state import shard_state
-from tpcompiler._torch import forget_index, sym_hint
-from tpcompiler.cost.collective import wire_bytes
+from tpcompiler._torch import forget_index
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.devices import device_types, values
@@ -34,41 +31,10 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
-from tpcompiler.runtime.artifact import NOTE_TITLES, VERSION, Manifest, write_artifact
+from tpcompiler.report import Collective, collectives_of, report_text
+from tpcompiler.runtime.artifact import VERSION, Manifest, write_artifact
 from tpcompiler.runtime.place import place_state
 from tpcompiler.verify.compare import Layout, VerifyReport, compare, functional
-
-KIND_OF = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective call of a rank's program.
-
-    Attributes:
-        kind: all_reduce, all_gather, reduce_scatter or all_to_all.
-        payload_bytes: what is reduced, gathered in all, or (all_to_all) held by one rank; sizes as in the example.
-        wire_bytes: what each rank sends on a ring.
-        why: inherent (a pending sum of the plan's own cuts), plan-demanded, or fallback.
-        source: the user's line of code, `module` the layer.
-    """
-
-    kind: str
-    axis: str
-    payload_bytes: int
-    group_size: int
-    wire_bytes: int
-    node: str
-    module: str
-    source: str
-    why: str
-    reason: str
-    reshard: str
 
 
 class ParallelProgram:
@@ -115,30 +81,7 @@ class ParallelProgram:
 
     def collectives(self) -> list[Collective]:
         """Every collective that a rank's program calls, in order, read off the program of rank 0."""
-        out = []
-        for node in edit.calls(self.local_program(0).graph):
-            if edit.is_collective(node):
-                change: Reshard = node.meta[RESHARD]
-                kind = KIND_OF[str(node.target).split(".")[1]]
-                (axis,) = change.source.axes or self.mesh.names
-                size = self.mesh.degree(axis)
-                payload = _bytes((node if kind == "all_gather" else edit.operands(node)[0]).meta["val"])
-                out.append(
-                    Collective(
-                        kind=kind,
-                        axis=axis,
-                        payload_bytes=payload,
-                        group_size=size,
-                        wire_bytes=wire_bytes(kind, payload, size),
-                        node=node.name,
-                        module=edit.module_path(node),
-                        source=edit.source_line(node),
-                        why=change.why,
-                        reason=change.reason,
-                        reshard=change.name,
-                    )
-                )
-        return out
+        return collectives_of(self.local_program(0))
 
     def parameter_bytes(self) -> tuple[int, list[int]]:
         """(bytes of all leaves on one device, bytes of the leaves of each rank); a tied tensor counts once."""
@@ -155,25 +98,7 @@ class ParallelProgram:
 
     def report(self) -> str:
         """Parameters and bytes per rank, collectives, fallbacks with their bytes, what no rule touches: as text."""
-        whole, per_rank = self.parameter_bytes()
-        shares = ", ".join(f"{b:,} ({100 * b / max(whole, 1):.1f}%)" for b in per_rank)
-        lines = [f"mesh {self.mesh}", f"parameter bytes: {whole:,} on one device; per rank {shares}"]
-        found = self.collectives()
-        for why in ("inherent", "plan-demanded", "fallback"):
-            chosen = [c for c in found if c.why == why]
-            total = sum(c.wire_bytes for c in chosen)
-            lines.append(f"{why} collectives: {len(chosen)}, {total:,} wire bytes per rank and call")
-            if why == "inherent":
-                lines += _by_layer(chosen)
-                continue
-            for c in chosen:
-                where = c.source or c.module
-                lines.append(f"  {c.kind} of {c.payload_bytes:,} bytes, '{c.node}' at {where}: {c.reason}")
-        for kind, title in NOTE_TITLES.items():
-            texts = [note.text for note in self.resharded.notes if note.kind == kind]
-            if texts:
-                lines += [f"{title}:", *(f"  {text}" for text in texts)]
-        return "\n".join(lines)
+        return report_text(self.mesh, *self.parameter_bytes(), self.collectives(), self.resharded.notes)
 
     def manifest(self) -> Manifest:
         """The plain-data description that `save` writes (without the files' hashes)."""
@@ -338,22 +263,6 @@ def compared(original: ExportedProgram, programs: Sequence[ExportedProgram], *re
     )
 
 
-def _by_layer(collectives: Sequence[Collective]) -> list[str]:
-    """`layers.*: 2 all_reduce in each of 6`: collectives counted per repeated layer."""
-    counts: dict[tuple[str, str], Counter[str]] = {}
-    for collective in collectives:
-        numbered = re.match(r"(.*?)(?:^|(?<=\.))(\d+)(?=\.)", collective.module)
-        owner, number = (f"{numbered[1]}*", numbered[2]) if numbered else (collective.module or "the model", "")
-        counts.setdefault((owner, collective.kind), Counter())[number] += 1
-    lines = []
-    for (owner, kind), per_layer in counts.items():
-        each = set(per_layer.values())
-        spread = f" in each of {len(per_layer)}" if len(each) == 1 else f" in {len(per_layer)} layers"
-        count = each.pop() if len(each) == 1 else per_layer.total()
-        lines.append(f"  {owner}: {count} {kind}{spread if owner.endswith('*') else ''}")
-    return lines
-
-
 def versions() -> dict[str, str]:
     return {"tpcompiler": VERSION, "torch": torch.__version__, "python": platform.python_version()}
 
@@ -372,7 +281,3 @@ def _same_on_all_ranks(program: ReshardedProgram) -> bool:
             if change.target.axes - change.source.axes:
                 return False
     return True
-
-
-def _bytes(value: torch.Tensor) -> int:
-    return torch.Size([sym_hint(s) for s in value.shape]).numel() * value.element_size()

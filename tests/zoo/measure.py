@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 import tpcompiler
 from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
-from tpcompiler.parallel_program import Collective
+from tpcompiler.report import Collective
 from tpcompiler.verify.compare import Difference
 
 WORLDS = (2, 4)

@@ -1,0 +1,120 @@
+"""What a parallel program costs, as records and as text for people."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tpcompiler._torch import sym_hint
+from tpcompiler.cost.collective import wire_bytes
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import RESHARD, LocalProgram, Note, Reshard
+from tpcompiler.runtime.artifact import NOTE_TITLES
+
+KIND_OF = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective call of a rank's program.
+
+    Attributes:
+        kind: all_reduce, all_gather, reduce_scatter or all_to_all.
+        payload_bytes: what is reduced, gathered in all, or (all_to_all) held by one rank; sizes as in the example.
+        wire_bytes: what each rank sends on a ring.
+        why: inherent (a pending sum of the plan's own cuts), plan-demanded, or fallback.
+        source: the user's line of code, `module` the layer.
+    """
+
+    kind: str
+    axis: str
+    payload_bytes: int
+    group_size: int
+    wire_bytes: int
+    node: str
+    module: str
+    source: str
+    why: str
+    reason: str
+    reshard: str
+
+
+def collectives_of(program: LocalProgram) -> list[Collective]:
+    """Every collective that the program calls, in order."""
+    out = []
+    for node in edit.calls(program.graph):
+        if edit.is_collective(node):
+            change: Reshard = node.meta[RESHARD]
+            kind = KIND_OF[str(node.target).split(".")[1]]
+            (axis,) = change.source.axes or program.mesh.names
+            size = program.mesh.degree(axis)
+            payload = _bytes((node if kind == "all_gather" else edit.operands(node)[0]).meta["val"])
+            out.append(
+                Collective(
+                    kind=kind,
+                    axis=axis,
+                    payload_bytes=payload,
+                    group_size=size,
+                    wire_bytes=wire_bytes(kind, payload, size),
+                    node=node.name,
+                    module=edit.module_path(node),
+                    source=edit.source_line(node),
+                    why=change.why,
+                    reason=change.reason,
+                    reshard=change.name,
+                )
+            )
+    return out
+
+
+def report_text(
+    mesh: Mesh, whole: int, per_rank: Sequence[int], collectives: Sequence[Collective], notes: Sequence[Note]
+) -> str:
+    """Bytes of the leaves on one device and on each rank, collectives by cause and layer, and what was declined."""
+    shares = ", ".join(f"{b:,} ({100 * b / max(whole, 1):.1f}%)" for b in per_rank)
+    lines = [f"mesh {mesh}", f"parameter bytes: {whole:,} on one device; per rank {shares}"]
+    for why in ("inherent", "plan-demanded", "fallback"):
+        chosen = [c for c in collectives if c.why == why]
+        total = sum(c.wire_bytes for c in chosen)
+        lines.append(f"{why} collectives: {len(chosen)}, {total:,} wire bytes per rank and call")
+        if why == "inherent":
+            lines += _by_layer(chosen)
+            continue
+        for c in chosen:
+            where = c.source or c.module
+            lines.append(f"  {c.kind} of {c.payload_bytes:,} bytes, '{c.node}' at {where}: {c.reason}")
+    for kind, title in NOTE_TITLES.items():
+        texts = [note.text for note in notes if note.kind == kind]
+        if texts:
+            lines += [f"{title}:", *(f"  {text}" for text in texts)]
+    return "\n".join(lines)
+
+
+def _by_layer(collectives: Sequence[Collective]) -> list[str]:
+    """`layers.*: 2 all_reduce in each of 6`: collectives counted per repeated layer."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for collective in collectives:
+        numbered = re.match(r"(.*?)(?:^|(?<=\.))(\d+)(?=\.)", collective.module)
+        owner, number = (f"{numbered[1]}*", numbered[2]) if numbered else (collective.module or "the model", "")
+        counts.setdefault((owner, collective.kind), Counter())[number] += 1
+    lines = []
+    for (owner, kind), per_layer in counts.items():
+        each = set(per_layer.values())
+        spread = f" in each of {len(per_layer)}" if len(each) == 1 else f" in {len(per_layer)} layers"
+        count = each.pop() if len(each) == 1 else per_layer.total()
+        lines.append(f"  {owner}: {count} {kind}{spread if owner.endswith('*') else ''}")
+    return lines
+
+
+def _bytes(value: torch.Tensor) -> int:
+    return torch.Size([sym_hint(s) for s in value.shape]).numel() * value.element_size()
