@@ -58,7 +58,7 @@ def apply_plan(
     shardings = _input_shardings(planned, mesh, inputs)
     _pin_outputs(planned, mesh, outputs)
     parameters = {fqn: node for fqn, node in leaves.items() if fqn in program.source.graph_signature.parameters}
-    return PlannedProgram(program.source, graph, mesh, seeds, shardings, _untouched(parameters, assigned))
+    return PlannedProgram(program.source, graph, mesh, seeds, shardings, _untouched(parameters, assigned, seeds))
 
 
 def _names(program: CanonicalProgram, leaves: Mapping[str, fx.Node]) -> list[str]:
@@ -259,14 +259,16 @@ def _pin_outputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> None
     output.args = (tuple(values),)
 
 
-def _untouched(leaves: Mapping[str, fx.Node], assigned: Mapping[str, PlanEntry]) -> tuple[Note, ...]:
-    """Layers with weights of two or more dims that no entry touches, repeated ones folded to `*`."""
+def _untouched(
+    leaves: Mapping[str, fx.Node], assigned: Mapping[str, PlanEntry], seeds: Mapping[str, Seed]
+) -> tuple[Note, ...]:
+    """Layers with weights of two or more dims that no entry touches, not as a tied name either; `*` for repeated."""
     folded: dict[str, int] = {}
     for fqn, node in leaves.items():
         owner = fqn.rpartition(".")[0]
         parts = owner.split(".")
         around = {".".join(parts[: i + 1]) for i in range(len(parts))} | {fqn}
-        if node.meta["val"].ndim >= 2 and not around & assigned.keys():
+        if node.meta["val"].ndim >= 2 and node.name not in seeds and not around & assigned.keys():
             key = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", owner)
             folded[key] = folded.get(key, 0) + 1
     return tuple(Note("untouched", f"{key} x {n}" if n > 1 else key) for key, n in folded.items())

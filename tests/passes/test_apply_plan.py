@@ -141,6 +141,11 @@ def test_a_seed_on_one_tied_leaf_is_on_all() -> None:
     assert seeds(planned(Tied(), (X,), {"head": "rowwise"})) == {"head.weight": "S(1)", "embed.weight": "S(1)"}
 
 
+def test_a_tied_leaf_is_touched_by_an_entry_for_its_other_name() -> None:
+    assert planned(Tied(), (X,), {"embed": "rowwise"}).notes == ()
+    assert [note.text for note in planned(Tied(), (X,)).notes] == ["embed", "head"]
+
+
 def test_pins_on_a_layer_called_twice() -> None:
     plan = {"up": {"style": "colwise", "inputs": ["S(0)"], "outputs": ["S(1)"]}}
     program = planned(Call(lambda self, x: self.up(F.relu(self.up(x))), up=nn.Linear(4, 4, bias=False)), (X,), plan)
