@@ -123,8 +123,13 @@ def verify_artifact(
     original: ExportedProgram,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
+    *,
+    then: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] = (),
 ) -> VerifyReport:
     """What `ParallelProgram.verify` does, for files: all ranks run in this process, beside the original.
+
+    Args:
+        then: (args, kwargs) of further calls, each on the buffers that those before wrote.
 
     Raises:
         ArtifactError: no artifact, a damaged one, or one that was made from another program.
@@ -153,6 +158,7 @@ def verify_artifact(
         [row["name"] for row in manifest.inputs],
         canonical.output_names(),
         intermediate=canonical.source,
+        then=then,
     )
 
 

@@ -201,9 +201,12 @@ def verify(
     directory: Artifact,
     against: Annotated[Path, typer.Option("--against", metavar="MODEL.pt2", help="The model that was converted.")],
     inputs: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            "--inputs", metavar="FILE", help="Inputs as safetensors; by default the example inputs in the model."
+            "--inputs",
+            metavar="FILE",
+            help="Inputs as safetensors; several times for several calls on the same caches. By default the example "
+            "inputs in the model.",
         ),
     ] = None,
     imports: Imports = None,
@@ -227,14 +230,14 @@ def verify(
 
         read_manifest(directory)  # its errors come before the model is read
         original = read_model(against, imports or ())
-        if inputs is not None:
-            args, kwargs = read_inputs(inputs, original)
+        if inputs:
+            calls = [read_inputs(file, original) for file in inputs]
         elif original.example_inputs is not None:
-            args, kwargs = original.example_inputs
+            calls = [original.example_inputs]
         else:
             raise InputsError(f"{against} was saved without example inputs", help="give inputs with --inputs FILE")
         status.update("running the model and all ranks")
-        report = verify_artifact(directory, original, args, kwargs)
+        report = verify_artifact(directory, original, *calls[0], then=calls[1:])
     if json:
         cli_print.print_json(dataclasses.asdict(report))
     else:

@@ -14,9 +14,11 @@ from torch.export.graph_signature import OutputKind
 
 import tpcompiler
 from tests.launch import called
+from tests.runtime.commands import right
 from tests.state.models import PLAN, WRITES, Llama, Normed, call
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
+from tpcompiler.runtime.inputs import write_tensors
 from tpcompiler.verify.compare import FLOOR, SPREAD, compare
 
 pytestmark = pytest.mark.slow
@@ -135,3 +137,16 @@ def test_a_cache_as_an_input_takes_the_placement_that_is_given() -> None:
     whole = tpcompiler.parallelize(model, 2, {"k": "colwise"})
     assert whole.verify(inputs).ok
     assert ("all_gather", "fallback") in [(c.kind, c.why) for c in whole.collectives()]
+
+
+def test_the_command_line_proves_a_sequence_of_calls(tmp_path: Path) -> None:
+    program = converted("index_copy", 2, dynamic=True)
+    program.save(tmp_path / "out")
+    torch.export.save(program.original, tmp_path / "model.pt2")
+    files = []
+    for number, ((tokens, position), _) in enumerate(CALLS[:3]):
+        files += ["--inputs", tmp_path / f"{number}.safetensors"]
+        write_tensors(files[-1], {"tokens": tokens, "position": position})
+    said = right("verify", tmp_path / "out", "--against", tmp_path / "model.pt2", *files)
+    assert said.startswith("equal: ")
+    assert "ok  call 3: layers.1.keys: rel err" in said
