@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 
-from tpcompiler._torch import size_range, symbols_of
+from tpcompiler._torch import size_range, symbols_of, tree_flatten, tree_unflatten
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import CLAIM, claim_of
 from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, PIN, RESHARD, ShardedProgram
+from tpcompiler.ir.shares import cut
 
 
 def build_rank_program(program: ShardedProgram) -> ExportedProgram:
@@ -70,8 +72,21 @@ def _of_kind(signature: ExportGraphSignature, program: ShardedProgram, constant:
 
 
 def _local_examples(program: ShardedProgram) -> Any:
-    """The example inputs of the export, where every input is whole; sharded inputs have no example."""
-    nodes = {node.name: node for node in program.user_inputs()}
-    if any(not node.meta[MARK].shardings[0].is_replicated for node in nodes.values()):
-        return None
-    return program.source.example_inputs
+    """The rank's part of the example inputs of the export; none where it has no even part of a dynamic dim."""
+    examples = program.source.example_inputs
+    placed = [(node.meta["val"], node.meta[MARK].shardings[0]) for node in program.user_inputs()]
+    if examples is None or all(sharding.is_replicated for _, sharding in placed):
+        return examples
+    flat, spec = tree_flatten(examples)
+    feed = iter(placed)
+    own = []
+    for value in flat:
+        if isinstance(value, torch.Tensor):
+            local, sharding = next(feed)
+            for dim, by in enumerate(sharding.dims):
+                pieces = math.prod(program.mesh.degree(axis) for axis in by.axes)
+                if not isinstance(local.shape[dim], int) and value.shape[dim] % pieces:
+                    return None
+            value = cut(value, sharding, program.mesh, program.rank)
+        own.append(value)
+    return tree_unflatten(own, spec)

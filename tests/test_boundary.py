@@ -108,6 +108,21 @@ def test_the_written_files_speak_of_local_sizes(programs: dict[str, ExportedProg
     ]
 
 
+@pytest.mark.parametrize("sizes", ["static", "dynamic"])
+def test_a_rank_program_has_its_own_part_of_the_examples(programs: dict[str, ExportedProgram], sizes: str) -> None:
+    """Compilers take the example inputs from the program."""
+    program = converted(programs[sizes], "both inputs", 2)
+    assert programs[sizes].example_inputs is not None
+    (x, y), _ = programs[sizes].example_inputs
+    made = program.rank_program(1)
+    assert made.example_inputs is not None
+    (own_x, own_y), _ = made.example_inputs
+    assert torch.equal(own_x, x[2:])
+    assert torch.equal(own_y, y[2:])
+    odd = torch.export.export(Model(), inputs(3, 4), dynamic_shapes={"x": {0: Dim("b")}, "y": {0: Dim("b")}})
+    assert tpcompiler.parallelize(odd, 2, WHOLE, inputs=ALL).rank_program(0).example_inputs is None
+
+
 def test_a_size_that_the_ranks_do_not_divide(programs: dict[str, ExportedProgram]) -> None:
     """An error for the simulator; and an error, not a dropped row, where a whole value is cut."""
     with pytest.raises(tpcompiler.InputsError) as raised:

@@ -80,9 +80,11 @@ def test_it_is_saved_and_loaded_by_torch_alone() -> None:
         torch.testing.assert_close(a.outputs[0], b.outputs[0])
 
 
-def test_inputs_that_are_sharded_have_no_example() -> None:
-    assert built(Mlp(), (X,), {}, inputs=["S(0)"]).example_inputs is None
-    assert built(Mlp(), (X,), {}).example_inputs is not None
+def test_the_example_of_a_sharded_input_is_the_ranks_own() -> None:
+    assert built(Mlp(), (X,), {}).example_inputs == ((X,), {})
+    made = built(Mlp(), (X,), {}, inputs=["S(0)"]).example_inputs
+    assert made is not None
+    assert torch.equal(made[0][0], X[:1])
 
 
 def test_a_buffer_that_is_not_saved_stays_a_constant() -> None:
