@@ -8,6 +8,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -c constraints.txt
 # More words for pytest: make test PYTEST_ARGS="-k mesh"
 PYTEST_ARGS ?=
+# Two workers, each with whole files: the tests of a file share exports and conversions.
+PYTEST := python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-fast check format wheel-test zoo bench clean
@@ -31,10 +33,10 @@ demo: venv  ## Cut a real model for several ranks, run them and compare the numb
 test test-fast wheel-test: export OMP_NUM_THREADS := 1
 
 test: venv  ## Run all tests, the slow ones last
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/$(PYTEST) $(PYTEST_ARGS)
 
 test-fast: venv  ## Run the tests that need neither a real model nor launched processes
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 check: venv  ## Lint, formatting, types and import directions
 	$(BIN)/ruff check .
@@ -59,7 +61,7 @@ wheel-test: venv  ## Build sdist and wheel, and run the fast tests against the i
 		-c constraints.txt "$$(echo "$$tmp"/dist/*.whl)[test]"; \
 	cd "$$tmp/run"; \
 	../venv/bin/python -c "$$CHECK_ORIGIN"; \
-	../venv/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	../venv/bin/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 define CHECK_ORIGIN
 import pathlib, sys
@@ -77,7 +79,7 @@ zoo: venv  ## Convert the zoo's models and print what was measured beside what w
 	$(BIN)/python -m tests.zoo
 
 bench: venv  ## Run the benchmarks
-	$(BIN)/python tools/bench.py
+	$(BIN)/python tools/bench_convert.py
 
 clean:  ## Remove build outputs and caches; .venv stays
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
