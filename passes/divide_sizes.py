@@ -35,11 +35,12 @@ def divide_sizes(program: PlannedProgram) -> PlannedProgram:
     needs keep their symbols. Each new restriction of an input is a note.
 
     Raises:
-        UnsupportedError: a size that no multiple of one symbol is, such as s0 + 1, or a range without two multiples
-            of the degree.
+        UnsupportedError: a size that no multiple of one symbol is, such as s0 + 1, one that depends on data, or a range
+            without two multiples of the degree.
     """
     parts: dict[Any, int] = {}
     ranges = program.source.range_constraints
+    given = symbols_of(node.meta["val"] for node in program.user_inputs())  # others depend on data: nobody chooses them
     for what, value, sharding, asked_by in _placed(program):
         for dim, cut in enumerate(sharding.dims):
             degree = math.prod(program.mesh.degree(axis) for axis in cut.axes)
@@ -47,7 +48,7 @@ def divide_sizes(program: PlannedProgram) -> PlannedProgram:
             if not cut.axes or isinstance(size, int) or sym_quotient(size, degree) is not None:
                 continue
             multiple = sym_multiple(size)
-            if multiple is None:
+            if multiple is None or multiple[0] not in given:
                 raise UnsupportedError(
                     f"cannot shard {what} on dim {dim}: its size {size} is dynamic and need not be a multiple "
                     f"of {degree}",
@@ -58,10 +59,10 @@ def divide_sizes(program: PlannedProgram) -> PlannedProgram:
             part = parts[symbol] = math.lcm(parts.get(symbol, 1), degree // math.gcd(degree, count))
             least, greatest = divided_range(ranges[symbol], part)
             if least >= greatest:
-                known = ranges[symbol]
+                known, found = ranges[symbol], "one" if least == greatest else "none"
                 raise UnsupportedError(
-                    f"cannot shard {what} on dim {dim}: its size {size} is dynamic, with {symbol} from "
-                    f"{known.lower} to {known.upper}, and {'one' if least == greatest else 'none'} of these is a multiple of {part}",
+                    f"cannot shard {what} on dim {dim}: its size {size} is dynamic, with {symbol} from {known.lower} "
+                    f"to {known.upper}, and {found} of these is a multiple of {part}",
                     help="export with that dim static or with a wider range, or leave it whole",
                     asked_by=asked_by,
                 )

@@ -152,3 +152,13 @@ def test_a_range_without_two_multiples(least: int, greatest: int, found: str) ->
         "  help: export with that dim static or with a wider range, or leave it whole\n"
         "  asked by: inputs="
     )
+
+
+def test_a_size_that_depends_on_data() -> None:
+    """Nobody can give inputs that have an even number of positive elements."""
+
+    def positive(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (x > 0).nonzero()
+
+    with pytest.raises(UnsupportedError, match="its size u0 is dynamic and need not be a multiple of 2"):
+        divided(Call(positive), (X,), outputs=["S(0)"])
