@@ -48,11 +48,13 @@ def apply_plan(
     planned = CanonicalProgram(program.source, graph)
     leaves = {fqn: node for node, fqn in planned.leaves()}
     static = computed_from_leaves(graph, set(leaves.values()))
+    written = {name for _, name in planned.mutations()}
+    constant = computed_from_leaves(graph, {node for fqn, node in leaves.items() if fqn not in written})
     aliases = _aliases(planned)
     assigned = plan.assign(_names(planned, leaves))
     seeds: dict[str, Seed] = {}
     for name in sorted(assigned, key=lambda n: n.count(".")):  # inner names override outer ones
-        seeds.update(_seeds(name, assigned[name], leaves, aliases, static, mesh))
+        seeds.update(_seeds(name, assigned[name], leaves, aliases, constant, mesh))
         _pin_module(graph, name, assigned[name], static, mesh)
     _tie(seeds, planned)
     shardings = _input_shardings(planned, mesh, inputs)
@@ -77,7 +79,7 @@ def _seeds(
     entry: PlanEntry,
     leaves: Mapping[str, fx.Node],
     aliases: Mapping[str, list[fx.Node]],
-    static: Set[fx.Node],
+    constant: Set[fx.Node],
     mesh: Mesh,
 ) -> dict[str, Seed]:
     style = entry.style
@@ -93,7 +95,7 @@ def _seeds(
         elif style.whole:
             found[node.name] = Seed(Sharding.replicated(ndim), entry.where)
         elif style.cut is not None:
-            features = feature_dims(aliases[node.name], style.cut, static, _owner(fqn))
+            features = feature_dims(aliases[node.name], style.cut, constant, _owner(fqn))
             if len(features) > 1:
                 raise PlanError(
                     f"style '{style.name}' is ambiguous for '{fqn}': its uses cut dims {sorted(features)}",

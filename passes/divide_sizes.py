@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-from tpcompiler._torch import divided_sizes, substituted, sym_multiple, sym_quotient, symbols_of, tree_map
+from tpcompiler._torch import (
+    divided_range,
+    divided_sizes,
+    substituted,
+    sym_multiple,
+    sym_quotient,
+    symbols_of,
+    tree_map,
+)
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of
@@ -27,9 +35,12 @@ def divide_sizes(program: PlannedProgram) -> PlannedProgram:
     needs keep their symbols. Each new restriction of an input is a note.
 
     Raises:
-        UnsupportedError: a size that no multiple of one symbol is, such as s0 + 1.
+        UnsupportedError: a size that no multiple of one symbol is, such as s0 + 1, one that depends on data, or a range
+            without two multiples of the degree.
     """
     parts: dict[Any, int] = {}
+    ranges = program.source.range_constraints
+    given = symbols_of(node.meta["val"] for node in program.user_inputs())  # others depend on data: nobody chooses them
     for what, value, sharding, asked_by in _placed(program):
         for dim, cut in enumerate(sharding.dims):
             degree = math.prod(program.mesh.degree(axis) for axis in cut.axes)
@@ -37,7 +48,7 @@ def divide_sizes(program: PlannedProgram) -> PlannedProgram:
             if not cut.axes or isinstance(size, int) or sym_quotient(size, degree) is not None:
                 continue
             multiple = sym_multiple(size)
-            if multiple is None:
+            if multiple is None or multiple[0] not in given:
                 raise UnsupportedError(
                     f"cannot shard {what} on dim {dim}: its size {size} is dynamic and need not be a multiple "
                     f"of {degree}",
@@ -45,22 +56,34 @@ def divide_sizes(program: PlannedProgram) -> PlannedProgram:
                     asked_by=asked_by,
                 )
             symbol, count = multiple
-            parts[symbol] = math.lcm(parts.get(symbol, 1), degree // math.gcd(degree, count))
+            part = parts[symbol] = math.lcm(parts.get(symbol, 1), degree // math.gcd(degree, count))
+            least, greatest = divided_range(ranges[symbol], part)
+            if least >= greatest:
+                known, found = ranges[symbol], "one" if least == greatest else "none"
+                raise UnsupportedError(
+                    f"cannot shard {what} on dim {dim}: its size {size} is dynamic, with {symbol} from {known.lower} "
+                    f"to {known.upper}, and {found} of these is a multiple of {part}",
+                    help="export with that dim static or with a wider range, or leave it whole",
+                    asked_by=asked_by,
+                )
     if not parts:
         return program
-    mode, standing = divided_sizes(fake_mode_of(program.graph), parts, program.source.range_constraints)
+    mode, standing = divided_sizes(fake_mode_of(program.graph), parts, ranges)
     graph = edit.copy_graph(program.graph)
     for node in graph.nodes:
         if "val" in node.meta:
             node.meta["val"] = tree_map(lambda value: substituted(value, mode, standing), node.meta["val"])
-    return replace(program, graph=graph, notes=(*program.notes, *_notes(program, parts)))
+    made = replace(program, graph=graph)
+    return replace(made, notes=(*program.notes, *_notes(program, made, parts)))
 
 
-def _notes(program: PlannedProgram, parts: Mapping[Any, int]) -> Iterator[Note]:
-    for node in program.user_inputs():
-        for dim, size in enumerate(node.meta["val"].shape):
-            for symbol in symbols_of([size]) & parts.keys():
-                yield Note("size", f"dim {dim} of input '{node.name}' must be a multiple of {parts[symbol]}")
+def _notes(before: PlannedProgram, after: PlannedProgram, parts: Mapping[Any, int]) -> Iterator[Note]:
+    for old, new in zip(before.user_inputs(), after.user_inputs(), strict=True):
+        for dim, (size, divided) in enumerate(zip(old.meta["val"].shape, new.meta["val"].shape, strict=True)):
+            if symbols_of([size]) & parts.keys():
+                multiple = sym_multiple(size)
+                must = f"a multiple of {multiple[1] * parts[multiple[0]]}" if multiple is not None else str(divided)
+                yield Note("size", f"dim {dim} of input '{old.name}' must be {must}")
 
 
 def _placed(program: PlannedProgram) -> Iterator[tuple[str, torch.Tensor, Sharding, str]]:

@@ -46,6 +46,7 @@ __all__ = [
     "TreeSpec",
     "decomposed",
     "detect_fake_mode",
+    "divided_range",
     "divided_sizes",
     "fake_group",
     "forget_index",
@@ -131,12 +132,16 @@ def divided_sizes(
     for symbol, count in parts.items():
         example = max(-(-sym_hint(env.create_symintnode(symbol, hint=None)) // count), 2)  # 1 would be made static
         new = made.create_symbol(example, ConstantSource(f"a part of {symbol}"), DimDynamic.DYNAMIC)
-        known = ranges[symbol]
-        lower, upper = sympy.ceiling(known.lower / count), known.upper
-        made.var_to_range[new] = ValueRanges(lower, upper // count if upper.is_Integer else upper)
+        made.var_to_range[new] = ValueRanges(*divided_range(ranges[symbol], count))
         made.var_to_sources.pop(symbol, None)
         standing[symbol] = count * new
     return FakeTensorMode(shape_env=made, allow_non_fake_inputs=mode.allow_non_fake_inputs), standing
+
+
+def divided_range(known: Any, count: int) -> tuple[Any, Any]:
+    """The least and the greatest t such that `count * t` lies in a range; the first is greater where none does."""
+    lower, upper = known.lower, known.upper
+    return sympy.ceiling(lower / count), upper // count if upper.is_Integer else upper
 
 
 def substituted(value: Any, mode: FakeTensorMode, standing: Mapping[sympy.Symbol, sympy.Expr]) -> Any:

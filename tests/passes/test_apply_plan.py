@@ -141,6 +141,18 @@ def test_a_seed_on_one_tied_leaf_is_on_all() -> None:
     assert seeds(planned(Tied(), (X,), {"head": "rowwise"})) == {"head.weight": "S(1)", "embed.weight": "S(1)"}
 
 
+def test_a_buffer_that_is_written_is_no_weight() -> None:
+    """What a layer reads from a cache is an activation, though no input of this call has gone into it."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        read = self.out(self.cache)
+        self.cache.copy_(x)
+        return read
+
+    module = Call(forward, out=nn.Linear(4, 4), cache=torch.zeros(2, 4))
+    assert seeds(planned(module, (X,), {"out": "rowwise"})) == {"out.weight": "S(1)"}
+
+
 def test_a_tied_leaf_is_touched_by_an_entry_for_its_other_name() -> None:
     assert planned(Tied(), (X,), {"embed": "rowwise"}).notes == ()
     assert [note.text for note in planned(Tied(), (X,)).notes] == ["embed", "head"]

@@ -121,3 +121,44 @@ def test_a_size_that_is_no_multiple_of_a_symbol() -> None:
         "  help: export with that dim static or as 2 * Dim(...), or leave it whole\n"
         "  asked by: outputs="
     )
+
+
+def test_the_notes_count_what_a_size_is_a_multiple_of_already() -> None:
+    """Half a batch, cut by 4: that whole is a multiple of 8, and what is one more is no multiple at all."""
+
+    def joined(_: nn.Module, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return x + y.view(-1, 2, 4).sum(1) + z[1:]
+
+    half = Dim("half", min=2, max=32)
+    sizes = {"x": {0: half}, "y": {0: 2 * half}, "z": {0: half + 1}}
+    given = (torch.randn(8, 4), torch.randn(16, 4), torch.randn(9, 4))
+    program = divided(Call(joined), given, inputs=["S(0)"], dynamic_shapes=sizes, degree=4)
+    assert [named(n.text, program) for n in program.notes] == [
+        "dim 0 of input 'x' must be a multiple of 4",
+        "dim 0 of input 'y' must be a multiple of 8",
+        "dim 0 of input 'z' must be 4*<0> + 1",
+    ]
+
+
+@pytest.mark.parametrize(("least", "greatest", "found"), [(5, 7, "none"), (2, 7, "one")])
+def test_a_range_without_two_multiples(least: int, greatest: int, found: str) -> None:
+    """None of them could be called; one is a static size."""
+    with pytest.raises(UnsupportedError) as raised:
+        divided(Mlp(), (X,), inputs=["S(0)"], dynamic_shapes={"x": {0: Dim("b", min=least, max=greatest)}}, degree=4)
+    message = str(raised.value)
+    assert message.startswith("cannot shard input 'x' on dim 0: its size s")
+    assert message.endswith(
+        f" from {least} to {greatest}, and {found} of these is a multiple of 4\n"
+        "  help: export with that dim static or with a wider range, or leave it whole\n"
+        "  asked by: inputs="
+    )
+
+
+def test_a_size_that_depends_on_data() -> None:
+    """Nobody can give inputs that have an even number of positive elements."""
+
+    def positive(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (x > 0).nonzero()
+
+    with pytest.raises(UnsupportedError, match="its size u0 is dynamic and need not be a multiple of 2"):
+        divided(Call(positive), (X,), outputs=["S(0)"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -161,6 +161,63 @@ def test_the_tolerance_follows_the_programs_own_rounding() -> None:
         assert difference.ok
         tolerances.append(difference.tolerance)
     assert tolerances[0] == FLOOR * torch.finfo(torch.float32).eps < tolerances[1]
+
+
+class Finished(nn.Module):
+    """A sum of all ranks' products, and what a function makes of it."""
+
+    def __init__(self, finish: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.down = nn.Linear(64, 8)
+        self.finish = finish
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.finish(self.down(x))
+
+
+def right_and_without_its_collective(finish: Callable[[torch.Tensor], torch.Tensor]) -> tuple[bool, bool]:
+    """What is said of the right program, and of one that leaves its all_reduce out."""
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    case = Case(randomised(Finished(finish)), (x,), 2, {"down": "rowwise"})
+    (name,) = collectives(case.ranks[0])
+    return case.compare().ok, case.compare([damaged(rank, name, skipped) for rank in case.ranks]).ok
+
+
+LAST = torch.arange(8) == 7
+
+
+@pytest.mark.parametrize(
+    "finish",
+    [
+        lambda y: y.masked_fill(LAST, torch.finfo(torch.float32).min),
+        lambda y: y.masked_fill(LAST, -1e9),
+        lambda y: y + LAST * -1e9,
+        lambda y: y.masked_fill(~LAST, -1e9).masked_fill(y > 10, 1e30),
+        lambda y: torch.complex(y.masked_fill(LAST, -1e9), y),
+    ],
+    ids=["lowest", "fill", "addend", "mostly", "complex"],
+)
+def test_a_masks_large_numbers_hide_nothing(finish: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Relative to -1e9, logits of any size would be equal."""
+    assert right_and_without_its_collective(finish) == (True, False)
+
+
+def test_large_numbers_themselves_are_judged() -> None:
+    """In a tolerance of their own: 1e9 is rounded to 64."""
+    assert right_and_without_its_collective(lambda y: torch.cat([y, y * 1e9], -1)) == (True, False)
+    assert right_and_without_its_collective(lambda y: torch.cat([torch.ones_like(y), y * 1e9], -1)) == (True, False)
+
+
+def test_a_choice_that_float64_makes_otherwise_allows_no_fault() -> None:
+    """1e-9 more is more in float64 alone: by the difference between the two, anything would be equal."""
+    finish = lambda y: torch.where(y + 1e-9 > y, -y.flip(-1), y)  # noqa: E731
+    assert right_and_without_its_collective(finish) == (True, False)
+
+
+def test_bits_are_read_as_they_were_exported() -> None:
+    """In float64 a row would be read as twice as many integers."""
+    finish = lambda y: (y.view(torch.int32) >> 20 << 20).view(torch.float32)  # noqa: E731
+    assert right_and_without_its_collective(finish) == (True, False)
 
 
 class Outputs(nn.Module):

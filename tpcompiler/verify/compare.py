@@ -24,6 +24,12 @@ from tpcompiler.verify.simulate import RankResult, flatten_inputs, simulate
 # shard or a missing reduction is off by about 1, five orders of magnitude above.
 SPREAD = 8.0
 FLOOR = 16.0  # units of machine epsilon: below this an order of summation cannot be told from another
+# Where rounding decides between two branches, float32 and float64 may differ by anything. What is off by more than half
+# of the output's scale is wrong all the same.
+CEILING = 0.5
+# A mask's -1e9 beside logits of 10: relative to that scale, no logit could be wrong. Values this far apart, the larger
+# ones at least LARGE, are judged apart.
+GAP, LARGE = 1e3, 1e4
 # In bfloat16 those bounds are 0.06 to 0.13, and leaving one all_reduce of 8 layers out changes the logits by 0.14. So a
 # program in less than float32 is compared once more with all of it in float32, where they are about 1e-5.
 WIDE = torch.float32
@@ -33,8 +39,9 @@ WIDE = torch.float32
 class Difference:
     """One output (or value written back): the largest difference over all ranks, absolute and relative.
 
-    `rel` is `abs` over the largest magnitude of the reference; `noise` the same between the reference and its own
-    run in float64. `counted` says that it is made of integers or booleans, and `abs` and `rel` how many are wrong.
+    `rel` is an absolute difference over the largest magnitude of the reference, where it is largest beside its
+    `tolerance` (`_bands`). `counted` says that it is made of integers or booleans, and `abs` and `rel` how many are
+    wrong.
     """
 
     name: str
@@ -98,7 +105,8 @@ def compare(
     """Run the reference once, and once more in float64, and all ranks in lock step; compare every output on every rank.
 
     Outputs of the model and values written back to buffers and inputs are compared. Each output's tolerance is
-    `SPREAD` times the reference's own error against float64, and at least `FLOOR` machine epsilons. Integer and
+    `SPREAD` times the reference's own error against float64, at least `FLOOR` machine epsilons and at most `CEILING`;
+    values of very different magnitude (`_bands`) are judged by tolerances of their own. Integer and
     boolean outputs must be equal. A program with values in less than float32 is compared as it is, dtypes included, and
     once more in float32.
 
@@ -313,10 +321,26 @@ def _difference(name: str, want: Any, exact: Any, parts: Sequence[Any], layout: 
     if not _is_rounded(want):
         wrong = max(float((w != want).sum()) for w in whole)
         return Difference(name, wrong, wrong, 0.0, wrong == 0, counted=True)
-    scale, noise = _scale_and_noise(want, exact)
-    tolerance = max(SPREAD * noise, FLOOR * torch.finfo(want.dtype).eps)
-    largest = max(_largest(w, want) for w in whole)
-    return Difference(name, largest, largest / scale, tolerance, largest / scale <= tolerance)
+    largest, verdicts = 0.0, []
+    for band in _bands(exact):
+        scale, noise = _scale_and_noise(want[band], exact[band])
+        tolerance = min(max(SPREAD * noise, FLOOR * torch.finfo(want.dtype).eps), CEILING)
+        off = max(_largest(w[band], want[band]) for w in whole)
+        largest = max(largest, off)
+        verdicts.append((off / scale / tolerance, off / scale, tolerance))
+    _, rel, tolerance = max(verdicts)
+    return Difference(name, largest, rel, tolerance, rel <= tolerance)
+
+
+def _bands(exact: torch.Tensor) -> list[torch.Tensor]:
+    """Masks of the elements that are judged together: one, or several where magnitudes leave a `GAP`."""
+    size = exact.abs().nan_to_num(nan=0.0, posinf=0.0)
+    if size.amax() < LARGE:
+        return [torch.full_like(size, True, dtype=torch.bool)]
+    rising = size.flatten().sort().values
+    above = rising[1:][(rising[1:] >= LARGE) & (rising[1:] > GAP * rising[:-1])]
+    number = torch.bucketize(size, above, right=True)
+    return [number == band for band in range(len(above) + 1)]
 
 
 def _scale_and_noise(want: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:

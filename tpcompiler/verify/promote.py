@@ -28,6 +28,9 @@ class Promoted:
                 node.target = _Widened(node, target, dtype)
 
 
+READS_BITS = (torch.ops.aten.view.dtype,)  # another dtype has other bits, and maybe more of them
+
+
 class _Widened:
     """An op in another dtype; where it has no such kernel, as exported, with operands rounded and results widened."""
 
@@ -40,13 +43,18 @@ class _Widened:
         return str(self.target)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.target in READS_BITS:
+            return self._as_exported(args, kwargs)
         widened = tree_map(lambda a: _float(a, self.dtype), (args, kwargs))
         try:
             return self.target(*widened[0], **widened[1])
         except Exception:  # whatever the op raises at a dtype that it does not know
-            exported = iter(self.exported)
-            rounded = tree_map(lambda a: a.to(next(exported)) if isinstance(a, torch.Tensor) else a, (args, kwargs))
-            return tree_map(lambda v: promoted(v, self.dtype), self.target(*rounded[0], **rounded[1]))
+            return self._as_exported(args, kwargs)
+
+    def _as_exported(self, args: Any, kwargs: Any) -> Any:
+        exported = iter(self.exported)
+        rounded = tree_map(lambda a: a.to(next(exported)) if isinstance(a, torch.Tensor) else a, (args, kwargs))
+        return tree_map(lambda v: promoted(v, self.dtype), self.target(*rounded[0], **rounded[1]))
 
 
 def promoted(value: Any, dtype: torch.dtype) -> Any:
