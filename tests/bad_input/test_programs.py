@@ -27,7 +27,7 @@ from tpcompiler.errors import ProgramError, ShardingError
 from tpcompiler.verify.compare import compare
 
 
-@torch.library.custom_op("tpcompilertest::add_one", mutates_args={"x"})
+@torch.library.custom_op("toy::add_one", mutates_args={"x"})
 def add_one(x: torch.Tensor) -> None:
     x.add_(1)
 
@@ -37,7 +37,7 @@ def _(x: torch.Tensor) -> None:
     return None
 
 
-@torch.library.custom_op("tpcompilertest::single_only", mutates_args=())
+@torch.library.custom_op("toy::single_only", mutates_args=())
 def single_only(x: torch.Tensor) -> torch.Tensor:
     assert x.dtype == torch.float32
     return x * 2
@@ -92,7 +92,7 @@ EVAL = "export the model in eval mode (model.eval()), or pass the numbers in as 
         (by_row, "'map_impl' is control flow, which cannot be sharded yet", CONTROL),
         (
             in_place,
-            "the custom op tpcompilertest.add_one.default changes its operands in place, which cannot be sharded yet",
+            "the custom op toy.add_one.default changes its operands in place, which cannot be sharded yet",
             "write the op so that it returns what it makes",
         ),
         (

@@ -48,7 +48,7 @@ def test_torch_is_quiet_only_while_it_reads(model: Path, tmp_path: Path, capfd: 
 CUSTOM = """
 import torch
 
-@torch.library.custom_op("tpcompilertest::twice", mutates_args=())
+@torch.library.custom_op("toy::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
@@ -60,7 +60,7 @@ def _(x):
 
 class Twice(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.tpcompilertest.twice(x)
+        return torch.ops.toy.twice(x)
 
 
 def test_a_module_in_the_working_directory_registers_an_op(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ try:
     read_model("model.pt2")
 except ArtifactError as error:
     print(error.message)
-print(read_model("model.pt2", ["my_ops"]).graph_module.code.count("tpcompilertest.twice"))
+print(read_model("model.pt2", ["my_ops"]).graph_module.code.count("toy.twice"))
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
@@ -84,7 +84,7 @@ print(read_model("model.pt2", ["my_ops"]).graph_module.code.count("tpcompilertes
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (
-        f"model.pt2 calls the op tpcompilertest.twice.default, which this torch {torch.__version__} does not have\n1\n"
+        f"model.pt2 calls the op toy.twice.default, which this torch {torch.__version__} does not have\n1\n"
     )
 
 

@@ -153,7 +153,7 @@ def test_no_model(make: Callable[[Path, Path], None], expected: str, model: Path
     assert str(raised.value) == f"{path} {expected}"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU can read this file")
 def test_weights_on_a_device_that_is_not_here(tmp_path: Path) -> None:
     """As torch.export.save writes a model that was exported on a GPU."""
     torch.export.save(export_mlp(), tmp_path / "cpu.pt2")
