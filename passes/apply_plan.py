@@ -122,16 +122,13 @@ def _misfit(style: Style, inside: Mapping[str, Sequence[fx.Node]]) -> tuple[str,
     users = {fqn: [user for node in nodes for user in node.users] for fqn, nodes in inside.items()}
     if inside and not any(users.values()):
         return "no op of the program uses it", "remove the entry"
-    for fqn, ops in users.items():
-        for op in ops:
-            if edit.outputs(op) and rule_of(op) is None:
-                return f"{op.target} has no rule for its use of '{fqn}'", "use 'replicate' for this layer"
+    for fqn, op in ((fqn, op) for fqn, ops in users.items() for op in ops if edit.outputs(op)):
+        rule = rule_of(op)
+        if rule is None:
+            return f"{op.target} has no rule for its use of '{fqn}'", "use 'replicate' for this layer"
+        if style.cut == "in" and rule.pattern.whole & rule.reduced:
+            return f"{op.target} takes '{fqn}' and needs what it sums over whole", "use 'colwise' or 'replicate'"
     side = "output" if style.cut == "out" else "input"
-    for fqn, ops in users.items():
-        for op in ops:
-            rule = rule_of(op) if edit.outputs(op) else None
-            if rule is not None and style.cut == "in" and rule.pattern.whole & rule.reduced:
-                return f"{op.target} takes '{fqn}' and needs what it sums over whole", "use 'colwise' or 'replicate'"
     return (
         f"no weight of it has {side} features of its own",
         "use it on a linear, convolution or embedding layer, or give a parameter an explicit placement",

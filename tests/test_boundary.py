@@ -151,3 +151,22 @@ def test_every_rank_gives_and_gets_its_own_rows(programs: dict[str, ExportedProg
             for value in whole:
                 # Sums of at most 60 terms in another order: their rounding, a few machine epsilons of the largest.
                 torch.testing.assert_close(value, want, rtol=0, atol=60 * 2**-24 * float(want.abs().max()))
+
+
+class Beside(torch.nn.Module):
+    """The export writes down that both inputs have one batch."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, y + x.shape[0]
+
+
+def test_guards_of_the_export_do_not_hold_for_a_cut_input() -> None:
+    """A rank takes its own rows of one input and all rows of the other, whose sizes were equal in the export."""
+    batch = Dim("batch", min=2, max=64)
+    x, y = torch.randn(6, 3), torch.randn(6)
+    program = torch.export.export(Beside(), (x, y), dynamic_shapes={"x": {0: batch}, "y": {0: batch}})
+    assert tpcompiler.parallelize(program, 2, {}).rank_program(0)._guards_code, "the export has such a guard"
+    made = tpcompiler.parallelize(program, 2, {}, inputs={"x": "S(0)"}, outputs={"0": "S(0)"})
+    rows, whole = made.rank_program(1).module()(x[3:], y)  # with its guards; no collective, so no group
+    assert torch.equal(rows, x[3:] * 2)
+    assert torch.equal(whole, y + 6)

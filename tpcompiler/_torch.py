@@ -127,13 +127,13 @@ def divided_sizes(
     for name, value in vars(env).items():
         if isinstance(value, (dict, list, set)):
             setattr(made, name, copy.copy(value))
-    made.guards = [guard for guard in env.guards if not guard.expr.free_symbols & parts.keys()]
+    gone = parts.keys() | {s for s, by in env.replacements.items() if by.free_symbols & parts.keys()}
+    made.guards = [guard for guard in env.guards if not guard.expr.free_symbols & gone]
     standing: dict[sympy.Symbol, sympy.Expr] = {}
     for symbol, count in parts.items():
         example = max(-(-sym_hint(env.create_symintnode(symbol, hint=None)) // count), 2)  # 1 would be made static
         new = made.create_symbol(example, ConstantSource(f"a part of {symbol}"), DimDynamic.DYNAMIC)
         made.var_to_range[new] = ValueRanges(*divided_range(ranges[symbol], count))
-        made.var_to_sources.pop(symbol, None)
         standing[symbol] = count * new
     return FakeTensorMode(shape_env=made, allow_non_fake_inputs=mode.allow_non_fake_inputs), standing
 
