@@ -9,7 +9,6 @@ import torch
 from torch.distributed.tensor import Partial
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from tests.rules.brute_force import Mismatch, check, rule_from
 from tests.rules.sample import Sample, call, ids, node_of, t
 from tests.rules.samples import SAMPLES
 from tpcompiler.ir import edit
@@ -18,6 +17,7 @@ from tpcompiler.ir.sharding import WHOLE, Sharding
 from tpcompiler.rules.infer import Refusal, options, pull_back, shardings
 from tpcompiler.rules.notation import Rule, RuleText
 from tpcompiler.rules.registry import _RULES, rule_of
+from tpcompiler.verify.rule_check import Mismatch, check, rule_from
 
 aten = torch.ops.aten
 sdpa = aten.scaled_dot_product_attention.default

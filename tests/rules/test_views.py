@@ -13,10 +13,10 @@ from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from tests.rules.brute_force import check
 from tests.rules.sample import call, node_of
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.rules.views import dim_groups
+from tpcompiler.verify.rule_check import check
 
 aten = torch.ops.aten
 
