@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import FakeTensorMode, make_fx, statically_equal
+from tpcompiler._torch import FAKE_KERNELS, FakeTensorMode, make_fx, statically_equal
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
@@ -144,7 +144,7 @@ def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:
     known = (node.target, key(args), key(kwargs))
     if known not in results:
         with mode, torch.no_grad():
-            results[known] = node.target(*args, **kwargs)  # type: ignore[operator]
+            results[known] = FAKE_KERNELS.get(node.target, node.target)(*args, **kwargs)
     return results[known]
 
 
