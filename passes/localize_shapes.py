@@ -42,24 +42,25 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
     graph = program.graph
     mode = fake_mode_of(graph)
     local: set[fx.Node] = set()  # nodes whose value is not the global one
-    replaced: set[fx.Node] = set()
+    replaced: set[fx.Node] = set()  # parts of an op with several outputs, whose body has taken their place
     for node in list(graph.nodes):
         if node in replaced:
             continue
         mark: Mark | None = node.meta.get(MARK)
-        done = {node: node.meta.pop(GLOBAL, node.meta.get("val"))}
+        whole = node.meta.pop(GLOBAL, node.meta.get("val"))
+        done = {node: whole}
         if node.op == "placeholder" and mark is not None and mark.shardings:
             here = program.mesh.coordinate(program.rank)
-            node.meta["val"] = local_value(done[node], mark.shardings[0], program.mesh, here, mode)
+            node.meta["val"] = local_value(whole, mark.shardings[0], program.mesh, here, mode)
         elif node.op == "call_function":
             lowered = RESHARD in node.meta
             resized = mark is not None and not lowered and _localize_sizes(node, mark, program)
             if node.target is aten.sym_size.int and mark is not None and (degree := _degree(node, mark, program)) > 1:
                 _multiply(node, degree)
             if mark is not None and mark.local is not None:
-                parts = list(node.users) if isinstance(node.meta["val"], (tuple, list)) else [node]
+                parts = list(node.users) if isinstance(whole, (tuple, list)) else [node]
                 replaced.update(parts)
-                wholes = [part.meta.pop(GLOBAL, part.meta["val"]) for part in parts]
+                wholes = [part.meta["val"] for part in parts]
                 done = dict(zip(_put_in_body(node, parts, program, mode), wholes, strict=True))
             elif lowered or resized or not local.isdisjoint(node.all_input_nodes):
                 _allow_copy(node)
@@ -126,7 +127,7 @@ def _put_in_body(
 ) -> list[fx.Node]:
     """Replace the op by its rule's local body, traced for this rank's range of the cut factor.
 
-    Of an op with several outputs, `parts` are its users, a getitem each: the body makes what they take and no more.
+    Of an op with several outputs `parts` are the users, a getitem each: the body makes what they take and no more.
     Returns what stands for the parts, each with its part's mark.
     """
     share = node.meta[MARK].local
@@ -137,22 +138,22 @@ def _put_in_body(
 
     def body(*values: Any) -> list[torch.Tensor]:
         given = dict(zip(inputs, values, strict=True))
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), given.__getitem__)
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: given[n])
         result = share.body(*args, shard=ShardRange(offset, size, fraction), **kwargs)
         return [result if part is node else result[part.args[1]] for part in parts]
 
     with mode, torch.no_grad():
         traced = make_fx(body, tracing_mode="real")(*(i.meta["val"] for i in inputs)).graph
     traced.eliminate_dead_code()
-    (outputs,) = traced.output_node().args
+    outputs: Any = traced.output_node().args[0]
     if parts == [node]:
         traced.output_node().args = tuple(outputs)
     inner = [n for n in traced.nodes if n.op == "call_function"]
-    facts = [{MARK: part.meta[MARK], ORIGIN: part.name} for part in parts]
     made = dict(zip(inner, edit.graft(node, traced, inputs, {ORIGIN: node.name}), strict=True))
-    for output, known in zip(outputs, facts, strict=True):
-        made[output].meta.update(known)
-    return [made[output] for output in outputs]
+    results = [made[output] for output in outputs]
+    for result, part in zip(results, parts, strict=True):
+        result.meta.update({MARK: part.meta[MARK], ORIGIN: part.name})
+    return results
 
 
 def _allow_copy(node: fx.Node) -> None:

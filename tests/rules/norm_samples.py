@@ -48,6 +48,16 @@ GROUPED = [
         1e-5,
         text="n! c s0!, c, c -> n! c s0!, c, c",
     ),
+    call(
+        aten._native_batch_norm_legit.no_stats,
+        t(5, 4),
+        None,
+        None,
+        True,
+        0.1,
+        1e-5,
+        text="n! c -> n! c, c, c",
+    ),
     call(aten._fused_rms_norm.default, t(4, 5, 6), [6], t(6), 1e-5, text="d0 d1 h0!, h0! -> d0 d1 h0!, d0 d1 1"),
     call(aten._fused_rms_norm.default, t(5, 2, 3), [2, 3], None, None, text="d0 h0! h1! -> d0 h0! h1!, d0 1 1"),
 ]

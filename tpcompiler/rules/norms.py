@@ -35,7 +35,8 @@ def layer_norm(node: fx.Node) -> str:
 
 def _groups(value: torch.Tensor, *args: Any, shard: ShardRange, **kwargs: Any) -> torch.Tensor:
     """Group norm of the shard's own groups."""
-    return aten.group_norm.default(value, shard.size, *args[1:], **kwargs)
+    normed: torch.Tensor = aten.group_norm.default(value, shard.size, *args[1:], **kwargs)
+    return normed
 
 
 def _native_groups(
@@ -52,7 +53,9 @@ def _native_groups(
 ) -> tuple[torch.Tensor, ...]:
     """The native form on fewer images or groups: it is told the sizes beside the tensor that has them."""
     n, c = value.shape[:2]
-    return aten.native_group_norm.default(value, weight, bias, n, c, pixels, groups * c // channels, eps)
+    own = groups * c // channels
+    made: tuple[torch.Tensor, ...] = aten.native_group_norm.default(value, weight, bias, n, c, pixels, own, eps)
+    return made
 
 
 @op_rule(aten.group_norm.default, aten.native_group_norm.default, shards="any")
@@ -82,4 +85,4 @@ def batch_norm(node: fx.Node) -> str:
     training = node.target is not aten._native_batch_norm_legit_no_training.default
     batch = "n!" if training else "n"
     made = [f"{batch} c {space}"] + ["c" if training else "z!"] * (len(edit.outputs(node)) - 1)
-    return f"{batch} c {space}, {', '.join(['c'] * (len(operands) - 1))} -> {', '.join(made)}"
+    return f"{batch} c {space}{', c' * (len(operands) - 1)} -> {', '.join(made)}"
