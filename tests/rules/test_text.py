@@ -48,9 +48,8 @@ any shards
 any shards; leaves P(product)
     prod.default prod.dim_int
 any shards; linear in 0
-    _unsafe_index.Tensor chunk.default cumsum.default div.Scalar div.Tensor gather.default
-    index.Tensor index_select.default mul.Scalar neg.default select.int slice.Tensor split.Tensor
-    split_with_sizes.default sum.default sum.dim_IntList unbind.int
+    chunk.default cumsum.default div.Scalar div.Tensor mul.Scalar neg.default select.int
+    slice.Tensor split.Tensor split_with_sizes.default sum.default sum.dim_IntList unbind.int
 any shards; linear in 0 and 1
     add.Tensor diagonal_scatter.default select_scatter.default slice_scatter.default stack.default
     sub.Tensor
@@ -63,6 +62,8 @@ any shards; linear in 0 or linear in 1
     bmm.default linear.default matmul.default mm.default mul.Tensor
 any shards; linear in 0; own body for d0; own body for d1
     triu.default
+any shards; linear in 0; own body for d1
+    _unsafe_index.Tensor gather.default index.Tensor index_select.default
 any shards; linear in 0; own body for d1; own body for d2
     tril.default
 any shards; linear in 0; own body for v
