@@ -58,6 +58,9 @@ def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
     mesh = Mesh((("tp", degree),))
     ran = []
     for what, option in every_option(rule, mesh):
+        passed = [edit.operands(node)[i].meta["val"].dtype for _, group in option.through.values() for i in group]
+        if torch.bool in passed:
+            continue  # no sum of booleans is ever pending
         both = shardings(rule, option, mesh)
         assert not isinstance(both, Refusal)
         try:
@@ -112,7 +115,9 @@ def _shares(value: torch.Tensor, want: Sharding, mesh: Mesh) -> list[torch.Tenso
 
 
 def _noise(value: torch.Tensor) -> torch.Tensor:
-    return torch.randn_like(value) if value.is_floating_point() else torch.randint_like(value, -9, 10)
+    if value.is_floating_point() or value.is_complex():
+        return torch.randn_like(value)
+    return torch.randint_like(value, -9 if value.dtype.is_signed else 0, 10)
 
 
 def _localized(
@@ -125,7 +130,14 @@ def _localized(
     args = tuple(args)
     for name, term in rule.sizes.items():
         given = edit.bound(node)[name]
-        entries = [local[out.index(dim)] if dim in out and dim else old for dim, old in zip(term, given, strict=True)]
+        entries = [
+            1
+            if not dim
+            else local[out.index(dim)]
+            if dim in out
+            else old  # -1 cannot be told where a rank holds nothing
+            for dim, old in zip(term, given, strict=True)
+        ]
         if names.index(name) < len(args):
             args = (*args[: names.index(name)], entries, *args[names.index(name) + 1 :])
         else:
