@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tpcompiler.parallel_program import ParallelProgram as ParallelProgram
     from tpcompiler.plan import Plan as Plan
     from tpcompiler.report import Collective as Collective
+    from tpcompiler.rules.notation import RuleText as RuleText
+    from tpcompiler.rules.register import register_rule as register_rule
     from tpcompiler.runtime.load import load as load
     from tpcompiler.verify.compare import VerifyReport as VerifyReport
 
@@ -24,6 +26,8 @@ _HOME = {
     "parallelize": "tpcompiler.api",
     "tensor_parallel_transformation": "tpcompiler.api",
     "load": "tpcompiler.runtime.load",
+    "register_rule": "tpcompiler.rules.register",
+    "RuleText": "tpcompiler.rules.notation",
     "Collective": "tpcompiler.report",
     "Mesh": "tpcompiler.ir.mesh",
     "ParallelProgram": "tpcompiler.parallel_program",
