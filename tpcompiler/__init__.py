@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tpcompiler.rules.notation import RuleText as RuleText
     from tpcompiler.rules.register import register_rule as register_rule
     from tpcompiler.runtime.load import load as load
+    from tpcompiler.verify.check_rule import RuleCheck as RuleCheck
+    from tpcompiler.verify.check_rule import check_rule as check_rule
     from tpcompiler.verify.compare import VerifyReport as VerifyReport
 
 _HOME = {
@@ -32,7 +34,9 @@ _HOME = {
     "Mesh": "tpcompiler.ir.mesh",
     "ParallelProgram": "tpcompiler.parallel_program",
     "Plan": "tpcompiler.plan",
+    "RuleCheck": "tpcompiler.verify.check_rule",
     "VerifyReport": "tpcompiler.verify.compare",
+    "check_rule": "tpcompiler.verify.check_rule",
 } | dict.fromkeys(
     (
         "ArtifactError",
