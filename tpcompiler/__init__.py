@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from tpcompiler.verify.check_rule import RuleCheck as RuleCheck
     from tpcompiler.verify.check_rule import check_rule as check_rule
     from tpcompiler.verify.compare import VerifyReport as VerifyReport
+    from tpcompiler.verify.discover import sound_placements as sound_placements
+    from tpcompiler.verify.discover_rule import DiscoveredRule as DiscoveredRule
+    from tpcompiler.verify.discover_rule import discover_rule as discover_rule
 
 _HOME = {
     "parallelize": "tpcompiler.api",
@@ -37,6 +40,9 @@ _HOME = {
     "RuleCheck": "tpcompiler.verify.check_rule",
     "VerifyReport": "tpcompiler.verify.compare",
     "check_rule": "tpcompiler.verify.check_rule",
+    "DiscoveredRule": "tpcompiler.verify.discover_rule",
+    "discover_rule": "tpcompiler.verify.discover_rule",
+    "sound_placements": "tpcompiler.verify.discover",
 } | dict.fromkeys(
     (
         "ArtifactError",

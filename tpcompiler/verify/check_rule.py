@@ -100,7 +100,7 @@ def left_out(
     have = offered(rule, degree)
     sound = [way for way in sound_placements(node.target, args, kwargs, degree) if is_even(way, operands, degree)]
     results = {(way.inputs, way.outputs) for way in sound}
-    return [way for way in sound if way.inputs not in have and not _is_idle(way, results)]
+    return [way for way in sound if way.inputs not in have and not is_idle(way, results)]
 
 
 def offered(rule: Rule | None, degree: int) -> set[tuple[Placement, ...]]:
@@ -121,7 +121,7 @@ def is_even(way: Way, operands: Sequence[torch.Tensor], degree: int) -> bool:
     return all(value.shape[p.dim] % degree == 0 for p, value in pairs if isinstance(p, Shard))
 
 
-def _is_idle(way: Way, results: set[tuple[tuple[Placement, ...], tuple[Placement, ...]]]) -> bool:
+def is_idle(way: Way, results: set[tuple[tuple[Placement, ...], tuple[Placement, ...]]]) -> bool:
     """Whether everything is whole, or one operand might be, for the same result."""
     cut = [i for i, placement in enumerate(way.inputs) if isinstance(placement, (Shard, Partial))]
     whole = ((*way.inputs[:i], Replicate(), *way.inputs[i + 1 :]) for i in cut)
