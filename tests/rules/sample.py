@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import OpOverload, tree_map
+from tpcompiler.verify import rule_check
 
 _random = torch.Generator().manual_seed(0)
 
@@ -47,17 +48,4 @@ def flags(*shape: int) -> torch.Tensor:
 
 
 def node_of(sample: Sample) -> fx.Node:
-    """A graph of this one call; values stand for themselves in meta["val"]."""
-    graph = fx.Graph()
-
-    def placeholder(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        node = graph.placeholder("x")
-        node.meta["val"] = value
-        return node
-
-    args, kwargs = tree_map(placeholder, (sample.args, sample.kwargs))
-    node = graph.call_function(sample.target, args, kwargs)
-    node.meta["val"] = sample.target(*sample.args, **sample.kwargs)
-    return node
+    return rule_check.node_of(sample.target, sample.args, sample.kwargs)

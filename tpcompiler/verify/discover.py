@@ -22,6 +22,7 @@ from tpcompiler.ir.sharding import chunk
 from tpcompiler.ir.shares import REDUCE
 
 MOST = 2500  # combinations of the operands' placements that are tried one by one
+REDRAWN = 3  # times that the elements are put in another order
 PENDING = tuple(Partial(op) for op in ("sum", "max", "min", "avg"))
 Rewrite = tuple[str, int, int]  # a size argument, its entry, and the unit in which that one is dealt
 
@@ -46,55 +47,81 @@ def sound_placements(
 ) -> list[Way]:
     """Every sound way to run the call on one mesh axis of `degree` ranks.
 
-    Tried are R, S(d) where every rank gets something, and P(sum) for operands of floats; an axis of sizes among the
-    arguments is given as it is, and, if nothing comes of that, with one entry as the rank's own.
+    Tried are R, S(d) where every rank gets something, and P(sum) for operands of floats; size arguments are given as
+    they are, and, if nothing comes of that, with one entry as the rank's own. What holds must hold again with the
+    elements of every operand in another order, where the op takes that. Placements that make no sense are tried too: a
+    kernel that does not check its operands may crash.
 
     Raises:
         RuleError: two runs of the whole call differ, or its result holds nothing to compare.
     """
-    leaves, spec = tree_flatten((tuple(args), dict(kwargs or {})))
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    operands = [leaves[i] for i in at]
-
-    def run(local: Sequence[torch.Tensor], rewrite: Rewrite | None = None, rank: int = 0) -> list[torch.Tensor]:
-        given = list(leaves)
-        for i, value in zip(at, local, strict=True):
-            given[i] = value
-        own_args, own_kwargs = tree_unflatten(given, spec)
-        if rewrite is not None:
-            own_args, own_kwargs = _rewritten(op, own_args, own_kwargs, rewrite, degree, rank)
-        return [v for v in tree_flatten(op(*own_args, **own_kwargs))[0] if isinstance(v, torch.Tensor)]
-
-    whole = run(operands)
-    if not all(_equal(a, b) for a, b in zip(whole, run(operands), strict=True)):
-        raise RuleError(
-            f"{op} gives another result each time", help="a rule can only say how to cut an op that repeats"
-        )
+    call = _Call(op, tuple(args), dict(kwargs or {}), degree)
+    operands = [leaf for leaf in call.leaves if isinstance(leaf, torch.Tensor)]
+    whole = call.run(operands)
+    if not all(same(a, b) for a, b in zip(whole, call.run(operands), strict=True)):
+        raise RuleError(f"{op} gives another result each time", help="a rule cannot say how to cut it")
     if not any(v.numel() and not v.isnan().all() for v in whole):
-        raise RuleError(f"{op} gives no numbers for {_shapes(operands)}", help="give operands for which it does")
+        shapes = ", ".join(str(list(v.shape)) for v in operands)
+        raise RuleError(f"{op} gives no numbers for {shapes}", help="give operands for which it does")
     sizes = [None, *_rewrites(op, args, dict(kwargs or {}), whole)]
-    found: list[Way] = []
+    found: dict[Way, Rewrite | None] = {}
     for inputs in _combinations(operands, degree):
-        shares = [_shares(value, placement, degree) for value, placement in zip(operands, inputs, strict=True)]
         for rewrite in sizes:
-            try:
-                parts = [run([share[rank] for share in shares], rewrite, rank) for rank in range(degree)]
-            except Exception:  # whatever the op says of shards that it cannot take
-                continue
-            named = rewrite and rewrite[:2]
-            if ways := [Way(inputs, outputs, named) for outputs in _assemblies(parts, whole)]:
-                found += ways
-                if any(not isinstance(placement, Replicate) for placement in inputs):
-                    break  # whole operands may make a new dim in shares besides
-    return list(dict.fromkeys(found))
+            outputs = call.outcomes(inputs, rewrite, operands, whole)
+            found.update((Way(inputs, each, rewrite and rewrite[:2]), rewrite) for each in outputs)
+            if outputs and any(not isinstance(placement, Replicate) for placement in inputs):
+                break  # whole operands may make a new dim in shares besides
+    for seed in range(REDRAWN):
+        drawn = [_shuffled(value, seed) for value in operands]
+        try:
+            whole = call.run(drawn)
+        except Exception:  # an order of its own that the op asks for
+            continue
+        found = {way: r for way, r in found.items() if way.outputs in call.outcomes(way.inputs, r, drawn, whole)}
+    return list(found)
 
 
-def _shapes(operands: Sequence[torch.Tensor]) -> str:
-    return ", ".join(str(list(v.shape)) for v in operands)
+class _Call:
+    """A call that is run again and again with other operands."""
+
+    def __init__(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], degree: int) -> None:
+        self.op, self.degree = op, degree
+        self.leaves, self.spec = tree_flatten((args, kwargs))
+
+    def run(self, local: Sequence[torch.Tensor], rewrite: Rewrite | None = None, rank: int = 0) -> list[torch.Tensor]:
+        feed = iter(local)
+        leaves = [next(feed) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        if rewrite is not None:
+            args, kwargs = _rewritten(self.op, args, kwargs, rewrite, self.degree, rank)
+        return [v for v in tree_flatten(self.op(*args, **kwargs))[0] if isinstance(v, torch.Tensor)]
+
+    def outcomes(
+        self,
+        inputs: Sequence[Placement],
+        rewrite: Rewrite | None,
+        operands: Sequence[torch.Tensor],
+        whole: Sequence[torch.Tensor],
+    ) -> list[tuple[Placement, ...]]:
+        """The placements of the outputs under which the ranks' results are the whole ones."""
+        shares = [_shares(value, placement, self.degree) for value, placement in zip(operands, inputs, strict=True)]
+        try:
+            parts = [self.run([share[rank] for share in shares], rewrite, rank) for rank in range(self.degree)]
+        except Exception:  # whatever the op says of shards that it cannot take
+            return []
+        if any(len(part) != len(whole) for part in parts):
+            return []
+        return list(product(*(_joins([part[i] for part in parts], value) for i, value in enumerate(whole))))
+
+
+def _shuffled(value: torch.Tensor, seed: int) -> torch.Tensor:
+    generator = torch.Generator(value.device).manual_seed(seed)
+    order = torch.randperm(value.numel(), generator=generator, device=value.device)
+    return value.flatten()[order].view(value.shape)
 
 
 def _combinations(operands: Sequence[torch.Tensor], degree: int) -> Iterator[tuple[Placement, ...]]:
-    """Every combination of the operands' placements; of too many, those that cut dims of one size alike."""
+    """Every combination of the operands' placements; of too many, those that cut dims of one size, or all alike."""
     options: list[list[Placement]] = []
     for value in operands:
         own: list[Placement] = [Replicate()]
@@ -111,12 +138,11 @@ def _combinations(operands: Sequence[torch.Tensor], degree: int) -> Iterator[tup
             groups.setdefault(key, [[Replicate()] for _ in operands])[index].append(placement)
     seen: dict[tuple[Placement, ...], None] = {}
     for group in groups.values():
-        while prod(map(len, group)) > MOST:  # so many operands alike: cut them all in the same place, or not at all
-            longest = max(group, key=len)
-            longest.pop()
+        while prod(map(len, group)) > MOST:  # so many operands alike
+            max(group, key=len).pop()
         seen.update(dict.fromkeys(product(*group)))
-        most = max(map(len, group))
-        seen.update(dict.fromkeys(tuple(own[min(i, len(own) - 1)] for own in group) for i in range(most)))
+    for i in range(max(map(len, options))):
+        seen[tuple(own[min(i, len(own) - 1)] for own in options)] = None
     yield from seen
 
 
@@ -135,26 +161,18 @@ def _shares(value: torch.Tensor, placement: Placement, degree: int) -> list[torc
     return [value] * degree
 
 
-def _assemblies(parts: Sequence[Sequence[torch.Tensor]], whole: Sequence[torch.Tensor]) -> list[tuple[Placement, ...]]:
-    """The placements of the outputs under which the ranks' parts are the whole."""
-    if any(len(part) != len(whole) for part in parts):
-        return []
-    each = [_joins([part[i] for part in parts], value) for i, value in enumerate(whole)]
-    return list(product(*each))
-
-
 def _joins(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> list[Placement]:
     if any(part.dtype != whole.dtype for part in parts):
         return []
     if all(part.shape == whole.shape for part in parts):
-        if all(_equal(part, whole) for part in parts):
+        if all(same(part, whole) for part in parts):
             return [Replicate()]
         stacked = torch.stack(list(parts))
-        return [op for op in PENDING if _reduces(op, whole.dtype) and _equal(REDUCE[op.reduce_op](stacked), whole)]
+        return [op for op in PENDING if _reduces(op, whole.dtype) and same(REDUCE[op.reduce_op](stacked), whole)]
     found: list[Placement] = []
     for dim in range(whole.ndim):
         if all(part.ndim == whole.ndim and _but(part, dim) == _but(whole, dim) for part in parts):
-            if _equal(torch.cat(list(parts), dim), whole):
+            if same(torch.cat(list(parts), dim), whole):
                 found.append(Shard(dim))
     return found
 
@@ -170,8 +188,8 @@ def _but(value: torch.Tensor, dim: int) -> list[int]:
     return [size for d, size in enumerate(value.shape) if d != dim]
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal but for the rounding of another order of summation, measured by the largest number of the whole."""
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether `a` is `b` but for the rounding of another order of summation, measured by the largest of `b`."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not (b.is_floating_point() or b.is_complex()):
