@@ -4,6 +4,7 @@
     python tools/op_coverage.py shardable  --cache FILE   which dims can be cut at all, found by running shards
     python tools/op_coverage.py whole      --cache FILE   some samples per op: exported, cut, converted, run, compared
     python tools/op_coverage.py report     --cache FILE   figures; --write puts them into tests/op_db and docs/ops.md
+    python tools/op_coverage.py page                      docs/ops.md again, from the rules and the checked-in results
 
 Every op runs in a process of its own, so a crash of torch or a call that does not end costs one call. What is done is
 in FILE, and an interrupted run goes on. Rows of `rules` and `whole` count for the rules that they were made with.
@@ -26,10 +27,11 @@ from typing import Any
 
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
 
+from tests.op_db.database import calls, name_of, ops_named
 from tests.op_db.judge import key, verdict
-from tests.op_db.page import figures, fingerprint, write
-from tests.op_db.record import Call, record
+from tests.op_db.page import figures, fingerprint, write, write_page
 from tests.op_db.shardable import cuts, declined, sound
 from tests.op_db.whole import largest, outcomes
 from tpcompiler._torch import OpOverload
@@ -37,18 +39,6 @@ from tpcompiler._torch import OpOverload
 Row = dict[str, Any]
 Begin = Callable[[str], bool]  # notes that a piece of work begins; False: it was done before, or ended the process
 WORKERS = 2
-
-
-def name_of(op: Any) -> str:
-    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
-
-
-def calls(op: Any) -> Iterator[Call]:
-    """The calls of all samples in float64 and in float32."""
-    for dtype in (torch.float64, torch.float32):
-        if op.supports_dtype(dtype, "cpu"):
-            for sample in op.sample_inputs("cpu", dtype):
-                yield from record(lambda s=sample: op.op(s.input, *s.args, **s.kwargs))  # type: ignore[misc]
 
 
 def rules(op: Any, begin: Begin, _: int) -> Iterator[Row]:
@@ -99,6 +89,7 @@ class Cache:
 
     def add(self, entry: Row) -> None:
         self.done[entry["part"], entry["op"]] = entry
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
@@ -193,6 +184,8 @@ def measure(part: str, args: argparse.Namespace) -> None:
     """Run one part over all ops that are not in the cache."""
     cache = Cache(args.cache)
     ops = [op for op in op_db if re.search(args.ops, name_of(op)) and (part, name_of(op)) not in cache.done]
+    ops.sort(key=lambda op: isinstance(op, UnaryUfuncInfo | BinaryUfuncInfo))  # elementwise ones are alike: last
+    list(PARTS[part](ops_named(["softmax"])["softmax"], lambda _: True, 1))  # what is imported now no child imports
     seen = {(row.get("call") and f"call {row['call']}") or row.get("leaf") for row in cache.rows(part)} - {None}
     waiting, running = ops[::-1], list[Job]()
     while waiting or running:
@@ -211,8 +204,8 @@ def measure(part: str, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=[*PARTS, "report"])
-    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("part", choices=[*PARTS, "report", "page"])
+    parser.add_argument("--cache", type=Path, default=Path("out/ops.jsonl"))
     parser.add_argument("--ops", default="", help="only ops whose name matches this regular expression")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds per op")
     parser.add_argument("--samples", type=int, default=3, help="samples per op of the part `whole`")
@@ -221,7 +214,9 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if args.part == "report":
+    if args.part == "page":
+        write_page()
+    elif args.part == "report":
         cache = Cache(args.cache)
         rows = {part: list(cache.rows(part)) for part in PARTS}
         print(json.dumps(figures(rows), indent=1))

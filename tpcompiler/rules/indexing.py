@@ -108,8 +108,8 @@ def index_copy(node: fx.Node) -> RuleText | None:
 def gather(node: fx.Node) -> RuleText | None:
     """ "d0 d1!, d0 i1 -> d0 i1": other dims line up where they are of one size; a shorter index needs them whole."""
     values, positions = (o.meta["val"] for o in edit.operands(node))
-    if not values.ndim or not positions.ndim:
-        return None
+    if not values.ndim or positions.ndim != values.ndim:
+        return None  # an empty index may be of any order
     dim = edit.bound(node)["dim"] % values.ndim
     pairs = list(zip(values.shape, positions.shape, strict=True))
     same = [d != dim and statically_equal(a, b) for d, (a, b) in enumerate(pairs)]
