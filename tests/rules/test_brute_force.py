@@ -11,6 +11,7 @@ from torch.distributed.tensor import Partial
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tests.rules.sample import Sample, call, ids, node_of, t
 from tests.rules.samples import SAMPLES
+from tests.rules.wrong_reductions import WRONG_REDUCTIONS
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import WHOLE, Sharding
@@ -142,6 +143,7 @@ WRONG = {
         call(aten._embedding_bag.default, t(5, 4), ids(4, below=5), torch.tensor([0, 1, 1, 3]), text=""),
         RuleText("v! d, b, b -> b d, x!, b, b"),
     ),
+    **WRONG_REDUCTIONS,
     "dims in the wrong order": (call(aten.t.default, t(4, 4), text=""), RuleText("d0 d1 -> d0 d1")),
 }
 
