@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from tests.rules.convolution_samples import CONVOLUTIONS
 from tests.rules.indexing_samples import INDEXING
 from tests.rules.sample import call, distinct, flags, ids, t
 from tpcompiler.rules.notation import RuleText
@@ -33,31 +34,6 @@ PRODUCTS = [
     call(aten.matmul.default, t(6), t(3, 6, 5), text="k, b0 k n -> b0 n"),
     call(aten.matmul.default, t(4, 1, 5, 6), t(3, 6, 4), text="b0 1 m k, b1 k n -> b0 b1 m n"),
     call(aten.matmul.default, t(1, 5, 6), t(1, 6, 4), text="b0 m k, b0 k n -> b0 m n"),
-    call(aten.conv1d.default, t(4, 6, 8), t(6, 6, 3), t(6), text="n i s0!, c i k0!, +c -> n c o0"),
-    call(aten.conv2d.default, t(4, 6, 4, 5), t(8, 6, 3, 2), text="n i s0! s1!, c i k0! k1! -> n c o0 o1"),
-    call(
-        aten.conv3d.default,
-        t(2, 4, 3, 3, 4),
-        t(6, 4, 2, 2, 2),
-        t(6),
-        text="n i s0! s1! s2!, c i k0! k1! k2!, +c -> n c o0 o1 o2",
-    ),
-    call(
-        aten.convolution.default,
-        t(4, 6, 5, 5),
-        t(4, 6, 3, 3),
-        t(4),
-        [2, 1],
-        [1, 0],
-        [1, 2],
-        False,
-        [0, 0],
-        1,
-        text="n i s0! s1!, c i k0! k1!, +c -> n c o0 o1",
-    ),
-    call(aten.convolution.default, t(4, 6, 5), t(6, 4, 3), None, [1], [0], [1], True, [0], 1, text=None),
-    call(aten.conv1d.default, t(4, 6, 8), t(6, 3, 3), None, [1], [0], [1], 2, text=None),
-    call(aten.conv1d.default, t(6, 8), t(4, 6, 3), text=None),
 ]
 
 ATTENTION = [
@@ -337,6 +313,7 @@ VIEWS = [
 
 SAMPLES = [
     *PRODUCTS,
+    *CONVOLUTIONS,
     *ATTENTION,
     *LOOKUPS,
     *INDEXING,

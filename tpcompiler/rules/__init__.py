@@ -2,6 +2,7 @@
 
 from tpcompiler.rules import (
     attention,
+    convolution,
     embedding,
     indexing,
     matmul,
@@ -15,6 +16,7 @@ from tpcompiler.rules import (
 
 __all__ = [
     "attention",
+    "convolution",
     "embedding",
     "indexing",
     "matmul",

@@ -77,20 +77,3 @@ def matmul(node: fx.Node) -> RuleText:
     a = " ".join([*lead(left), *rows, "k"])
     b = " ".join([*lead(right), "k", *columns])
     return RuleText(f"{a}, {b} -> {' '.join([*(f'b{d}' for d in range(batch)), *rows, *columns])}", linear=BILINEAR)
-
-
-@op_rule(aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
-def convolution(node: fx.Node) -> RuleText | None:
-    """Ungrouped: input channels are summed, the bias is an addend; space stays whole."""
-    args = edit.bound(node)
-    if args["groups"] != 1 or args.get("transposed") or isinstance(args["padding"], str):
-        return None
-    operands = edit.operands(node)
-    space = operands[1].meta["val"].ndim - 2
-    if operands[0].meta["val"].ndim != space + 2:
-        return None
-    inside = " ".join(f"s{d}!" for d in range(space))
-    kernel = " ".join(f"k{d}!" for d in range(space))
-    made = " ".join(f"o{d}" for d in range(space))
-    bias = ", +c" if len(operands) == 3 else ""
-    return RuleText(f"n i {inside}, c i {kernel}{bias} -> n c {made}", linear=BILINEAR)
