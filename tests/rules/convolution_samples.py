@@ -42,7 +42,17 @@ CONVOLUTIONS = [
     call(aten.conv1d.default, t(4, 6, 7), t(5, 6, 1), t(5), text="n i (o0 k0!), o i k0!, +o -> n o o0"),
     call(aten.conv1d.default, t(1, 6, 7), t(1, 6, 3), None, [3], text="n i s0!, o i k0! -> n o o0"),
     call(aten.conv1d.padding, t(4, 6, 8), t(6, 6, 3), t(6), [1], "same", text="n i s0!, o i k0!, +o -> n o o0"),
-    call(aten.conv1d.padding, t(6, 8), t(6, 2, 3), t(6), [2], "valid", [1], 3, text="(g i) s0!, (g o) i k0!, +(g o) -> (g o) o0"),
+    call(
+        aten.conv1d.padding,
+        t(6, 8),
+        t(6, 2, 3),
+        t(6),
+        [2],
+        "valid",
+        [1],
+        3,
+        text="(g i) s0!, (g o) i k0!, +(g o) -> (g o) o0",
+    ),
     call(aten.conv2d.default, t(4, 6, 4, 5), t(8, 6, 3, 2), text="n i s0! s1!, o i k0! k1! -> n o o0 o1"),
     call(
         aten.conv2d.default,
@@ -52,7 +62,9 @@ CONVOLUTIONS = [
         [2, 2],
         text="n i (o0 k0!) (o1 k1!), o i k0! k1!, +o -> n o o0 o1",
     ),
-    call(aten.conv2d.default, t(2, 5, 8, 7), t(6, 5, 2, 2), None, [2], text="n i (o0 k0!) s1!, o i k0! k1! -> n o o0 o1"),
+    call(
+        aten.conv2d.default, t(2, 5, 8, 7), t(6, 5, 2, 2), None, [2], text="n i (o0 k0!) s1!, o i k0! k1! -> n o o0 o1"
+    ),
     call(
         aten.conv2d.padding,
         t(2, 6, 4, 5),

@@ -8,14 +8,15 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from tests.rules.attention_samples import ATTENTION
 from tests.rules.convolution_samples import CONVOLUTIONS
 from tests.rules.indexing_samples import INDEXING
+from tests.rules.product_samples import CONTRACTIONS, PRODUCTS_2
 from tests.rules.sample import call, distinct, flags, ids, t
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import _POINTWISE, _RULES
 
 aten = torch.ops.aten
-sdpa = aten.scaled_dot_product_attention.default
 
 PRODUCTS = [
     call(aten.linear.default, t(3, 4, 6), t(5, 6), t(5), text="b0 b1 k, n k, +n -> b0 b1 n"),
@@ -34,64 +35,6 @@ PRODUCTS = [
     call(aten.matmul.default, t(6), t(3, 6, 5), text="k, b0 k n -> b0 n"),
     call(aten.matmul.default, t(4, 1, 5, 6), t(3, 6, 4), text="b0 1 m k, b1 k n -> b0 b1 m n"),
     call(aten.matmul.default, t(1, 5, 6), t(1, 6, 4), text="b0 m k, b0 k n -> b0 m n"),
-]
-
-ATTENTION = [
-    call(
-        sdpa,
-        t(2, 4, 6, 8),
-        t(2, 4, 5, 8),
-        t(2, 4, 5, 12),
-        text="b0 h s d!, b0 h t! d!, b0 h t! e -> b0 h s e",
-    ),
-    call(
-        sdpa,
-        t(4, 6, 8),
-        t(4, 6, 8),
-        t(4, 6, 8),
-        None,
-        0.0,
-        True,
-        scale=0.3,
-        text="h s! d!, h t! d!, h t! e -> h s! e",
-    ),
-    call(
-        sdpa,
-        t(4, 8),
-        t(6, 8),
-        t(6, 8),
-        text="s d!, t! d!, t! e -> s e",
-    ),
-    call(
-        sdpa,
-        t(2, 8, 3, 4),
-        t(2, 2, 5, 4),
-        t(2, 2, 5, 4),
-        t(1, 1, 3, 5),
-        enable_gqa=True,
-        text="b0 (h g) s d!, b0 h t! d!, b0 h t! e, 1 1 s t! -> b0 (h g) s e",
-    ),
-    call(
-        sdpa,
-        t(2, 6, 4, 4),
-        t(2, 6, 5, 4),
-        t(2, 6, 5, 4),
-        flags(2, 6, 4, 1) | True,
-        text="b0 h s d!, b0 h t! d!, b0 h t! e, b0 h s 1 -> b0 h s e",
-    ),
-    call(
-        sdpa,
-        t(2, 4, 3, 4),
-        t(2, 1, 5, 4),
-        t(2, 1, 5, 4),
-        enable_gqa=True,
-        text="b0 (h g) s d!, b0 h t! d!, b0 h t! e -> b0 (h g) s e",
-    ),
-    call(sdpa, t(2, 4, 6, 8), t(2, 1, 6, 8), t(2, 4, 6, 8), text=None),
-    call(sdpa, t(4, 6, 8), t(4, 6, 8), t(1, 6, 8), text=None),
-    call(sdpa, t(2, 4, 6, 8), t(1, 4, 6, 8), t(1, 4, 6, 8), text=None),
-    call(sdpa, t(2, 4, 6, 8), t(4, 6, 8), t(4, 6, 8), text=None),
-    call(sdpa, t(4, 6, 8), t(4, 6, 8), t(4, 6, 8), None, 0.1, text=None),
 ]
 
 LOOKUPS = [
@@ -313,6 +256,8 @@ VIEWS = [
 
 SAMPLES = [
     *PRODUCTS,
+    *PRODUCTS_2,
+    *CONTRACTIONS,
     *CONVOLUTIONS,
     *ATTENTION,
     *LOOKUPS,

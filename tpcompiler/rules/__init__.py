@@ -3,6 +3,7 @@
 from tpcompiler.rules import (
     attention,
     convolution,
+    einsum,
     embedding,
     indexing,
     matmul,
@@ -17,6 +18,7 @@ from tpcompiler.rules import (
 __all__ = [
     "attention",
     "convolution",
+    "einsum",
     "embedding",
     "indexing",
     "matmul",

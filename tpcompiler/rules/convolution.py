@@ -1,4 +1,4 @@
-"""Convolutions: input channels are summed, groups are independent, a bias is an addend; a window's space stays whole."""
+"""Convolutions: input channels are summed, groups are independent; space under a window is whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, statically_equal
+from tpcompiler._torch import statically_equal
 from tpcompiler.ir import edit
 from tpcompiler.ir.sharding import Size
 from tpcompiler.rules.matmul import BILINEAR
@@ -32,7 +32,7 @@ def per_dim(given: Sequence[int], space: int) -> list[int]:
     return list(given) * space if len(given) == 1 else list(given)
 
 
-def _own_groups(*args: Any, shard: ShardRange, target: OpOverload, position: int, **kwargs: Any) -> Any:
+def _own_groups(*args: Any, shard: ShardRange, target: Any, position: int, **kwargs: Any) -> Any:
     """As many groups as this shard holds."""
     if len(args) > position:
         return target(*args[:position], shard.size, *args[position + 1 :], **kwargs)

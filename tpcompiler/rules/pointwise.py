@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -17,21 +19,22 @@ def is_one(size: Size) -> bool:
     return isinstance(size, int) and size == 1
 
 
+def broadcast(shape: Sequence[Size], names: Sequence[str], full: Sequence[Size]) -> str:
+    """The term of a tensor of this shape that broadcasts into dims of these names and sizes."""
+    first = len(full) - len(shape)
+    return " ".join(
+        "1" if is_one(size) and not is_one(full[first + d]) else names[first + d] for d, size in enumerate(shape)
+    )
+
+
 @pointwise_rule
 @op_rule(aten.copy.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.full_like.default, shards="any")
 def pointwise(node: fx.Node) -> str:
     """Operands broadcast from the right: "d0 d1, d1 -> d0 d1", "d0 1, d0 d1 -> d0 d1"."""
-    out = edit.outputs(node)[0].shape
-    terms = []
-    for operand in edit.operands(node):
-        shape = operand.meta["val"].shape
-        first = len(out) - len(shape)
-        names = (
-            "1" if is_one(size) and not is_one(out[first + d]) else f"d{first + d}" for d, size in enumerate(shape)
-        )
-        terms.append(" ".join(names))
-    result = " ".join(f"d{d}" for d in range(len(out)))
-    return f"{', '.join(terms)} -> {', '.join([result] * len(edit.outputs(node)))}"
+    made = edit.outputs(node)
+    names = [f"d{d}" for d in range(made[0].ndim)]
+    terms = (broadcast(operand.meta["val"].shape, names, made[0].shape) for operand in edit.operands(node))
+    return f"{', '.join(terms)} -> {', '.join([' '.join(names)] * len(made))}"
 
 
 @op_rule(aten.add.Tensor, aten.sub.Tensor, shards="any")
