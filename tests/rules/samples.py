@@ -13,6 +13,8 @@ from tests.rules.convolution_samples import CONVOLUTIONS
 from tests.rules.indexing_samples import INDEXING
 from tests.rules.product_samples import CONTRACTIONS, PRODUCTS_2
 from tests.rules.sample import call, distinct, flags, ids, t
+from tests.rules.space_samples import POOLING, RESIZING, WINDOWS
+from tests.rules.structure_samples import STRUCTURE
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import _POINTWISE, _RULES
 
@@ -120,28 +122,6 @@ NORMS = [
     ),
 ]
 
-POOLING = [
-    call(
-        aten.max_pool2d_with_indices.default,
-        t(4, 6, 5, 4),
-        [3, 2],
-        [2, 1],
-        [1, 0],
-        text="d0 d1 s0! s1! -> d0 d1 o0 o1, d0 d1 o0 o1",
-    ),
-    call(aten.max_pool2d_with_indices.default, t(5, 4, 4), [2], text="d0 s0! s1! -> d0 o0 o1, d0 o0 o1"),
-    call(
-        aten.max_pool3d_with_indices.default,
-        t(3, 5, 2, 3, 4),
-        [2],
-        text="d0 d1 s0! s1! s2! -> d0 d1 o0 o1 o2, d0 d1 o0 o1 o2",
-    ),
-    call(aten.avg_pool2d.default, t(4, 5, 6, 4), [2], [2], [1], text="d0 d1 s0! s1! -> d0 d1 o0 o1"),
-    call(aten.avg_pool3d.default, t(3, 6, 4, 2, 3), [2], text="d0 d1 s0! s1! s2! -> d0 d1 o0 o1 o2"),
-    call(aten._adaptive_avg_pool2d.default, t(4, 5, 6, 3), [2, 3], text="d0 d1 s0! s1! -> d0 d1 o0 o1"),
-    call(aten._adaptive_avg_pool3d.default, t(6, 3, 4, 5), [2, 1, 3], text="d0 s0! s1! s2! -> d0 o0 o1 o2"),
-]
-
 POINTWISE = [
     call(aten.relu.default, t(3, 5), text="d0 d1 -> d0 d1"),
     call(aten.gelu.default, t(6, 4), approximate="tanh", text="d0 d1 -> d0 d1"),
@@ -204,30 +184,6 @@ REDUCTIONS = [
     call(aten.argmin.default, t(4, 5), text="d0! d1! ->"),
 ]
 
-STRUCTURE = [
-    call(aten.cat.default, [t(4, 3), t(4, 5), t(4, 1)], 1, text="d0 c0!, d0 c1!, d0 c2! -> d0 c!"),
-    call(aten.cat.default, [distinct(3, 6), distinct(2, 6)], text="c0! d1, c1! d1 -> c! d1"),
-    call(aten.cat.default, [t(0), t(4, 3)], text=None),
-    call(aten.stack.default, [t(4, 5), t(4, 5)], -1, text="d0 d1, d0 d1 -> d0 d1 n!"),
-    call(aten.stack.default, [distinct(6), distinct(6), distinct(6)], text="d0, d0, d0 -> n! d0"),
-    call(aten.split.Tensor, t(4, 5), 2, -1, text="d0 d1! -> d0 c0, d0 c1, d0 c2"),
-    call(aten.split_with_sizes.default, t(6, 4), [1, 5], text="d0! d1 -> c0 d1, c1 d1"),
-    call(aten.chunk.default, t(5, 6), 2, 1, text="d0 d1! -> d0 c0, d0 c1"),
-    call(aten.unbind.int, t(4, 3, 5), 1, text="d0 d1! d2 -> d0 d2, d0 d2, d0 d2"),
-    call(aten.slice.Tensor, t(4, 6), 1, 1, 5, 2, text="d0 d1! -> d0 c"),
-    call(aten.slice.Tensor, t(5, 6), 0, 0, 5, text="d0 d1 -> d0 d1"),
-    call(aten.slice.Tensor, t(5, 6), 1, 0, 9223372036854775807, text="d0 d1 -> d0 d1"),
-    call(aten.slice.Tensor, t(5, 6), 0, None, -1, text="d0! d1 -> c d1"),
-    call(aten.slice.Tensor, t(4, 5), 1, -2, text="d0 d1! -> d0 c"),
-    call(aten.select.int, t(4, 5, 6), 1, -2, text="d0 d1! d2 -> d0 d2"),
-    call(aten.cumsum.default, t(4, 6), -1, text="d0 d1! -> d0 d1!"),
-    call(aten.flip.default, t(4, 6, 8), [0, 2], text="d0! d1 d2! -> d0! d1 d2!"),
-    call(aten.roll.default, t(4, 6), [1], [0], text="d0! d1 -> d0! d1"),
-    call(aten.roll.default, t(4, 6), [3], text="d0! d1! -> d0! d1!"),
-    call(aten.tril.default, t(6, 3, 4), -1, text="d0 d1! d2! -> d0 d1! d2!"),
-    call(aten.triu.default, t(4, 3), text="d0! d1! -> d0! d1!"),
-]
-
 VIEWS = [
     call(aten.view.default, t(3, 24), [3, 6, 4], text="f0 (f1 f2) -> f0 f1 f2"),
     call(aten.view.default, t(5, 2, 3), [-1, 3], text="f0 f1 f2 -> (f0 f1) f2"),
@@ -264,6 +220,8 @@ SAMPLES = [
     *INDEXING,
     *NORMS,
     *POOLING,
+    *WINDOWS,
+    *RESIZING,
     *POINTWISE,
     *REDUCTIONS,
     *STRUCTURE,

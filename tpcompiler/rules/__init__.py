@@ -11,6 +11,7 @@ from tpcompiler.rules import (
     pointwise,
     pooling,
     reductions,
+    resize,
     structure,
     views,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "pointwise",
     "pooling",
     "reductions",
+    "resize",
     "structure",
     "views",
 ]

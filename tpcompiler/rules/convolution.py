@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from tpcompiler._torch import statically_equal
 from tpcompiler.ir import edit
-from tpcompiler.ir.sharding import Size
 from tpcompiler.rules.matmul import BILINEAR
 from tpcompiler.rules.notation import RuleText, ShardRange
+from tpcompiler.rules.pooling import per_dim, side_by_side
 from tpcompiler.rules.registry import op_rule
 
 aten = torch.ops.aten
 
 TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
-
-
-def windows(source: Size, made: Size, kernel: int, stride: int, padding: int, dilation: int = 1) -> bool:
-    """Whether windows lie side by side over all of a dim: then it reads `(o k!)`, and the windows are independent."""
-    close = stride == kernel and padding == 0 and (dilation == 1 or kernel == 1)
-    return close and statically_equal(source, made * kernel)
-
-
-def per_dim(given: Sequence[int], space: int) -> list[int]:
-    """An argument with one number per dim, or one for all."""
-    return list(given) * space if len(given) == 1 else list(given)
 
 
 def _own_groups(*args: Any, shard: ShardRange, target: Any, position: int, **kwargs: Any) -> Any:
@@ -69,7 +56,7 @@ def convolution(node: fx.Node) -> RuleText:
         steps = (per_dim(args[name], space) for name in ("stride", "padding", "dilation"))
         shapes = (value.shape[-space:] for value in (operands[0].meta["val"], node.meta["val"]))
         for d, sizes in enumerate(zip(*shapes, weight[2:], *steps, strict=True)):
-            if windows(*sizes):
+            if side_by_side(*sizes):
                 inside[d] = f"(o{d} k{d}!)"
     kernel = " ".join(f"k{d}!" for d in range(space))
     outside = " ".join(f"o{d}" for d in range(space))
