@@ -11,10 +11,12 @@ from torch import fx
 from tests.rules.attention_samples import ATTENTION
 from tests.rules.convolution_samples import CONVOLUTIONS
 from tests.rules.indexing_samples import INDEXING
+from tests.rules.pointwise_samples import ELEMENTWISE
 from tests.rules.product_samples import CONTRACTIONS, PRODUCTS_2
 from tests.rules.sample import call, distinct, flags, ids, t
 from tests.rules.space_samples import POOLING, RESIZING, WINDOWS
 from tests.rules.structure_samples import STRUCTURE
+from tests.rules.view_samples import VIEWS_2
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import _POINTWISE, _RULES
 
@@ -223,9 +225,11 @@ SAMPLES = [
     *WINDOWS,
     *RESIZING,
     *POINTWISE,
+    *ELEMENTWISE,
     *REDUCTIONS,
     *STRUCTURE,
     *VIEWS,
+    *VIEWS_2,
 ]
 
 
