@@ -56,7 +56,9 @@ def _left_out(samples: list[Sample]) -> set[str]:
     return found
 
 
-FAMILIES = sorted({_RULES[s.target].write.__module__.rpartition(".")[2] if s.target in _RULES else "tagged" for s in SAMPLES})
+FAMILIES = sorted(
+    {_RULES[s.target].write.__module__.rpartition(".")[2] if s.target in _RULES else "tagged" for s in SAMPLES}
+)
 
 
 def _family(op: str) -> str:

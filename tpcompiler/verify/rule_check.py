@@ -177,7 +177,8 @@ def _shares(value: torch.Tensor, want: Sharding, mesh: Mesh) -> list[torch.Tenso
 
 
 def _noise(value: torch.Tensor) -> torch.Tensor:
-    return torch.randn_like(value) if value.is_floating_point() else torch.randint_like(value, -9, 10)
+    inexact = value.is_floating_point() or value.is_complex()
+    return torch.randn_like(value) if inexact else torch.randint_like(value, -9, 10)
 
 
 def _localized(
