@@ -22,7 +22,7 @@ from tpcompiler.ir.sharding import chunk
 from tpcompiler.ir.shares import REDUCE
 
 MOST = 2500  # combinations of the operands' placements that are tried one by one
-REDRAWN = 3  # times that the elements are put in another order
+REDRAWN = 6  # times that the elements are put in another order
 PENDING = tuple(Partial(op) for op in ("sum", "max", "min", "avg"))
 Rewrite = tuple[str, int, int]  # a size argument, its entry, and the unit in which that one is dealt
 
@@ -67,17 +67,17 @@ def sound_placements(
     found: dict[Way, Rewrite | None] = {}
     for inputs in _combinations(operands, degree):
         for rewrite in sizes:
-            outputs = call.outcomes(inputs, rewrite, operands, whole)
+            outputs = call.outcomes(inputs, rewrite, operands, whole, 0)
             found.update((Way(inputs, each, rewrite and rewrite[:2]), rewrite) for each in outputs)
             if outputs and any(not isinstance(placement, Replicate) for placement in inputs):
                 break  # whole operands may make a new dim in shares besides
-    for seed in range(REDRAWN):
+    for seed in range(1, REDRAWN + 1):
         drawn = [_shuffled(value, seed) for value in operands]
         try:
             whole = call.run(drawn)
         except Exception:  # an order of its own that the op asks for
             continue
-        found = {way: r for way, r in found.items() if way.outputs in call.outcomes(way.inputs, r, drawn, whole)}
+        found = {way: r for way, r in found.items() if way.outputs in call.outcomes(way.inputs, r, drawn, whole, seed)}
     return list(found)
 
 
@@ -102,9 +102,11 @@ class _Call:
         rewrite: Rewrite | None,
         operands: Sequence[torch.Tensor],
         whole: Sequence[torch.Tensor],
+        seed: int,
     ) -> list[tuple[Placement, ...]]:
         """The placements of the outputs under which the ranks' results are the whole ones."""
-        shares = [_shares(value, placement, self.degree) for value, placement in zip(operands, inputs, strict=True)]
+        pairs = zip(operands, inputs, strict=True)
+        shares = [_shares(value, placement, self.degree, seed) for value, placement in pairs]
         try:
             parts = [self.run([share[rank] for share in shares], rewrite, rank) for rank in range(self.degree)]
         except Exception:  # whatever the op says of shards that it cannot take
@@ -146,13 +148,13 @@ def _combinations(operands: Sequence[torch.Tensor], degree: int) -> Iterator[tup
     yield from seen
 
 
-def _shares(value: torch.Tensor, placement: Placement, degree: int) -> list[torch.Tensor]:
+def _shares(value: torch.Tensor, placement: Placement, degree: int, seed: int) -> list[torch.Tensor]:
     """One share per rank. A pending sum is dealt at random, so that no rank holds nothing."""
     if isinstance(placement, Shard):
         pieces = [chunk(value.shape[placement.dim], degree, rank) for rank in range(degree)]
         return [value.narrow(placement.dim, *piece).contiguous() for piece in pieces]
     if isinstance(placement, Partial):
-        generator = torch.Generator(value.device).manual_seed(degree)
+        generator = torch.Generator(value.device).manual_seed(seed)
         others = [
             torch.randn(value.shape, dtype=value.dtype, device=value.device, generator=generator)
             for _ in range(degree - 1)
