@@ -1,10 +1,10 @@
 """Measure the rules on torch's own op database: every op that torch tests, with torch's sample inputs.
 
-    python tools/op_coverage.py rules      --cache FILE   every distinct call that has a rule, run on shards
-    python tools/op_coverage.py shardable  --cache FILE   which dims can be cut at all, found by running shards
-    python tools/op_coverage.py whole      --cache FILE   some samples per op: exported, cut, converted, run, compared
-    python tools/op_coverage.py report     --cache FILE   figures; --write puts them into tests/op_db and docs/ops.md
-    python tools/op_coverage.py page                      docs/ops.md again, from the rules and the checked-in results
+    python -m tools.op_coverage rules      --cache FILE   every distinct call that has a rule, run on shards
+    python -m tools.op_coverage shardable  --cache FILE   which dims can be cut at all, found by running shards
+    python -m tools.op_coverage whole      --cache FILE   some samples per op: exported, cut, converted, run, compared
+    python -m tools.op_coverage report     --cache FILE   figures; --write puts them into tests/op_db and docs/ops.md
+    python -m tools.op_coverage page                      docs/ops.md again, from the rules and the checked-in results
 
 Every op runs in a process of its own, so a crash of torch or a call that does not end costs one call. What is done is
 in FILE, and an interrupted run goes on. Rows of `rules` and `whole` count for the rules that they were made with.

@@ -118,7 +118,7 @@ def lines_text(lines: Mapping[str, str]) -> str:
     """shardable.txt: those that the rules offer, then the others by reason."""
     sections: dict[str, list[str]] = defaultdict(list)
     for line, why in lines.items():
-        sections[f"not offered: {reason_of(line, why)}" if why else "offered"].append(line)
+        sections[f"not offered: {reason_of(why)}" if why else "offered"].append(line)
     text = (
         "# Dims of operands that can be cut, as <op> <operand> <dim from the last; `dim`: the one that the call names>.\n"
         "# Found by running all of torch's sample inputs on shards. Written by tools/op_coverage.py.\n"

@@ -120,7 +120,7 @@ class _Inner:
         nodes = tree_map(self._node, (args, kwargs))
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
-            self._forget(args, kwargs)
+            self._forget(written(func, args, kwargs))
         if target is None:
             self._lost = True
             return result
@@ -137,12 +137,11 @@ class _Inner:
         """Whether the graph says where every part of the result comes from."""
         return not self._lost and all(id(v) in self._nodes for v in _tensors(result))
 
-    def _forget(self, args: Any, kwargs: Any) -> None:
+    def _forget(self, changed: list[torch.Tensor]) -> None:
         """What was written, and what shares its memory, is from now on another value."""
-        written = _tensors((args, kwargs))
         for value in self._alive:
-            if any(_shared(value, other) for other in written) and self._nodes.pop(id(value), None):
-                self._lost |= all(value is not other for other in written)
+            if any(_shared(value, other) for other in changed) and self._nodes.pop(id(value), None):
+                self._lost |= all(value is not other for other in changed)
 
     def _node(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and id(value) not in self._nodes:
@@ -163,6 +162,15 @@ def functional(func: OpOverload) -> OpOverload | None:
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
     found = getattr(packet, func._overloadname, None)
     return found if isinstance(found, OpOverload) and not found._schema.is_mutable else None
+
+
+def written(func: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The operands that the call changes."""
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
+    return found
 
 
 def copied(value: Any) -> Any:

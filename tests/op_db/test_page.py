@@ -11,7 +11,7 @@ CALL = {"call": "f", "op": "aten.f.default"}
 
 
 def test_the_page_is_fresh() -> None:
-    """If not: python tools/op_coverage.py page"""
+    """If not: python -m tools.op_coverage page"""
     assert PAGE.read_text(encoding="utf-8") == page.page(json.loads(RESULTS.read_text(encoding="utf-8")))
 
 

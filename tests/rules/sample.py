@@ -22,8 +22,9 @@ class Sample:
     kwargs: dict[str, Any]
 
     def __str__(self) -> str:
-        args = tree_map(lambda a: list(a.shape) if isinstance(a, torch.Tensor) else a, self.args)
-        return f"{self.target}{args}{self.kwargs or ''}".replace(" ", "")
+        given = (self.args, self.kwargs)
+        args, kwargs = tree_map(lambda a: list(a.shape) if isinstance(a, torch.Tensor) else a, given)
+        return f"{self.target}{args}{kwargs or ''}".replace(" ", "")
 
 
 def call(target: OpOverload, *args: Any, text: str | None, **kwargs: Any) -> Sample:

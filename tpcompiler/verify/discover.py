@@ -22,7 +22,7 @@ from tpcompiler.ir.sharding import chunk
 from tpcompiler.ir.shares import REDUCE
 
 MOST = 2500  # combinations of the operands' placements that are tried one by one
-REDRAWN = 3  # times that the elements are put in another order
+REDRAWN = 6  # times that the elements are put in another order
 PENDING = tuple(Partial(op) for op in ("sum", "max", "min", "avg"))
 Rewrite = tuple[str, int, int]  # a size argument, its entry, and the unit in which that one is dealt
 
@@ -67,17 +67,17 @@ def sound_placements(
     found: dict[Way, Rewrite | None] = {}
     for inputs in _combinations(operands, degree):
         for rewrite in sizes:
-            outputs = call.outcomes(inputs, rewrite, operands, whole)
+            outputs = call.outcomes(inputs, rewrite, operands, whole, 0)
             found.update((Way(inputs, each, rewrite and rewrite[:2]), rewrite) for each in outputs)
             if outputs and any(not isinstance(placement, Replicate) for placement in inputs):
                 break  # whole operands may make a new dim in shares besides
-    for seed in range(REDRAWN):
+    for seed in range(1, REDRAWN + 1):
         drawn = [_shuffled(value, seed) for value in operands]
         try:
             whole = call.run(drawn)
         except Exception:  # an order of its own that the op asks for
             continue
-        found = {way: r for way, r in found.items() if way.outputs in call.outcomes(way.inputs, r, drawn, whole)}
+        found = {way: r for way, r in found.items() if way.outputs in call.outcomes(way.inputs, r, drawn, whole, seed)}
     return list(found)
 
 
@@ -102,9 +102,11 @@ class _Call:
         rewrite: Rewrite | None,
         operands: Sequence[torch.Tensor],
         whole: Sequence[torch.Tensor],
+        seed: int,
     ) -> list[tuple[Placement, ...]]:
         """The placements of the outputs under which the ranks' results are the whole ones."""
-        shares = [_shares(value, placement, self.degree) for value, placement in zip(operands, inputs, strict=True)]
+        pairs = zip(operands, inputs, strict=True)
+        shares = [_shares(value, placement, self.degree, seed) for value, placement in pairs]
         try:
             parts = [self.run([share[rank] for share in shares], rewrite, rank) for rank in range(self.degree)]
         except Exception:  # whatever the op says of shards that it cannot take
@@ -146,13 +148,13 @@ def _combinations(operands: Sequence[torch.Tensor], degree: int) -> Iterator[tup
     yield from seen
 
 
-def _shares(value: torch.Tensor, placement: Placement, degree: int) -> list[torch.Tensor]:
+def _shares(value: torch.Tensor, placement: Placement, degree: int, seed: int) -> list[torch.Tensor]:
     """One share per rank. A pending sum is dealt at random, so that no rank holds nothing."""
     if isinstance(placement, Shard):
         pieces = [chunk(value.shape[placement.dim], degree, rank) for rank in range(degree)]
         return [value.narrow(placement.dim, *piece).contiguous() for piece in pieces]
     if isinstance(placement, Partial):
-        generator = torch.Generator(value.device).manual_seed(degree)
+        generator = torch.Generator(value.device).manual_seed(seed)
         others = [
             torch.randn(value.shape, dtype=value.dtype, device=value.device, generator=generator)
             for _ in range(degree - 1)
@@ -168,7 +170,7 @@ def _joins(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> list[Placement
         if all(same(part, whole) for part in parts):
             return [Replicate()]
         stacked = torch.stack(list(parts))
-        return [op for op in PENDING if _reduces(op, whole.dtype) and same(REDUCE[op.reduce_op](stacked), whole)]
+        return [op for op in PENDING if _reduces(op, whole.dtype) and same(REDUCE[op.reduce_op](stacked), whole, parts)]
     found: list[Placement] = []
     for dim in range(whole.ndim):
         if all(part.ndim == whole.ndim and _but(part, dim) == _but(whole, dim) for part in parts):
@@ -188,15 +190,18 @@ def _but(value: torch.Tensor, dim: int) -> list[int]:
     return [size for d, size in enumerate(value.shape) if d != dim]
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether `a` is `b` but for the rounding of another order of summation, measured by the largest of `b`."""
+def same(a: torch.Tensor, b: torch.Tensor, parts: Sequence[torch.Tensor] = ()) -> bool:
+    """Whether `a` is `b` but for the rounding of another order of summation, measured by the largest of `b`.
+
+    Of the ranks' parts too: where these cancel, the rounding is that of what was summed.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not (b.is_floating_point() or b.is_complex()):
         return torch.equal(a, b)
     epsilon = torch.finfo(b.dtype).eps
-    finite = b[b.isfinite()]
-    scale = finite.abs().max().item() if finite.numel() else 1.0
+    finite = [v[v.isfinite()] for v in (b, *parts)]
+    scale = max((v.abs().max().item() for v in finite if v.numel()), default=1.0)
     steps = 256 if epsilon < 1e-6 else 4  # in half precision 256 steps would be all of the number
     return torch.allclose(a, b, rtol=0, atol=max(scale, 1e-30) * steps * epsilon, equal_nan=True)
 

@@ -114,7 +114,7 @@ def _fault(
                 return f"rank {rank} makes {list(part[at].shape)} for output {at}, not {list(local)}"
         joined = join([part[at] for part in parts], sharding, mesh, value.shape)
         for rank, got in enumerate(joined):
-            if not same(got, value):
+            if not same(got, value, [part[at] for part in parts]):
                 return f"output {at} is {_difference(got, value, sharding, rank, mesh)}"
     return ""
 
@@ -180,9 +180,9 @@ def _shares(value: torch.Tensor, want: Sharding, mesh: Mesh) -> list[torch.Tenso
 
 
 def _noise(value: torch.Tensor) -> torch.Tensor:
-    if value.is_floating_point() or value.is_complex():
-        return torch.randn_like(value)
-    return torch.randint_like(value, -9 if value.dtype.is_signed else 0, 10)
+    inexact = value.is_floating_point() or value.is_complex()
+    lowest = -9 if value.dtype.is_signed else 0
+    return torch.randn_like(value) if inexact else torch.randint_like(value, lowest, 10)
 
 
 def _localized(
