@@ -2,7 +2,9 @@
 
 from tpcompiler.rules import (
     attention,
+    convolution,
     creation,
+    einsum,
     embedding,
     indexing,
     matmul,
@@ -10,6 +12,7 @@ from tpcompiler.rules import (
     pointwise,
     pooling,
     reductions,
+    resize,
     sorting,
     structure,
     views,
@@ -17,7 +20,9 @@ from tpcompiler.rules import (
 
 __all__ = [
     "attention",
+    "convolution",
     "creation",
+    "einsum",
     "embedding",
     "indexing",
     "matmul",
@@ -25,6 +30,7 @@ __all__ = [
     "pointwise",
     "pooling",
     "reductions",
+    "resize",
     "sorting",
     "structure",
     "views",

@@ -171,8 +171,8 @@ def gather(node: fx.Node) -> RuleText | None:
     """
     operand, positions = edit.operands(node)
     values = operand.meta["val"]
-    if not values.ndim or not positions.meta["val"].ndim:
-        return None
+    if not values.ndim or positions.meta["val"].ndim != values.ndim:
+        return None  # an empty index may be of any order
     dim = edit.bound(node)["dim"] % values.ndim
     total = values.shape[dim]
 
