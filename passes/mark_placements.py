@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from torch import fx
 from tpcompiler.cost.collective import reshard_wire_bytes
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir import edit
+from tpcompiler.ir.draws import draws
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import (
     MARK,
@@ -93,7 +95,14 @@ def _marked(program: PlannedProgram, written: Mapping[str, Sharding]) -> MarkedP
         if node in walk.free:
             _mark_call(node, walk)
     _mark_output(marked)
-    return MarkedProgram(program.source, graph, program.mesh, (*program.notes, *walk.notes))
+    return MarkedProgram(program.source, graph, program.mesh, (*program.notes, *walk.notes, *_random(graph)))
+
+
+def _random(graph: fx.Graph) -> tuple[Note, ...]:
+    """What the ranks must do so that they draw the same numbers."""
+    drawing = Counter(op_name(node) for node in edit.calls(graph) if draws(node))
+    ops = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in drawing.items())
+    return (Note("random", f"{ops}: seed every rank alike, torch.manual_seed"),) if drawing else ()
 
 
 def _as_written(program: MarkedProgram, planned: Container[str]) -> dict[str, Sharding]:

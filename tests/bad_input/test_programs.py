@@ -80,7 +80,6 @@ def sparse(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 CONTROL = "export the model without torch.cond, while_loop, scan and map"
 DENSE = "export the model with plain dense tensors"
-EVAL = "export the model in eval mode (model.eval()), or pass the numbers in as an input"
 
 
 @pytest.mark.parametrize(
@@ -105,22 +104,6 @@ EVAL = "export the model in eval mode (model.eval()), or pass the numbers in as 
             sparse,
             "'to_sparse' (aten.to_sparse.default) is a sparse tensor (sparse_coo), which cannot be sharded yet",
             DENSE,
-        ),
-        (
-            lambda self, x: F.dropout(self.both(x), 0.5, True),
-            "'native_dropout' (aten.native_dropout.default) draws random numbers, and every rank would draw others",
-            EVAL,
-        ),
-        (
-            lambda self, x: self.both(x) + torch.rand(8),
-            "'rand' (aten.rand.default) draws random numbers, and every rank would draw others",
-            EVAL,
-        ),
-        (
-            lambda self, x: F.scaled_dot_product_attention(self.both(x), x, x, dropout_p=0.1),
-            "'scaled_dot_product_attention' (aten.scaled_dot_product_attention.default) draws random numbers, and "
-            "every rank would draw others",
-            EVAL,
         ),
     ],
 )

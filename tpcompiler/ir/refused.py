@@ -105,7 +105,7 @@ def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
 
     Raises:
         ProgramError: an op changes its operand in place.
-        UnsupportedError: control flow, custom objects, effects, ops that draw random numbers.
+        UnsupportedError: control flow, custom objects, effects.
     """
     for spec in program.graph_signature.input_specs:
         if spec.kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
@@ -121,12 +121,6 @@ def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
             raise ProgramError(
                 f"'{node.name}' ({node.target}) still changes its operand in place",
                 help="export with torch.export.export, which lets decomposition make the graph functional",
-                used_at=where,
-            )
-        if _draws(node):
-            raise UnsupportedError(
-                f"'{node.name}' ({node.target}) draws random numbers, and every rank would draw others",
-                help="export the model in eval mode (model.eval()), or pass the numbers in as an input",
                 used_at=where,
             )
 
@@ -149,14 +143,3 @@ def _higher_order(node: fx.Node, op: str, where: str) -> UnsupportedError:
         help=f"export the model without {op}",
         used_at=where,
     )
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether this call draws: dropout in eval mode, or with probability 0, does not."""
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    args = edit.bound(node)
-    idle = {"train": False, "training": False, "dropout": 0, "dropout_p": 0}
-    if "train" in args:
-        idle["p"] = 0  # of a dropout; bernoulli's p is no such thing
-    return not any(name in args and args[name] == value for name, value in idle.items())

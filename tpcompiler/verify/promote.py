@@ -9,6 +9,7 @@ from torch import fx
 
 from tpcompiler._torch import OpOverload, tree_map
 from tpcompiler.ir import edit
+from tpcompiler.ir.draws import draws
 
 
 class Promoted:
@@ -28,6 +29,7 @@ class Promoted:
                 node.target = _Widened(node, target, dtype)
 
 
+DROPOUT, ATTENTION = torch.ops.aten.native_dropout.default, torch.ops.aten.scaled_dot_product_attention.default
 READS_BITS = (torch.ops.aten.view.dtype,)  # another dtype has other bits, and maybe more of them
 
 
@@ -38,12 +40,19 @@ class _Widened:
         self.target = target
         self.exported = [operand.meta["val"].dtype for operand in edit.operands(node)]
         self.dtype = dtype
+        before = node.target
+        drawing: bool = before.as_exported if isinstance(before, _Widened) else draws(node)
+        # In another dtype other numbers are drawn; but attention has its mask from `bernoulli`, which has no dtype.
+        self.as_exported: bool = target in READS_BITS or (drawing and target is not ATTENTION)
 
     def __str__(self) -> str:
         return str(self.target)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.target in READS_BITS:
+        if self.as_exported and self.target is DROPOUT:
+            factor, mask = self._as_exported((torch.ones_like(args[0]), *args[1:]), kwargs)
+            return args[0] * factor, mask
+        if self.as_exported:
             return self._as_exported(args, kwargs)
         widened = tree_map(lambda a: _float(a, self.dtype), (args, kwargs))
         try:
