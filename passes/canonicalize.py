@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import OpOverload, decomposed, statically_equal
 from tpcompiler.errors import ProgramError
 from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import read_bodies
 from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape
 from tpcompiler.ir.local import fake_mode_of, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram
@@ -37,7 +38,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
 
     Raises:
         ProgramError: no exported program, its state does not fit its graph, or decomposition fails.
-        UnsupportedError: what `ir.refused` lists: control flow, sparse and quantised tensors, ...
+        UnsupportedError: what `ir.refused` lists: sparse and quantised tensors, ...
     """
     refuse_values(exported_program)
     try:
@@ -48,6 +49,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
             help="check that it runs: exported_program.run_decompositions() fails in the same way",
         ) from error
     graph = edit.copy_graph(source.graph)
+    read_bodies(graph, source.graph_module)
     for node in edit.calls(graph):
         if node.target is aten._assert_tensor_metadata.default:
             edit.erase(node)  # it states sizes that no shard has

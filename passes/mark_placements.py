@@ -13,6 +13,7 @@ from torch import fx
 from tpcompiler.cost.collective import reshard_wire_bytes
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import all_calls, has_bodies
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import (
@@ -87,6 +88,8 @@ def _marked(program: PlannedProgram, written: Mapping[str, Sharding]) -> MarkedP
                 node.meta[MARK] = Mark((), (), (), "no tensor")
         elif node.op == "call_function":
             _mark_call(node, walk)
+        elif node.op == "get_attr":
+            node.meta[MARK] = Mark((), (), (), "a body")
     for node in graph.nodes:
         if node in walk.free and node.op == "placeholder":
             _place(node, walk.joined(node), "as its uses want it")
@@ -100,7 +103,7 @@ def _marked(program: PlannedProgram, written: Mapping[str, Sharding]) -> MarkedP
 
 def _random(graph: fx.Graph) -> tuple[Note, ...]:
     """What the ranks must do so that they draw the same numbers."""
-    drawing = Counter(op_name(node) for node in edit.calls(graph) if draws(node))
+    drawing = Counter(op_name(node) for node in all_calls(graph) if draws(node))
     ops = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in drawing.items())
     return (Note("random", f"{ops}: seed every rank alike, torch.manual_seed"),) if drawing else ()
 
@@ -288,11 +291,11 @@ def _mark(
         if not cost:
             continue
         if operand in walk.pinned:
-            unsaid = "other operands are cut differently" if rule is not None else "it has no rule"
+            unsaid = "other operands are cut differently" if rule is not None else _unruled(node)
             _refuse(node, operand, have, refusals.get(index, unsaid), walk)
         if rule is None:
             walk.notes.append(
-                Note("no rule", f"{node.target} at '{node.name}' has no rule: '{operand.name}' is replicated")
+                Note("no rule", f"{node.target} at '{node.name}': {_unruled(node)}, so '{operand.name}' is replicated")
             )
     settled = tuple(_settle(node, made) for made in best.made) if edit.is_tensor(node) else best.made
     sizes = {}
@@ -306,9 +309,13 @@ def _mark(
     return Mark(best.made, settled, best.wants, reason, why, sizes, local)  # type: ignore[arg-type]
 
 
+def _unruled(node: fx.Node) -> str:
+    return "its bodies run whole on every rank" if has_bodies(node) else "it has no rule"
+
+
 def _reason(node: fx.Node, rule: Rule | None, best: _Candidate, refusals: dict[int, str]) -> str:
     if rule is None:
-        return "the op has no rule"
+        return _unruled(node)
     cuts = [f"{factor} is cut by {axis}" for factor, (axis, _) in best.option.cuts.items()]
     through = [f"a pending {op} over {axis} passes through" for axis, (op, _) in best.option.through.items()]
     refused = [f"{op_name(node)}: {text}" for text in dict.fromkeys(refusals.values())]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 
 from passes.build_rank_program import build_rank_program
@@ -26,7 +27,7 @@ from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.program import RESHARD, LocalProgram, Reshard, ReshardedProgram, mark_of, reshard, tied
-from tpcompiler.ir.refused import refuse_hollow
+from tpcompiler.ir.refused import refuse_hollow, refuse_unwritable
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.text import DTYPES
@@ -147,6 +148,7 @@ class ParallelProgram:
             ProgramError: the program was exported without weights.
         """
         refuse_hollow(self.original, "written")
+        refuse_unwritable(self.resharded.graph)
         for name, value in zip(self.resharded.output_names(), self._user_outputs(), strict=True):
             if isinstance(value, str):
                 raise UnsupportedError(
@@ -162,7 +164,8 @@ class ParallelProgram:
         def write_rank(rank: int, path: Path) -> None:
             program = self.rank_program(rank)
             place_state(program, "cpu")  # a file that says cuda:0 would be read to cuda:0 by every rank
-            for _, value in values(program.graph):
+            graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+            for _, value in (pair for graph in graphs for pair in values(graph)):
                 forget_index(value)
             if replaced is not None:
                 signature = program.module_call_graph[0].signature

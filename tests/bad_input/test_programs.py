@@ -12,9 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._higher_order_ops.map import map as map_rows
-from torch._higher_order_ops.scan import scan
-from torch._higher_order_ops.while_loop import while_loop
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -48,22 +45,6 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def choose(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: -x, (self.both(x),))
-
-
-def repeat(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.both(while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, x * 2), (torch.tensor(0), x))[1])
-
-
-def accumulate(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.both(scan(lambda carry, x: (carry + x, carry * x), torch.zeros(8), x)[1])
-
-
-def by_row(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return map_rows(lambda row: self.both(row), x)
-
-
 def in_place(self: Any, x: torch.Tensor) -> torch.Tensor:
     y = self.both(x)
     add_one(y)
@@ -78,17 +59,12 @@ def sparse(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.both(x.to_sparse().to_dense())
 
 
-CONTROL = "export the model without torch.cond, while_loop, scan and map"
 DENSE = "export the model with plain dense tensors"
 
 
 @pytest.mark.parametrize(
     ("function", "message", "help"),
     [
-        (choose, "'cond' is control flow, which cannot be sharded yet", CONTROL),
-        (repeat, "'while_loop' is control flow, which cannot be sharded yet", CONTROL),
-        (accumulate, "'scan' is control flow, which cannot be sharded yet", CONTROL),
-        (by_row, "'map_impl' is control flow, which cannot be sharded yet", CONTROL),
         (
             in_place,
             "the custom op toy.add_one.default changes its operands in place, which cannot be sharded yet",
@@ -340,9 +316,11 @@ def test_a_weight_that_meets_an_op_without_a_rule() -> None:
 
 
 def test_refusals_on_the_command_line(tmp_path: Path) -> None:
-    torch.export.save(torch.export.export(randomised(Net(choose)), (X,)), tmp_path / "model.pt2")
+    torch.export.save(torch.export.export(randomised(Net(in_place)), (X,)), tmp_path / "model.pt2")
     (tmp_path / "plan.yaml").write_text("up: colwise\ndown: rowwise\n")
     words = ("--tp", 2, "--plan", tmp_path / "plan.yaml", "-o", tmp_path / "out")
     said = refused("convert", tmp_path / "model.pt2", *words)
-    assert said.startswith(f"'cond' is control flow, which cannot be sharded yet\n  help: {CONTROL}\n")
+    assert said.startswith(
+        "the custom op toy.add_one.default changes its operands in place, which cannot be sharded yet\n"
+    )
     assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import fx
 
 from tpcompiler._torch import OpOverload, tree_map
 from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import change_bodies, read_bodies, root_of
 from tpcompiler.ir.draws import draws
 
 
@@ -21,12 +23,19 @@ class Promoted:
         self.state_dict: dict[str, Any] = {name: promoted(value, dtype) for name, value in program.state_dict.items()}
         self.constants: dict[str, Any] = {name: promoted(value, dtype) for name, value in program.constants.items()}
         self.graph = edit.copy_graph(program.graph)
+        read_bodies(self.graph, program.graph_module)
+        change_bodies(self.graph, functools.partial(_widen, dtype))
+        self.graph_module = root_of(self.graph)
         for node in list(self.graph.nodes):
-            target = node.target.target if isinstance(node.target, _Widened) else node.target
-            if target is torch.ops.aten._assert_tensor_metadata.default:
-                self.graph.erase_node(node)  # it states the dtype that was exported
-            elif isinstance(target, OpOverload) and target.namespace != "_c10d_functional":
-                node.target = _Widened(node, target, dtype)
+            _widen(dtype, node)
+
+
+def _widen(dtype: torch.dtype, node: fx.Node) -> None:
+    target = node.target.target if isinstance(node.target, _Widened) else node.target
+    if target is torch.ops.aten._assert_tensor_metadata.default:
+        edit.erase(node)  # it states the dtype that was exported
+    elif isinstance(target, OpOverload) and target.namespace != "_c10d_functional":
+        node.target = _Widened(node, target, dtype)
 
 
 DROPOUT, ATTENTION = torch.ops.aten.native_dropout.default, torch.ops.aten.scaled_dot_product_attention.default
@@ -38,6 +47,7 @@ class _Widened:
 
     def __init__(self, node: fx.Node, target: OpOverload, dtype: torch.dtype) -> None:
         self.target = target
+        self.__name__ = "widened"  # for the code that fx writes of a body
         self.exported = [operand.meta["val"].dtype for operand in edit.operands(node)]
         self.dtype = dtype
         before = node.target

@@ -175,6 +175,8 @@ def _run(
             env[node] = _input(program, next(specs), feed, state)
         elif node.op == "output":
             outputs = [env[a] if isinstance(a, fx.Node) else a for a in node.args[0]]
+        elif node.op == "get_attr":
+            env[node] = program.graph_module.get_submodule(str(node.target))
         elif edit.is_collective(node):
             args = fx.node.map_arg(node.args, lambda n: env[n])
             kind = str(node.target).split(".")[1]
