@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from tpcompiler.cost.collective import reshard_wire_bytes
+from tpcompiler.cost.program import changes
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
@@ -121,16 +122,7 @@ def _as_written(program: MarkedProgram, planned: Container[str]) -> dict[str, Sh
 
 def _wire_bytes(program: MarkedProgram) -> int:
     """Of all changes of sharding of one call."""
-    total = 0
-    for node in program.graph.nodes:
-        mark = mark_of(node)
-        changes = [
-            (o.meta["val"], mark_of(o).settled[0], w) for o, w in zip(edit.operands(node), mark.wants, strict=False)
-        ]
-        changes += zip(edit.outputs(node), mark.shardings, mark.settled, strict=False)
-        for value, have, want in changes:
-            total += reshard_wire_bytes(have, want, value.shape, value.element_size(), program.mesh)
-    return total
+    return sum(change.wire_bytes for change in changes(program))
 
 
 @dataclass
@@ -295,7 +287,7 @@ def _mark(
             _refuse(node, operand, have, refusals.get(index, unsaid), walk)
         if rule is None:
             walk.notes.append(
-                Note("no rule", f"{node.target} at '{node.name}': {_unruled(node)}, so '{operand.name}' is replicated")
+                Note("no rule", f"{node.target} at '{node.name}' has no rule: '{operand.name}' is replicated")
             )
     settled = tuple(_settle(node, made) for made in best.made) if edit.is_tensor(node) else best.made
     sizes = {}
@@ -315,7 +307,7 @@ def _unruled(node: fx.Node) -> str:
 
 def _reason(node: fx.Node, rule: Rule | None, best: _Candidate, refusals: dict[int, str]) -> str:
     if rule is None:
-        return _unruled(node)
+        return _unruled(node) if has_bodies(node) else "the op has no rule"
     cuts = [f"{factor} is cut by {axis}" for factor, (axis, _) in best.option.cuts.items()]
     through = [f"a pending {op} over {axis} passes through" for axis, (op, _) in best.option.through.items()]
     refused = [f"{op_name(node)}: {text}" for text in dict.fromkeys(refusals.values())]
@@ -325,8 +317,7 @@ def _reason(node: fx.Node, rule: Rule | None, best: _Candidate, refusals: dict[i
 def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: _Walk) -> None:
     """A weight is never gathered at run time, so a planned cut that its op cannot use is an error."""
     seed = walk.pinned[leaf]
-    while leaf.op == "call_function":
-        leaf = edit.operands(leaf)[0]
+    leaf = _behind(leaf)
     fqn = walk.fqns[leaf.name]
     value = leaf.meta["val"]
     help = f"pin '{fqn}' to R in the plan"
@@ -338,7 +329,17 @@ def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: _W
             what += f" for {node.target}: {why}"
             if size % walk.mesh.degree(axis):
                 help = f"use a degree that divides {size}, or {help}"
-    raise ShardingError(what, help=help, asked_by=seed.asked_by, used_at=edit.source_line(node))
+    error = ShardingError(what, help=help, asked_by=seed.asked_by, used_at=edit.source_line(node))
+    beside = [_behind(operand) for operand in edit.operands(node) if operand in walk.pinned]
+    error.leaves = tuple(dict.fromkeys([fqn, *(walk.fqns[other.name] for other in beside)]))
+    raise error
+
+
+def _behind(value: fx.Node) -> fx.Node:
+    """The leaf that a value only rearranges."""
+    while value.op == "call_function":
+        value = edit.operands(value)[0]
+    return value
 
 
 def _mark_output(program: MarkedProgram) -> None:

@@ -104,7 +104,7 @@ def test_a_planned_weight_in_a_body(function: Callable[..., Any]) -> None:
     said = refusal(program_of(function), {**PLAN, "side.weight": "S(0)"})
     assert said.startswith("ShardingError: cannot shard 'side.weight' on dim 0 of 8 by mesh axis 'tp' of 2 for ")
     assert "its bodies run whole on every rank" in said
-    assert "pin 'side.weight' to R in the plan" in said
+    assert "pin 'side.weight' to R (" in said
 
 
 @pytest.mark.parametrize("function", [choose, choose_twice, accumulate, by_row])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,11 +41,20 @@ from tpcompiler.verify.compare import Layout, VerifyReport, compare, functional
 class ParallelProgram:
     """The tensor-parallel programs of one exported program, made by `tpcompiler.parallelize`."""
 
-    def __init__(self, original: ExportedProgram, program: ReshardedProgram, plan: Plan, device_type: str) -> None:
+    def __init__(
+        self,
+        original: ExportedProgram,
+        program: ReshardedProgram,
+        plan: Plan,
+        device_type: str,
+        advice: Callable[[str], str] = lambda value: "",
+    ) -> None:
+        """`advice` names the change of the plan that leaves out the gathers of a value, or nothing."""
         self.original = original
         self.resharded = program
         self.plan = plan
         self.device_type = device_type
+        self._advice = advice
         self._traces: dict[Any, Any] = {}
         self._results: dict[Any, Any] = {}
         self._local: dict[int, LocalProgram] = {}
@@ -99,7 +108,12 @@ class ParallelProgram:
 
     def report(self) -> str:
         """Parameters and bytes per rank, collectives, fallbacks with their bytes, what no rule touches: as text."""
-        return report_text(self.mesh, *self.parameter_bytes(), self.collectives(), self.resharded.notes)
+        advice = {
+            node.meta[RESHARD].name: self._advice(edit.operands(node)[0].name)
+            for node in edit.calls(self.resharded.graph)
+            if node.target is reshard and node.meta[RESHARD].why == "fallback"
+        }
+        return report_text(self.mesh, *self.parameter_bytes(), self.collectives(), self.resharded.notes, advice)
 
     def manifest(self) -> Manifest:
         """The plain-data description that `save` writes (without the files' hashes)."""
