@@ -311,7 +311,7 @@ def test_a_weight_that_meets_an_op_without_a_rule() -> None:
     assert str(raised.value).splitlines()[:2] == [
         "cannot shard 'down.weight' on dim 0 of 8 by mesh axis 'tp' of 2 for aten.linalg_matrix_exp.default: it has "
         "no rule",
-        "  help: pin 'down.weight' to R in the plan",
+        "  help: pin 'down.weight' to R (0 wire bytes per rank and call)",
     ]
 
 
