@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
 from tests.launch import called
+from tpcompiler._torch import symbols_of
 from tpcompiler.api import verify_artifact
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
@@ -117,6 +118,16 @@ def test_dynamic_sizes(function: Callable[..., Any], tmp_path: Path) -> None:
             x = torch.randn(rows, 8)
             assert made.verify((x,)).ok
             assert verify_artifact(tmp_path / f"out{len(boundary)}", program, (x,)).ok
+
+
+def test_sizes_in_a_body_are_those_around_it() -> None:
+    """A size that is cut has another symbol, and a body must not name the old one."""
+    program = program_of(choose_twice, dynamic_shapes=(((Dim("batch", min=4, max=64), None),),))
+    made = tpcompiler.parallelize(program, 2, PLAN, inputs=["S(0)"], outputs=["S(0)"]).rank_program(0)
+    inside = {n.meta["val"] for part in made.graph_module.children() for n in part.graph.nodes if "val" in n.meta}
+    symbols = symbols_of(inside)
+    assert len(symbols) == 1
+    assert symbols <= made.range_constraints.keys()
 
 
 def test_half_precision() -> None:
