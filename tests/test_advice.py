@@ -13,6 +13,7 @@ import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported
 from tpcompiler import advice
 from tpcompiler.errors import ShardingError
+from tpcompiler.plan import Plan
 
 CHANGE = (
     r"(?:change '([^']+)' from \w+ to (\w+)|pin '([^']+)' to (R)) \((?:saves )?([\d,]+) wire bytes per rank and call"
@@ -96,7 +97,21 @@ def test_a_repeated_layer_is_changed_as_the_plan_names_it() -> None:
     assert {name for line in helps for name, _, _ in changes_in(line)} == {"layers.*.up"}
 
 
-def test_no_advice_where_nothing_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_tried_once() -> None:
+    tried: list[Plan] = []
+
+    def fails(plan: Plan) -> Any:
+        tried.append(plan)
+        raise ShardingError("no")
+
+    trial = advice.remembered(fails)
+    for style in ("colwise", "colwise", "rowwise"):
+        with pytest.raises(ShardingError):
+            trial(Plan.of({"up": style}))
+    assert len(tried) == 2
+
+
+def test_no_advice_where_nothing_is_saved() -> None:
     """An input that is cut because the caller says so."""
     made = tpcompiler.parallelize(exported(Net(lambda self, x: x.cumsum(0)), X), 2, {}, inputs=["S(0)"])
     assert [c.why for c in made.collectives()] == ["fallback"]

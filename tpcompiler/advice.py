@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -26,6 +27,25 @@ class Advice(NamedTuple):
 
     text: str
     wire_bytes: int
+
+
+def remembered(trial: Trial) -> Trial:
+    """The same, where a plan is tried once: gathers of many layers have the same cause."""
+    known: dict[str, MarkedProgram | TpCompilerError] = {}
+
+    def once(plan: Plan) -> MarkedProgram:
+        text = json.dumps(plan.to_data())
+        if text not in known:
+            try:
+                known[text] = trial(plan)
+            except TpCompilerError as error:
+                known[text] = error
+        made = known[text]
+        if isinstance(made, TpCompilerError):
+            raise made
+        return made
+
+    return once
 
 
 def advised(error: ShardingError, plan: Plan, trial: Trial) -> ShardingError:

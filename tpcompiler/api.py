@@ -20,7 +20,7 @@ from passes.divide_sizes import divide_sizes
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
 from passes.mark_placements import mark_placements
-from tpcompiler.advice import advised, without_gather
+from tpcompiler.advice import advised, remembered, without_gather
 from tpcompiler.errors import ArtifactError, MeshError, PlanError, ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.devices import device_type_for
@@ -79,9 +79,7 @@ def parallelize(
             marked: MarkedProgram = after(mark_placements(divided), "mark_placements")
         return marked
 
-    def trial(plan: Plan) -> MarkedProgram:
-        return mark(plan, lambda made, _: made)
-
+    trial = remembered(lambda plan: mark(plan, lambda made, _: made))
     try:
         marked = mark(plan, after)
     except ShardingError as error:
