@@ -15,6 +15,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from tpcompiler._torch import size_range, symbols_of, tree_flatten, tree_unflatten
 from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import change_bodies, root_of
 from tpcompiler.ir.claims import CLAIM, claim_of
 from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, PIN, RESHARD, ShardedProgram
@@ -36,12 +37,11 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
         if isinstance(value, fx.Node):
             arg = dataclasses.replace(spec.arg, name=value.name)
             signature.output_specs[position] = dataclasses.replace(spec, arg=arg)
+    change_bodies(graph, _plain)
+    root = root_of(graph)
     for node in graph.nodes:
         claim = claim_of(node, program.mesh)
-        for name in (MARK, ORIGIN, RESHARD, PIN, GLOBAL, "from_node"):  # torch's from_node holds memory addresses
-            node.meta.pop(name, None)
-        if trace := node.meta.get("stack_trace"):  # torch counts the graphs that a process has run
-            node.meta["stack_trace"] = re.sub(r"(<eval_with_key>)\.\d+", r"\1", trace)
+        _plain(node)
         if claim is not None and node.op == "call_function":
             node.meta["custom"] = {CLAIM: claim}
     symbols = symbols_of(node.meta.get("val") for node in graph.nodes)  # torch leaves some that nothing uses
@@ -49,7 +49,7 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
     ranges = {s: source.range_constraints[s] if s in source.range_constraints else size_range(mode, s) for s in symbols}
     constants = {**source.constants, **_of_kind(signature, program, constant=True)}
     return ExportedProgram(
-        root=torch.nn.Module(),
+        root=root,
         graph=graph,
         graph_signature=signature,
         state_dict={**source.state_dict, **_of_kind(signature, program, constant=False)},
@@ -59,6 +59,16 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
         constants=constants,
         verifiers=source.verifiers,
     )
+
+
+def _plain(node: fx.Node) -> None:
+    """Leave out what was decided about a node, and what differs from process to process."""
+    for name in (MARK, ORIGIN, RESHARD, PIN, GLOBAL, "from_node"):  # torch's from_node holds memory addresses
+        node.meta.pop(name, None)
+    if trace := node.meta.get("stack_trace"):  # torch counts the graphs that a process has run
+        node.meta["stack_trace"] = re.sub(r"(<eval_with_key>)\.\d+", r"\1", trace)
+    if node.op == "get_attr":
+        del node.meta["val"]
 
 
 def _of_kind(signature: ExportGraphSignature, program: ShardedProgram, constant: bool) -> dict[str, torch.Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch import fx
 from torch.export import ExportedProgram
@@ -9,6 +12,9 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import OpOverload, decomposed
 from tpcompiler.errors import ProgramError
 from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import read_bodies
+from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape
+from tpcompiler.ir.local import fake_mode_of, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.refused import refuse_calls, refuse_values
 from tpcompiler.rules.registry import has_rule
@@ -21,29 +27,31 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
 
     Before    training IR, canonical IR or core ATen
               bn.add_(one); with set_grad_enabled: ...; linear(x, w); _assert_tensor_metadata(y)
+              dropout(x, 0.1); rand_like(x)
     After     bn_1 = add(bn, one) -> written back by the signature; linear(x, w)
+              x * native_dropout(ones, 0.1)[0]; rand_like(ones)      ones: of the whole shape, on every rank
 
     Leaves one flat functional graph. The input program is not changed.
 
     Raises:
         ProgramError: no exported program, its state does not fit its graph, or decomposition fails.
-        UnsupportedError: what `ir.refused` lists: control flow, random numbers, sparse and quantised tensors, ...
+        UnsupportedError: what `ir.refused` lists: sparse and quantised tensors, ...
     """
     refuse_values(exported_program)
-    table = torch.export.default_decompositions()
-    for target in [t for t in table if has_rule(t)]:
-        del table[target]
     try:
-        source = decomposed(exported_program, table)
+        source = decomposed(exported_program, _decompositions(exported_program.graph))
     except Exception as error:
         raise ProgramError(
             f"the program cannot be made functional: {str(error).strip().splitlines()[0]}",
             help="check that it runs: exported_program.run_decompositions() fails in the same way",
         ) from error
     graph = edit.copy_graph(source.graph)
+    read_bodies(graph, source.graph_module)
     for node in edit.calls(graph):
         if node.target is aten._assert_tensor_metadata.default:
             edit.erase(node)  # it states sizes that no shard has
+    with no_new_guards(graph):
+        _draw_whole(graph)
     graph.eliminate_dead_code(is_impure_node=_is_impure)
     refuse_calls(source, graph)
     for node in graph.nodes:
@@ -51,7 +59,74 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
     return CanonicalProgram(source, graph)
 
 
+def _decompositions(graph: fx.Graph) -> Any:
+    """torch's table without the ops that have a rule, and where torch's own would draw other numbers than the op."""
+    table = torch.export.default_decompositions()
+    recurrent = {node.target for node in edit.calls(graph) if draws(node) and node.target.overloadpacket in RECURRENT}  # type: ignore[union-attr]
+    for target in [t for t in table if has_rule(t) or t in recurrent or t is aten.bernoulli.default]:
+        del table[target]
+    table[aten.scaled_dot_product_attention.default] = _attention
+    return table
+
+
+def _attention(q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, *rest: Any, **named: Any) -> Any:
+    """With dropout, attention as the CPU computes it, which draws a mask over queries and keys; else it stays whole."""
+    if not dropout:
+        return NotImplemented
+    math = aten._scaled_dot_product_attention_math.default
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask.logical_not(), -torch.inf)
+    return math(q, k, v, mask, dropout, *rest, **named)[0]
+
+
+def _draw_whole(graph: fx.Graph) -> None:
+    """Let ops that draw for a shape draw for that of the whole value: all ranks draw the same, in the same order.
+
+    The result is replicated, and to cut it is a local slice. Dropout becomes a product with what it makes of ones.
+    """
+    for node in edit.calls(graph):
+        if not draws(node):
+            continue
+        if node.target is aten.native_dropout.default:
+            (x,) = edit.operands(node)
+            edit.replace_operand(node, 0, _ones(node, x, x.meta["val"]))
+            for part in list(node.users):
+                if part.target is operator.getitem and part.args[1] == 0:
+                    drawn = edit.insert_before(part, operator.getitem, (node, 0), "drawn")
+                    drawn.meta["val"] = part.meta["val"]
+                    part.target, part.args = aten.mul.Tensor, (x, drawn)
+        elif draws_for_a_shape(node):
+            edit.replace_operand(node, 0, _ones(node, edit.operands(node)[0], node.meta["val"]))
+
+
+def _ones(node: fx.Node, like: fx.Node, layout: torch.Tensor) -> fx.Node:
+    """Ones with the shape and dtype of `like`, in memory as `layout` is: numbers are drawn in that order."""
+    value = like.meta["val"]
+    order = memory_order(layout)
+    sizes = [_size(node, like, dim) for dim in order]
+    options = {"dtype": value.dtype, "device": value.device}
+    ones = edit.insert_before(node, aten.full.default, (sizes, 1), "ones")
+    ones.kwargs = options
+    with fake_mode_of(node.graph):
+        ones.meta["val"] = torch.full([value.shape[dim] for dim in order], 1, **options)
+    if order == sorted(order):
+        return ones
+    back = [order.index(dim) for dim in range(value.ndim)]
+    made = edit.insert_before(node, aten.permute.default, (ones, back), "ones_as_they_lie")
+    made.meta["val"] = ones.meta["val"].permute(back)
+    return made
+
+
+def _size(node: fx.Node, value: fx.Node, dim: int) -> int | fx.Node:
+    size = value.meta["val"].shape[dim]
+    if isinstance(size, int):
+        return size
+    made = edit.insert_before(node, aten.sym_size.int, (value, dim), "size")
+    made.meta["val"] = size
+    return made
+
+
 def _is_impure(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
-        return True
+    if node.op in ("placeholder", "output") or draws(node):
+        return True  # what is drawn next depends on it
     return (isinstance(node.target, OpOverload) and node.target._schema.is_mutable) or "assert" in str(node.target)

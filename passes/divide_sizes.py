@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from tpcompiler._torch import (
+    FakeTensorMode,
     divided_range,
     divided_sizes,
     substituted,
@@ -20,6 +22,7 @@ from tpcompiler._torch import (
 )
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import change_bodies
 from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.program import PIN, Note, PlannedProgram
 from tpcompiler.ir.sharding import Sharding
@@ -71,10 +74,15 @@ def divide_sizes(program: PlannedProgram) -> PlannedProgram:
     mode, standing = divided_sizes(fake_mode_of(program.graph), parts, ranges)
     graph = edit.copy_graph(program.graph)
     for node in graph.nodes:
-        if "val" in node.meta:
-            node.meta["val"] = tree_map(lambda value: substituted(value, mode, standing), node.meta["val"])
+        _substitute(node, mode, standing)
+    change_bodies(graph, lambda node: _substitute(node, mode, standing))
     made = replace(program, graph=graph)
     return replace(made, notes=(*program.notes, *_notes(program, made, parts)))
+
+
+def _substitute(node: fx.Node, mode: FakeTensorMode, standing: Mapping[Any, Any]) -> None:
+    if "val" in node.meta:
+        node.meta["val"] = tree_map(lambda value: substituted(value, mode, standing), node.meta["val"])
 
 
 def _notes(before: PlannedProgram, after: PlannedProgram, parts: Mapping[Any, int]) -> Iterator[Note]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,8 +11,11 @@ import torch
 from torch import fx
 
 from tpcompiler.cost.collective import reshard_wire_bytes
+from tpcompiler.cost.program import changes
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import all_calls, has_bodies
+from tpcompiler.ir.draws import draws
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import (
     MARK,
@@ -85,6 +89,8 @@ def _marked(program: PlannedProgram, written: Mapping[str, Sharding]) -> MarkedP
                 node.meta[MARK] = Mark((), (), (), "no tensor")
         elif node.op == "call_function":
             _mark_call(node, walk)
+        elif node.op == "get_attr":
+            node.meta[MARK] = Mark((), (), (), "a body")
     for node in graph.nodes:
         if node in walk.free and node.op == "placeholder":
             _place(node, walk.joined(node), "as its uses want it")
@@ -93,7 +99,14 @@ def _marked(program: PlannedProgram, written: Mapping[str, Sharding]) -> MarkedP
         if node in walk.free:
             _mark_call(node, walk)
     _mark_output(marked)
-    return MarkedProgram(program.source, graph, program.mesh, (*program.notes, *walk.notes))
+    return MarkedProgram(program.source, graph, program.mesh, (*program.notes, *walk.notes, *_random(graph)))
+
+
+def _random(graph: fx.Graph) -> tuple[Note, ...]:
+    """What the ranks must do so that they draw the same numbers."""
+    drawing = Counter(op_name(node) for node in all_calls(graph) if draws(node))
+    ops = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in drawing.items())
+    return (Note("random", f"{ops}: seed every rank alike, torch.manual_seed"),) if drawing else ()
 
 
 def _as_written(program: MarkedProgram, planned: Container[str]) -> dict[str, Sharding]:
@@ -109,16 +122,7 @@ def _as_written(program: MarkedProgram, planned: Container[str]) -> dict[str, Sh
 
 def _wire_bytes(program: MarkedProgram) -> int:
     """Of all changes of sharding of one call."""
-    total = 0
-    for node in program.graph.nodes:
-        mark = mark_of(node)
-        changes = [
-            (o.meta["val"], mark_of(o).settled[0], w) for o, w in zip(edit.operands(node), mark.wants, strict=False)
-        ]
-        changes += zip(edit.outputs(node), mark.shardings, mark.settled, strict=False)
-        for value, have, want in changes:
-            total += reshard_wire_bytes(have, want, value.shape, value.element_size(), program.mesh)
-    return total
+    return sum(change.wire_bytes for change in changes(program))
 
 
 @dataclass
@@ -279,7 +283,7 @@ def _mark(
         if not cost:
             continue
         if operand in walk.pinned:
-            unsaid = "other operands are cut differently" if rule is not None else "it has no rule"
+            unsaid = "other operands are cut differently" if rule is not None else _unruled(node)
             _refuse(node, operand, have, refusals.get(index, unsaid), walk)
         if rule is None:
             walk.notes.append(
@@ -297,9 +301,13 @@ def _mark(
     return Mark(best.made, settled, best.wants, reason, why, sizes, local)  # type: ignore[arg-type]
 
 
+def _unruled(node: fx.Node) -> str:
+    return "its bodies run whole on every rank" if has_bodies(node) else "it has no rule"
+
+
 def _reason(node: fx.Node, rule: Rule | None, best: _Candidate, refusals: dict[int, str]) -> str:
     if rule is None:
-        return "the op has no rule"
+        return _unruled(node) if has_bodies(node) else "the op has no rule"
     cuts = [f"{factor} is cut by {cut.axes[0]}" for factor, cut in best.option.cuts.items()]
     through = [f"a pending {op} over {axis} passes through" for axis, (op, _) in best.option.through.items()]
     refused = [f"{op_name(node)}: {text}" for text in dict.fromkeys(refusals.values())]
@@ -309,8 +317,7 @@ def _reason(node: fx.Node, rule: Rule | None, best: _Candidate, refusals: dict[i
 def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: _Walk) -> None:
     """A weight is never gathered at run time, so a planned cut that its op cannot use is an error."""
     seed = walk.pinned[leaf]
-    while leaf.op == "call_function":
-        leaf = edit.operands(leaf)[0]
+    leaf = _behind(leaf)
     fqn = walk.fqns[leaf.name]
     value = leaf.meta["val"]
     help = f"pin '{fqn}' to R in the plan"
@@ -322,7 +329,17 @@ def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: _W
             what += f" for {node.target}: {why}"
             if size % walk.mesh.degree(axis):
                 help = f"use a degree that divides {size}, or {help}"
-    raise ShardingError(what, help=help, asked_by=seed.asked_by, used_at=edit.source_line(node))
+    error = ShardingError(what, help=help, asked_by=seed.asked_by, used_at=edit.source_line(node))
+    beside = [_behind(operand) for operand in edit.operands(node) if operand in walk.pinned]
+    error.leaves = tuple(dict.fromkeys([fqn, *(walk.fqns[other.name] for other in beside)]))
+    raise error
+
+
+def _behind(value: fx.Node) -> fx.Node:
+    """The leaf that a value only rearranges."""
+    while value.op == "call_function":
+        value = edit.operands(value)[0]
+    return value
 
 
 def _mark_output(program: MarkedProgram) -> None:

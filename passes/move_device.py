@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import FakeTensorMode, OpOverload, tree_map
 from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import change_bodies, read_bodies, root_of
 from tpcompiler.ir.local import fake_mode_of, key, no_new_guards
 
 aten = torch.ops.aten
@@ -36,20 +37,27 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
     if all(value.device == torch.device(device_type) for node in program.graph.nodes for value in edit.outputs(node)):
         return program
     graph = edit.copy_graph(program.graph)
+    read_bodies(graph, program.graph_module)
     mode = fake_mode_of(graph)
+    made: dict[Any, torch.Tensor] = {}
+
+    def move_value(node: fx.Node) -> None:
+        if "val" in node.meta:
+            known = {} if node.op == "placeholder" else made  # one value of two inputs would make them aliases
+            node.meta["val"] = tree_map(functools.partial(_moved, device_type, mode, known), node.meta["val"])
+
     with no_new_guards(graph):
-        for node in graph.nodes:
-            if isinstance(node.target, OpOverload):
-                _name_device(node, torch.device(device_type))
-                if any(value.device.type != device_type for value in edit.outputs(node)):
-                    _allow_copy(node)
-        made: dict[Any, torch.Tensor] = {}
-        for node in graph.nodes:  # after all literals: whether a node has tensor operands is read off their values
-            if "val" in node.meta:
-                known = {} if node.op == "placeholder" else made  # one value of two inputs would make them aliases
-                node.meta["val"] = tree_map(functools.partial(_moved, device_type, mode, known), node.meta["val"])
+        # After all literals: whether a node has tensor operands is read off their values.
+        for change in (functools.partial(_move_literals, device_type), move_value):
+            change_bodies(graph, change)
+            for node in graph.nodes:
+                change(node)
+    root = root_of(graph)
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            del node.meta["val"]
     return ExportedProgram(
-        root=torch.nn.Module(),
+        root=root,
         graph=graph,
         graph_signature=copy.deepcopy(program.graph_signature),
         state_dict=dict(program.state_dict),
@@ -59,6 +67,13 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
         constants=dict(program.constants),
         verifiers=program.verifiers,
     )
+
+
+def _move_literals(device_type: str, node: fx.Node) -> None:
+    if isinstance(node.target, OpOverload):
+        _name_device(node, torch.device(device_type))
+        if any(value.device.type != device_type for value in edit.outputs(node)):
+            _allow_copy(node)
 
 
 def _name_device(node: fx.Node, device: torch.device) -> None:

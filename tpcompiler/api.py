@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from passes.divide_sizes import divide_sizes
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
 from passes.mark_placements import mark_placements
-from tpcompiler.errors import ArtifactError, MeshError, PlanError
+from tpcompiler.advice import advised, remembered, without_gather
+from tpcompiler.errors import ArtifactError, MeshError, PlanError, ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.devices import device_type_for
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
-from tpcompiler.ir.program import CanonicalProgram, Program
+from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, Program
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.text import program_text
 from tpcompiler.parallel_program import ParallelProgram, compared, layout_of
@@ -69,17 +70,28 @@ def parallelize(
     after = _Dump(dump)
     program = after(canonicalize(exported_program), "canonicalize")
     device = device_type_for(program, device_type)
-    with no_new_guards(program.graph):
-        planned = after(
-            apply_plan(program, plan, mesh, _specs(inputs, "inputs="), _specs(outputs, "outputs=")), "apply_plan"
-        )
-        divided = after(divide_sizes(planned), "divide_sizes")
-    with no_new_guards(divided.graph):
-        marked = after(mark_placements(divided), "mark_placements")
+    boundary = _specs(inputs, "inputs="), _specs(outputs, "outputs=")
+
+    def mark(plan: Plan, after: Callable[[Any, str], Any]) -> MarkedProgram:
+        with no_new_guards(program.graph):
+            planned = after(apply_plan(program, plan, mesh, *boundary), "apply_plan")
+            divided = after(divide_sizes(planned), "divide_sizes")
+        with no_new_guards(divided.graph):
+            marked: MarkedProgram = after(mark_placements(divided), "mark_placements")
+        return marked
+
+    trial = remembered(lambda plan: mark(plan, lambda made, _: made))
+    try:
+        marked = mark(plan, after)
+    except ShardingError as error:
+        raise advised(error, plan, trial) from None
+    with no_new_guards(marked.graph):
         resharded = after(insert_reshards(marked), "insert_reshards")
         delayed = after(delay_reductions(resharded), "delay_reductions")
         folded = after(fold_reshards(delayed), "fold_reshards")
-    made = ParallelProgram(exported_program, folded, plan, device)
+    made = ParallelProgram(
+        exported_program, folded, plan, device, lambda value: without_gather(value, marked, plan, trial)
+    )
     after(made.local_program(0), "lowered_rank_0")
     return made
 

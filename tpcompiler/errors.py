@@ -30,7 +30,12 @@ class MeshError(TpCompilerError):
 
 
 class ShardingError(TpCompilerError):
-    """A tensor cannot be cut as asked."""
+    """A tensor cannot be cut as asked.
+
+    `leaves` are those that the plan cut and that one op cannot take together, where that is the cause.
+    """
+
+    leaves: tuple[str, ...] = ()
 
 
 class UnsupportedError(TpCompilerError):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 
 from passes.build_rank_program import build_rank_program
@@ -26,7 +27,7 @@ from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.program import RESHARD, LocalProgram, Reshard, ReshardedProgram, mark_of, reshard, tied
-from tpcompiler.ir.refused import refuse_hollow
+from tpcompiler.ir.refused import refuse_hollow, refuse_unwritable
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.text import DTYPES
@@ -40,11 +41,20 @@ from tpcompiler.verify.compare import Layout, VerifyReport, compare, functional
 class ParallelProgram:
     """The tensor-parallel programs of one exported program, made by `tpcompiler.parallelize`."""
 
-    def __init__(self, original: ExportedProgram, program: ReshardedProgram, plan: Plan, device_type: str) -> None:
+    def __init__(
+        self,
+        original: ExportedProgram,
+        program: ReshardedProgram,
+        plan: Plan,
+        device_type: str,
+        advice: Callable[[str], str] = lambda value: "",
+    ) -> None:
+        """`advice` names the change of the plan that leaves out the gathers of a value, or nothing."""
         self.original = original
         self.resharded = program
         self.plan = plan
         self.device_type = device_type
+        self._advice = advice
         self._traces: dict[Any, Any] = {}
         self._results: dict[Any, Any] = {}
         self._local: dict[int, LocalProgram] = {}
@@ -98,7 +108,12 @@ class ParallelProgram:
 
     def report(self) -> str:
         """Parameters and bytes per rank, collectives, fallbacks with their bytes, what no rule touches: as text."""
-        return report_text(self.mesh, *self.parameter_bytes(), self.collectives(), self.resharded.notes)
+        advice = {
+            node.meta[RESHARD].name: self._advice(edit.operands(node)[0].name)
+            for node in edit.calls(self.resharded.graph)
+            if node.target is reshard and node.meta[RESHARD].why == "fallback"
+        }
+        return report_text(self.mesh, *self.parameter_bytes(), self.collectives(), self.resharded.notes, advice)
 
     def manifest(self) -> Manifest:
         """The plain-data description that `save` writes (without the files' hashes)."""
@@ -147,6 +162,7 @@ class ParallelProgram:
             ProgramError: the program was exported without weights.
         """
         refuse_hollow(self.original, "written")
+        refuse_unwritable(self.resharded.graph)
         for name, value in zip(self.resharded.output_names(), self._user_outputs(), strict=True):
             if isinstance(value, str):
                 raise UnsupportedError(
@@ -162,7 +178,8 @@ class ParallelProgram:
         def write_rank(rank: int, path: Path) -> None:
             program = self.rank_program(rank)
             place_state(program, "cpu")  # a file that says cuda:0 would be read to cuda:0 by every rank
-            for _, value in values(program.graph):
+            graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+            for _, value in (pair for graph in graphs for pair in values(graph)):
                 forget_index(value)
             if replaced is not None:
                 signature = program.module_call_graph[0].signature

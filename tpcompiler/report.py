@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,9 +78,17 @@ def collectives_of(program: LocalProgram) -> list[Collective]:
 
 
 def report_text(
-    mesh: Mesh, whole: int, per_rank: Sequence[int], collectives: Sequence[Collective], notes: Sequence[Note]
+    mesh: Mesh,
+    whole: int,
+    per_rank: Sequence[int],
+    collectives: Sequence[Collective],
+    notes: Sequence[Note],
+    advice: Mapping[str, str],
 ) -> str:
-    """Bytes of the leaves on one device and on each rank, collectives by cause and layer, and what was declined."""
+    """Bytes of the leaves on one device and on each rank, collectives by cause and layer, and what was declined.
+
+    `advice`: what would leave out a collective, by the name of its reshard; empty text for nothing.
+    """
     shares = ", ".join(f"{b:,} ({100 * b / max(whole, 1):.1f}%)" for b in per_rank)
     lines = [f"mesh {mesh}", f"parameter bytes: {whole:,} on one device; per rank {shares}"]
     for why in ("inherent", "plan-demanded", "fallback"):
@@ -93,6 +101,8 @@ def report_text(
         for c in chosen:
             where = c.source or c.module
             lines.append(f"  {c.kind} of {c.payload_bytes:,} bytes, '{c.node}' at {where}: {c.reason}")
+            if why == "fallback" and (help := advice.get(c.reshard)):
+                lines.append(f"    help: {help}")
     for kind, title in NOTE_TITLES.items():
         texts = [note.text for note in notes if note.kind == kind]
         if texts:

@@ -142,7 +142,8 @@ def test_a_size_that_does_not_divide(plan: dict[str, str]) -> None:
     said = str(raised.value)
     assert said.startswith("cannot shard 'conv.weight' on dim 0")
     assert "15 over 16 leaves 1 empty" in said
-    assert "or pin 'conv.weight' to R in the plan\n" in said
+    instead = "change 'conv' from colwise to replicate" if name == "conv" else "pin 'conv.weight' to R"
+    assert f", or {instead} (0 wire bytes per rank and call)\n" in said
     assert f'\n  asked by: the plan ("{name}": "{style}")      used at: models.py:' in said
 
 

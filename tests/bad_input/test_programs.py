@@ -12,9 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._higher_order_ops.map import map as map_rows
-from torch._higher_order_ops.scan import scan
-from torch._higher_order_ops.while_loop import while_loop
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -48,22 +45,6 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def choose(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: -x, (self.both(x),))
-
-
-def repeat(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.both(while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, x * 2), (torch.tensor(0), x))[1])
-
-
-def accumulate(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.both(scan(lambda carry, x: (carry + x, carry * x), torch.zeros(8), x)[1])
-
-
-def by_row(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return map_rows(lambda row: self.both(row), x)
-
-
 def in_place(self: Any, x: torch.Tensor) -> torch.Tensor:
     y = self.both(x)
     add_one(y)
@@ -78,18 +59,12 @@ def sparse(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.both(x.to_sparse().to_dense())
 
 
-CONTROL = "export the model without torch.cond, while_loop, scan and map"
 DENSE = "export the model with plain dense tensors"
-EVAL = "export the model in eval mode (model.eval()), or pass the numbers in as an input"
 
 
 @pytest.mark.parametrize(
     ("function", "message", "help"),
     [
-        (choose, "'cond' is control flow, which cannot be sharded yet", CONTROL),
-        (repeat, "'while_loop' is control flow, which cannot be sharded yet", CONTROL),
-        (accumulate, "'scan' is control flow, which cannot be sharded yet", CONTROL),
-        (by_row, "'map_impl' is control flow, which cannot be sharded yet", CONTROL),
         (
             in_place,
             "the custom op toy.add_one.default changes its operands in place, which cannot be sharded yet",
@@ -105,22 +80,6 @@ EVAL = "export the model in eval mode (model.eval()), or pass the numbers in as 
             sparse,
             "'to_sparse' (aten.to_sparse.default) is a sparse tensor (sparse_coo), which cannot be sharded yet",
             DENSE,
-        ),
-        (
-            lambda self, x: F.dropout(self.both(x), 0.5, True),
-            "'native_dropout' (aten.native_dropout.default) draws random numbers, and every rank would draw others",
-            EVAL,
-        ),
-        (
-            lambda self, x: self.both(x) + torch.rand(8),
-            "'rand' (aten.rand.default) draws random numbers, and every rank would draw others",
-            EVAL,
-        ),
-        (
-            lambda self, x: F.scaled_dot_product_attention(self.both(x), x, x, dropout_p=0.1),
-            "'scaled_dot_product_attention' (aten.scaled_dot_product_attention.default) draws random numbers, and "
-            "every rank would draw others",
-            EVAL,
         ),
     ],
 )
@@ -352,14 +311,16 @@ def test_a_weight_that_meets_an_op_without_a_rule() -> None:
     assert str(raised.value).splitlines()[:2] == [
         "cannot shard 'down.weight' on dim 0 of 8 by mesh axis 'tp' of 2 for aten.linalg_matrix_exp.default: it has "
         "no rule",
-        "  help: pin 'down.weight' to R in the plan",
+        "  help: pin 'down.weight' to R (0 wire bytes per rank and call)",
     ]
 
 
 def test_refusals_on_the_command_line(tmp_path: Path) -> None:
-    torch.export.save(torch.export.export(randomised(Net(choose)), (X,)), tmp_path / "model.pt2")
+    torch.export.save(torch.export.export(randomised(Net(in_place)), (X,)), tmp_path / "model.pt2")
     (tmp_path / "plan.yaml").write_text("up: colwise\ndown: rowwise\n")
     words = ("--tp", 2, "--plan", tmp_path / "plan.yaml", "-o", tmp_path / "out")
     said = refused("convert", tmp_path / "model.pt2", *words)
-    assert said.startswith(f"'cond' is control flow, which cannot be sharded yet\n  help: {CONTROL}\n")
+    assert said.startswith(
+        "the custom op toy.add_one.default changes its operands in place, which cannot be sharded yet\n"
+    )
     assert not (tmp_path / "out").exists()

@@ -13,7 +13,7 @@ from torch.export import export
 
 from passes.canonicalize import canonicalize
 from tests.passes.stages import Call, canonical
-from tpcompiler.errors import ProgramError, UnsupportedError
+from tpcompiler.errors import ProgramError
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.text import op_name, program_text
@@ -143,18 +143,28 @@ def test_the_given_program_is_not_changed() -> None:
     assert str(program.graph) == before
 
 
-def test_control_flow_is_refused() -> None:
-    def choose(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+def test_bodies_of_control_flow_stay() -> None:
+    """Beside the graph, on the nodes that name them."""
 
-    with pytest.raises(UnsupportedError) as error:
-        canonical(Call(choose), (torch.randn(3),))
+    def choose(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.to(torch.float64).add(1).float(), lambda x: x - 1, (x,))
+
+    program = canonical(Call(choose), (torch.randn(3),))
     assert_expected_inline(
-        str(error.value),
+        text(program),
         """\
-'cond' is control flow, which cannot be sharded yet
-  help: export the model without torch.cond, while_loop, scan and map""",
+x = input f32[3]
+sum_1 = sum(x)
+gt = gt(sum_1, 0)
+true_graph_0 = true_graph_0()
+false_graph_0 = false_graph_0()
+cond = cond(gt, true_graph_0, false_graph_0, [x])
+getitem = getitem(cond, 0)
+return getitem
+""",
     )
+    body = program.graph.find_nodes(op="get_attr", target="true_graph_0")[0].meta["val"]
+    assert [op_name(node) for node in edit.calls(body.graph)] == ["_to_copy", "add", "_to_copy"]
 
 
 def test_a_program_that_cannot_be_decomposed() -> None:

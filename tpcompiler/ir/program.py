@@ -97,7 +97,7 @@ class Seed:
 class Note:
     """What a pass declined, gave up or could not use, for the report."""
 
-    kind: Literal["untouched", "no rule", "size"]
+    kind: Literal["untouched", "no rule", "size", "random"]
     text: str
 
 

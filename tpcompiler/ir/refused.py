@@ -10,10 +10,10 @@ from torch.export.graph_signature import InputKind, InputSpec
 from tpcompiler._torch import FakeTensor, HigherOrderOperator, OpOverload
 from tpcompiler.errors import ProgramError, UnsupportedError
 from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import all_calls, has_bodies
 from tpcompiler.ir.program import LEAF_KINDS
 from tpcompiler.ir.text import value_text
 
-CONTROL_FLOW = ("cond", "while_loop", "scan", "map_impl", "associative_scan", "switch")
 QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
@@ -100,12 +100,27 @@ def refuse_hollow(program: ExportedProgram, use: str) -> None:
             )
 
 
+def refuse_unwritable(graph: fx.Graph) -> None:
+    """Check that torch.export.save takes the graph.
+
+    Raises:
+        UnsupportedError: it calls flex_attention, whose arguments torch has no written form for.
+    """
+    for node in all_calls(graph):
+        if str(node.target) == "flex_attention":
+            raise UnsupportedError(
+                f"the program cannot be written: torch.export.save does not take '{node.name}'",
+                help="run rank_program(rank) in the process that makes it, or export with scaled_dot_product_attention",
+                used_at=edit.source_line(node),
+            )
+
+
 def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
     """Check what is left after decomposition, in the program's graph without dead code.
 
     Raises:
         ProgramError: an op changes its operand in place.
-        UnsupportedError: control flow, custom objects, effects, ops that draw random numbers.
+        UnsupportedError: higher-order ops other than control flow, custom objects, effects.
     """
     for spec in program.graph_signature.input_specs:
         if spec.kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
@@ -113,20 +128,14 @@ def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
                 f"input {spec.arg} is a {spec.kind.name.lower()}, which cannot be sharded yet",
                 help="export the model without custom classes and side effects",
             )
-    for node in edit.calls(graph):
+    for node in all_calls(graph):
         where = edit.source_line(node)
-        if isinstance(node.target, HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator) and not has_bodies(node):
             raise _higher_order(node, str(node.target), where)
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             raise ProgramError(
                 f"'{node.name}' ({node.target}) still changes its operand in place",
                 help="export with torch.export.export, which lets decomposition make the graph functional",
-                used_at=where,
-            )
-        if _draws(node):
-            raise UnsupportedError(
-                f"'{node.name}' ({node.target}) draws random numbers, and every rank would draw others",
-                help="export the model in eval mode (model.eval()), or pass the numbers in as an input",
                 used_at=where,
             )
 
@@ -138,25 +147,8 @@ def _higher_order(node: fx.Node, op: str, where: str) -> UnsupportedError:
             help="write the op so that it returns what it makes",
             used_at=where,
         )
-    if op in CONTROL_FLOW:
-        return UnsupportedError(
-            f"'{node.name}' is control flow, which cannot be sharded yet",
-            help="export the model without torch.cond, while_loop, scan and map",
-            used_at=where,
-        )
     return UnsupportedError(
         f"'{node.name}' is a call of the higher-order op {op}, which cannot be sharded yet",
         help=f"export the model without {op}",
         used_at=where,
     )
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether this call draws: dropout in eval mode, or with probability 0, does not."""
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    args = edit.bound(node)
-    idle = {"train": False, "training": False, "dropout": 0, "dropout_p": 0}
-    if "train" in args:
-        idle["p"] = 0  # of a dropout; bernoulli's p is no such thing
-    return not any(name in args and args[name] == value for name, value in idle.items())

@@ -13,6 +13,7 @@ from torch import fx
 from tpcompiler._torch import OpOverload
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
+from tpcompiler.ir.draws import draws
 from tpcompiler.ir.sharding import Size
 from tpcompiler.rules.notation import Pattern, Rule, RuleText, Shards, extents, parse
 
@@ -73,8 +74,8 @@ def rule_of(node: fx.Node) -> Rule | None:
     if entry is None and isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
         entry = _POINTWISE[0]
     tensors = [operand.meta["val"] for operand in edit.operands(node)]
-    if entry is None or not tensors:
-        return None
+    if entry is None or not tensors or draws(node):
+        return None  # what is drawn for a shard is not a share of what is drawn for the whole
     written = entry.write(node)
     if written is None:
         return None

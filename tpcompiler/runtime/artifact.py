@@ -22,6 +22,7 @@ NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
     "untouched": "layers that no plan entry touches",
     "no rule": "ops without a rule",
     "size": "dynamic sizes that the mesh must divide",
+    "random": "ops that draw random numbers",
 }
 
 

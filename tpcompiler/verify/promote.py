@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import fx
 
 from tpcompiler._torch import OpOverload, tree_map
 from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import change_bodies, read_bodies, root_of
+from tpcompiler.ir.draws import draws
 
 
 class Promoted:
@@ -20,14 +23,22 @@ class Promoted:
         self.state_dict: dict[str, Any] = {name: promoted(value, dtype) for name, value in program.state_dict.items()}
         self.constants: dict[str, Any] = {name: promoted(value, dtype) for name, value in program.constants.items()}
         self.graph = edit.copy_graph(program.graph)
+        read_bodies(self.graph, program.graph_module)
+        change_bodies(self.graph, functools.partial(_widen, dtype))
+        self.graph_module = root_of(self.graph)
         for node in list(self.graph.nodes):
-            target = node.target.target if isinstance(node.target, _Widened) else node.target
-            if target is torch.ops.aten._assert_tensor_metadata.default:
-                self.graph.erase_node(node)  # it states the dtype that was exported
-            elif isinstance(target, OpOverload) and target.namespace != "_c10d_functional":
-                node.target = _Widened(node, target, dtype)
+            _widen(dtype, node)
 
 
+def _widen(dtype: torch.dtype, node: fx.Node) -> None:
+    target = node.target.target if isinstance(node.target, _Widened) else node.target
+    if target is torch.ops.aten._assert_tensor_metadata.default:
+        edit.erase(node)  # it states the dtype that was exported
+    elif isinstance(target, OpOverload) and target.namespace != "_c10d_functional":
+        node.target = _Widened(node, target, dtype)
+
+
+DROPOUT, ATTENTION = torch.ops.aten.native_dropout.default, torch.ops.aten.scaled_dot_product_attention.default
 READS_BITS = (torch.ops.aten.view.dtype,)  # another dtype has other bits, and maybe more of them
 
 
@@ -36,14 +47,22 @@ class _Widened:
 
     def __init__(self, node: fx.Node, target: OpOverload, dtype: torch.dtype) -> None:
         self.target = target
+        self.__name__ = "widened"  # for the code that fx writes of a body
         self.exported = [operand.meta["val"].dtype for operand in edit.operands(node)]
         self.dtype = dtype
+        before = node.target
+        drawing: bool = before.as_exported if isinstance(before, _Widened) else draws(node)
+        # In another dtype other numbers are drawn; but attention has its mask from `bernoulli`, which has no dtype.
+        self.as_exported: bool = target in READS_BITS or (drawing and target is not ATTENTION)
 
     def __str__(self) -> str:
         return str(self.target)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.target in READS_BITS:
+        if self.as_exported and self.target is DROPOUT:
+            factor, mask = self._as_exported((torch.ones_like(args[0]), *args[1:]), kwargs)
+            return args[0] * factor, mask
+        if self.as_exported:
             return self._as_exported(args, kwargs)
         widened = tree_map(lambda a: _float(a, self.dtype), (args, kwargs))
         try:

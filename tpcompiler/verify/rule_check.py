@@ -138,8 +138,11 @@ def _difference(got: torch.Tensor, whole: torch.Tensor, sharding: Sharding, rank
 
 
 def _holds(sharding: Sharding, shape: Sequence[int], mesh: Mesh, rank: int, place: Sequence[int]) -> bool:
-    ranges = sharding.ranges(shape, mesh, mesh.coordinate(rank))
-    return all(start <= at < start + size for at, (start, size) in zip(place, ranges, strict=True))
+    for dim, size, at in zip(sharding.dims, shape, place, strict=True):
+        start, held = dim.share(size, mesh, mesh.coordinate(rank))
+        if not start <= at % (dim.block or size) < start + held:
+            return False
+    return True
 
 
 def edit_outputs(value: Any) -> list[torch.Tensor]:

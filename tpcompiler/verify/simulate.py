@@ -50,6 +50,8 @@ def simulate(
 ) -> list[RankResult]:
     """Run rank i's program on rank i's flat inputs; state is cloned, the programs stay as they are.
 
+    Every rank draws random numbers as if the caller's seed were its own, and the caller's generators stay as they are.
+
     Args:
         programs: one per rank of one group that spans them all.
         flat_inputs: per rank, the flattened user inputs (`flatten_inputs`).
@@ -65,18 +67,38 @@ def simulate(
     ]
     results: list[RankResult | None] = [None] * len(runs)
     answers: list[torch.Tensor | None] = [None] * len(runs)
-    with torch.no_grad():
-        while True:
-            waiting: dict[int, _Waiting] = {}
-            for rank, run in enumerate(runs):
-                if results[rank] is None:
-                    try:
-                        waiting[rank] = run.send(answers[rank])
-                    except StopIteration as stop:
-                        results[rank] = stop.value
-            if not waiting:
-                return [r for r in results if r is not None]
-            answers = _collective(waiting, len(runs))
+    now = random_state()
+    drawn = [now] * len(runs)
+    try:
+        with torch.no_grad():
+            while True:
+                waiting: dict[int, _Waiting] = {}
+                for rank, run in enumerate(runs):
+                    if results[rank] is None:
+                        set_random_state(drawn[rank])
+                        try:
+                            waiting[rank] = run.send(answers[rank])
+                        except StopIteration as stop:
+                            results[rank] = stop.value
+                        drawn[rank] = random_state()
+                if not waiting:
+                    return [r for r in results if r is not None]
+                answers = _collective(waiting, len(runs))
+    finally:
+        set_random_state(now)
+
+
+def random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of the generators of the CPU and of the current GPU, where that was used."""
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return torch.get_rng_state(), gpu
+
+
+def set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    cpu, gpu = state
+    torch.set_rng_state(cpu)
+    if gpu is not None:
+        torch.cuda.set_rng_state(gpu)
 
 
 def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -153,6 +175,8 @@ def _run(
             env[node] = _input(program, next(specs), feed, state)
         elif node.op == "output":
             outputs = [env[a] if isinstance(a, fx.Node) else a for a in node.args[0]]
+        elif node.op == "get_attr":
+            env[node] = program.graph_module.get_submodule(str(node.target))
         elif edit.is_collective(node):
             args = fx.node.map_arg(node.args, lambda n: env[n])
             kind = str(node.target).split(".")[1]

@@ -1,0 +1,127 @@
+"""Errors and fallback gathers name the cheapest change of the plan that does without them: each is tried here again."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tpcompiler
+from tests.bad_input.models import PLAN, Net, X, exported
+from tpcompiler import advice
+from tpcompiler.errors import ShardingError
+from tpcompiler.plan import Plan
+
+CHANGE = (
+    r"(?:change '([^']+)' from \w+ to (\w+)|pin '([^']+)' to (R)) \((?:saves )?([\d,]+) wire bytes per rank and call"
+)
+
+
+def changes_in(text: str) -> list[tuple[str, str, int]]:
+    """(name, style or placement, bytes) of every change that a text advises."""
+    found = re.findall(CHANGE, text)
+    return [(name or leaf, style or whole, int(count.replace(",", ""))) for name, style, leaf, whole, count in found]
+
+
+def spent(made: tpcompiler.ParallelProgram) -> int:
+    return sum(c.wire_bytes for c in made.collectives())
+
+
+def running(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.down(self.up(x).cumsum(-1))
+
+
+def inverse(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.both(x) + torch.linalg.matrix_exp(self.down.weight[:, :8])
+
+
+@pytest.mark.parametrize(
+    ("function", "plan", "count"),
+    [
+        (inverse, {"down.weight": "S(0)"}, 1),
+        (inverse, {"down": "rowwise", "up": "colwise"}, 2),
+        (None, {**PLAN, "down.bias": "S(0)"}, 2),
+        (None, {"up.weight": "P(max)"}, 1),
+    ],
+)
+def test_what_an_error_advises_compiles(function: Any, plan: dict[str, str], count: int) -> None:
+    x = torch.randn(8, 8)
+    program = exported(Net(function, hidden=8), x)
+    with pytest.raises(ShardingError) as raised:
+        tpcompiler.parallelize(program, 2, plan)
+    advised = changes_in(raised.value.help)
+    assert len(advised) == count
+    for name, style, count in advised:
+        made = tpcompiler.parallelize(program, 2, {**plan, name: style})
+        assert spent(made) == count
+        assert made.verify((x,)).ok
+    assert [count for _, _, count in advised] == sorted(count for _, _, count in advised)
+
+
+def test_the_words_of_an_error() -> None:
+    with pytest.raises(ShardingError) as raised:
+        tpcompiler.parallelize(exported(Net(), X), 2, {**PLAN, "down.bias": "S(0)"})
+    assert str(raised.value).splitlines()[:2] == [
+        "cannot shard 'down.bias' on dim 0 of 8 by mesh axis 'tp' of 2 for aten.linear.default: other operands are cut "
+        "differently",
+        "  help: pin 'down.bias' to R (128 wire bytes per rank and call), or change 'down' from rowwise to colwise "
+        "(192 wire bytes per rank and call)",
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_the_report_advises_leaves_out_the_gather(world: int) -> None:
+    program = exported(Net(running), X)
+    made = tpcompiler.parallelize(program, world, PLAN)
+    (gather,) = [c for c in made.collectives() if c.why == "fallback"]
+    lines = made.report().splitlines()
+    (at,) = [number for number, line in enumerate(lines) if gather.reason in line]
+    assert lines[at + 1].startswith("    help: ")
+    ((name, style, saved),) = changes_in(lines[at + 1])
+    better = tpcompiler.parallelize(program, world, {**PLAN, name: style})
+    assert not any(c.why == "fallback" for c in better.collectives())
+    assert spent(made) - spent(better) == saved > 0
+    more = better.parameter_bytes()[1][0] - made.parameter_bytes()[1][0]
+    assert f"each rank holds {more:,} bytes more" in lines[at + 1]
+    assert better.verify((X,)).ok
+
+
+def test_a_repeated_layer_is_changed_as_the_plan_names_it() -> None:
+    net = Net(lambda self, x: self.layers(x), layers=nn.Sequential(Net(running), Net(running)))
+    made = tpcompiler.parallelize(exported(net, X), 2, {"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+    helps = [line for line in made.report().splitlines() if line.startswith("    help: ")]
+    assert len(helps) == 2
+    assert {name for line in helps for name, _, _ in changes_in(line)} == {"layers.*.up"}
+
+
+def test_a_plan_is_tried_once() -> None:
+    tried: list[Plan] = []
+
+    def fails(plan: Plan) -> Any:
+        tried.append(plan)
+        raise ShardingError("no")
+
+    trial = advice.remembered(fails)
+    for style in ("colwise", "colwise", "rowwise"):
+        with pytest.raises(ShardingError):
+            trial(Plan.of({"up": style}))
+    assert len(tried) == 2
+
+
+def test_no_advice_where_nothing_is_saved() -> None:
+    """An input that is cut because the caller says so."""
+    made = tpcompiler.parallelize(exported(Net(lambda self, x: x.cumsum(0)), X), 2, {}, inputs=["S(0)"])
+    assert [c.why for c in made.collectives()] == ["fallback"]
+    assert "help:" not in made.report()
+
+
+def test_advice_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: without a trial there is none, and the error keeps its own help."""
+    monkeypatch.setattr(advice, "MOST", 0)
+    with pytest.raises(ShardingError) as raised:
+        tpcompiler.parallelize(exported(Net(), X), 2, {**PLAN, "down.bias": "S(0)"})
+    assert raised.value.help == "pin 'down.bias' to R in the plan"
+    assert "help:" not in tpcompiler.parallelize(exported(Net(running), X), 2, PLAN).report()

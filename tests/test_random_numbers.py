@@ -1,0 +1,203 @@
+"""Ops that draw random numbers draw for the whole value on every rank: seeded alike, all are as the single device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.export import Dim
+
+import tpcompiler
+from passes.canonicalize import canonicalize
+from tests.bad_input.models import PLAN, Net, X, exported
+from tests.passes.stages import Call
+from tpcompiler import ParallelProgram
+from tpcompiler.ir import edit
+from tpcompiler.ir.draws import draws
+from tpcompiler.ir.program import mark_of
+from tpcompiler.ir.text import program_text
+from tpcompiler.rules.registry import rule_of
+from tpcompiler.verify.compare import functional
+from tpcompiler.verify.promote import Promoted
+from tpcompiler.verify.simulate import simulate
+
+aten = torch.ops.aten
+ALLOWED = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
+
+FOR_A_SHAPE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rand_like": lambda x: x + torch.rand_like(x),
+    "rand_like of a permuted value": lambda x: x.t() + torch.rand_like(x.t()),
+    "randn_like": lambda x: x * torch.randn_like(x),
+    "randint_like": lambda x: x * torch.randint_like(x, 3, 9),
+    "bernoulli of one probability": lambda x: x * torch.bernoulli(x, 0.3),
+    "uniform_": lambda x: x * x.clone().uniform_(2, 3),
+    "normal_": lambda x: x * x.clone().normal_(1, 2),
+    "exponential_": lambda x: x * x.clone().exponential_(2),
+    "cauchy_": lambda x: x * x.clone().cauchy_(),
+    "log_normal_": lambda x: x * x.clone().log_normal_(),
+    "geometric_": lambda x: x * x.clone().geometric_(0.3),
+    "random_": lambda x: x * x.clone().random_(9),
+    "dropout": lambda x: F.dropout(x, 0.5, True),
+    "dropout of a permuted value": lambda x: F.dropout(x.t(), 0.5, True),
+    "dropout of features": lambda x: F.dropout1d(x, 0.5, True),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.5, True),
+    "rand": lambda x: x + torch.rand(x.shape[-1]),
+    "randn": lambda x: x + torch.randn(x.shape[-1]),
+    "randint": lambda x: x + torch.randint(0, 9, (x.shape[-1],)),
+    "normal of numbers": lambda x: x + torch.normal(0.0, 1.0, (x.shape[-1],)),
+    "randperm": lambda x: x[torch.randperm(4)],
+    "attention with dropout": lambda x: attention(x),
+    "attention with dropout and a mask": lambda x: attention(x, attn_mask=ALLOWED),
+    "causal attention with dropout": lambda x: attention(x, is_causal=True),
+}
+FOR_VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "bernoulli": lambda x: x * torch.bernoulli(x.sigmoid()),
+    "multinomial": lambda x: torch.multinomial(x.sigmoid(), 2),
+    "normal": lambda x: torch.normal(x, x.sigmoid()),
+    "poisson": lambda x: torch.poisson(x.exp()),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+}
+
+
+def attention(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    heads = x.unflatten(-1, (4, -1)).transpose(0, 1)[None]
+    mixed = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5, **options)
+    return mixed[0].transpose(0, 1).flatten(1)
+
+
+def converted(draw: Callable[[torch.Tensor], torch.Tensor], world: int) -> ParallelProgram:
+    """Numbers for a value that is cut (its sum is made whole again), and then for one that is whole."""
+    net = Net(lambda self, x: (draw(self.up(x)).float().abs().sum(-1), draw(self.both(x))))
+    return tpcompiler.parallelize(exported(net, X), world, PLAN)
+
+
+def on_all(made: ParallelProgram, world: int) -> list[list[torch.Tensor]]:
+    return [r.outputs for r in simulate([made.rank_program(i) for i in range(world)], [[X]] * world)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", [*FOR_A_SHAPE, *FOR_VALUES])
+def test_every_rank_draws_what_the_single_device_draws(name: str, world: int) -> None:
+    made = converted((FOR_A_SHAPE | FOR_VALUES)[name], world)
+    report = made.verify((X,))
+    assert report.ok, report
+    assert all(d.tolerance < 1e-4 for d in report.outputs)  # float64 draws the same numbers, or the two are far apart
+    single = made.original.module()
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        want = single(X)
+        torch.manual_seed(seed)
+        for got in on_all(made, world):
+            torch.testing.assert_close(got, list(want), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(single(X)[1], single(X)[1])  # negative control: it does draw
+    (note,) = [note.text for note in made.resharded.notes if note.kind == "random"]
+    assert note.endswith(": seed every rank alike, torch.manual_seed")
+    assert note in made.report()
+
+
+@pytest.mark.parametrize("name", FOR_A_SHAPE)
+def test_numbers_for_a_shape_need_no_value(name: str) -> None:
+    """What is drawn is whole on every rank, and its operand is not gathered for it."""
+    made = converted(FOR_A_SHAPE[name], 2)
+    drawing = [node for node in edit.calls(made.resharded.graph) if draws(node)]
+    assert len(drawing) == 2
+    for node in drawing:
+        assert all(sharding.is_replicated for sharding in mark_of(node).shardings)
+        assert all(operand.name.startswith("ones") for operand in edit.operands(node))
+
+
+def test_no_drawing_op_is_cut() -> None:
+    """Whatever tags or rules torch and this project give it."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = X
+    for target, args in ((aten.rrelu.default, (x, 0.1, 0.3, True)), (aten.bernoulli.default, (x,))):
+        node = graph.call_function(target, args)
+        node.meta["val"] = X
+        assert rule_of(node) is None
+    still = graph.call_function(aten.rrelu.default, (x, 0.1, 0.3, False))
+    still.meta["val"] = X
+    assert rule_of(still) is not None
+
+
+def test_the_form_of_dropout() -> None:
+    batch = {"x": {0: Dim("batch")}}
+    program = torch.export.export(
+        Call(lambda self, x: F.dropout(x.t(), 0.5, True) * torch.rand_like(x.t())), (X,), dynamic_shapes=batch
+    )
+    assert_expected_inline(
+        program_text(canonicalize(program)),
+        """\
+x = input f32[s77, 8]
+t = t(x)
+size = sym_size(t, 1)
+ones = full([size, 8], 1, dtype=f32, device=device(type='cpu'))
+ones_as_they_lie = permute(ones, [1, 0])
+native_dropout = native_dropout(ones_as_they_lie, 0.5, True)
+drawn = getitem(native_dropout, 0)
+getitem = mul(t, drawn)
+t_1 = t(x)
+size_1 = sym_size(t_1, 1)
+ones_1 = full([size_1, 8], 1, dtype=f32, device=device(type='cpu'))
+ones_as_they_lie_1 = permute(ones_1, [1, 0])
+rand_like = rand_like(ones_as_they_lie_1, pin_memory=False)
+mul_9 = mul(getitem, rand_like)
+return mul_9
+""",
+    )
+
+
+def test_dynamic_sizes() -> None:
+    net = Net(lambda self, x: self.down(F.dropout(self.up(x), 0.5, True)) + torch.rand_like(x))
+    program = exported(net, X, dynamic_shapes=(((Dim("batch"), None),),))
+    for boundary in ({}, {"inputs": ["S(0)"], "outputs": ["S(0)"]}):
+        made = tpcompiler.parallelize(program, 2, PLAN, **boundary)
+        for rows in (4, 6):
+            assert made.verify((torch.randn(rows, 8),)).ok
+
+
+@pytest.mark.parametrize("name", ["dropout", "attention with dropout", "rand_like", "bernoulli", "poisson"])
+def test_half_precision(name: str) -> None:
+    """The comparison in float32 takes the numbers that are drawn in bfloat16, and nothing else of it."""
+    draw = (FOR_A_SHAPE | FOR_VALUES)[name]
+    net = Net(lambda self, x: (self.down(draw(self.up(x))), draw(self.both(x)))).to(torch.bfloat16)
+    report = tpcompiler.parallelize(exported(net, X.bfloat16()), 2, PLAN).verify((X.bfloat16(),))
+    assert report.ok, report
+    assert all(d.tolerance < 1e-4 for d in report.outputs if "float32" in d.name)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_keep_the_dropout_between_their_layers(kind: type[nn.Module]) -> None:
+    """torch takes them apart without it."""
+    net = Net(lambda self, x: self.layers(self.both(x))[0], layers=kind(8, 8, 2, dropout=0.5))
+    made = tpcompiler.parallelize(torch.export.export(net, (X,)), 2, PLAN)
+    assert made.verify((X,)).ok
+    torch.manual_seed(3)
+    want = made.original.module()(X)
+    torch.manual_seed(3)
+    for (got,) in on_all(made, 2):
+        torch.testing.assert_close(got, want)
+    torch.manual_seed(4)
+    assert not torch.allclose(made.original.module()(X), want)  # negative control
+
+
+def test_ranks_in_one_process_have_generators_of_their_own_and_leave_the_callers() -> None:
+    made = converted(FOR_A_SHAPE["rand"], 2)
+    before = torch.get_rng_state()
+    first, second = on_all(made, 2)
+    assert torch.equal(first[1], second[1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_float64_draws_the_same_numbers() -> None:
+    program = functional(exported(Net(lambda self, x: torch.rand_like(self.both(x))), X))
+    (narrow,), (wide,) = (
+        simulate([p], [[v]])[0].outputs for p, v in ((program, X), (Promoted(program, torch.float64), X.double()))
+    )
+    assert wide.dtype == torch.float64
+    assert torch.equal(narrow.double(), wide)

@@ -1,0 +1,69 @@
+"""Bodies of control flow (`torch.cond`, `while_loop`, `scan`, ...): graphs that one node of a graph calls.
+
+A body stands in `meta["val"]` of the `get_attr` node that names it. All its operands are replicated, so it is the same
+on every rank and holds no collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import HigherOrderOperator
+from tpcompiler.ir import edit
+
+TAKEN = ("cond", "while_loop", "scan", "map_impl", "associative_scan", "flex_attention")
+
+
+def has_bodies(node: fx.Node) -> bool:
+    """Whether the node is a call of control flow that every rank runs whole."""
+    return isinstance(node.target, HigherOrderOperator) and str(node.target) in TAKEN
+
+
+def read_bodies(graph: fx.Graph, root: torch.nn.Module) -> None:
+    """Give every `get_attr` node the body that it names in `root`."""
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            node.meta["val"] = root.get_submodule(str(node.target))
+
+
+def root_of(graph: fx.Graph) -> torch.nn.Module:
+    """A module that holds the graph's bodies under the names that its `get_attr` nodes have, and nothing else."""
+    root = torch.nn.Module()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            root.add_module(str(node.target), node.meta["val"])
+    return root
+
+
+def changed(body: fx.GraphModule, change: Callable[[fx.Node], None]) -> fx.GraphModule:
+    """A copy of a body, and of the bodies in it, with `change` done to every node."""
+    graph = edit.copy_graph(body.graph)
+    read_bodies(graph, body)
+    change_bodies(graph, change)
+    root = root_of(graph)
+    for node in list(graph.nodes):
+        change(node)
+    made = fx.GraphModule(root, graph)
+    made.meta = dict(body.meta)
+    return made
+
+
+def change_bodies(graph: fx.Graph, change: Callable[[fx.Node], None]) -> None:
+    """Replace every body of the graph by a changed copy."""
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            node.meta["val"] = changed(node.meta["val"], change)
+
+
+def all_calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The call nodes of the graph and of all bodies in it."""
+    yield from edit.calls(graph)
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            body = node.meta["val"]
+            inner = edit.copy_graph(body.graph)
+            read_bodies(inner, body)
+            yield from all_calls(inner)

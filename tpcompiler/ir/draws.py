@@ -1,0 +1,43 @@
+"""Ops that draw random numbers: which they are, and which of them read nothing of their operand but its shape."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import OpOverload
+from tpcompiler.ir import edit
+
+aten = torch.ops.aten
+
+RECURRENT = (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)  # these draw the dropout between their layers
+_SHAPED = (
+    aten.rand_like,
+    aten.randn_like,
+    aten.randint_like,
+    aten.uniform,
+    aten.normal_functional,
+    aten.exponential,
+    aten.geometric,
+    aten.cauchy,
+    aten.log_normal,
+    aten.random,
+)
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether this call draws: dropout in eval mode, or with probability 0, does not."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    args = edit.bound(node)
+    idle = {"train": False, "training": False, "dropout": 0, "dropout_p": 0}
+    if "train" in args:
+        idle["p"] = 0  # of a dropout; bernoulli's p is no such thing
+    return not any(name in args and args[name] == value for name, value in idle.items())
+
+
+def draws_for_a_shape(node: fx.Node) -> bool:
+    """Whether what is drawn depends on the first operand's shape and dtype only, not on its values."""
+    if node.target is aten.bernoulli.p:
+        return True
+    return isinstance(node.target, OpOverload) and node.target.overloadpacket in _SHAPED
