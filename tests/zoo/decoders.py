@@ -53,6 +53,7 @@ def decoder(name: str, family: str, plan: dict[str, str], **different: Any) -> C
         name=name,
         build=build,
         inputs=token_ids(VOCABULARY),
+    tested=True,
         dims=TOKENS,
         plan=plan,
         layers=TWO_SUMS,
@@ -102,6 +103,7 @@ OPT = Case(
     name="opt",
     build=_opt,
     inputs=token_ids(VOCABULARY),
+    tested=True,
     dims=TOKENS,
     plan={
         "model.decoder.embed_tokens": "embedding_rowwise",
@@ -139,6 +141,7 @@ GPT_NEOX = Case(
     name="gpt_neox",
     build=_gpt_neox,
     inputs=token_ids(VOCABULARY),
+    tested=True,
     dims=TOKENS,
     plan={
         "gpt_neox.embed_in": "embedding_rowwise",

@@ -46,6 +46,7 @@ BART = Case(
     name="bart",
     build=_bart,
     inputs=source_and_target(VOCABULARY),
+    tested=True,
     dims=IDS,
     plan={"**.embed_tokens": "embedding_rowwise", **LAYERS_CUT, "lm_head": "colwise_gather_output"},
     layers=LAYERS,
@@ -80,6 +81,7 @@ WHISPER = Case(
     name="whisper",
     build=_whisper,
     inputs=_speech,
+    tested=True,
     dims={"input_features": {0: BATCH}, "decoder_input_ids": {0: BATCH, 1: TARGET}},
     plan={
         "model.encoder.conv1": "colwise",
@@ -117,6 +119,7 @@ T5 = Case(
     name="t5",
     build=_t5,
     inputs=source_and_target(VOCABULARY),
+    tested=True,
     dims=IDS,
     plan={
         "**.embed_tokens": "embedding_rowwise",

@@ -32,6 +32,7 @@ MINILM = Case(
     name="minilm",
     build=SentenceEncoder,
     inputs=_masked,
+    tested=True,
     dims={"input_ids": {0: BATCH, 1: SEQUENCE}, "attention_mask": {0: BATCH, 1: SEQUENCE}},
     plan={
         "**.word_embeddings": "embedding_rowwise",

@@ -5,24 +5,41 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch.export import ExportedProgram
+from torch.utils.flop_counter import FlopCounterMode
 
 import tpcompiler
 from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
 from tpcompiler.report import Collective
-from tpcompiler.verify.compare import Difference
+from tpcompiler.verify.compare import Difference, functional
+from tpcompiler.verify.simulate import flatten_inputs, simulate
 
 WORLDS = (2, 4)
 FALLBACK = "fallback"
 # The judge allows 8 times a model's float32 noise, which is about 1e-6; a dropped all_reduce gives about 1. A tolerance
 # above this bound would say that the case is too ill-conditioned to judge by.
 LOOSEST = 2e-5
+
+
+def _attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: object, **kwargs: object) -> int:
+    return 2 * torch.Size(q[:-1]).numel() * k[-2] * (q[-1] + v[-1])
+
+
+def _grouped_flops(a: Sequence[int], b: Sequence[int], *args: object, **kwargs: object) -> int:
+    return 2 * torch.Size(a).numel() * b[-1]
+
+
+# What torch's counter leaves out on the CPU.
+UNCOUNTED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._grouped_mm: _grouped_flops,
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,7 @@ class Measured:
         differences: of every output at every size that the program was run at.
         found: (layer or OUTSIDE, kind) -> count; a fallback says so in its kind.
         cut: the share of all parameters' bytes that is cut.
+        flops: the share of the FLOPs that is cut.
     """
 
     case: Case
@@ -43,6 +61,7 @@ class Measured:
     differences: tuple[Difference, ...]
     found: Counter[tuple[str, str]]
     cut: float
+    flops: float
     seconds: float
 
     @property
@@ -59,8 +78,12 @@ class Measured:
         return self.cut >= self.case.cut
 
     @property
+    def flops_enough(self) -> bool:
+        return self.flops >= self.case.flops
+
+    @property
     def ok(self) -> bool:
-        return self.equal and self.counted and self.cut_enough
+        return self.equal and self.counted and self.cut_enough and self.flops_enough
 
     @property
     def worst(self) -> Difference:
@@ -81,8 +104,12 @@ def exported(case: Case, dynamic: bool) -> ExportedProgram:
 def measured(case: Case, dynamic: bool, world: int) -> Measured:
     """Convert and run: at the size of the example, the dynamic program at all others too."""
     began = time.perf_counter()
-    program = tpcompiler.parallelize(exported(case, dynamic), world, case.plan)
-    reports = [program.verify((), case.inputs(*size)) for size in (case.example, *(case.others if dynamic else ()))]
+    program = tpcompiler.parallelize(exported(case, dynamic), world, case.asked())
+    sizes = (case.example, *(case.others if dynamic else ()))
+    further = [[((), inputs) for inputs in case.then(*size)] if case.then else [] for size in sizes]
+    reports = [
+        program.verify((), case.inputs(*size), then=then) for size, then in zip(sizes, further, strict=True)
+    ]
     return Measured(
         case=case,
         dynamic=dynamic,
@@ -91,6 +118,7 @@ def measured(case: Case, dynamic: bool, world: int) -> Measured:
         differences=tuple(d for report in reports for d in report.outputs),
         found=counts(case, program.collectives()),
         cut=cut_share(program),
+        flops=flops_share(program, case.inputs(*case.example)),
         seconds=time.perf_counter() - began,
     )
 
@@ -115,5 +143,49 @@ def cut_share(program: ParallelProgram) -> float:
     return sizes[True] / sum(sizes.values())
 
 
+def flops_share(program: ParallelProgram, inputs: dict[str, torch.Tensor]) -> float:
+    """1 where all ranks together compute what one device does; 0 where each computes all of it.
+
+    Matrix products and convolutions are counted, those of attention among them.
+    """
+    alone = functional(program.original)
+    flat = flatten_inputs(alone, (), inputs)
+    whole = _flops([alone], [flat])
+    ranks = [program.rank_program(rank) for rank in range(program.world_size)]
+    repeated = _flops(ranks, [flat] * len(ranks)) - whole
+    return 1 - repeated / (whole * (len(ranks) - 1)) if whole else 1.0
+
+
+def _flops(programs: Sequence[ExportedProgram], flat: Sequence[Sequence[object]]) -> int:
+    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
+        simulate(programs, flat)
+    return counter.get_total_flops()
+
+
 def is_cut(row: dict[str, object]) -> bool:
     return str(row["sharding"]).startswith("S")
+
+
+def unseen_parameters(case: Case) -> set[str]:
+    """Parameters that could be wrong unnoticed: with their halves swapped along a dim, as wrong shards would be, the
+    outputs are the same. Those that the case calls inert are left out if they are."""
+    model, inputs = case.build(), case.inputs(*case.example)
+    with torch.no_grad():
+        expected = _tensors(model(**inputs))
+        unseen = set()
+        for fqn, parameter in model.named_parameters():
+            kept = parameter.clone()
+            for dim in (d for d in range(min(2, parameter.ndim)) if parameter.shape[d] > 1):
+                parameter.copy_(kept.roll(parameter.shape[dim] // 2, dim))
+                got = _tensors(model(**inputs))
+                pairs = zip(got, expected, strict=True)
+                # A hundred times what the judge may allow.
+                if not any((a - b).abs().max() > 100 * LOOSEST * b.abs().max() for a, b in pairs):
+                    unseen.add(fqn)
+            parameter.copy_(kept)
+    return unseen ^ {fqn for fqn, _ in model.named_parameters() if fqn.endswith(tuple(case.inert))}
+
+
+def _tensors(result: object) -> list[torch.Tensor]:
+    values = result.values() if isinstance(result, dict) else [result]
+    return [value for value in values if isinstance(value, torch.Tensor)]
