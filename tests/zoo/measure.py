@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -35,11 +35,14 @@ def _grouped_flops(a: Sequence[int], b: Sequence[int], *args: object, **kwargs: 
     return 2 * torch.Size(a).numel() * b[-1]
 
 
-# What torch's counter leaves out on the CPU.
-UNCOUNTED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._grouped_mm: _grouped_flops,
-}
+def _uncounted() -> dict[object, Callable[..., int]]:
+    """What torch's counter leaves out on the CPU."""
+    known = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        torch.ops.aten._grouped_mm: _grouped_flops,
+    }
+    of_experts = getattr(torch.ops.transformers, "grouped_mm_fallback", None)  # once transformers is imported
+    return {**known, of_experts: _grouped_flops} if of_experts else known
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ def flops_share(program: ParallelProgram, inputs: dict[str, torch.Tensor]) -> fl
 
 
 def _flops(programs: Sequence[ExportedProgram], flat: Sequence[Sequence[object]]) -> int:
-    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
+    with FlopCounterMode(display=False, custom_mapping=_uncounted()) as counter:
         simulate(programs, flat)
     return counter.get_total_flops()
 
