@@ -96,6 +96,9 @@ def _seeds(
             found[node.name] = Seed(Sharding.replicated(ndim), entry.where)
         elif style.cut is not None:
             features = feature_dims(aliases[node.name], style.cut, constant, _owner(fqn))
+            if not features:  # what other layers' leaves alone make, such as learned queries, is an activation to this
+                own = computed_from_leaves(node.graph, set(inside.values()))
+                features = feature_dims(aliases[node.name], style.cut, own, _owner(fqn))
             if len(features) > 1:
                 raise PlanError(
                     f"style '{style.name}' is ambiguous for '{fqn}': its uses cut dims {sorted(features)}",

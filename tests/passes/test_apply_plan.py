@@ -108,6 +108,22 @@ def seeds(program: PlannedProgram) -> dict[str, str]:
             {"c": "colwise"},
             {"c.weight": "S(0)", "c.bias": "S(0)"},
         ),
+        (
+            Call(lambda self, x: self.c(x[None])[0], c=nn.Conv1d(2, 6, 3, groups=2)),
+            {"c": "colwise"},
+            {"c.weight": "S(0)", "c.bias": "S(0)"},
+        ),
+        # No activation comes into the layer, only another's leaf.
+        (
+            Call(lambda self, x: x + self.c(self.m.w), c=nn.Linear(6, 4), m=Call(lambda: None, w=(2, 6))),
+            {"c": "colwise"},
+            {"c.weight": "S(0)", "c.bias": "S(0)"},
+        ),
+        (
+            Call(lambda self, x: x + self.c(self.m.w), c=nn.Linear(6, 4), m=Call(lambda: None, w=(2, 6))),
+            {"c": "rowwise"},
+            {"c.weight": "S(1)"},
+        ),
         (Call(lambda self, x: self.e(x.long()), e=nn.Embedding(9, 4)), {"e": "colwise"}, {"e.weight": "S(1)"}),
         (
             Call(lambda self, x: self.e(x.long()), e=nn.Embedding(9, 4)),

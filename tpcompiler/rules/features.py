@@ -56,7 +56,7 @@ def _positions(node: fx.Node, user: fx.Node, rule: Rule, side: str, static: Set[
         for operand, term in pairs
         if operand is node
         for d, dim in enumerate(term)
-        if len(dim) == 1 and dim[0] in wanted
+        if not wanted.isdisjoint(dim)  # a grouped convolution's output channels are "(g o)"
     }
 
 
