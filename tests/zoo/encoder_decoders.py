@@ -46,7 +46,6 @@ BART = Case(
     name="bart",
     build=_bart,
     inputs=source_and_target(VOCABULARY),
-    tested=True,
     dims=IDS,
     plan={"**.embed_tokens": "embedding_rowwise", **LAYERS_CUT, "lm_head": "colwise_gather_output"},
     layers=LAYERS,
@@ -81,7 +80,7 @@ WHISPER = Case(
     name="whisper",
     build=_whisper,
     inputs=_speech,
-    tested=True,
+    tested="convolutions over time, cross-attention",
     dims={"input_features": {0: BATCH}, "decoder_input_ids": {0: BATCH, 1: TARGET}},
     plan={
         "model.encoder.conv1": "colwise",
@@ -119,7 +118,7 @@ T5 = Case(
     name="t5",
     build=_t5,
     inputs=source_and_target(VOCABULARY),
-    tested=True,
+    tested="relative positions, heads that are not the hidden size",
     dims=IDS,
     plan={
         "**.embed_tokens": "embedding_rowwise",

@@ -20,7 +20,7 @@ from tpcompiler.report import Collective
 from tpcompiler.verify.compare import Difference, functional
 from tpcompiler.verify.simulate import flatten_inputs, simulate
 
-WORLDS = (2, 4)
+WORLDS = {False: (2, 4), True: (2,)}  # of the static export and of the dynamic one, which is run at more sizes instead
 FALLBACK = "fallback"
 # The judge allows 8 times a model's float32 noise, which is about 1e-6; a dropped all_reduce gives about 1. A tolerance
 # above this bound would say that the case is too ill-conditioned to judge by.
@@ -110,9 +110,7 @@ def measured(case: Case, dynamic: bool, world: int) -> Measured:
     program = tpcompiler.parallelize(exported(case, dynamic), world, case.asked())
     sizes = (case.example, *(case.others if dynamic else ()))
     further = [[((), inputs) for inputs in case.then(*size)] if case.then else [] for size in sizes]
-    reports = [
-        program.verify((), case.inputs(*size), then=then) for size, then in zip(sizes, further, strict=True)
-    ]
+    reports = [program.verify((), case.inputs(*size), then=then) for size, then in zip(sizes, further, strict=True)]
     return Measured(
         case=case,
         dynamic=dynamic,
