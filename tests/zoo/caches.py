@@ -39,9 +39,8 @@ def cached(name: str, family: str, helper: str, **different: Any) -> Case:
 
     def plan(wrapped: torch.nn.Module) -> Mapping[str, object]:
         asked = {**hugging_face(model()), "model.embed_tokens": "embedding_rowwise"}
-        return {f"{inside}{pattern}": style for pattern, style in asked.items()}
+        return {f"model.{pattern}": style for pattern, style in asked.items()}
 
-    inside = "model.model." if helper == "TorchExportableModuleForDecoderOnlyLM" else "model."
     return Case(
         name=name,
         build=build,
@@ -52,7 +51,7 @@ def cached(name: str, family: str, helper: str, **different: Any) -> Case:
         others=((BATCH_SIZE, 1), (BATCH_SIZE, 5)),
         plan=plan,
         # As without a cache: it is cut by heads, as what is written to it is.
-        layers=(Layers(f"{inside}model.layers.*", 2, {"all_reduce": 2}),),
+        layers=(Layers("model.model.layers.*", 2, {"all_reduce": 2}),),
         outside=OUTSIDE,
         cut=0.99,  # all but the norms' 64 numbers each
         flops=0.99,
@@ -62,9 +61,9 @@ def cached(name: str, family: str, helper: str, **different: Any) -> Case:
 
 LLAMA = cached("llama_cached", "Llama", "TorchExportableModuleWithStaticCache")
 LLAMA = replace(LLAMA, tested="buffers that are written, several calls")
-QWEN3 = cached("qwen3_cached", "Qwen3", "TorchExportableModuleForDecoderOnlyLM", head_dim=12)
+QWEN3 = cached("qwen3_cached", "Qwen3", "TorchExportableModuleWithStaticCache", head_dim=12)
 # Layers with a window and without: their masks differ.
-GEMMA3 = cached("gemma3_cached", "Gemma3Text", "TorchExportableModuleForDecoderOnlyLM", head_dim=12, sliding_window=8)
+GEMMA3 = cached("gemma3_cached", "Gemma3Text", "TorchExportableModuleWithHybridCache", head_dim=12, sliding_window=8)
 # Without strict the caches are no buffers but constants, and what is written to them is kept nowhere.
 LIFTED = replace(LLAMA, name="llama_lifted_cache", strict=False, then=None, tested="")
 
