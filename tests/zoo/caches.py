@@ -64,7 +64,4 @@ LLAMA = replace(LLAMA, tested="buffers that are written, several calls")
 QWEN3 = cached("qwen3_cached", "Qwen3", "TorchExportableModuleWithStaticCache", head_dim=12)
 # Layers with a window and without: their masks differ.
 GEMMA3 = cached("gemma3_cached", "Gemma3Text", "TorchExportableModuleWithHybridCache", head_dim=12, sliding_window=8)
-# Without strict the caches are no buffers but constants, and what is written to them is kept nowhere.
-LIFTED = replace(LLAMA, name="llama_lifted_cache", strict=False, then=None, tested="")
-
-CASES = [LLAMA, QWEN3, GEMMA3, LIFTED]
+CASES = [LLAMA, QWEN3, GEMMA3]
