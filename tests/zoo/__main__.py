@@ -108,8 +108,8 @@ def main(names: Sequence[str]) -> int:
     rows = []
     for case in (CASES[name] for name in names or CASES):
         for dynamic in (False, True) if case.dims else (False,):
-            print(f"{case.name}, {'dynamic' if dynamic else 'static'} ...", file=sys.stderr)
             rows.append(row(case, dynamic))
+            print(f"{case.name}, {'dynamic' if dynamic else 'static'}: {rows[-1].cells[-1]}", file=sys.stderr)
             table.add_row(*rows[-1].cells)
         if not case.dims:
             table.add_row("", f"static: {case.static_because}")

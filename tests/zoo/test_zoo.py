@@ -10,8 +10,7 @@ import torch
 from tests.zoo.case import Case
 from tests.zoo.faults import collectives_of, without_collective
 from tests.zoo.index import CASES, TESTED
-from tests.zoo.measure import WORLDS, Measured, exported, is_cut, measured, unseen_parameters
-from tpcompiler.verify.compare import compare, functional
+from tests.zoo.measure import WORLDS, Measured, alone, compared, exported, is_cut, measured, unseen_parameters
 
 pytestmark = pytest.mark.slow
 
@@ -81,19 +80,11 @@ def test_every_collective_matters(export: tuple[Case, bool]) -> None:
     case, _ = export
     program = measured(*export, 2).program
     programs = [program.rank_program(rank) for rank in range(2)]
-    alone = functional(program.original)
     names = collectives_of(programs[0])
     assert len(names) == case.by_hand().total()
     for collective in names:
-        report = compare(
-            alone,
-            [without_collective(p, collective) for p in programs],
-            (),
-            case.inputs(*case.example),
-            program.layout(),
-            [node.name for node in program.resharded.user_inputs()],
-            program.resharded.output_names(),
-        )
+        damaged = [without_collective(p, collective) for p in programs]
+        report = compared(alone(*export), program, damaged, case.inputs(*case.example))
         assert not report.ok, collective
 
 
@@ -111,16 +102,7 @@ def test_a_parameter_that_does_not_matter_is_named() -> None:
 def test_the_first_wrong_value_is_named() -> None:
     program = measured(CASES["llama"], False, 2).program
     programs = [without_collective(program.rank_program(rank), "all_reduce_2") for rank in range(2)]
-    report = compare(
-        program.original,
-        programs,
-        (),
-        CASES["llama"].inputs(2, 12),
-        program.layout(),
-        ["input_ids"],
-        program.resharded.output_names(),
-        intermediate=program.resharded.source,
-    )
+    report = compared(alone(CASES["llama"], False), program, programs, CASES["llama"].inputs(2, 12))
     assert report.first_diverging is not None
     assert report.first_diverging.startswith("'wait_tensor_2' (_c10d_functional.wait_tensor.default, claimed R)")
 
