@@ -72,7 +72,7 @@ def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
     changed = False
     for argument, positions in mark.sizes.items():
         entries = list(edit.bound(node)[argument])
-        shape = mark.shardings[0].local_shape(node.meta["val"].shape, program.mesh, here)
+        shape = mark.shardings[0].local_shape(edit.outputs(node)[0].shape, program.mesh, here)
         cut = any(position >= 0 and mark.shardings[0].dims[position].axes for position in positions)
         for at, position in enumerate(positions if cut else ()):
             size = shape[position] if position >= 0 else 1

@@ -50,7 +50,6 @@ BART = Case(
     name="bart",
     build=_bart,
     inputs=source_and_target(VOCABULARY),
-    tested=True,
     dims=IDS,
     plan={"**.embed_tokens": "embedding_rowwise", **LAYERS_CUT, "lm_head": "colwise_gather_output"},
     layers=LAYERS,
@@ -85,7 +84,7 @@ WHISPER = Case(
     name="whisper",
     build=_whisper,
     inputs=_speech,
-    tested=True,
+    tested="convolutions over time, cross-attention",
     dims={"input_features": {0: BATCH}, "decoder_input_ids": {0: BATCH, 1: TARGET}},
     plan={
         "model.encoder.conv1": "colwise",
@@ -133,7 +132,7 @@ T5 = Case(
     name="t5",
     build=_t5,
     inputs=source_and_target(VOCABULARY),
-    tested=True,
+    tested="relative positions, heads that are not the hidden size",
     dims=IDS,
     plan={**T5_PLAN, "**.wi": "colwise"},
     # Self-attention and MLP, and cross-attention besides.
@@ -150,7 +149,7 @@ def relative(name: str, family: str, cut: float, **different: Any) -> Case:
         name=name,
         build=transformer(family, "ForConditionalGeneration", SIZES, max_position_embeddings=64, **different),
         cut=cut,
-        tested=False,
+        tested="",
     )
 
 
@@ -185,7 +184,7 @@ def gated(name: str, family: str, cut: float, **different: Any) -> Case:
         ),
         plan={**T5_PLAN, "**.wi_0": "colwise", "**.wi_1": "colwise"},
         cut=cut,
-        tested=False,
+        tested="",
     )
 
 

@@ -17,10 +17,10 @@ import tpcompiler
 from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
 from tpcompiler.report import Collective
-from tpcompiler.verify.compare import Difference, functional
+from tpcompiler.verify.compare import Difference, VerifyReport, compare, functional
 from tpcompiler.verify.simulate import flatten_inputs, simulate
 
-WORLDS = (2, 4)
+WORLDS = {False: (2, 4), True: (2,)}  # of the static export and of the dynamic one, which is run at more sizes instead
 FALLBACK = "fallback"
 # The judge allows 8 times a model's float32 noise, which is about 1e-6; a dropped all_reduce gives about 1. A tolerance
 # above this bound would say that the case is too ill-conditioned to judge by.
@@ -103,6 +103,12 @@ def exported(case: Case, dynamic: bool) -> ExportedProgram:
     return case.export(dynamic)
 
 
+@lru_cache(maxsize=4)
+def alone(case: Case, dynamic: bool) -> ExportedProgram:
+    """What one device runs: made once for all worlds and sizes, because torch takes longer over it than the rest."""
+    return functional(exported(case, dynamic))
+
+
 @lru_cache(maxsize=8)
 def measured(case: Case, dynamic: bool, world: int) -> Measured:
     """Convert and run: at the size of the example, the dynamic program at all others too."""
@@ -110,8 +116,10 @@ def measured(case: Case, dynamic: bool, world: int) -> Measured:
     program = tpcompiler.parallelize(exported(case, dynamic), world, case.asked())
     sizes = (case.example, *(case.others if dynamic else ()))
     further = [[((), inputs) for inputs in case.then(*size)] if case.then else [] for size in sizes]
+    ranks = [program.rank_program(rank) for rank in range(world)]
     reports = [
-        program.verify((), case.inputs(*size), then=then) for size, then in zip(sizes, further, strict=True)
+        compared(alone(case, dynamic), program, ranks, case.inputs(*size), then)
+        for size, then in zip(sizes, further, strict=True)
     ]
     return Measured(
         case=case,
@@ -121,7 +129,7 @@ def measured(case: Case, dynamic: bool, world: int) -> Measured:
         differences=tuple(d for report in reports for d in report.outputs),
         found=counts(case, program.collectives()),
         cut=cut_share(program),
-        flops=flops_share(program, case.inputs(*case.example)),
+        flops=flops_share(alone(case, dynamic), ranks, case.inputs(*case.example)),
         seconds=time.perf_counter() - began,
     )
 
@@ -146,15 +154,34 @@ def cut_share(program: ParallelProgram) -> float:
     return sizes[True] / sum(sizes.values())
 
 
-def flops_share(program: ParallelProgram, inputs: dict[str, torch.Tensor]) -> float:
+def compared(
+    alone: ExportedProgram,
+    program: ParallelProgram,
+    ranks: Sequence[ExportedProgram],
+    inputs: dict[str, torch.Tensor],
+    then: Sequence[tuple[tuple[()], dict[str, torch.Tensor]]] = (),
+) -> VerifyReport:
+    """`program.verify` of these programs of the ranks, which may be damaged on purpose."""
+    return compare(
+        alone,
+        ranks,
+        (),
+        inputs,
+        program.layout(),
+        [node.name for node in program.resharded.user_inputs()],
+        program.resharded.output_names(),
+        intermediate=program.resharded.source,
+        then=then,
+    )
+
+
+def flops_share(alone: ExportedProgram, ranks: Sequence[ExportedProgram], inputs: dict[str, torch.Tensor]) -> float:
     """1 where all ranks together compute what one device does; 0 where each computes all of it.
 
     Matrix products and convolutions are counted, those of attention among them.
     """
-    alone = functional(program.original)
     flat = flatten_inputs(alone, (), inputs)
     whole = _flops([alone], [flat])
-    ranks = [program.rank_program(rank) for rank in range(program.world_size)]
     repeated = _flops(ranks, [flat] * len(ranks)) - whole
     return 1 - repeated / (whole * (len(ranks) - 1)) if whole else 1.0
 
