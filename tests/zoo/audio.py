@@ -55,7 +55,7 @@ WAV2VEC2 = Case(
         "lm_head": "colwise_gather_output",
     },
     layers=(Layers("wav2vec2.encoder.layers.*", 2, {"all_reduce": 2}),),
-    outside={"all_gather": 2},
+    outside={"all_gather": 2},  # the features, the scores
     # 10,616 of 72,086 numbers whole: 8,200 of positions, first convolutions 1,312, norms 720, biases 320, a mask 64
     cut=0.85,
     inert={"k_proj.bias": KEY_BIAS, "masked_spec_embed": "nothing is masked"},
@@ -73,7 +73,7 @@ HUBERT = Case(
     others=((3, 130), (1, 90)),
     plan={"**.feature_projection.projection": "colwise_gather_output", **LAYERS},
     layers=(Layers("encoder.layers.*", 2, {"all_reduce": 2}),),
-    outside={"all_gather": 1},
+    outside={"all_gather": 1},  # the features
     # 10,664 of 70,184 numbers whole: 8,200 of positions, first convolutions 1,312, norms 768, biases 320, a mask 64
     cut=0.84,
     inert={"k_proj.bias": KEY_BIAS, "masked_spec_embed": "nothing is masked"},
@@ -89,7 +89,7 @@ WAVLM = Case(
     others=((3, 130), (1, 90)),
     plan={"**.feature_projection.projection": "colwise_gather_output", **LAYERS},
     layers=(Layers("encoder.layers.*", 2, {"all_reduce": 2, "all_gather (fallback)": 3}),),
-    outside={"all_gather": 1},
+    outside={"all_gather": 1},  # the features
     # 11,416 of 70,552 numbers whole: 8,200 of positions, first convolutions 1,312, norms 720, gates and biases 1,184
     cut=0.83,
     inert={"k_proj.bias": KEY_BIAS, "masked_spec_embed": "nothing is masked"},
@@ -129,7 +129,7 @@ AST = Case(
         "classifier.dense": "colwise_gather_output",
     },
     layers=(Layers("audio_spectrogram_transformer.layers.*", 2, {"all_reduce": 2}),),
-    outside={"all_gather": 2},
+    outside={"all_gather": 2},  # the patches, the scores
     cut=0.95,  # 2,816 of 63,124 numbers whole: positions and tokens 1,792, norms 768, row-wise biases 256
     inert={"k_proj.bias": KEY_BIAS},
     flops=0.99,

@@ -48,11 +48,12 @@ CONVNEXT = Case(
         "**.pwconv2": "rowwise",
         "classifier": "colwise_gather_output",
     },
+    # The second point-wise layer.
     layers=(
         Layers("convnext.encoder.stages.0.layers.*", 1, {"all_reduce": 1}),
         Layers("convnext.encoder.stages.1.layers.*", 2, {"all_reduce": 1}),
     ),
-    outside={"all_gather": 3},
+    outside={"all_gather": 3},  # the patches, the halved image, the scores
     cut=0.83,  # 4,448 of 26,724 numbers whole: depth-wise 4,000, norms 288, scales and row-wise biases 80 each
     flops=0.82,
 )
@@ -74,8 +75,9 @@ MOBILENET = Case(
         "mobilenet_v2.conv_1x1.convolution": "colwise",
         "classifier": "rowwise",
     },
+    # The convolution that narrows again: all between lies within channels.
     layers=(Layers("mobilenet_v2.layer.*", 16, {"all_reduce": 1}),),
-    outside={"all_reduce": 2},
+    outside={"all_reduce": 2},  # the stem, the scores
     cut=0.99,  # 788 of 263,732 numbers whole: norms 768, a row-wise bias
     flops=0.99,
 )
@@ -104,12 +106,13 @@ REGNET = Case(
         "**.layer.3.convolution": "rowwise",
         "classifier.1": "colwise_gather_output",
     },
+    # The squeezed channels, the last convolution, and the short cut where the width changes.
     layers=(
         Layers("regnet.encoder.stages.0.layers.0", 1, {"all_reduce": 3}),
         Layers("regnet.encoder.stages.1.layers.0", 1, {"all_reduce": 3}),
         Layers("regnet.encoder.stages.1.layers.1", 1, {"all_reduce": 2}),
     ),
-    outside={"all_gather": 2},
+    outside={"all_gather": 2},  # the stem, the scores
     cut=0.98,  # 572 of 36,384 numbers whole: norms 544, row-wise biases 28
     flops=0.99,
 )
@@ -140,8 +143,9 @@ EFFICIENTNET = Case(
         "**.top_conv": "colwise",
         "classifier": "rowwise",
     },
+    # The squeezed channels, the convolution that narrows again.
     layers=(Layers("efficientnet.encoder.blocks.*", 7, {"all_reduce": 2}),),
-    outside={"all_reduce": 1, "all_gather": 1},
+    outside={"all_reduce": 1, "all_gather": 1},  # the scores; the stem
     cut=0.99,  # 504 of 130,032 numbers whole: norms and row-wise biases
     flops=0.99,
 )
@@ -168,8 +172,9 @@ POOLFORMER = Case(
         "**.output.conv2": "rowwise",
         "classifier": "colwise_gather_output",
     },
+    # The second convolution of the MLP.
     layers=(Layers("poolformer.encoder.block.*.0", 2, {"all_reduce": 1}),),
-    outside={"all_gather": 3},
+    outside={"all_gather": 3},  # the patches of both stages, the scores
     cut=0.96,  # 400 of 13,284 numbers whole: norms, scales and row-wise biases
     inert={"before_norm.bias": "the mean of neighbours less the value itself does not see it"},
     flops=0.99,
@@ -207,11 +212,12 @@ SEGFORMER = Case(
         "decode_head.linear_fuse": "colwise",
         "decode_head.classifier": "rowwise",
     },
+    # Attention's output projection and the MLP's second layer; the reduced sequence of the first stage.
     layers=(
         Layers("segformer.stages.0.blocks.0", 1, {"all_reduce": 2, "all_gather": 1}),
         Layers("segformer.stages.1.blocks.0", 1, {"all_reduce": 2}),
     ),
-    outside={"all_reduce": 1, "all_gather": 4},
+    outside={"all_reduce": 1, "all_gather": 4},  # the scores of pixels; the patches and the projections of both stages
     cut=0.98,  # 1,029 of 81,397 numbers whole: norms and row-wise biases
     inert={"k_proj.bias": KEY_BIAS},
     flops=0.99,

@@ -134,6 +134,7 @@ UNET = Case(
         "shrink": "colwise_gather_output",
         "grow": "colwise_gather_output",
     },
+    # The second convolution, the short cut where the width changes; attention to itself and to the text, the MLP.
     layers=(
         Layers("down1", 1, {"all_reduce": 1}),
         Layers("down2", 1, {"all_reduce": 2}),
@@ -141,7 +142,7 @@ UNET = Case(
         Layers("up1", 1, {"all_reduce": 1}),
         Layers("up2", 1, {"all_reduce": 2}),
     ),
-    outside={"all_reduce": 1, "all_gather": 2},
+    outside={"all_reduce": 1, "all_gather": 2},  # the step; the halved image, the doubled one
     cut=0.98,  # 3,812 of 274,276 numbers whole: first and last convolution 2,340, norms 960, row-wise biases 512
     flops=0.98,
 )
@@ -220,8 +221,9 @@ DIT = Case(
         "modulation": "colwise_gather_output",
         "out": "colwise_gather_output",
     },
+    # Attention's output projection, the MLP's second layer; the packed modulation.
     layers=(Layers("blocks.*", 2, {"all_reduce": 2, "all_gather": 1}),),
-    outside={"all_reduce": 1, "all_gather": 4},
+    outside={"all_reduce": 1, "all_gather": 4},  # the step; the patches, the label, the last modulation, the output
     cut=0.96,  # 3,312 of 92,464 numbers whole: positions 3,072, row-wise biases 240
     flops=0.99,
 )

@@ -125,7 +125,7 @@ BERT = encoder(
         "cls.predictions.decoder": "colwise_gather_output",
     },
     path="bert.encoder.layer.*",
-    outside={"all_reduce": 1, "all_gather": 2},
+    outside={"all_reduce": 1, "all_gather": 2},  # the rows; the head's inner layer, the logits
     # 5,248 of 75,128 numbers are whole: 4,224 of positions and types, six norms' 768, four row-wise biases' 256.
     cut=0.93,
 )
@@ -215,7 +215,7 @@ MPNET = encoder(
         "**.attn.o": "rowwise",
         **POOLER,
     },
-    outside={"all_reduce": 1, "all_gather": 1},
+    outside={"all_reduce": 1, "all_gather": 1},  # the rows; the pooled vector
     dims=ANY_LENGTH,
     cut=0.93,  # 5,248 of 75,008 whole: 4,096 of positions, 256 of relative ones, norms 640, row-wise biases 256
     inert={"k.bias": KEY_BIAS},
@@ -247,7 +247,7 @@ ESM = encoder(
     "Esm",
     "Model",
     {**TABLE, **LAYERS, **POOLER},
-    outside={"all_reduce": 1, "all_gather": 1},
+    outside={"all_reduce": 1, "all_gather": 1},  # the rows; the pooled vector
     dims=ANY_LENGTH,
     different={"position_embedding_type": "rotary", "mask_token_id": 2, "token_dropout": True},
     cut=0.98,  # 913 of 70,673 whole: norms 640, row-wise biases 256, the contacts' 17
@@ -292,7 +292,7 @@ BIG_BIRD = encoder(
     "BigBird",
     "Model",
     {**TABLE, **LAYERS, "pooler": "colwise_gather_output"},
-    outside={"all_reduce": 1, "all_gather": 1},
+    outside={"all_reduce": 1, "all_gather": 1},  # the rows; the pooled vector
     different={"attention_type": "original_full"},
     cut=0.93,  # 5,120 of 74,880 whole: 4,224 of positions and types, norms 640, row-wise biases 256
 )

@@ -41,8 +41,9 @@ PATCHTST = Case(
         "**.ff.0": "colwise",
         "**.ff.3": "rowwise",
     },
+    # Attention's output projection, the MLP's second layer.
     layers=(Layers("model.encoder.layers.*", 2, {"all_reduce": 2}),),
-    outside={"all_gather": 1},
+    outside={"all_gather": 1},  # the patches
     cut=0.97,  # 1,542 of 59,782 numbers whole: positions 384, the head 390, norms 512, row-wise biases 256
     inert={"k_proj.bias": KEY_BIAS},
     flops=0.99,
@@ -73,7 +74,7 @@ MIXER = Case(
         "head.base_forecast_block": "colwise_gather_output",
     },
     layers=(Layers("model.encoder.mlp_mixer_encoder.mixers.*", 2, {"all_reduce": 2, "all_gather": 2}),),
-    outside={"all_gather": 2},
+    outside={"all_gather": 2},  # the patches, the forecast
     cut=0.97,  # 332 of 12,478 numbers whole: norms 256, row-wise biases 76
     flops=0.99,
 )

@@ -58,7 +58,7 @@ EINSUM = Case(
         "**.w2": "S(0)",
     },
     layers=(Layers("layers.*", 2, {"all_reduce": 2}),),
-    outside={"all_reduce": 1, "all_gather": 1},
+    outside={"all_reduce": 1, "all_gather": 1},  # the rows; the logits, by the boundary
     cut=0.99,  # 384 of 43,008 numbers whole: norms
 )
 
@@ -105,8 +105,9 @@ MIXER = Case(
         "**.channel2": "rowwise",
         "head": "colwise_gather_output",
     },
+    # The second layer of each MLP.
     layers=(Layers("layers.*", 2, {"all_reduce": 2}),),
-    outside={"all_gather": 2},
+    outside={"all_gather": 2},  # the patches, the scores
     cut=0.97,  # 512 of 24,124 numbers whole: norms 400, row-wise biases 112
     inert={"place2.bias": "it adds the same to all channels of a place, which the norms take away"},
     flops=0.99,
@@ -156,6 +157,7 @@ AUTOENCODER = Case(
         "out": "rowwise",
     },
     layers=(),
+    # The middle, the output; the stem, both ways down, both up, the lower join.
     outside={"all_gather": 6, "all_reduce": 2},
     cut=0.99,  # 45 of 55,773 numbers whole: row-wise biases
     flops=0.99,
@@ -196,7 +198,7 @@ GRAPH = Case(
     others=((5, 11), (12, 3)),
     plan={"*1": "colwise", "*2": "rowwise", "out": "colwise_gather_output"},
     layers=(),
-    outside={"all_reduce": 2, "all_gather": 1},
+    outside={"all_reduce": 2, "all_gather": 1},  # what is sent and what is kept in the second layer; the output
     cut=0.98,  # 64 of 4,423 numbers whole: row-wise biases
     flops=0.99,
 )
@@ -248,6 +250,7 @@ UNROLLED = Case(
         "out": "rowwise",
     },
     layers=(),
+    # The rows, the tags; the state before each step but the first, whose state is zeros.
     outside={"all_reduce": 2, "all_gather": 4},
     cut=0.99,  # 11 of 11,251 numbers whole: a row-wise bias
     flops=0.99,
@@ -273,7 +276,7 @@ LSTM = Case(
     dims={"input_ids": {0: BATCH, 1: SEQUENCE}},
     plan={"table": "embedding_rowwise", "hidden": "colwise", "out": "rowwise"},
     layers=(),
-    outside={"all_reduce": 2},
+    outside={"all_reduce": 2},  # the rows, the tags
     cut=0.12,  # 60,171 of 68,571 numbers whole: the LSTM and a row-wise bias
     flops=-30.0,  # torch counts none for an LSTM that is one op, as in the whole program
     pending="an LSTM has no rule, so every rank runs it; by hand its gates are cut and each step gathers the state",

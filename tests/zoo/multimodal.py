@@ -55,7 +55,7 @@ CLIP = Case(
         Layers("text_model.encoder.layers.*", 2, {"all_reduce": 2}),
         Layers("vision_model.encoder.layers.*", 2, {"all_reduce": 2}),
     ),
-    outside={"all_reduce": 1, "all_gather": 3},
+    outside={"all_reduce": 1, "all_gather": 3},  # the rows; the patches, both projections
     cut=0.96,  # 5,121 of 147,073 numbers whole: positions and a token 3,200, norms 1,408, row-wise biases 512, a scale
     inert={"k_proj.bias": KEY_BIAS},
     flops=0.99,
@@ -78,7 +78,7 @@ SIGLIP = Case(
         Layers("text_model.encoder.layers.*", 2, {"all_reduce": 2}),
         Layers("vision_model.encoder.layers.*", 2, {"all_reduce": 2}),
     ),
-    outside={"all_reduce": 2, "all_gather": 2},
+    outside={"all_reduce": 2, "all_gather": 2},  # the rows, the pooling's MLP; the patches, the text's projection
     # 21,762 of 174,178 numbers whole: the pooling's 16,640, positions 3,072, norms 1,408, biases and scales 642
     cut=0.87,
     inert={"k_proj.bias": KEY_BIAS},
@@ -116,7 +116,7 @@ BLIP = Case(
         Layers("vision_model.encoder.layers.*", 2, {"all_reduce": 2}),
         Layers("text_decoder.bert.encoder.layer.*", 2, {"all_reduce": 3, "all_gather (fallback)": 4}),
     ),
-    outside={"all_reduce": 1, "all_gather": 3},
+    outside={"all_reduce": 1, "all_gather": 3},  # the rows; the patches, the head's inner layer, the logits
     cut=0.82,  # 30,464 of 178,808 numbers whole: q, k, v 24,960, positions and a token 3,200, norms 1,664, biases 640
     inert={"self.key.bias": KEY_BIAS},
     flops=0.81,
@@ -167,7 +167,7 @@ LLAVA = Case(
         Layers("model.vision_tower.encoder.layers.*", 2, {"all_reduce": 2}),
         Layers("model.language_model.layers.*", 2, {"all_reduce": 2}),
     ),
-    outside={"all_reduce": 2, "all_gather": 2},
+    outside={"all_reduce": 2, "all_gather": 2},  # the rows, the projector; the patches, the logits
     cut=0.98,  # 2,560 of 157,824 numbers whole: positions and a token 1,152, norms 1,088, row-wise biases 320
     inert={
         "k_proj.bias": KEY_BIAS,
@@ -208,7 +208,7 @@ PALIGEMMA = Case(
         Layers("model.vision_tower.encoder.layers.*", 2, {"all_reduce": 2}),
         Layers("model.language_model.layers.*", 2, {"all_reduce": 2}),
     ),
-    outside={"all_reduce": 1, "all_gather": 3},
+    outside={"all_reduce": 1, "all_gather": 3},  # the rows; the patches, the projector, the logits
     cut=0.98,  # 2,240 of 145,792 numbers whole: positions 1,024, norms 960, row-wise biases 256
     inert={"k_proj.bias": KEY_BIAS},
     flops=0.99,

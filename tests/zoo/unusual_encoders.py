@@ -63,8 +63,9 @@ MOBILEBERT = encoder(
         "embeddings.embedding_transformation": "colwise_gather_output",
     },
     dims=masked_dims(Dim("sequence", min=3, max=64)),  # each token sees its neighbours, which are padded at both ends
+    # Attention, three small MLPs and the MLP; two ways into the bottleneck and the one out of it.
     layers=(Layers("encoder.layer.*", 2, {"all_reduce": 5, "all_gather": 3}),),
-    outside={"all_reduce": 1, "all_gather": 1},
+    outside={"all_reduce": 1, "all_gather": 1},  # the rows; the three neighbours in one vector
     different={
         "intra_bottleneck_size": 32,
         "embedding_size": 24,
@@ -85,6 +86,7 @@ CONVBERT = encoder(
         "**.conv_kernel_layer": "rowwise",
         "**.conv_out_layer": "colwise",
     },
+    # The kernels besides; they are made of queries and keys of all heads.
     layers=(Layers("encoder.layer.*", 2, {"all_reduce": 3, "all_gather (fallback)": 2}),),
     outside=ROWS,
     different={"embedding_size": 64, "conv_kernel_size": 3},
@@ -155,8 +157,9 @@ SQUEEZEBERT = encoder(
         "**.output.conv1d": "colwise_gather_output",
         **POOLER,
     },
+    # Attention's output projection; the MLP's second layer is in groups, so nothing is summed.
     layers=(Layers("encoder.layers.*", 2, {"all_reduce": 1, "all_gather": 1}),),
-    outside={"all_reduce": 1, "all_gather": 1},
+    outside={"all_reduce": 1, "all_gather": 1},  # the rows; the pooled vector
     different={"embedding_size": 64},
     cut=0.86,  # 4,992 of 38,016 numbers whole: positions and types 4,224, norms 640, row-wise biases 128
 )
@@ -168,8 +171,9 @@ FNET = encoder(
     {**TABLE, **MLP, "embeddings.projection": "colwise_gather_output", **POOLER},
     inputs=token_ids(VOCABULARY),
     dims={"input_ids": {0: BATCH, 1: PLACES}},
+    # The MLP's second layer: a Fourier transform mixes the tokens, without weights.
     layers=(Layers("encoder.layer.*", 2, {"all_reduce": 1}),),
-    outside={"all_reduce": 1, "all_gather": 2},
+    outside={"all_reduce": 1, "all_gather": 2},  # the rows; the projection before the layers, the pooled vector
     cut=0.88,  # 5,120 of 45,888 numbers whole: positions and types 4,352, norms 640, row-wise biases 128
     inert={},
 )
@@ -212,6 +216,7 @@ CANINE = encoder(
         Layers("initial_char_encoder.layer.*", 1, EACH),
         Layers("final_char_encoder.layer.*", 1, EACH),
     ),
+    # The rows of four hashes; the strided characters, the joined ones, the pooled vector.
     outside={"all_reduce": 4, "all_gather": 3},
     dims=BATCHES,
     example=(2, 32),

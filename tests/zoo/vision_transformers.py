@@ -74,7 +74,7 @@ CASES = [
             Layers("swin.encoder.layers.0.blocks.*", 2, {"all_reduce": 2}),
             Layers("swin.encoder.layers.1.blocks.*", 1, {"all_reduce": 2}),
         ),
-        outside={"all_gather": 3},
+        outside={"all_gather": 3},  # the patches, the merged patches, the scores
         cut=0.96,  # 1,696 of 50,604 numbers whole: relative positions 784, norms 720, row-wise biases 192
         inert={"k_proj.bias": KEY_BIAS},
         flops=0.99,
@@ -97,7 +97,7 @@ CASES = [
             Layers("encoder.layers.0.blocks.*", 2, {"all_reduce": 2}),
             Layers("encoder.layers.1.blocks.*", 1, {"all_reduce": 2}),
         ),
-        outside={"all_gather": 2},
+        outside={"all_gather": 2},  # the patches, the merged patches
         # 13,632 of 61,464 numbers whole: 12,800 of networks that make the relative positions, norms 624, biases 192, 16
         cut=0.77,
         flops=0.85,  # those networks are run on every rank
@@ -108,7 +108,7 @@ CASES = [
         **IMAGES,
         plan={**PATCHES, **ATTENTION, **MLP, **SCORES},
         layers=(Layers("beit.layers.*", 2, {"all_reduce": 2}),),
-        outside={"all_gather": 2},
+        outside={"all_gather": 2},  # the patches, the scores
         # 2,048 of 73,492 numbers whole: relative positions 832, norms 640, row-wise biases and scales 256 each, 64
         cut=0.97,
         flops=0.99,
@@ -119,7 +119,7 @@ CASES = [
         **IMAGES,
         plan={**PATCHES, **ATTENTION, **MLP, "*_classifier": "colwise_gather_output"},
         layers=(Layers("deit.layers.*", 2, {"all_reduce": 2}),),
-        outside={"all_gather": 3},
+        outside={"all_gather": 3},  # the patches, the scores of class and teacher
         cut=0.97,  # 2,176 of 75,048 numbers whole: positions and tokens 1,280, norms 640, row-wise biases 256
         inert={"k_proj.bias": KEY_BIAS},
         flops=0.99,
@@ -130,7 +130,7 @@ CASES = [
         **IMAGES,
         plan={**PATCHES, **ATTENTION, **MLP, **SCORES},
         layers=(Layers("dinov2.encoder.layer.*", 2, {"all_reduce": 2}),),
-        outside={"all_gather": 2},
+        outside={"all_gather": 2},  # the patches, the scores
         # 2,368 of 83,476 numbers whole: positions and tokens 1,216, norms 640, row-wise biases and scales 256 each
         cut=0.97,
         inert={"k_proj.bias": KEY_BIAS, "mask_token": "no patch is masked"},
@@ -214,6 +214,7 @@ CASES = [
             "**.neck.conv2": "colwise_gather_output",
         },
         layers=(Layers("vision_encoder.layers.*", 2, {"all_reduce": 2}),),
+        # The patches, the two convolutions behind the layers, each before a norm over channels.
         outside={"all_gather": 3},
         cut=0.61,  # 30,272 of 77,632 numbers whole: q, k, v 24,960, positions 4,416, norms 640, row-wise biases 256
         flops=0.55,
@@ -248,11 +249,12 @@ CASES = [
             "**.dense2": "rowwise",
             **SCORES,
         },
+        # Attention's output projection and the MLP's second layer; the reduced sequence of the first stage.
         layers=(
             Layers("pvt.encoder.block.0.0", 1, {"all_reduce": 2, "all_gather": 1}),
             Layers("pvt.encoder.block.1.0", 1, {"all_reduce": 2}),
         ),
-        outside={"all_gather": 3},
+        outside={"all_gather": 3},  # the patches of both stages, the scores
         cut=0.93,  # 4,160 of 60,852 numbers whole: positions and a token 3,200, norms 768, row-wise biases 192
         inert={"key.bias": KEY_BIAS},
         flops=0.99,
