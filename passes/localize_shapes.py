@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import FakeTensorMode, make_fx, statically_equal
+from tpcompiler._torch import FakeTensorMode, enable_python_dispatcher, make_fx, statically_equal
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
@@ -143,7 +143,8 @@ def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     known = (node.target, key(args), key(kwargs))
     if known not in results:
-        with mode, torch.no_grad():
+        # As export traces: some ops (padding) are kernels for plain sizes, which would take a symbol's example for it.
+        with mode, torch.no_grad(), enable_python_dispatcher():
             results[known] = node.target(*args, **kwargs)  # type: ignore[operator]
     return results[known]
 

@@ -149,6 +149,7 @@ def relative(name: str, family: str, cut: float, **different: Any) -> Case:
         name=name,
         build=transformer(family, "ForConditionalGeneration", SIZES, max_position_embeddings=64, **different),
         cut=cut,
+        flops=0.99,
         tested="",
     )
 
@@ -184,6 +185,7 @@ def gated(name: str, family: str, cut: float, **different: Any) -> Case:
         ),
         plan={**T5_PLAN, "**.wi_0": "colwise", "**.wi_1": "colwise"},
         cut=cut,
+        flops=0.99,
         tested="",
     )
 
