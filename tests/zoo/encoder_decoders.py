@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.export import Dim
 
 from tests.zoo.build import transformer
 from tests.zoo.case import BATCH, SEQUENCE, TARGET, Case, Layers, noise, randomise, source_and_target, token_ids
@@ -156,7 +157,13 @@ def relative(name: str, family: str, cut: float, **different: Any) -> Case:
 
 # Of each, twelve norms of 128 and ten row-wise biases of 64 are whole (Marian's norms are ten), and 8,192 of positions.
 PEGASUS = relative("pegasus", "Pegasus", 0.93)  # 10,368 of 167,040
-M2M_100 = relative("m2m_100", "M2M100", 0.98)  # 2,176 of 158,848: its positions are computed
+M2M_100 = replace(
+    relative("m2m_100", "M2M100", 0.98),  # 2,176 of 158,848: its positions are computed, for as many as they may be
+    dims={
+        "input_ids": {0: BATCH, 1: Dim("sequence", max=64)},
+        "decoder_input_ids": {0: BATCH, 1: Dim("target", max=64)},
+    },
+)
 BLENDERBOT = relative("blenderbot", "Blenderbot", 0.93)
 MARIAN = replace(
     relative("marian", "Marian", 0.93, pad_token_id=0),
