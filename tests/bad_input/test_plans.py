@@ -153,7 +153,7 @@ FIT = "use it on a linear, convolution or embedding layer, or give a parameter a
             "use 'replicate' for this layer",
         ),
         (
-            nn.EmbeddingBag(16, 8),
+            nn.EmbeddingBag(16, 8, mode="max"),
             "embedding_rowwise",
             "aten._embedding_bag.default takes 'layer.weight' and needs what it sums over whole",
             "use 'colwise' or 'replicate'",

@@ -60,6 +60,27 @@ return wait_tensor
     )
 
 
+def test_a_body_makes_the_outputs_that_are_used() -> None:
+    """The mean is not: its part of the op is gone."""
+
+    def normed(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made, _, rstd = torch.native_group_norm(x, self.w, None, 2, 6, 3, 3, 1e-5)
+        return made + 1, rstd
+
+    assert_expected_inline(
+        text(Call(normed, w=(6,)), (torch.randn(2, 6, 3),), inputs=["S(1)"], outputs=["S(1)", "S(1)"], degree=3),
+        """\
+p_w: S(0) = w f32[2]
+x: S(1) = input f32[2, 2, 3]
+native_group_norm_1 = native_group_norm(x, p_w, None, 2, 2, 3, 1, 1e-05)
+getitem_3: S(1) = getitem(native_group_norm_1, 0)
+getitem_4: S(1) = getitem(native_group_norm_1, 2)
+add: S(1) = add(getitem_3, 1)
+return add, getitem_4
+""",
+    )
+
+
 def test_the_last_rank_of_uneven_shards() -> None:
     module = Call(lambda self, x: self.up(x).view(2, 5, 1) * 2, up=nn.Linear(4, 5))
     assert_expected_inline(

@@ -9,6 +9,8 @@ import torch
 from torch import fx
 
 from tests.rules.indexing_samples import INDEXING
+from tests.rules.norm_samples import BAGS, GROUPED, TRIANGLES
+from tests.rules.reduction_samples import ORDERED, REDUCTIONS
 from tests.rules.sample import call, distinct, flags, ids, t
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import _POINTWISE, _RULES
@@ -122,33 +124,6 @@ LOOKUPS = [
     call(aten.embedding.default, t(7, 5), ids(3, 4, below=7), text="v d, i0 i1 -> i0 i1 d"),
     call(aten.embedding.default, t(12, 6), ids(5, below=12), 3, text="v d, i0 -> i0 d"),
     call(aten.embedding.default, t(6, 4), ids(below=6), text="v d, -> d"),
-    call(
-        aten._embedding_bag.default,
-        t(7, 5),
-        ids(6, below=7),
-        torch.tensor([0, 2, 2]),
-        text="v! d, i!, o! -> b! d, x0!, x1!, x2!",
-    ),
-    call(
-        aten._embedding_bag.default,
-        t(7, 6),
-        ids(5, below=7),
-        torch.tensor([0, 1]),
-        False,
-        0,
-        False,
-        t(5),
-        text="v! d, i!, o!, i! -> b! d, x0!, x1!, x2!",
-    ),
-    call(
-        aten._embedding_bag.default,
-        t(5, 4),
-        ids(6, below=5),
-        torch.tensor([0, 4]),
-        mode=2,
-        padding_idx=1,
-        text="v! d, i!, o! -> b! d, x0!, x1!, b! d",
-    ),
 ]
 
 NORMS = [
@@ -259,32 +234,6 @@ POINTWISE = [
     call(aten.to.dtype, distinct(5, 4), torch.float64, text="d0 d1 -> d0 d1"),
 ]
 
-REDUCTIONS = [
-    call(aten.sum.dim_IntList, t(4, 5, 6), [0, -1], text="d0 d1 d2 -> d1"),
-    call(aten.sum.dim_IntList, distinct(4, 5), [1], True, text="d0 d1 -> d0 1"),
-    call(aten.sum.dim_IntList, t(4, 5), [], text="d0 d1 ->"),
-    call(aten.sum.dim_IntList, t(), [0], text="->"),
-    call(aten.sum.default, distinct(5, 4), text="d0 d1 ->"),
-    call(aten.mean.dim, t(4, 5, 6), [1], text="d0 d1 d2 -> d0 d2"),
-    call(aten.mean.dim, t(4, 7), None, True, text="d0 d1 -> 1 1"),
-    call(aten.mean.default, t(5, 6), text="d0 d1 ->"),
-    call(aten.amax.default, t(4, 5, 6), [0, 1], True, text="d0 d1 d2 -> 1 1 d2"),
-    call(aten.amin.default, t(4, 5), [-1], text="d0 d1 -> d0"),
-    call(aten.softmax.int, t(4, 5, 6), -1, text="d0 d1 d2! -> d0 d1 d2!"),
-    call(aten._softmax.default, t(4, 5), 0, False, text="d0! d1 -> d0! d1"),
-    call(aten.log_softmax.int, t(4, 5), 1, text="d0 d1! -> d0 d1!"),
-    call(aten._log_softmax.default, t(6, 4, 3), 1, False, text="d0 d1! d2 -> d0 d1! d2"),
-    call(aten.softmax.int, t(), 0, text="->"),
-    call(aten.var.correction, t(4, 5), [1], correction=1, keepdim=True, text="d0 d1! -> d0 1"),
-    call(aten.var.correction, t(4, 5), text="d0! d1! ->"),
-    call(aten.linalg_vector_norm.default, t(4, 5), 2, [1], True, text="d0 d1! -> d0 1"),
-    call(aten.linalg_vector_norm.default, t(4, 5), text="d0! d1! ->"),
-    call(aten.any.dim, flags(4, 5), 0, text="d0! d1 -> d1"),
-    call(aten.all.dim, flags(4, 5), -1, True, text="d0 d1! -> d0 1"),
-    call(aten.argmax.default, t(4, 5), 1, text="d0 d1! -> d0"),
-    call(aten.argmin.default, t(4, 5), text="d0! d1! ->"),
-]
-
 STRUCTURE = [
     call(aten.cat.default, [t(4, 3), t(4, 5), t(4, 1)], 1, text="d0 c0!, d0 c1!, d0 c2! -> d0 c!"),
     call(aten.cat.default, [distinct(3, 6), distinct(2, 6)], text="c0! d1, c1! d1 -> c! d1"),
@@ -301,12 +250,9 @@ STRUCTURE = [
     call(aten.slice.Tensor, t(5, 6), 0, None, -1, text="d0! d1 -> c d1"),
     call(aten.slice.Tensor, t(4, 5), 1, -2, text="d0 d1! -> d0 c"),
     call(aten.select.int, t(4, 5, 6), 1, -2, text="d0 d1! d2 -> d0 d2"),
-    call(aten.cumsum.default, t(4, 6), -1, text="d0 d1! -> d0 d1!"),
     call(aten.flip.default, t(4, 6, 8), [0, 2], text="d0! d1 d2! -> d0! d1 d2!"),
     call(aten.roll.default, t(4, 6), [1], [0], text="d0! d1 -> d0! d1"),
     call(aten.roll.default, t(4, 6), [3], text="d0! d1! -> d0! d1!"),
-    call(aten.tril.default, t(6, 3, 4), -1, text="d0 d1! d2! -> d0 d1! d2!"),
-    call(aten.triu.default, t(4, 3), text="d0! d1! -> d0! d1!"),
 ]
 
 VIEWS = [
@@ -343,7 +289,11 @@ SAMPLES = [
     *NORMS,
     *POOLING,
     *POINTWISE,
+    *GROUPED,
+    *BAGS,
+    *TRIANGLES,
     *REDUCTIONS,
+    *ORDERED,
     *STRUCTURE,
     *VIEWS,
 ]

@@ -37,27 +37,45 @@ def test_what_a_rule_says_besides_its_text() -> None:
         text,
         """\
 any shards
-    _embedding_bag.default _log_softmax.default _softmax.default all.dim any.dim argmax.default
-    argmin.default copy.default full_like.default layer_norm.default linalg_vector_norm.default
-    log_softmax.int masked_fill.Scalar masked_fill.Tensor native_layer_norm.default rms_norm.default
-    scatter.value softmax.int var.correction
+    _fused_rms_norm.default _log_softmax.default _safe_softmax.default _softmax.default all.default
+    all.dim all.dims any.default any.dim any.dims argmax.default argmin.default bucketize.Tensor
+    copy.default cummax.default cummin.default cumprod.default full_like.default histc.default
+    index_reduce.default kthvalue.default layer_norm.default log_softmax.int logcumsumexp.default
+    masked_fill.Scalar masked_fill.Tensor max.dim median.default median.dim min.dim mode.default
+    nanmedian.default nanmedian.dim native_layer_norm.default rms_norm.default scatter.value
+    scatter.value_reduce searchsorted.Tensor softmax.int sort.default sort.stable topk.default
+    var.correction var_mean.correction
+any shards; leaves P(product)
+    prod.default prod.dim_int
 any shards; linear in 0
-    _unsafe_index.Tensor chunk.default div.Scalar div.Tensor gather.default index.Tensor
-    index_select.default mul.Scalar neg.default select.int slice.Tensor split.Tensor
-    split_with_sizes.default sum.default sum.dim_IntList unbind.int
+    chunk.default cumsum.default div.Scalar div.Tensor mul.Scalar neg.default select.int
+    slice.Tensor split.Tensor split_with_sizes.default sum.default sum.dim_IntList unbind.int
 any shards; linear in 0 and 1
-    add.Tensor select_scatter.default slice_scatter.default stack.default sub.Tensor
+    add.Tensor diagonal_scatter.default select_scatter.default slice_scatter.default stack.default
+    sub.Tensor
 any shards; linear in 0 and 1 and 2
     cat.default
 any shards; linear in 0 and 2
-    _unsafe_index_put.default index_add.default index_copy.default index_put.default scatter.src
-    scatter_add.default
+    _unsafe_index_put.default index_add.default index_copy.default index_put.default scatter.reduce
+    scatter.src scatter_add.default scatter_reduce.two
 any shards; linear in 0 or linear in 1
     bmm.default linear.default matmul.default mm.default mul.Tensor
+any shards; linear in 0; own body for d0; own body for d1
+    triu.default
+any shards; linear in 0; own body for d1
+    _unsafe_index.Tensor gather.default index.Tensor index_select.default
+any shards; linear in 0; own body for d1; own body for d2
+    tril.default
 any shards; linear in 0; own body for v
     embedding.default
 any shards; linear in 1 or linear in 2
     addmm.default baddbmm.default
+any shards; own body for g
+    group_norm.default
+any shards; own body for n; own body for g
+    native_group_norm.default
+any shards; own body for v
+    _embedding_bag.default _embedding_bag_forward_only.default
 any shards; relayout
     _to_copy.default alias.default clone.default contiguous.default detach.default
     lift_fresh_copy.default to.dtype
@@ -73,17 +91,18 @@ any shards; relayout; linear in 0; counts sizes
 any shards; relayout; linear in 0; own body for f0; own body for f1
     squeeze.default squeeze.dims
 even shards
-    _native_batch_norm_legit_functional.default _native_batch_norm_legit_no_training.default
-    cumsum.default flip.default roll.default scaled_dot_product_attention.default tril.default
-    triu.default
+    _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional.default
+    _native_batch_norm_legit_no_training.default flip.default roll.default
+    scaled_dot_product_attention.default
 even shards; linear in 0 or linear in 1
     conv1d.default conv2d.default conv3d.default convolution.default
 nonempty shards
-    max_pool2d_with_indices.default max_pool3d_with_indices.default
+    _cdist_forward.default linalg_vector_norm.default max_pool2d_with_indices.default
+    max_pool3d_with_indices.default
 nonempty shards; leaves P(max)
-    amax.default
+    amax.default max.default
 nonempty shards; leaves P(min)
-    amin.default
+    amin.default min.default
 nonempty shards; linear in 0
     _adaptive_avg_pool2d.default _adaptive_avg_pool3d.default avg_pool2d.default avg_pool3d.default
 nonempty shards; linear in 0; own body for d0; own body for d1

@@ -2,6 +2,7 @@
 
 from tpcompiler.rules import (
     attention,
+    creation,
     embedding,
     indexing,
     matmul,
@@ -9,12 +10,14 @@ from tpcompiler.rules import (
     pointwise,
     pooling,
     reductions,
+    sorting,
     structure,
     views,
 )
 
 __all__ = [
     "attention",
+    "creation",
     "embedding",
     "indexing",
     "matmul",
@@ -22,6 +25,7 @@ __all__ = [
     "pointwise",
     "pooling",
     "reductions",
+    "sorting",
     "structure",
     "views",
 ]

@@ -84,11 +84,11 @@ def select(node: fx.Node) -> RuleText:
     return RuleText(f"{dims_text(ndim, {dim})} -> {out}", linear=((0,),))
 
 
-@op_rule(aten.cumsum.default, aten.flip.default, aten.roll.default, aten.tril.default, aten.triu.default)
+@op_rule(aten.flip.default, aten.roll.default)
 def in_place_dims(node: fx.Node) -> str:
     """The dims along which elements meet are whole (all of them for a roll without dims)."""
     ndim = node.meta["val"].ndim
     args = edit.bound(node)
-    dims = args.get("dims", [args["dim"]] if "dim" in args else [-2, -1])
+    dims = args["dims"]
     whole = {d % ndim for d in dims} if dims and ndim else set(range(ndim))
     return f"{dims_text(ndim, whole)} -> {dims_text(ndim, whole)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import fx
 
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import DimSharding, Sharding, chunk
+from tpcompiler.ir.sharding import DimSharding, Sharding
 from tpcompiler.ir.shares import cut, join
 from tpcompiler.rules.infer import Option, Refusal, follow, options, shardings
 from tpcompiler.rules.notation import Rule, RuleText, ShardRange, extents, parse
@@ -38,15 +39,17 @@ def every_option(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
     terms = (*rule.pattern.inputs, *rule.pattern.outputs)
     for index, term in enumerate(terms):
         for dim, size in enumerate(_shape(rule, term)):
-            for unit in (1, 2, 3):
+            blocks = (size // count for count in (2, 3) if size % count == 0 and size > count)
+            for unit, block in itertools.product((1, 2, 3), (0, *blocks)):
                 dims = list(Sharding.replicated(len(term)).dims)
-                dims[dim] = DimSharding(mesh.names, unit)
-                found = follow(rule, term, Sharding(tuple(dims)), mesh) if size % unit == 0 else Refusal("")
+                dims[dim] = DimSharding(mesh.names, unit, block)
+                fits = (block or size) % unit == 0
+                found = follow(rule, term, Sharding(tuple(dims)), mesh) if fits else Refusal("")
                 if isinstance(found, Option) and not isinstance(both := shardings(rule, found, mesh), Refusal):
                     asked, kept = Sharding(tuple(dims)), (*both[0], *both[1])[index]
                     if _layout(kept, _shape(rule, term), mesh) != _layout(asked, _shape(rule, term), mesh):
                         raise Mismatch(f"asked to keep {asked.text(mesh)} of term {index}, got {kept.text(mesh)}")
-                    yield f"term {index} kept as S({dim}, unit {unit})", found
+                    yield f"term {index} kept as {asked.text(mesh)}", found
 
 
 def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
@@ -80,7 +83,9 @@ def _shape(rule: Rule, term: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _layout(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> list[Any]:
-    return [sharding.ranges(shape, mesh, mesh.coordinate(rank)) for rank in range(mesh.world_size)]
+    """Which elements every rank holds."""
+    numbered = torch.arange(torch.Size(shape).numel()).view(*shape)
+    return [cut(numbered, sharding, mesh, rank).tolist() for rank in range(mesh.world_size)]
 
 
 def _run(
@@ -92,10 +97,10 @@ def _run(
         args, kwargs = edit.map_operands(node, lambda index, _, at=rank: shares[index][at])  # type: ignore[misc]
         args, kwargs = _localized(node, rule, args, kwargs, made[0], mesh, rank)
         body = node.target
-        for factor, (axis, unit) in option.cuts.items():
+        for factor, by in option.cuts.items():
             if factor in rule.local:
                 total = rule.extent[factor]
-                offset, size = chunk(total, mesh.degree(axis), mesh.coordinate(rank)[axis], unit)
+                offset, size = by.share(total, mesh, mesh.coordinate(rank))
                 body, kwargs = rule.local[factor], {**kwargs, "shard": ShardRange(offset, size, size / total)}
         results.append(body(*args, **kwargs))  # type: ignore[operator]
     return results
