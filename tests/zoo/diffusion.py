@@ -134,13 +134,13 @@ UNET = Case(
         "shrink": "colwise_gather_output",
         "grow": "colwise_gather_output",
     },
-    # The second convolution, the short cut where the width changes; attention to itself and to the text, the MLP.
+    # The second convolution, to which a short cut is added before the sum; attention to itself, to the text, the MLP.
     layers=(
         Layers("down1", 1, {"all_reduce": 1}),
-        Layers("down2", 1, {"all_reduce": 2}),
+        Layers("down2", 1, {"all_reduce": 1}),
         Layers("attend", 1, {"all_reduce": 3}),
         Layers("up1", 1, {"all_reduce": 1}),
-        Layers("up2", 1, {"all_reduce": 2}),
+        Layers("up2", 1, {"all_reduce": 1}),
     ),
     outside={"all_reduce": 1, "all_gather": 2},  # the step; the halved image, the doubled one
     cut=0.98,  # 3,812 of 274,276 numbers whole: first and last convolution 2,340, norms 960, row-wise biases 512

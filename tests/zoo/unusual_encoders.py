@@ -45,9 +45,6 @@ DEBERTA = encoder(
     },
     cut=0.96,  # 2,944 of 85,184 numbers whole: relative positions 2,048, norms 640, row-wise biases 256
     inert={"pos_key_proj.bias": KEY_BIAS},
-    flops=0.89,
-    layers=(Layers("encoder.layer.*", 2, {"all_reduce": 2, "all_gather (fallback)": 4}),),
-    pending="batch and heads are merged for the products of positions, and a cut of the heads is then an inner one: by hand none",
 )
 
 MOBILEBERT = encoder(
