@@ -54,7 +54,10 @@ def apply_plan(
     assigned = plan.assign(_names(planned, leaves))
     seeds: dict[str, Seed] = {}
     for name in sorted(assigned, key=lambda n: n.count(".")):  # inner names override outer ones
-        seeds.update(_seeds(name, assigned[name], leaves, aliases, constant, mesh))
+        made = _seeds(name, assigned[name], leaves, aliases, constant, mesh)
+        for shared in () if name in leaves else seeds.keys() & made.keys():
+            _refuse_two(seeds[shared], made[shared], next(f for f, node in leaves.items() if node.name == shared))
+        seeds.update(made)
         _pin_module(graph, name, assigned[name], static, mesh)
     _tie(seeds, planned)
     shardings = _input_shardings(planned, mesh, inputs)
@@ -87,6 +90,8 @@ def _seeds(
         inside = {name: leaves[name]}
     else:
         inside = {fqn: node for fqn, node in leaves.items() if _owner(fqn) == name}
+        if not inside and style.cut is not None:
+            inside = _borrowed(name, leaves)
     found: dict[str, Seed] = {}
     for fqn, node in inside.items():
         ndim = node.meta["val"].ndim
@@ -95,7 +100,11 @@ def _seeds(
         elif style.whole:
             found[node.name] = Seed(Sharding.replicated(ndim), entry.where)
         elif style.cut is not None:
-            features = feature_dims(aliases[node.name], style.cut, constant, _owner(fqn))
+            layer = _owner(name) if name in leaves else name
+            features = feature_dims(aliases[node.name], style.cut, constant, layer)
+            if not features:  # what other layers' leaves alone make, such as learned queries, is an activation to this
+                own = computed_from_leaves(node.graph, set(inside.values()))
+                features = feature_dims(aliases[node.name], style.cut, own, layer)
             if len(features) > 1:
                 raise PlanError(
                     f"style '{style.name}' is ambiguous for '{fqn}': its uses cut dims {sorted(features)}",
@@ -110,6 +119,15 @@ def _seeds(
         why, help = _misfit(style, {fqn: aliases[node.name] for fqn, node in inside.items()})
         raise PlanError(f"style '{style.name}' does not fit '{name}': {why}", help=help, asked_by=entry.where)
     return found
+
+
+def _borrowed(name: str, leaves: Mapping[str, fx.Node]) -> dict[str, fx.Node]:
+    """The weights that a layer without any of its own calls: a strict export keeps one name of a tied weight."""
+    return {
+        fqn: node
+        for fqn, node in leaves.items()
+        if not fqn.startswith(f"{name}.") and any(name == edit.module_path(user) for user in node.users)
+    }
 
 
 def _owner(fqn: str) -> str:
@@ -198,6 +216,15 @@ def _tie(seeds: dict[str, Seed], program: CanonicalProgram) -> None:
     for name, first in first_of.items():
         if first in chosen:
             seeds.setdefault(name, chosen[first][1])
+
+
+def _refuse_two(first: Seed, second: Seed, fqn: str) -> None:
+    if first.sharding != second.sharding:
+        raise PlanError(
+            f"'{fqn}' is one tensor that two layers use, but the plan places it differently",
+            help="give both the same placement, or plan only one of them",
+            asked_by=f"{first.asked_by} and {second.asked_by}",
+        )
 
 
 def _boundary(given: Boundary, names: Sequence[str], what: str) -> dict[str, PlacementSpec]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import FAKE_KERNELS, FakeTensorMode, make_fx, statically_equal
+from tpcompiler._torch import FAKE_KERNELS, FakeTensorMode, enable_python_dispatcher, make_fx, statically_equal
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
@@ -82,7 +82,7 @@ def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
     changed = False
     for argument, positions in mark.sizes.items():
         entries = list(edit.bound(node)[argument])
-        shape = mark.shardings[0].local_shape(node.meta["val"].shape, program.mesh, here)
+        shape = mark.shardings[0].local_shape(edit.outputs(node)[0].shape, program.mesh, here)
         cut = any(position >= 0 and mark.shardings[0].dims[position].axes for position in positions)
         for at, position in enumerate(positions if cut else ()):
             size = shape[position] if position >= 0 else 1
@@ -167,7 +167,8 @@ def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     known = (node.target, key(args), key(kwargs))
     if known not in results:
-        with mode, torch.no_grad():
+        # As export traces: some ops (padding) are kernels for plain sizes, which would take a symbol's example for it.
+        with mode, torch.no_grad(), enable_python_dispatcher():
             results[known] = FAKE_KERNELS.get(node.target, node.target)(*args, **kwargs)
     return results[known]
 

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import (
     _unregister_process_group,
 )
 from torch._decomp import decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -53,6 +54,7 @@ __all__ = [
     "detect_fake_mode",
     "divided_range",
     "divided_sizes",
+    "enable_python_dispatcher",
     "fake_group",
     "forget_index",
     "group_is_registered",

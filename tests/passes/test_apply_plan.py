@@ -11,11 +11,16 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 
+from passes.apply_plan import apply_plan
+from passes.canonicalize import canonicalize
 from tests.passes.stages import Call, canonical, planned
-from tpcompiler.errors import TpCompilerError
+from tpcompiler.errors import PlanError, TpCompilerError
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PIN, PlannedProgram
 from tpcompiler.ir.text import program_text
+from tpcompiler.plan import Plan
 
+MESH = Mesh.of(2)
 X, Y = torch.randn(2, 4), torch.randn(2, 4)
 
 
@@ -108,6 +113,22 @@ def seeds(program: PlannedProgram) -> dict[str, str]:
             {"c": "colwise"},
             {"c.weight": "S(0)", "c.bias": "S(0)"},
         ),
+        (
+            Call(lambda self, x: self.c(x[None])[0], c=nn.Conv1d(2, 6, 3, groups=2)),
+            {"c": "colwise"},
+            {"c.weight": "S(0)", "c.bias": "S(0)"},
+        ),
+        # No activation comes into the layer, only another's leaf.
+        (
+            Call(lambda self, x: x + self.c(self.m.w), c=nn.Linear(6, 4), m=Call(lambda: None, w=(2, 6))),
+            {"c": "colwise"},
+            {"c.weight": "S(0)", "c.bias": "S(0)"},
+        ),
+        (
+            Call(lambda self, x: x + self.c(self.m.w), c=nn.Linear(6, 4), m=Call(lambda: None, w=(2, 6))),
+            {"c": "rowwise"},
+            {"c.weight": "S(1)"},
+        ),
         (Call(lambda self, x: self.e(x.long()), e=nn.Embedding(9, 4)), {"e": "colwise"}, {"e.weight": "S(1)"}),
         (
             Call(lambda self, x: self.e(x.long()), e=nn.Embedding(9, 4)),
@@ -139,6 +160,21 @@ class Tied(nn.Module):
 def test_a_seed_on_one_tied_leaf_is_on_all() -> None:
     assert seeds(planned(Tied(), (X,), {"embed": "rowwise"})) == {"embed.weight": "S(0)", "head.weight": "S(0)"}
     assert seeds(planned(Tied(), (X,), {"head": "rowwise"})) == {"head.weight": "S(1)", "embed.weight": "S(1)"}
+
+
+def test_a_tied_leaf_that_a_strict_export_names_once() -> None:
+    exported = torch.export.export(Tied(), (X,), strict=True)
+    for name, cut in (("embed", "S(0)"), ("head", "S(1)")):
+        program = apply_plan(canonicalize(exported), Plan.of({name: "rowwise"}), MESH)
+        assert seeds(program) == {"embed.weight": cut}
+    with pytest.raises(PlanError, match="one tensor that two layers use, but the plan places it differently"):
+        apply_plan(canonicalize(exported), Plan.of({"embed": "rowwise", "head": "rowwise"}), MESH)
+
+
+def test_a_layer_borrows_no_weight_of_a_layer_inside_of_it() -> None:
+    module = Call(lambda self, x: F.linear(x, self.up.weight), up=nn.Linear(4, 4, bias=False))
+    with pytest.raises(PlanError, match="no weight of it"):
+        planned(Call(lambda self, x: self.m(x), m=module), (X,), {"m": "colwise"})
 
 
 def test_a_buffer_that_is_written_is_no_weight() -> None:

@@ -249,6 +249,18 @@ return view_1
     )
 
 
+def test_a_padded_value_keeps_its_symbols() -> None:
+    program = local(
+        Call(lambda self, x: torch.nn.functional.pad(self.up(x), (0, 0, 0, 1)), up=nn.Linear(4, 6)),
+        (torch.randn(2, 3, 4),),
+        {"up": "colwise"},
+        dynamic_shapes={"x": {0: Dim("batch")}},
+    )
+    (shape,) = (node.meta["val"].shape for node in program.graph.nodes if "pad" in node.name)
+    assert isinstance(shape[0], torch.SymInt)
+    assert shape[1:] == (4, 3)
+
+
 def test_every_value_has_its_local_shape() -> None:
     program = local(Attention(), (torch.randn(2, 3, 8),), HEADS)
     shapes = {node.name: list(node.meta["val"].shape) for node in program.graph.nodes if "val" in node.meta}

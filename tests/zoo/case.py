@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 OUTSIDE = "outside"  # of all layers
+Plan = Mapping[str, object] | Callable[[torch.nn.Module], Mapping[str, object]]
 BATCH, SEQUENCE, TARGET = Dim("batch"), Dim("sequence", max=512), Dim("target", max=512)
 
 
@@ -29,17 +31,23 @@ class Case:
 
     Attributes:
         inputs: (batch, size) -> keyword arguments; size is the case's second dim: a sequence, an image, a bag of ids.
+        plan: or what reads it off the built model (`hugging_face`).
         dims: `dynamic_shapes` of the dynamic export; None where there is none, with the reason in `static_because`.
         example, others: the (batch, size) of the export, and those that the dynamic program is run at besides.
         outside: the collectives outside of `layers`.
         cut: the least share of all parameters' bytes that must be cut.
+        flops: the least share of the FLOPs of matrix products and convolutions that must be cut.
         inert: parameters that no output depends on, by the end of their name, with the reason.
+        then: (batch, size) -> arguments of further calls, each on the buffers that those before have written.
+        tested: the risk that the test suite has it for; without one only `make zoo` has it.
+        strict: how it is exported; both kinds keep other things of a model.
+        pending: a known shortfall: what the case states is what is so today, and this is what it should be, and why not.
     """
 
     name: str
     build: Callable[[], torch.nn.Module]
     inputs: Callable[[int, int], dict[str, torch.Tensor]]
-    plan: Mapping[str, str]
+    plan: Plan
     layers: tuple[Layers, ...]
     outside: Mapping[str, int]
     cut: float
@@ -47,11 +55,21 @@ class Case:
     static_because: str = ""
     example: tuple[int, int] = (2, 12)
     others: tuple[tuple[int, int], ...] = ((3, 7), (1, 5))
+    flops: float = 0.0
     inert: Mapping[str, str] = field(default_factory=dict)
+    then: Callable[[int, int], Sequence[dict[str, torch.Tensor]]] | None = None
+    tested: str = ""
+    pending: str = ""
+    strict: bool = False
+
+    def asked(self) -> Mapping[str, object]:
+        """The plan itself."""
+        return self.plan(self.build()) if callable(self.plan) else self.plan
 
     def export(self, dynamic: bool) -> ExportedProgram:
+        shapes = self.dims if dynamic else None
         return torch.export.export(
-            self.build(), (), self.inputs(*self.example), dynamic_shapes=self.dims if dynamic else None, strict=False
+            self.build(), (), self.inputs(*self.example), dynamic_shapes=shapes, strict=self.strict
         )
 
     def by_hand(self) -> Counter[tuple[str, str]]:
@@ -61,6 +79,21 @@ class Case:
             for number in range(layers.count):
                 counts.update({(layers.path.replace("*", str(number)), kind): n for kind, n in layers.each.items()})
         return counts
+
+
+def hugging_face(model: torch.nn.Module) -> dict[str, object]:
+    """The `tp_plan` that the model comes with, less the entries for layers that this one does not have.
+
+    Raises:
+        ValueError: it comes with none, or only with one for its head.
+    """
+    plan: dict[str, object] = dict(model.tp_plan)
+    names = [name for name, _ in model.named_modules()]
+    patterns = {entry: re.compile(re.escape(entry).replace(r"\*", r"\d+")) for entry in plan}
+    present = {entry: plan[entry] for entry, made in patterns.items() if any(map(made.fullmatch, names))}
+    if len(present) < 2:
+        raise ValueError(f"{type(model).__name__} has no tp_plan")
+    return present
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:

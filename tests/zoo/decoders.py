@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.zoo.case import BATCH, SEQUENCE, Case, Layers, randomise, token_ids
+from tests.zoo.case import BATCH, SEQUENCE, Case, Layers, Plan, randomise, token_ids
 
 VOCABULARY = 120
 KEY_BIAS = "it adds the same to all scores of a query, which the softmax does not see"
@@ -40,14 +40,15 @@ OUTSIDE = {"all_reduce": 1, "all_gather": 1}
 TWO_SUMS = (Layers(LAYER, 2, {"all_reduce": 2}),)  # attention's output projection, the MLP's second layer
 
 
-def decoder(name: str, family: str, plan: dict[str, str], **different: Any) -> Case:
+def decoder(name: str, family: str, plan: Plan, **different: Any) -> Case:
     """A case of a Hugging Face causal language model of Llama's layout, with all of its matrices cut."""
+    sizes = {**SIZES, **different}
 
     def build() -> torch.nn.Module:
         import transformers
 
-        config = getattr(transformers, f"{family}Config")(**{**SIZES, **different})
-        return randomise(getattr(transformers, f"{family}ForCausalLM")(config))
+        config = getattr(transformers, f"{family}Config")(**sizes)
+        return randomise(getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config))
 
     return Case(
         name=name,
@@ -58,26 +59,32 @@ def decoder(name: str, family: str, plan: dict[str, str], **different: Any) -> C
         layers=TWO_SUMS,
         outside=OUTSIDE,
         cut=0.99,  # all but the norms' 64 numbers each
+        # All, but for the plans that gather queries, keys and values: attention itself is then repeated, 4 * 12 * 64
+        # of 70,000 FLOPs for each token and layer.
+        flops=0.95,
     )
 
 
 EVERYTHING = {**VOCABULARY_CUT, **ATTENTION, **GATED_MLP}
-LLAMA = decoder("llama", "Llama", EVERYTHING)
+LLAMA = replace(decoder("llama", "Llama", EVERYTHING), tested="grouped queries, the plainest")
 QWEN2 = decoder("qwen2", "Qwen2", EVERYTHING, tie_word_embeddings=True)
 QWEN3 = decoder("qwen3", "Qwen3", EVERYTHING, hidden_size=48, head_dim=16, tie_word_embeddings=True)
 MISTRAL = decoder("mistral", "Mistral", EVERYTHING, head_dim=12, sliding_window=4)
-GEMMA2 = decoder(
-    "gemma2",
-    "Gemma2",
-    EVERYTHING,
-    hidden_size=48,
-    head_dim=8,
-    sliding_window=4,
-    # Caps as small as the scores, so that they matter; only the eager attention has one.
-    attn_logit_softcapping=2.0,
-    final_logit_softcapping=3.0,
-    attn_implementation="eager",
-    tie_word_embeddings=True,
+GEMMA2 = replace(
+    decoder(
+        "gemma2",
+        "Gemma2",
+        EVERYTHING,
+        hidden_size=48,
+        head_dim=8,
+        sliding_window=4,
+        # Caps as small as the scores, so that they matter; only the eager attention has one.
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        attn_implementation="eager",
+        tie_word_embeddings=True,
+    ),
+    tested="attention by hand, caps, windows, a tied table",
 )
 
 
@@ -102,6 +109,7 @@ OPT = Case(
     name="opt",
     build=_opt,
     inputs=token_ids(VOCABULARY),
+    tested="biases, learned positions",
     dims=TOKENS,
     plan={
         "model.decoder.embed_tokens": "embedding_rowwise",
@@ -139,6 +147,7 @@ GPT_NEOX = Case(
     name="gpt_neox",
     build=_gpt_neox,
     inputs=token_ids(VOCABULARY),
+    tested="packed by heads",
     dims=TOKENS,
     plan={
         "gpt_neox.embed_in": "embedding_rowwise",
@@ -158,6 +167,7 @@ GPT_NEOX = Case(
 MIXTRAL = replace(
     decoder("mixtral", "Mixtral", {**VOCABULARY_CUT, **ATTENTION}, num_local_experts=4),
     layers=(Layers(LAYER, 2, {"all_reduce": 1}),),
+    tested="a router, and experts of its own op",
     # 39,936 of 188,224 numbers: twice 12,288 of attention, 15,360 of vocabulary. The experts have 147,456.
     cut=0.21,
 )

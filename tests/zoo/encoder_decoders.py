@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+from typing import Any
 
+import torch
+from torch.export import Dim
+
+from tests.zoo.build import transformer
 from tests.zoo.case import BATCH, SEQUENCE, TARGET, Case, Layers, noise, randomise, source_and_target, token_ids
 from tests.zoo.decoders import KEY_BIAS
 
@@ -80,6 +85,7 @@ WHISPER = Case(
     name="whisper",
     build=_whisper,
     inputs=_speech,
+    tested="convolutions over time, cross-attention",
     dims={"input_features": {0: BATCH}, "decoder_input_ids": {0: BATCH, 1: TARGET}},
     plan={
         "model.encoder.conv1": "colwise",
@@ -113,25 +119,129 @@ def _t5() -> torch.nn.Module:
     return randomise(T5ForConditionalGeneration(config))
 
 
+T5_PLAN = {
+    "**.embed_tokens": "embedding_rowwise",
+    "**.q": "colwise",
+    "**.k": "colwise",
+    "**.v": "colwise",
+    "**.o": "rowwise",
+    "**.wo": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+
 T5 = Case(
     name="t5",
     build=_t5,
     inputs=source_and_target(VOCABULARY),
+    tested="relative positions, heads that are not the hidden size",
     dims=IDS,
-    plan={
-        "**.embed_tokens": "embedding_rowwise",
-        "**.q": "colwise",
-        "**.k": "colwise",
-        "**.v": "colwise",
-        "**.o": "rowwise",
-        "**.wi": "colwise",
-        "**.wo": "rowwise",
-        "lm_head": "colwise_gather_output",
-    },
+    plan={**T5_PLAN, "**.wi": "colwise"},
     # Self-attention and MLP, and cross-attention besides.
     layers=(Layers("encoder.block.*", 2, {"all_reduce": 2}), Layers("decoder.block.*", 2, {"all_reduce": 3})),
     outside={"all_reduce": 2, "all_gather": 1},  # the table's rows for encoder and decoder; the logits
     cut=0.99,  # all but norms; the tables of relative positions follow the heads
 )
 
-CASES = [BART, WHISPER, T5]
+
+def relative(name: str, family: str, cut: float, **different: Any) -> Case:
+    """A case of a Hugging Face model of BART's layout."""
+    return replace(
+        BART,
+        name=name,
+        build=transformer(family, "ForConditionalGeneration", SIZES, max_position_embeddings=64, **different),
+        cut=cut,
+        flops=0.99,
+        tested="",
+    )
+
+
+# Of each, twelve norms of 128 and ten row-wise biases of 64 are whole (Marian's norms are ten), and 8,192 of positions.
+PEGASUS = relative("pegasus", "Pegasus", 0.93)  # 10,368 of 167,040
+M2M_100 = replace(
+    relative("m2m_100", "M2M100", 0.98),  # 2,176 of 158,848: its positions are computed, for as many as they may be
+    dims={
+        "input_ids": {0: BATCH, 1: Dim("sequence", max=64)},
+        "decoder_input_ids": {0: BATCH, 1: Dim("target", max=64)},
+    },
+)
+BLENDERBOT = relative("blenderbot", "Blenderbot", 0.93)
+MARIAN = replace(
+    relative("marian", "Marian", 0.93, pad_token_id=0),
+    build=transformer("Marian", "MTModel", SIZES, max_position_embeddings=64, pad_token_id=0, decoder_start_token_id=0),
+)
+
+
+def gated(name: str, family: str, cut: float, **different: Any) -> Case:
+    """A case of a Hugging Face model of T5's layout with a gated MLP."""
+    return replace(
+        T5,
+        name=name,
+        build=transformer(
+            family,
+            "ForConditionalGeneration",
+            {},
+            d_model=48,
+            d_kv=8,
+            d_ff=96,
+            num_layers=2,
+            num_heads=8,
+            vocab_size=VOCABULARY,
+            decoder_start_token_id=0,
+            use_cache=False,
+            **different,
+        ),
+        plan={**T5_PLAN, "**.wi_0": "colwise", "**.wi_1": "colwise"},
+        cut=cut,
+        flops=0.99,
+        tested="",
+    )
+
+
+UMT5 = gated("umt5", "UMT5", 0.98)  # 1,600 of 136,384 whole: relative positions of each layer 1,024, norms 576
+MT5 = gated("mt5", "MT5", 0.99, tie_word_embeddings=False)  # 1,088 of 135,872 whole: one table for each half
+
+PROPHETNET = Case(
+    name="prophetnet",
+    build=transformer(
+        "ProphetNet",
+        "ForConditionalGeneration",
+        {},
+        hidden_size=64,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+        num_encoder_attention_heads=8,
+        num_decoder_attention_heads=8,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=64,
+        ngram=2,
+        num_buckets=8,
+        use_cache=False,
+    ),
+    inputs=source_and_target(VOCABULARY),
+    dims={"input_ids": {0: BATCH}, "decoder_input_ids": {0: BATCH}},
+    others=((3, 12), (1, 12)),
+    plan={
+        "prophetnet.word_embeddings.weight": "S(0)",
+        "**.query_proj": "colwise",
+        "**.key_proj": "colwise",
+        "**.value_proj": "colwise",
+        "**.out_proj": "rowwise",
+        "**.feed_forward.intermediate": "colwise",
+        "**.feed_forward.output": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+    # Self-attention and MLP, and cross-attention besides.
+    layers=(
+        Layers("prophetnet.encoder.layers.*", 2, {"all_reduce": 2}),
+        # Self-attention has a product for the main stream, and one for the streams that look further ahead.
+        Layers("prophetnet.decoder.layers.*", 2, {"all_reduce": 4}),
+    ),
+    outside={"all_reduce": 2, "all_gather": 1},  # the rows for encoder and decoder; the logits
+    cut=0.89,  # 18,816 of 175,488 numbers whole: positions 16,384, n-grams 128, norms 1,536, biases 768
+    inert={"key_proj.bias": KEY_BIAS},
+    flops=0.94,
+)
+
+CASES = [BART, WHISPER, T5, PEGASUS, M2M_100, BLENDERBOT, MARIAN, UMT5, MT5, PROPHETNET]

@@ -2,7 +2,46 @@
 
 from __future__ import annotations
 
-from tests.zoo import decoders, encoder_decoders, encoders, recommenders, vision
+from tests.zoo import (
+    audio,
+    caches,
+    convolutions,
+    decoders,
+    decoders_older,
+    decoders_planned,
+    diffusion,
+    encoder_decoders,
+    encoders,
+    experts,
+    forecasters,
+    handwritten,
+    multimodal,
+    recommenders,
+    state_space,
+    unusual_encoders,
+    vision,
+    vision_transformers,
+)
 
-FAMILIES = (decoders, encoders, encoder_decoders, vision, recommenders)
+FAMILIES = (
+    caches,
+    decoders,
+    decoders_older,
+    decoders_planned,
+    encoders,
+    unusual_encoders,
+    experts,
+    encoder_decoders,
+    vision,
+    vision_transformers,
+    convolutions,
+    multimodal,
+    audio,
+    diffusion,
+    forecasters,
+    recommenders,
+    state_space,
+    handwritten,
+)
 CASES = {case.name: case for family in FAMILIES for case in family.CASES}
+TESTED = [name for name, case in CASES.items() if case.tested]  # by the test suite; `make zoo` has all

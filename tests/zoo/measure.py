@@ -5,24 +5,44 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch.export import ExportedProgram
+from torch.utils.flop_counter import FlopCounterMode
 
 import tpcompiler
 from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
 from tpcompiler.report import Collective
-from tpcompiler.verify.compare import Difference
+from tpcompiler.verify.compare import Difference, VerifyReport, compare, functional
+from tpcompiler.verify.simulate import flatten_inputs, simulate
 
-WORLDS = (2, 4)
+WORLDS = {False: (2, 4), True: (2,)}  # of the static export and of the dynamic one, which is run at more sizes instead
 FALLBACK = "fallback"
 # The judge allows 8 times a model's float32 noise, which is about 1e-6; a dropped all_reduce gives about 1. A tolerance
 # above this bound would say that the case is too ill-conditioned to judge by.
 LOOSEST = 2e-5
+
+
+def _attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: object, **kwargs: object) -> int:
+    return 2 * torch.Size(q[:-1]).numel() * k[-2] * (q[-1] + v[-1])
+
+
+def _grouped_flops(a: Sequence[int], b: Sequence[int], *args: object, **kwargs: object) -> int:
+    return 2 * torch.Size(a).numel() * b[-1]
+
+
+def _uncounted() -> dict[object, Callable[..., int]]:
+    """What torch's counter leaves out on the CPU."""
+    known = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        torch.ops.aten._grouped_mm: _grouped_flops,
+    }
+    of_experts = getattr(torch.ops.transformers, "grouped_mm_fallback", None)  # once transformers is imported
+    return {**known, of_experts: _grouped_flops} if of_experts else known
 
 
 @dataclass(frozen=True)
@@ -34,6 +54,7 @@ class Measured:
         differences: of every output at every size that the program was run at.
         found: (layer or OUTSIDE, kind) -> count; a fallback says so in its kind.
         cut: the share of all parameters' bytes that is cut.
+        flops: the share of the FLOPs that is cut.
     """
 
     case: Case
@@ -43,6 +64,7 @@ class Measured:
     differences: tuple[Difference, ...]
     found: Counter[tuple[str, str]]
     cut: float
+    flops: float
     seconds: float
 
     @property
@@ -59,8 +81,12 @@ class Measured:
         return self.cut >= self.case.cut
 
     @property
+    def flops_enough(self) -> bool:
+        return self.flops >= self.case.flops
+
+    @property
     def ok(self) -> bool:
-        return self.equal and self.counted and self.cut_enough
+        return self.equal and self.counted and self.cut_enough and self.flops_enough
 
     @property
     def worst(self) -> Difference:
@@ -77,12 +103,24 @@ def exported(case: Case, dynamic: bool) -> ExportedProgram:
     return case.export(dynamic)
 
 
+@lru_cache(maxsize=4)
+def alone(case: Case, dynamic: bool) -> ExportedProgram:
+    """What one device runs: made once for all worlds and sizes, because torch takes longer over it than the rest."""
+    return functional(exported(case, dynamic))
+
+
 @lru_cache(maxsize=8)
 def measured(case: Case, dynamic: bool, world: int) -> Measured:
     """Convert and run: at the size of the example, the dynamic program at all others too."""
     began = time.perf_counter()
-    program = tpcompiler.parallelize(exported(case, dynamic), world, case.plan)
-    reports = [program.verify((), case.inputs(*size)) for size in (case.example, *(case.others if dynamic else ()))]
+    program = tpcompiler.parallelize(exported(case, dynamic), world, case.asked())
+    sizes = (case.example, *(case.others if dynamic else ()))
+    further = [[((), inputs) for inputs in case.then(*size)] if case.then else [] for size in sizes]
+    ranks = [program.rank_program(rank) for rank in range(world)]
+    reports = [
+        compared(alone(case, dynamic), program, ranks, case.inputs(*size), then)
+        for size, then in zip(sizes, further, strict=True)
+    ]
     return Measured(
         case=case,
         dynamic=dynamic,
@@ -91,6 +129,7 @@ def measured(case: Case, dynamic: bool, world: int) -> Measured:
         differences=tuple(d for report in reports for d in report.outputs),
         found=counts(case, program.collectives()),
         cut=cut_share(program),
+        flops=flops_share(alone(case, dynamic), ranks, case.inputs(*case.example)),
         seconds=time.perf_counter() - began,
     )
 
@@ -115,5 +154,68 @@ def cut_share(program: ParallelProgram) -> float:
     return sizes[True] / sum(sizes.values())
 
 
+def compared(
+    alone: ExportedProgram,
+    program: ParallelProgram,
+    ranks: Sequence[ExportedProgram],
+    inputs: dict[str, torch.Tensor],
+    then: Sequence[tuple[tuple[()], dict[str, torch.Tensor]]] = (),
+) -> VerifyReport:
+    """`program.verify` of these programs of the ranks, which may be damaged on purpose."""
+    return compare(
+        alone,
+        ranks,
+        (),
+        inputs,
+        program.layout(),
+        [node.name for node in program.resharded.user_inputs()],
+        program.resharded.output_names(),
+        intermediate=program.resharded.source,
+        then=then,
+    )
+
+
+def flops_share(alone: ExportedProgram, ranks: Sequence[ExportedProgram], inputs: dict[str, torch.Tensor]) -> float:
+    """1 where all ranks together compute what one device does; 0 where each computes all of it.
+
+    Matrix products and convolutions are counted, those of attention among them.
+    """
+    flat = flatten_inputs(alone, (), inputs)
+    whole = _flops([alone], [flat])
+    repeated = _flops(ranks, [flat] * len(ranks)) - whole
+    return 1 - repeated / (whole * (len(ranks) - 1)) if whole else 1.0
+
+
+def _flops(programs: Sequence[ExportedProgram], flat: Sequence[Sequence[object]]) -> int:
+    with FlopCounterMode(display=False, custom_mapping=_uncounted()) as counter:
+        simulate(programs, flat)
+    return counter.get_total_flops()
+
+
 def is_cut(row: dict[str, object]) -> bool:
     return str(row["sharding"]).startswith("S")
+
+
+def unseen_parameters(case: Case) -> set[str]:
+    """Parameters that could be wrong unnoticed: with their halves swapped along a dim, as wrong shards would be, the
+    outputs are the same. Those that the case calls inert are left out if they are."""
+    model, inputs = case.build(), case.inputs(*case.example)
+    with torch.no_grad():
+        expected = _tensors(model(**inputs))
+        unseen = set()
+        for fqn, parameter in model.named_parameters():
+            kept = parameter.clone()
+            for dim in (d for d in range(min(2, parameter.ndim)) if parameter.shape[d] > 1):
+                parameter.copy_(kept.roll(parameter.shape[dim] // 2, dim))
+                got = _tensors(model(**inputs))
+                pairs = zip(got, expected, strict=True)
+                # A hundred times what the judge may allow.
+                if not any((a - b).abs().max() > 100 * LOOSEST * b.abs().max() for a, b in pairs):
+                    unseen.add(fqn)
+            parameter.copy_(kept)
+    return unseen ^ {fqn for fqn, _ in model.named_parameters() if fqn.endswith(tuple(case.inert))}
+
+
+def _tensors(result: object) -> list[torch.Tensor]:
+    values = result.values() if isinstance(result, dict) else [result]
+    return [value for value in values if isinstance(value, torch.Tensor)]

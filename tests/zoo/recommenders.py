@@ -44,6 +44,7 @@ DLRM = Case(
     name="dlrm",
     build=lambda: randomise(Recommender()),
     inputs=_clicks,
+    tested="tables, bags, integers",
     dims={"numbers": {0: BATCH}, "ids": {1: BATCH, 2: Dim("bag")}},
     example=(4, 3),
     others=((3, 2), (2, 1), (1, 5)),

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 def test_saved_files_run_on_gloo(world: int, names: list[str], tmp_path: Path) -> None:
     for name in names:
         case = CASES[name]
-        tpcompiler.parallelize(exported(case, True), world, case.plan).save(tmp_path / name)
+        tpcompiler.parallelize(exported(case, True), world, case.asked()).save(tmp_path / name)
         write_tensors(tmp_path / f"{name}.safetensors", case.inputs(*case.others[0]))
     done = torchrun(world, Path(__file__).parent / "worker.py", tmp_path, *names)
     assert done.returncode == 0, done.stdout

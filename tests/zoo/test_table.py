@@ -28,10 +28,21 @@ def test_a_row_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ({"outside": {"all_reduce": 4}}, "5R = 4R"),
         ({"cut": 1.0}, "/ 1.0"),
+        ({"flops": 1.1}, "1.000 / 1.1"),
+        ({"plan": {}, "outside": {}, "cut": 0.0, "flops": 0.1}, "0.000 / 0.1"),
+        ({"inert": {"top.0.bias": "it is not"}}, "not as stated: top.0.bias"),
         ({"plan": {"top.0": "colwise", "top.2": "rowwise"}}, "1R = 5R"),
         ({"plan": {"no.such": "colwise"}}, "matches nothing"),
     ],
-    ids=["a miscount", "a share that is not reached", "a plan that cuts little", "a plan that is refused"],
+    ids=[
+        "a miscount",
+        "a share",
+        "FLOPs",
+        "FLOPs without a plan",
+        "an inert one",
+        "a plan that cuts little",
+        "a plan that is refused",
+    ],
 )
 def test_the_table_fails(
     wrong: dict[str, object], shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -43,6 +54,14 @@ def test_the_table_fails(
     written = capsys.readouterr().out
     assert shown in " ".join(written.split())
     assert "static: one export is enough" in " ".join(written.split())
+
+
+def test_a_shortfall_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(CASES, "dlrm", replace(CASES["dlrm"], dims=None, pending="four sums, but so and so"))
+    assert main(["dlrm"]) == 0
+    written = capsys.readouterr().out
+    assert "pending" in next(line for line in written.splitlines() if "static" in line)
+    assert "dlrm is pending: four sums, but so and so" in written
 
 
 def test_the_table_fails_above_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:

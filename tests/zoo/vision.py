@@ -10,7 +10,7 @@ from tests.zoo.case import BATCH, Case, Layers, noise, randomise
 from tests.zoo.decoders import KEY_BIAS
 
 
-def _pixels(batch: int, size: int) -> dict[str, torch.Tensor]:
+def pixels(batch: int, size: int) -> dict[str, torch.Tensor]:
     return noise("pixel_values", batch, 3, size, size)
 
 
@@ -32,7 +32,8 @@ def _vit() -> torch.nn.Module:
 VIT = Case(
     name="vit",
     build=_vit,
-    inputs=_pixels,
+    inputs=pixels,
+    tested="patches, a class token",
     dims={"pixel_values": {0: BATCH}},  # the table of positions fits one size of image
     example=(2, 32),
     others=((3, 32), (1, 32)),
@@ -90,7 +91,8 @@ HEIGHT, WIDTH = Dim("height", min=16), Dim("width", min=16)
 RESNET = Case(
     name="resnet",
     build=lambda: randomise(ResNet()),
-    inputs=_pixels,
+    inputs=pixels,
+    tested="convolutions, statistics, pooling",
     dims={"pixel_values": {0: BATCH, 2: HEIGHT, 3: WIDTH}},
     example=(2, 32),
     others=((3, 48), (1, 20)),

@@ -1,0 +1,276 @@
+"""Decoders of text from before there were plans: packed queries, keys and values; ALiBi; one kv head for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests.zoo.case import Case, Layers, Plan, randomise, token_ids
+from tests.zoo.decoders import ATTENTION, GATED_MLP, KEY_BIAS, LAYER, OUTSIDE, TOKENS, VOCABULARY, VOCABULARY_CUT
+
+TRANSFORMER = "transformer.h.*"
+HEAD = {"lm_head": "colwise_gather_output"}
+TABLE = {"transformer.wte": "embedding_rowwise", **HEAD}
+FALCON_TABLE = {"transformer.word_embeddings": "embedding_rowwise", **HEAD}
+PACKED = "no gather: a packed style, which does not exist yet, would cut queries, keys and values apart"
+MERGED = "no gather: attention merges batch and heads into one dim, of which heads are the inner part"
+CLASSES = {"GPT2": "GPT2LMHeadModel"}
+SUMS = {"all_reduce": 2}  # attention's output projection, the MLP's second layer
+GATHER = {"all_gather": 1, **SUMS}  # and what is packed, as the plan says
+
+
+def older(name: str, family: str, plan: Plan, path: str, each: dict[str, int], cut: float, **config: Any) -> Case:
+    """A case of a Hugging Face causal language model of two layers, with all of its matrices cut."""
+
+    def build() -> torch.nn.Module:
+        import transformers
+
+        made = getattr(transformers, f"{family}Config")(vocab_size=VOCABULARY, use_cache=False, **config)
+        return randomise(getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(made))
+
+    return Case(
+        name=name,
+        build=build,
+        inputs=token_ids(VOCABULARY),
+        dims=TOKENS,
+        plan=plan,
+        layers=(Layers(path, 2, each),),
+        outside=OUTSIDE,
+        cut=cut,
+        # Where attention follows a gather it is repeated: 3,072 of at least 53,000 FLOPs for each token and layer.
+        flops=0.94 if any("all_gather" in kind for kind in each) else 0.99,
+    )
+
+
+def _pending(case: Case, why: str) -> Case:
+    return replace(case, pending=why)
+
+
+SMALL = {"n_embd": 64, "n_inner": 96, "n_layer": 2, "n_head": 8, "n_positions": 64}
+ATTENTION_PACKED = {"**.c_attn": "colwise_gather_output", "**.attn.c_proj": "rowwise"}
+CONVOLUTIONS = {"**.mlp.c_fc": "colwise", "**.mlp.c_proj": "rowwise"}
+IN_OUT = {"**.out_proj": "rowwise", "**.fc_in": "colwise", "**.fc_out": "rowwise"}
+
+GPT2 = _pending(
+    older(
+        "gpt2",
+        "GPT2",
+        {**TABLE, **ATTENTION_PACKED, **CONVOLUTIONS},
+        TRANSFORMER,
+        GATHER,
+        0.92,  # 65,600 of 70,592 numbers: not 4,096 of positions, 896 of norms and row-wise biases
+        scale_attn_by_inverse_layer_idx=True,
+        **SMALL,
+    ),
+    PACKED,
+)
+GPT_BIGCODE = older(
+    "gpt_bigcode",  # 8 query heads share one kv head
+    "GPTBigCode",
+    {**TABLE, **ATTENTION_PACKED, **CONVOLUTIONS},
+    TRANSFORMER,
+    GATHER,
+    0.91,  # 51,040 of 56,032 numbers: not 4,096 of positions, 896 of norms and row-wise biases
+    **SMALL,
+)
+GPTJ = older(
+    "gptj",
+    "GPTJ",
+    {**TABLE, "**.q_proj": "colwise", "**.k_proj": "colwise", "**.v_proj": "colwise", **IN_OUT},
+    TRANSFORMER,
+    SUMS,
+    0.99,  # 73,016 of 73,528 numbers: not 512 of norms and row-wise biases
+    rotary_dim=4,
+    **SMALL,
+)
+# Its packed layer comes in 4 blocks of 2 heads' queries, values and keys, so that 2 or 4 ranks have whole blocks.
+CODEGEN = older(
+    "codegen", "CodeGen", {**TABLE, "**.qkv_proj": "colwise", **IN_OUT}, TRANSFORMER, SUMS, 0.99, rotary_dim=4, **SMALL
+)
+GPT_NEO = older(
+    "gpt_neo",
+    "GPTNeo",
+    {
+        **TABLE,
+        "**.q_proj": "colwise",
+        "**.k_proj": "colwise",
+        "**.v_proj": "colwise",
+        "**.out_proj": "rowwise",
+        **CONVOLUTIONS,
+    },
+    TRANSFORMER,
+    SUMS,
+    0.92,  # 65,216 of 70,208 numbers: not 4,096 of positions, 896 of norms and row-wise biases
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=8,
+    attention_types=[[["global", "local"], 1]],
+    window_size=4,
+    max_position_embeddings=64,
+)
+
+QKV_BY_HEAD = {
+    "**.query_key_value": "colwise",
+    "**.dense": "rowwise",
+    "**.dense_h_to_4h": "colwise",
+    "**.dense_4h_to_h": "rowwise",
+}
+BLOOM = _pending(
+    older(
+        "bloom",
+        "Bloom",
+        {**FALCON_TABLE, **QKV_BY_HEAD},
+        TRANSFORMER,
+        {"all_gather (fallback)": 2, **SUMS},
+        0.99,  # 106,880 of 107,904 numbers: not 1,024 of norms and row-wise biases
+        hidden_size=64,
+        n_layer=2,
+        n_head=8,
+    ),
+    MERGED,
+)
+FALCON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "ffn_hidden_size": 96}
+FALCON_7B = older(
+    "falcon_7b",  # 8 query heads share one kv head, packed in ten: parts of a head would lie on two ranks
+    "Falcon",
+    {**FALCON_TABLE, **QKV_BY_HEAD, "**.query_key_value": "colwise_gather_output"},
+    TRANSFORMER,
+    GATHER,
+    0.99,  # 50,688 of 51,072 numbers: not 384 of norms
+    **FALCON,
+)
+FALCON_40B = older(
+    "falcon_40b",  # packed group by group, so that a cut between kv heads keeps each with its queries
+    "Falcon",
+    {**FALCON_TABLE, **QKV_BY_HEAD},
+    TRANSFORMER,
+    SUMS,
+    0.98,  # 56,832 of 57,472 numbers: not 640 of norms
+    new_decoder_architecture=True,
+    num_kv_heads=4,
+    **FALCON,
+)
+FALCON_RW = older(
+    "falcon_rw",
+    "Falcon",
+    {**FALCON_TABLE, **QKV_BY_HEAD},
+    TRANSFORMER,
+    SUMS,
+    0.98,  # 65,600 of 66,496 numbers: not 896 of norms and row-wise biases
+    multi_query=False,
+    alibi=True,
+    parallel_attn=False,
+    bias=True,
+    **FALCON,
+)
+PERSIMMON = older(
+    "persimmon",
+    "Persimmon",
+    {**VOCABULARY_CUT, **QKV_BY_HEAD},
+    LAYER,
+    SUMS,
+    0.98,  # 73,280 of 74,240 numbers: not 960 of norms and row-wise biases
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+)
+MPT = _pending(
+    older(
+        "mpt",
+        "Mpt",
+        {
+            **TABLE,
+            "**.Wqkv": "colwise_gather_output",
+            "**.out_proj": "rowwise",
+            "**.up_proj": "colwise",
+            "**.down_proj": "rowwise",
+        },
+        "transformer.blocks.*",
+        GATHER,
+        0.99,  # 105,984 of 106,304 numbers: not 320 of norms
+        d_model=64,
+        n_heads=8,
+        n_layers=2,
+        max_seq_len=64,
+    ),
+    PACKED,
+)
+
+STABLELM_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "partial_rotary_factor": 0.5,
+}
+STABLELM_PLAN = {**VOCABULARY_CUT, **ATTENTION, **GATED_MLP}
+STABLELM = older(
+    "stablelm",
+    "StableLm",
+    STABLELM_PLAN,
+    LAYER,
+    SUMS,
+    0.99,  # 76,800 of 77,184 numbers: not 384 of norms
+    use_parallel_residual=True,
+    **STABLELM_SIZES,
+)
+STABLELM_2 = _pending(
+    older(
+        "stablelm_2",
+        "StableLm",
+        STABLELM_PLAN,
+        LAYER,
+        {"all_gather (fallback)": 2, **SUMS},
+        0.98,  # 76,800 of 77,824 numbers: not 640 of norms, 384 of those of heads
+        qk_layernorm=True,
+        **STABLELM_SIZES,
+    ),
+    "no gather: each head's norm is a module of its own, for which the heads are split apart and put together again",
+)
+
+TWO_LINEARS = {
+    "**.q_proj": "colwise",
+    "**.k_proj": "colwise",
+    "**.v_proj": "colwise",
+    "**.out_proj": "rowwise",
+    "**.fc1": "colwise",
+    "**.fc2": "rowwise",
+}
+XGLM = _pending(
+    older(
+        "xglm",
+        "XGLM",
+        {**VOCABULARY_CUT, **TWO_LINEARS},
+        LAYER,
+        {"all_gather (fallback)": 3, **SUMS},
+        0.98,  # 65,600 of 66,496 numbers: not 896 of norms and row-wise biases
+        d_model=64,
+        ffn_dim=96,
+        num_layers=2,
+        attention_heads=8,
+        max_position_embeddings=64,
+    ),
+    MERGED,
+)
+BIOGPT = older(
+    "biogpt",
+    "BioGpt",
+    {"biogpt.embed_tokens": "embedding_rowwise", "output_projection": "colwise_gather_output", **TWO_LINEARS},
+    "biogpt.layers.*",
+    SUMS,
+    0.92,  # 65,600 of 70,720 numbers: not 4,224 of positions, 896 of norms and row-wise biases
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    max_position_embeddings=64,
+)
+XGLM, BIOGPT = (replace(case, inert={"k_proj.bias": KEY_BIAS}) for case in (XGLM, BIOGPT))
+
+CASES = [GPT2, GPT_BIGCODE, GPTJ, CODEGEN, GPT_NEO, BLOOM, FALCON_7B, FALCON_40B, FALCON_RW, PERSIMMON, MPT]
+CASES += [STABLELM, STABLELM_2, XGLM, BIOGPT]

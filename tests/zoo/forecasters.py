@@ -1,0 +1,82 @@
+"""Networks that continue series of numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.zoo.build import transformer
+from tests.zoo.case import BATCH, Case, Layers, noise
+from tests.zoo.decoders import KEY_BIAS
+
+
+def _past(batch: int, size: int) -> dict[str, torch.Tensor]:
+    return noise("past_values", batch, size, 3)
+
+
+SERIES = {"dims": {"past_values": {0: BATCH}}, "inputs": _past, "example": (2, 24), "others": ((3, 24), (1, 24))}
+
+PATCHTST = Case(
+    name="patchtst",
+    build=transformer(
+        "PatchTST",
+        "ForPrediction",
+        {},
+        num_input_channels=3,
+        context_length=24,
+        patch_length=4,
+        patch_stride=4,
+        num_hidden_layers=2,
+        d_model=64,
+        num_attention_heads=8,
+        ffn_dim=96,
+        prediction_length=6,
+    ),
+    **SERIES,
+    plan={
+        "**.input_embedding": "colwise_gather_output",
+        "**.q_proj": "colwise",
+        "**.k_proj": "colwise",
+        "**.v_proj": "colwise",
+        "**.out_proj": "rowwise",
+        "**.ff.0": "colwise",
+        "**.ff.3": "rowwise",
+    },
+    # Attention's output projection, the MLP's second layer.
+    layers=(Layers("model.encoder.layers.*", 2, {"all_reduce": 2}),),
+    outside={"all_gather": 1},  # the patches
+    cut=0.97,  # 1,542 of 59,782 numbers whole: positions 384, the head 390, norms 512, row-wise biases 256
+    inert={"k_proj.bias": KEY_BIAS},
+    flops=0.99,
+)
+
+MIXER = Case(
+    name="patchtsmixer",
+    build=transformer(
+        "PatchTSMixer",
+        "ForPrediction",
+        {},
+        num_input_channels=3,
+        context_length=24,
+        patch_length=4,
+        patch_stride=4,
+        num_layers=2,
+        d_model=32,
+        expansion_factor=2,
+        prediction_length=6,
+    ),
+    **SERIES,
+    # Each layer mixes patches and features; a softmax over what it mixes weighs the result.
+    plan={
+        "**.patcher": "colwise_gather_output",
+        "**.fc1": "colwise",
+        "**.fc2": "rowwise",
+        "**.attn_layer": "colwise_gather_output",
+        "head.base_forecast_block": "colwise_gather_output",
+    },
+    layers=(Layers("model.encoder.mlp_mixer_encoder.mixers.*", 2, {"all_reduce": 2, "all_gather": 2}),),
+    outside={"all_gather": 2},  # the patches, the forecast
+    cut=0.97,  # 332 of 12,478 numbers whole: norms 256, row-wise biases 76
+    flops=0.99,
+)
+
+CASES = [PATCHTST, MIXER]

@@ -1,0 +1,206 @@
+"""Decoders of text that carry a state along instead of attention, or beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tests.zoo.case import BATCH, Case, Layers, Plan, hugging_face, randomise, token_ids
+from tests.zoo.decoders import OUTSIDE, SIZES, VOCABULARY, VOCABULARY_CUT
+
+PACKED = "no gather: a packed style, which does not exist yet, would cut each of the parts of in_proj"
+LENGTH = 6  # a scan over it is taken apart, step by step
+
+
+def recurrent(name: str, family: str, plan: Plan, layers: tuple[Layers, ...], cut: float, **stated: Any) -> Case:
+    """A case of a Hugging Face causal language model; `config` in `stated` is its config's."""
+    config = stated.pop("config")
+
+    def build() -> torch.nn.Module:
+        import transformers
+
+        made = getattr(transformers, f"{family}Config")(vocab_size=VOCABULARY, use_cache=False, **config)
+        return randomise(getattr(transformers, f"{family}ForCausalLM")(made))
+
+    return Case(
+        name=name,
+        build=build,
+        inputs=token_ids(VOCABULARY),
+        dims={"input_ids": {0: BATCH}},
+        example=(2, LENGTH),
+        others=((3, LENGTH), (1, LENGTH)),
+        plan=plan,
+        layers=layers,
+        outside=OUTSIDE,
+        cut=cut,
+        **stated,
+    )
+
+
+def only(path: str, number: int, **each: int) -> Layers:
+    return Layers(f"{path}.{number}", 1, each)
+
+
+MIXER = {
+    "**.in_proj": "colwise_gather_output",
+    "**.x_proj": "rowwise",
+    "**.dt_proj": "colwise",
+    "**.out_proj": "rowwise",
+}
+BACKBONE = {"backbone.embeddings": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+MAMBA_SIZES = {"hidden_size": 64, "state_size": 8, "num_hidden_layers": 2}
+# What is packed, as the plan says; B, C and the step sizes are summed over the channels; the output projection.
+SCANS = (Layers("backbone.layers.*", 2, {"all_gather": 1, "all_reduce": 2}),)
+# Cut: 63,232 of 67,008 numbers: not 320 of norms, twice 640 of convolutions, 1,024 of A and 128 of D.
+MAMBA = recurrent("mamba", "Mamba", {**BACKBONE, **MIXER}, SCANS, 0.94, config=MAMBA_SIZES, pending=PACKED)
+FALCON_MAMBA = recurrent(
+    "falcon_mamba", "FalconMamba", {**BACKBONE, **MIXER}, SCANS, 0.94, config=MAMBA_SIZES, pending=PACKED
+)
+MAMBA2 = recurrent(
+    "mamba2",
+    "Mamba2",
+    {**BACKBONE, "**.in_proj": "colwise_gather_output", "**.out_proj": "rowwise"},
+    (Layers("backbone.layers.*", 2, {"all_gather": 1, "all_reduce": 1}),),
+    0.97,  # 69,632 of 71,728 numbers: not 448 of norms, twice 800 of convolutions and 24 of heads
+    config={**MAMBA_SIZES, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 4},
+    pending=PACKED,
+)
+RWKV = recurrent(
+    "rwkv",
+    "Rwkv",
+    {
+        "rwkv.embeddings": "embedding_rowwise",
+        "head": "colwise_gather_output",
+        "**.attention.key": "colwise",
+        "**.attention.value": "colwise",
+        "**.attention.receptance": "colwise",
+        "**.attention.output": "rowwise",
+        "**.feed_forward.key": "colwise",
+        "**.feed_forward.value": "rowwise",
+    },
+    (Layers("rwkv.blocks.*", 2, {"all_reduce": 2}),),
+    0.88,  # 72,832 of 82,560 numbers: not twice 4,096 of a receptance and 640 of decay, mixtures and norms, 256 of norms
+    config={
+        "hidden_size": 64,
+        "attention_hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "rescale_every": 0,
+    },
+    tested="a scan, step by step",
+)
+SIZES_WITHOUT_VOCABULARY = {k: v for k, v in SIZES.items() if k not in ("vocab_size", "use_cache")}
+MLP = {"**.gate_proj": "colwise", "**.up_proj": "colwise", "**.down_proj": "rowwise"}
+ATTENTION = {"**.q_proj": "colwise", "**.k_proj": "colwise", "**.v_proj": "colwise", "**.o_proj": "rowwise"}
+RECURRENT_GEMMA = recurrent(
+    "recurrent_gemma",
+    "RecurrentGemma",
+    {
+        **VOCABULARY_CUT,
+        **ATTENTION,
+        **MLP,
+        "**.linear_x": "colwise",
+        "**.linear_y": "colwise",
+        "**.linear_out": "rowwise",
+    },
+    (Layers("model.layers.*", 2, {"all_reduce": 2}),),
+    0.97,
+    config={
+        **SIZES_WITHOUT_VOCABULARY,
+        "block_types": ("recurrent", "attention"),
+        "lru_width": 64,
+        "attention_window_size": 4,
+    },
+)
+JAMBA = recurrent(
+    "jamba",
+    "Jamba",
+    {
+        **VOCABULARY_CUT,
+        **ATTENTION,
+        **{f"**.feed_forward{pattern[2:]}": style for pattern, style in MLP.items()},
+        **MIXER,
+    },
+    (only("model.layers", 0, all_gather=1, all_reduce=2), only("model.layers", 1, all_reduce=2)),
+    0.49,  # 73,856 of 149,972 numbers: not 73,984 of experts and router, 1,792 of the mixer, 340 of norms
+    config={
+        **SIZES_WITHOUT_VOCABULARY,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 0,
+        "num_experts": 4,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+        "pad_token_id": 0,
+    },
+    pending=PACKED,
+)
+BAMBA = recurrent(
+    "bamba",
+    "Bamba",
+    {**VOCABULARY_CUT, **ATTENTION, **MLP, "**.in_proj": "colwise_gather_output", "**.out_proj": "rowwise"},
+    (only("model.layers", 0, all_gather=1, all_reduce=2), only("model.layers", 1, all_reduce=2)),
+    0.97,
+    config={
+        **SIZES_WITHOUT_VOCABULARY,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 4,
+    },
+    pending=PACKED,
+)
+LFM2 = recurrent(
+    "lfm2",
+    "Lfm2",
+    {
+        **VOCABULARY_CUT,
+        **{pattern: style for pattern, style in ATTENTION.items() if pattern != "**.o_proj"},
+        "**.w1": "colwise",
+        "**.w3": "colwise",
+        "**.w2": "rowwise",
+        "**.in_proj": "colwise_gather_output",
+        "**.out_proj": "rowwise",
+    },
+    (only("model.layers", 0, all_gather=1, all_reduce=2), only("model.layers", 1, all_reduce=2)),
+    0.97,
+    config={**SIZES_WITHOUT_VOCABULARY, "layer_types": ["conv", "full_attention"], "pad_token_id": 0},
+    pending=PACKED,
+)
+
+
+def _qwen3_next(model: torch.nn.Module) -> Mapping[str, object]:
+    plan = {pattern: style for pattern, style in hugging_face(model).items() if ".experts" not in pattern}
+    return {**plan, "model.embed_tokens": "embedding_rowwise"}
+
+
+QWEN3_NEXT = recurrent(
+    "qwen3_next",
+    "Qwen3Next",
+    _qwen3_next,
+    # Three layers that the plan gathers after, the shared expert; attention, the shared expert.
+    (only("model.layers", 0, all_gather=3, all_reduce=1), only("model.layers", 1, all_reduce=2)),
+    0.5,
+    config={
+        **SIZES_WITHOUT_VOCABULARY,
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 8,
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    pending="no gather in the linear attention: its packed layers are cut between heads, but the plan gathers them",
+)
+
+CASES = [MAMBA, FALCON_MAMBA, MAMBA2, RWKV, RECURRENT_GEMMA, JAMBA, BAMBA, LFM2, QWEN3_NEXT]

@@ -1,0 +1,232 @@
+"""Encoders of text that attend, mix or pack in ways of their own."""
+
+from __future__ import annotations
+
+from torch.export import Dim
+
+from tests.zoo.case import BATCH, Layers, token_ids
+from tests.zoo.decoders import KEY_BIAS
+from tests.zoo.encoders import (
+    ANY_LENGTH,
+    EACH,
+    LAYERS,
+    MLP,
+    PLACES,
+    POOLER,
+    ROWS,
+    TABLE,
+    VOCABULARY,
+    encoder,
+    masked_dims,
+)
+
+BATCHES = {"input_ids": {0: BATCH}, "attention_mask": {0: BATCH}}
+
+DEBERTA = encoder(
+    "deberta_v2",
+    "DebertaV2",
+    "Model",
+    {
+        **TABLE,
+        **MLP,
+        "**.query_proj": "colwise",
+        "**.key_proj": "colwise",
+        "**.value_proj": "colwise",
+        "**.pos_key_proj": "colwise",
+        "**.pos_query_proj": "colwise",
+        "**.attention.output.dense": "rowwise",
+    },
+    outside=ROWS,
+    different={
+        "relative_attention": True,
+        "max_relative_positions": 16,
+        "pos_att_type": ["c2p", "p2c"],
+        "position_biased_input": False,
+    },
+    cut=0.96,  # 2,944 of 85,184 numbers whole: relative positions 2,048, norms 640, row-wise biases 256
+    inert={"pos_key_proj.bias": KEY_BIAS},
+)
+
+MOBILEBERT = encoder(
+    "mobilebert",
+    "MobileBert",
+    "Model",
+    {
+        **TABLE,
+        **LAYERS,
+        "**.ffn.*.output.dense": "rowwise",
+        "**.bottleneck.*.dense": "colwise_gather_output",
+        "**.output.bottleneck.dense": "colwise_gather_output",
+        "embeddings.embedding_transformation": "colwise_gather_output",
+    },
+    dims=masked_dims(Dim("sequence", min=3, max=64)),  # each token sees its neighbours, which are padded at both ends
+    # Attention, three small MLPs and the MLP; two ways into the bottleneck and the one out of it.
+    layers=(Layers("encoder.layer.*", 2, {"all_reduce": 5, "all_gather": 3}),),
+    outside={"all_reduce": 1, "all_gather": 1},  # the rows; the three neighbours in one vector
+    different={
+        "intra_bottleneck_size": 32,
+        "embedding_size": 24,
+        "normalization_type": "layer_norm",
+        "classifier_activation": False,
+    },
+    cut=0.93,  # 5,824 of 86,272 numbers whole: positions and types 4,224, norms 1,280, row-wise biases 320
+)
+
+CONVBERT = encoder(
+    "convbert",
+    "ConvBert",
+    "Model",
+    {
+        **TABLE,
+        **LAYERS,
+        "**.key_conv_attn_layer.pointwise": "colwise",
+        "**.conv_kernel_layer": "rowwise",
+        "**.conv_out_layer": "colwise",
+    },
+    # The kernels besides; they are made of queries and keys of all heads. What both kinds of heads read is gathered.
+    layers=(Layers("encoder.layer.*", 2, {"all_reduce": 3, "all_gather": 1}),),
+    outside=ROWS,
+    different={"embedding_size": 64, "conv_kernel_size": 3},
+    # 5,528 of 67,736 numbers whole: positions and types 4,224, norms 640, depth-wise 384, row-wise biases 280
+    cut=0.91,
+    flops=0.98,
+    pending="heads of attention and of convolutions are put together: by hand the output's rows are cut so, no gather",
+)
+
+XLNET = encoder(
+    "xlnet",
+    "XLNet",
+    "Model",
+    {
+        "word_embedding": "embedding_rowwise",
+        "**.rel_attn.q": "S(1)",
+        "**.rel_attn.k": "S(1)",
+        "**.rel_attn.v": "S(1)",
+        "**.rel_attn.r": "S(1)",
+        "**.rel_attn.o": "S(1)",
+        "**.layer_1": "colwise",
+        "**.layer_2": "rowwise",
+    },
+    path="layer.*",
+    outside=ROWS,
+    dims=BATCHES,
+    others=((3, 12), (1, 12)),
+    sizes={"d_model": 64, "d_inner": 96, "n_layer": 2, "n_head": 8, "vocab_size": VOCABULARY, "use_mems_eval": False},
+    cut=0.98,  # 1,088 of 74,752 numbers whole: norms 512, segments 256, row-wise biases 256, a mask 64
+    inert={"r_s_bias": "no segments are given", "seg_embed": "the same"},
+)
+
+FUNNEL = encoder(
+    "funnel",
+    "Funnel",
+    "Model",
+    {
+        **TABLE,
+        "**.q_head": "colwise",
+        "**.k_head": "colwise",
+        "**.v_head": "colwise",
+        "**.r_kernel": "S(1)",
+        "**.post_proj": "rowwise",
+        "**.linear_1": "colwise",
+        "**.linear_2": "rowwise",
+    },
+    layers=(Layers("encoder.blocks.*.0", 2, EACH), Layers("decoder.layers.*", 1, EACH)),
+    outside=ROWS,
+    dims=BATCHES,
+    others=((3, 12), (1, 12)),
+    sizes={"d_model": 64, "d_inner": 96, "n_head": 8, "d_head": 8, "vocab_size": VOCABULARY},
+    different={"block_sizes": [1, 1], "num_decoder_layers": 1},
+    cut=0.98,  # 1,856 of 108,896 numbers whole: norms 896, biases of scores 576, row-wise biases 384
+    inert={"k_head.bias": KEY_BIAS},
+)
+
+SQUEEZEBERT = encoder(
+    "squeezebert",
+    "SqueezeBert",
+    "Model",
+    {
+        **TABLE,
+        "**.query": "colwise",
+        "**.key": "colwise",
+        "**.value": "colwise",
+        "**.post_attention.conv1d": "rowwise",
+        "**.intermediate.conv1d": "colwise",
+        "**.output.conv1d": "colwise_gather_output",
+        **POOLER,
+    },
+    # Attention's output projection; the MLP's second layer is in groups, so nothing is summed.
+    layers=(Layers("encoder.layers.*", 2, {"all_reduce": 1, "all_gather": 1}),),
+    outside={"all_reduce": 1, "all_gather": 1},  # the rows; the pooled vector
+    different={"embedding_size": 64},
+    cut=0.86,  # 4,992 of 38,016 numbers whole: positions and types 4,224, norms 640, row-wise biases 128
+)
+
+FNET = encoder(
+    "fnet",
+    "FNet",
+    "Model",
+    {**TABLE, **MLP, "embeddings.projection": "colwise_gather_output", **POOLER},
+    inputs=token_ids(VOCABULARY),
+    dims={"input_ids": {0: BATCH, 1: PLACES}},
+    # The MLP's second layer: a Fourier transform mixes the tokens, without weights.
+    layers=(Layers("encoder.layer.*", 2, {"all_reduce": 1}),),
+    outside={"all_reduce": 1, "all_gather": 2},  # the rows; the projection before the layers, the pooled vector
+    cut=0.88,  # 5,120 of 45,888 numbers whole: positions and types 4,352, norms 640, row-wise biases 128
+    inert={},
+)
+
+MODERNBERT = encoder(
+    "modernbert",
+    "ModernBert",
+    "Model",
+    {"embeddings.tok_embeddings": "embedding_rowwise", "**.Wo": "rowwise"},
+    path="layers.*",
+    outside=ROWS,
+    dims=ANY_LENGTH,
+    different={
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+        "local_attention": 6,
+        "global_attn_every_n_layers": 2,
+    },
+    cut=0.36,  # 49,472 of 77,632 numbers whole: Wqkv and Wi 24,576 each, norms 320
+    inert={},
+    flops=0.28,
+    pending="q, k, v and the gate lie packed in Wqkv and Wi, which no style cuts yet: by hand 0.99 of all is cut",
+)
+
+CANINE = encoder(
+    "canine",
+    "Canine",
+    "Model",
+    {
+        "char_embeddings.HashBucketCodepointEmbedder_*": "embedding_rowwise",
+        **LAYERS,
+        "chars_to_molecules.conv": "colwise_gather_output",
+        "projection.conv": "colwise_gather_output",
+        **POOLER,
+    },
+    layers=(
+        Layers("encoder.layer.*", 2, EACH),
+        Layers("initial_char_encoder.layer.*", 1, EACH),
+        Layers("final_char_encoder.layer.*", 1, EACH),
+    ),
+    # The rows of four hashes; the strided characters, the joined ones, the pooled vector.
+    outside={"all_reduce": 4, "all_gather": 3},
+    dims=BATCHES,
+    example=(2, 32),
+    others=((3, 32), (1, 32)),
+    different={
+        "num_hash_buckets": 64,
+        "num_hash_functions": 4,
+        "local_transformer_stride": 16,
+        "max_position_embeddings": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    cut=0.96,  # 7,040 of 180,416 numbers whole: positions and types 5,120, norms 1,408, row-wise biases 512
+)
+
+CASES = [DEBERTA, MOBILEBERT, CONVBERT, XLNET, FUNNEL, SQUEEZEBERT, FNET, MODERNBERT, CANINE]
