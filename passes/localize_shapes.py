@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from tpcompiler._torch import FakeTensorMode, make_fx, statically_equal
+from tpcompiler._torch import FAKE_KERNELS, FakeTensorMode, make_fx, statically_equal
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
@@ -41,9 +42,13 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
     graph = program.graph
     mode = fake_mode_of(graph)
     local: set[fx.Node] = set()  # nodes whose value is not the global one
+    replaced: set[fx.Node] = set()  # parts of an op with several outputs, whose body has taken their place
     for node in list(graph.nodes):
+        if node in replaced:
+            continue
         mark: Mark | None = node.meta.get(MARK)
         whole = node.meta.pop(GLOBAL, node.meta.get("val"))
+        done = {node: whole}
         if node.op == "placeholder" and mark is not None and mark.shardings:
             here = program.mesh.coordinate(program.rank)
             node.meta["val"] = local_value(whole, mark.shardings[0], program.mesh, here, mode)
@@ -53,16 +58,21 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
             if node.target is aten.sym_size.int and mark is not None and (degree := _degree(node, mark, program)) > 1:
                 _multiply(node, degree)
             if mark is not None and mark.local is not None:
-                node = _put_in_body(node, mark, program, mode)
+                parts = list(node.users) if isinstance(whole, (tuple, list)) else [node]
+                replaced.update(parts)
+                wholes = [part.meta["val"] for part in parts]
+                done = dict(zip(_put_in_body(node, parts, program, mode), wholes, strict=True))
             elif lowered or resized or not local.isdisjoint(node.all_input_nodes):
                 _allow_copy(node)
                 node.meta["val"] = _run(node, mode, results)
-        if mark is not None and mark.shardings:
-            _check(node, mark, whole, program)
-            if key(node.meta["val"]) == key(whole):
-                node.meta["val"] = whole
-        if node.op != "output" and node.meta.get("val") is not whole:
-            local.add(node)
+        for made, whole in done.items():
+            mark = made.meta.get(MARK)
+            if mark is not None and mark.shardings:
+                _check(made, mark, whole, program)
+                if key(made.meta["val"]) == key(whole):
+                    made.meta["val"] = whole
+            if made.op != "output" and made.meta.get("val") is not whole:
+                local.add(made)
     return LocalProgram(program.source, graph, program.mesh, program.rank)
 
 
@@ -112,24 +122,38 @@ def _divide(size: fx.Node, degree: int, user: fx.Node) -> fx.Node:
     return made
 
 
-def _put_in_body(node: fx.Node, mark: Mark, program: LoweredProgram, mode: FakeTensorMode) -> fx.Node:
-    """Replace the op by its rule's local body, traced for this rank's range of the cut factor."""
-    share = mark.local
-    assert share is not None
-    operands = edit.operands(node)
+def _put_in_body(
+    node: fx.Node, parts: Sequence[fx.Node], program: LoweredProgram, mode: FakeTensorMode
+) -> list[fx.Node]:
+    """Replace the op by its rule's local body, traced for this rank's range of the cut factor.
+
+    Of an op with several outputs `parts` are the users, a getitem each: the body makes what they take and no more.
+    Returns what stands for the parts, each with its part's mark.
+    """
+    share = node.meta[MARK].local
+    inputs = node.all_input_nodes
     index, degree = program.mesh.coordinate(program.rank)[share.axis], program.mesh.degree(share.axis)
     offset, size = chunk(share.total, degree, index, share.unit)
     fraction = size / share.total if isinstance(share.total, int) else 1 / degree
 
-    def body(*tensors: torch.Tensor) -> Any:
-        args, kwargs = edit.map_operands(node, lambda i, _: tensors[i])
-        return share.body(*args, shard=ShardRange(offset, size, fraction), **kwargs)
+    def body(*values: Any) -> list[torch.Tensor]:
+        given = dict(zip(inputs, values, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: given[n])
+        result = share.body(*args, shard=ShardRange(offset, size, fraction), **kwargs)
+        return [result if part is node else result[part.args[1]] for part in parts]
 
     with mode, torch.no_grad():
-        traced = make_fx(body, tracing_mode="real")(*(o.meta["val"] for o in operands))
-    made = edit.graft(node, traced.graph, operands, {ORIGIN: node.name})
-    made[-1].meta[MARK] = mark
-    return made[-1]
+        traced = make_fx(body, tracing_mode="real")(*(i.meta["val"] for i in inputs)).graph
+    traced.eliminate_dead_code()
+    outputs: Any = traced.output_node().args[0]
+    if parts == [node]:
+        traced.output_node().args = tuple(outputs)
+    inner = [n for n in traced.nodes if n.op == "call_function"]
+    made = dict(zip(inner, edit.graft(node, traced, inputs, {ORIGIN: node.name}), strict=True))
+    results = [made[output] for output in outputs]
+    for result, part in zip(results, parts, strict=True):
+        result.meta.update({MARK: part.meta[MARK], ORIGIN: part.name})
+    return results
 
 
 def _allow_copy(node: fx.Node) -> None:
@@ -144,7 +168,7 @@ def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:
     known = (node.target, key(args), key(kwargs))
     if known not in results:
         with mode, torch.no_grad():
-            results[known] = node.target(*args, **kwargs)  # type: ignore[operator]
+            results[known] = FAKE_KERNELS.get(node.target, node.target)(*args, **kwargs)
     return results[known]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def _trace(
     local = local_value(value, change.source, mesh, coordinate, mode)
     dense = is_contiguous(value)
     order = list(range(value.ndim)) if dense else memory_order(value)
-    begin, end = change.source.permuted(order), change.target.permuted(order)
+    steps = [(begin.permuted(order), end.permuted(order)) for begin, end in _steps(change)]
     shape = tuple(value.shape[dim] for dim in order)
     known = (change.source, change.target, key(value), dense, key(local), _position(change, value, mesh, rank))
     if known not in traces:
@@ -71,7 +72,7 @@ def _trace(
                 # Collectives read memory in order: the dims are changed as they lie there, and lie so again after it.
                 x = _permuted(x, order)
                 x = x if dense else x.clone(memory_format=torch.contiguous_format)
-                for source, target in _steps(begin, end):
+                for source, target in steps:
                     x = _change(x, source, target, _global_shape(x, shape, source, mesh), mesh, rank, over)
                 return _permuted(x, [order.index(dim) for dim in range(x.ndim)])
 
@@ -92,22 +93,18 @@ def _position(change: Reshard, value: torch.Tensor, mesh: Mesh, rank: int) -> An
     axes = change.source.axes | change.target.axes
     here = {a: c for a, c in mesh.coordinate(rank).items() if a in axes}
     even = change.source.is_even(value.shape, mesh) and change.target.is_even(value.shape, mesh)
-    cut = {a for dim in change.target.dims for a in dim.axes} - {a for dim in change.source.dims for a in dim.axes}
-    reduced = {axis for axis, _ in change.source.partial}
-    return None if even and cut <= reduced else tuple(here.items())
+    return None if even and not change.cuts_a_whole else tuple(here.items())
 
 
 def _rename(arg: Any, name: str, mesh: Mesh) -> Any:
     return mesh.group_name(mesh.names[0]) if isinstance(arg, str) and arg == name else arg
 
 
-def _steps(source: Sharding, target: Sharding) -> list[tuple[Sharding, Sharding]]:
-    """One change, or two through the whole tensor: to a Partial, or where the two cut one dim in different units."""
-    between = Sharding.replicated(source.ndim)
-    recut = any(a.axes and b.axes and a.unit != b.unit for a, b in zip(source.dims, target.dims, strict=True))
-    if recut or (target.partial and not source.is_replicated):
-        return [(source, between), (between, target)]
-    return [(source, target)]
+def _steps(change: Reshard) -> list[tuple[Sharding, Sharding]]:
+    between = Sharding.replicated(change.source.ndim)
+    if change.through_whole:
+        return [(change.source, between), (between, change.target)]
+    return [(change.source, change.target)]
 
 
 def _global_shape(x: torch.Tensor, shape: Sequence[Size], source: Sharding, mesh: Mesh) -> tuple[Size, ...]:
@@ -127,19 +124,27 @@ def _change(
     rank: int,
     over: DeviceMesh,
 ) -> torch.Tensor:
-    local_target = target.local_shape(shape, mesh, mesh.coordinate(rank))
-    units = [max(a.unit, b.unit) for a, b in zip(source.dims, target.dims, strict=True)]
-    if any(unit > 1 for unit in units):
-        # A dim dealt in units is, for torch, a dim of units beside a whole dim of their elements.
-        x = x.reshape(_split(x.shape, units))
-        source, target, shape = _by_unit(source, units), _by_unit(target, units), tuple(_split(shape, units))
+    here = mesh.coordinate(rank)
+    local_target = target.local_shape(shape, mesh, here)
+    ways = [a if a.axes else b for a, b in zip(source.dims, target.dims, strict=True)]
+    apart = any(way.unit > 1 or way.block for way in ways)
+    if apart:
+        # For torch, a dim of blocks that are dealt in units is three: of blocks, of units, and of a unit's elements.
+        counts = [size // way.block if way.block else 1 for size, way in zip(shape, ways, strict=True)]
+        held = [
+            replace(way, axes=dim.axes).share(size, mesh, here)[1] if way.block else size
+            for dim, way, size in zip(source.dims, ways, x.shape, strict=True)
+        ]
+        x = x.reshape(_apart(held, counts, ways))
+        shape = tuple(_apart([way.block or size for way, size in zip(ways, shape, strict=True)], counts, ways))
+        source, target = _by_unit(source, ways), _by_unit(target, ways)
     before = [d for d, dim in enumerate(source.dims) if dim.axes]
     after = [d for d, dim in enumerate(target.dims) if dim.axes]
     if before and after and before != after:
         x = _all_to_all(x, before[0], after[0], shape, mesh, rank, over.get_group(0).group_name)
     else:
         x = _over_even_shards(x, source, target, shape, mesh, rank, over)
-    return x.reshape(local_target) if any(unit > 1 for unit in units) else x
+    return x.reshape(local_target) if apart else x
 
 
 def _over_even_shards(
@@ -202,17 +207,18 @@ def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return torch.cat([x, x.new_zeros([missing if d == dim else s for d, s in enumerate(x.shape)])], dim)
 
 
-def _split(shape: Sequence[Size], units: Sequence[int]) -> list[Size]:
+def _apart(sizes: Sequence[Size], counts: Sequence[Size], ways: Sequence[DimSharding]) -> list[Size]:
+    """Every size of (a block of) a dim as the dims of its blocks, its units and a unit's elements."""
     out: list[Size] = []
-    for size, unit in zip(shape, units, strict=True):
-        out.extend([size // unit, unit] if unit > 1 else [size])
+    for size, count, way in zip(sizes, counts, ways, strict=True):
+        out += [count] * bool(way.block) + ([size // way.unit, way.unit] if way.unit > 1 else [size])
     return out
 
 
-def _by_unit(sharding: Sharding, units: Sequence[int]) -> Sharding:
+def _by_unit(sharding: Sharding, ways: Sequence[DimSharding]) -> Sharding:
     dims: list[DimSharding] = []
-    for dim, unit in zip(sharding.dims, units, strict=True):
-        dims.extend([DimSharding(dim.axes), WHOLE] if unit > 1 else [dim])
+    for dim, way in zip(sharding.dims, ways, strict=True):
+        dims += [WHOLE] * bool(way.block) + [DimSharding(dim.axes)] + [WHOLE] * (way.unit > 1)
     return Sharding(tuple(dims), sharding.partial)
 
 

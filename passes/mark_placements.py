@@ -291,16 +291,16 @@ def _mark(
     if rule is not None and edit.outputs(node):
         out = rule.pattern.outputs[0]
         sizes = {name: tuple(out.index(dim) if dim else -1 for dim in term) for name, term in rule.sizes.items()}
-        for factor, (axis, unit) in best.option.cuts.items():
+        for factor, cut in best.option.cuts.items():
             if factor in rule.local:
-                local = LocalShare(rule.local[factor], axis, unit, rule.extent[factor])
+                local = LocalShare(rule.local[factor], cut.axes[0], cut.unit, rule.extent[factor])
     return Mark(best.made, settled, best.wants, reason, why, sizes, local)  # type: ignore[arg-type]
 
 
 def _reason(node: fx.Node, rule: Rule | None, best: _Candidate, refusals: dict[int, str]) -> str:
     if rule is None:
         return "the op has no rule"
-    cuts = [f"{factor} is cut by {axis}" for factor, (axis, _) in best.option.cuts.items()]
+    cuts = [f"{factor} is cut by {cut.axes[0]}" for factor, cut in best.option.cuts.items()]
     through = [f"a pending {op} over {axis} passes through" for axis, (op, _) in best.option.through.items()]
     refused = [f"{op_name(node)}: {text}" for text in dict.fromkeys(refusals.values())]
     return "; ".join([*cuts, *through, *refused]) or "operands are replicated"

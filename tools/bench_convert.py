@@ -25,6 +25,7 @@ import tpcompiler
 from passes.apply_plan import apply_plan
 from passes.build_rank_program import build_rank_program
 from passes.canonicalize import canonicalize
+from passes.delay_reductions import delay_reductions
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
 from passes.mark_placements import mark_placements
@@ -92,7 +93,7 @@ def main() -> None:
         with part("mark"):
             marked = mark_placements(apply_plan(canonical, Plan.of(PLAN), Mesh.of(chosen.ranks)))
         with part("partition"):
-            resharded = fold_reshards(insert_reshards(marked))
+            resharded = fold_reshards(delay_reductions(insert_reshards(marked)))
             made = ParallelProgram(program, resharded, Plan.of(PLAN), "cpu")
             local = [made.local_program(rank) for rank in range(chosen.ranks)]
         with part("shard + build"):

@@ -17,18 +17,32 @@ if TYPE_CHECKING:
     from tpcompiler.parallel_program import ParallelProgram as ParallelProgram
     from tpcompiler.plan import Plan as Plan
     from tpcompiler.report import Collective as Collective
+    from tpcompiler.rules.notation import RuleText as RuleText
+    from tpcompiler.rules.register import register_rule as register_rule
     from tpcompiler.runtime.load import load as load
+    from tpcompiler.verify.check_rule import RuleCheck as RuleCheck
+    from tpcompiler.verify.check_rule import check_rule as check_rule
     from tpcompiler.verify.compare import VerifyReport as VerifyReport
+    from tpcompiler.verify.discover import sound_placements as sound_placements
+    from tpcompiler.verify.discover_rule import DiscoveredRule as DiscoveredRule
+    from tpcompiler.verify.discover_rule import discover_rule as discover_rule
 
 _HOME = {
     "parallelize": "tpcompiler.api",
     "tensor_parallel_transformation": "tpcompiler.api",
     "load": "tpcompiler.runtime.load",
+    "register_rule": "tpcompiler.rules.register",
+    "RuleText": "tpcompiler.rules.notation",
     "Collective": "tpcompiler.report",
     "Mesh": "tpcompiler.ir.mesh",
     "ParallelProgram": "tpcompiler.parallel_program",
     "Plan": "tpcompiler.plan",
+    "RuleCheck": "tpcompiler.verify.check_rule",
     "VerifyReport": "tpcompiler.verify.compare",
+    "check_rule": "tpcompiler.verify.check_rule",
+    "DiscoveredRule": "tpcompiler.verify.discover_rule",
+    "discover_rule": "tpcompiler.verify.discover_rule",
+    "sound_placements": "tpcompiler.verify.discover",
 } | dict.fromkeys(
     (
         "ArtifactError",

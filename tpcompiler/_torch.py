@@ -21,8 +21,9 @@ from torch._C._distributed_c10d import (
     _resolve_process_group,
     _unregister_process_group,
 )
+from torch._decomp import decompositions
 from torch._guards import detect_fake_mode
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
@@ -37,7 +38,11 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
 
+# Ops whose fake kernel fails where sizes are symbolic and no plain symbols, such as 4*s0, beside what does instead.
+FAKE_KERNELS: dict[Any, Any] = {torch.ops.aten.baddbmm.default: decompositions.baddbmm}
+
 __all__ = [
+    "FAKE_KERNELS",
     "DeviceMesh",
     "FakeTensor",
     "FakeTensorMode",
@@ -52,6 +57,7 @@ __all__ = [
     "forget_index",
     "group_is_registered",
     "make_fx",
+    "op_overload",
     "redistribute",
     "register_group",
     "resolve_group",
@@ -190,6 +196,25 @@ def sym_hint(size: Any) -> int:
     env = size.node.shape_env
     hint = getattr(env, "optimization_hint", None) or env.size_hint  # torch 2.13 renamed it
     return int(hint(size.node.expr))
+
+
+def op_overload(op: object) -> OpOverload | None:
+    """The op that is meant by itself, by its packet, by what `torch.library.custom_op` returns, or by its name.
+
+    Without a word on the overload it is the default one, or the only one; None where there is no such op.
+    """
+    op = getattr(op, "_opoverload", op)  # a CustomOpDef
+    if isinstance(op, str):
+        namespace, _, name = op.partition("::")
+        name, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops, namespace, None), name, None) if namespace and name else None
+        op = getattr(op, overload, None) if overload else op
+    if isinstance(op, OpOverloadPacket):
+        overloads: Any = op.overloads  # without types
+        names = overloads()
+        chosen = "default" if "default" in names else names[0] if len(names) == 1 else None
+        op = None if chosen is None else getattr(op, chosen)
+    return op if isinstance(op, OpOverload) else None
 
 
 def tree_names(spec: Any) -> list[str]:

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from passes.apply_plan import apply_plan
 from passes.canonicalize import canonicalize
+from passes.delay_reductions import delay_reductions
 from passes.divide_sizes import divide_sizes
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
@@ -76,7 +77,8 @@ def parallelize(
     with no_new_guards(divided.graph):
         marked = after(mark_placements(divided), "mark_placements")
         resharded = after(insert_reshards(marked), "insert_reshards")
-        folded = after(fold_reshards(resharded), "fold_reshards")
+        delayed = after(delay_reductions(resharded), "delay_reductions")
+        folded = after(fold_reshards(delayed), "fold_reshards")
     made = ParallelProgram(exported_program, folded, plan, device)
     after(made.local_program(0), "lowered_rank_0")
     return made

@@ -61,7 +61,7 @@ class _Format(str, Enum):
 
 Imports = Annotated[
     list[str] | None,
-    typer.Option("--import", metavar="MODULE", help="Import this first: it registers the model's classes or ops."),
+    typer.Option("--import", metavar="MODULE", help="Import this first: what registers classes, ops or rules."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that tpcompiler convert wrote.")]
@@ -296,6 +296,7 @@ def show(
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write here, not to the terminal.")
     ] = None,
     rank: Annotated[int, typer.Option("--rank", help="The rank whose program is shown.")] = 0,
+    imports: Imports = None,
 ) -> None:
     """Show the program of a rank.
 
@@ -308,7 +309,9 @@ def show(
     """
     with _progress(f"reading {directory}"):
         from tpcompiler import cli_print
+        from tpcompiler.runtime.model_file import import_modules
 
+        import_modules(imports or ())
         picture = cli_print.picture(directory, _format(format, file).value, file, rank)
     if picture.note:
         typer.echo(picture.note, err=True)

@@ -278,6 +278,6 @@ def _same_on_all_ranks(program: ReshardedProgram) -> bool:
                 return False
         if node.target is reshard:
             change: Reshard = node.meta[RESHARD]
-            if change.target.axes - change.source.axes:
+            if change.cuts_a_whole:
                 return False
     return True

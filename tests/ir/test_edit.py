@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -110,6 +111,21 @@ def test_graft(through: bool) -> None:
     assert [str(n.target) for n in made] == ([] if through else ["aten.abs.default"])
     assert all(n.meta["mark"] == 1 for n in made)
     assert graph.output_node().args == ((made[-1] if made else a,),)
+
+
+def test_graft_of_several_outputs() -> None:
+    """The body's outputs stand in for the node's users, which take it apart."""
+    graph, (a,) = graph_of((2,))
+    node = call(graph, aten.frexp.Tensor, a)
+    parts = [graph.call_function(operator.getitem, (node, 1)), graph.call_function(operator.getitem, (node, 0))]
+    graph.output(tuple(parts))
+    body = fx.Graph()
+    x = body.placeholder("x")
+    body.output([body.call_function(target, (x,)) for target in (aten.abs.default, aten.neg.default)])
+    made = edit.graft(node, body, [a], {})
+    assert [n.target for n in made] == [aten.abs.default, aten.neg.default]
+    assert list(graph.nodes) == [a, *made, graph.output_node()]
+    assert graph.output_node().args == (tuple(made),)
 
 
 TRACE = """

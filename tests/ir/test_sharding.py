@@ -55,7 +55,7 @@ def test_text(spec: PlacementSpec, mesh: Mesh, text: str) -> None:
 def test_a_unit_is_printed_and_read_back() -> None:
     sharding = Sharding((WHOLE, DimSharding(("tp",), 4)))
     assert sharding.text(TP) == "S(1, unit 4)"
-    for text in ("R", "S(1)", "P(sum)", "S(1, unit 4)"):
+    for text in ("R", "S(1)", "P(sum)", "S(1, unit 4)", "S(1, block 8)", "S(1, unit 2, block 6)"):
         assert read_sharding(text, TP, 2).text(TP) == text
 
 
@@ -102,7 +102,7 @@ def test_a_subclass_of_shard_may_mean_anything() -> None:
 def test_the_outer_axis_cuts_first() -> None:
     """As in torch: rank 5 of a 2 x 4 mesh has the second part of the second half."""
     sharding = Sharding.of({"dp": Shard(0), "tp": Shard(0)}, GRID, 1, "a test")
-    assert [sharding.ranges((16,), GRID, GRID.coordinate(rank))[0] for rank in range(8)] == [
+    assert [sharding.dims[0].share(16, GRID, GRID.coordinate(rank)) for rank in range(8)] == [
         (2 * rank, 2) for rank in range(8)
     ]
 
@@ -134,7 +134,20 @@ def test_axes_and_reductions() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["R", "S(0)", "S(1)", "S(1, unit 3)", "P(sum)", "P(avg)", "P(max)", "P(min)", "P(product)"]
+    "text",
+    [
+        "R",
+        "S(0)",
+        "S(1)",
+        "S(1, unit 3)",
+        "S(1, block 3)",
+        "S(1, unit 2, block 6)",
+        "P(sum)",
+        "P(avg)",
+        "P(max)",
+        "P(min)",
+        "P(product)",
+    ],
 )
 def test_shares_make_the_whole(text: str) -> None:
     value = torch.randn(5, 6, dtype=torch.float64)

@@ -14,6 +14,7 @@ from torch.export import export
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from passes.apply_plan import apply_plan
 from passes.canonicalize import canonicalize
+from passes.delay_reductions import delay_reductions
 from passes.divide_sizes import divide_sizes
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
@@ -117,8 +118,12 @@ def resharded(*args: Any, **kwargs: Any) -> ReshardedProgram:
     return _checked(insert_reshards(marked(*args, **kwargs)))
 
 
+def delayed(*args: Any, **kwargs: Any) -> ReshardedProgram:
+    return _checked(delay_reductions(resharded(*args, **kwargs)))
+
+
 def folded(*args: Any, **kwargs: Any) -> ReshardedProgram:
-    return _checked(fold_reshards(resharded(*args, **kwargs)))
+    return _checked(fold_reshards(delayed(*args, **kwargs)))
 
 
 def lowered(*args: Any, rank: int = 0, **kwargs: Any) -> LoweredProgram:

@@ -143,36 +143,6 @@ def test_the_given_program_is_not_changed() -> None:
     assert str(program.graph) == before
 
 
-def test_a_matmul_that_core_aten_took_apart() -> None:
-    """Composed again where batch dims are merged and split in the same way, and only there."""
-
-    def forward(self: Any, q: torch.Tensor, k: torch.Tensor) -> Any:
-        merged = q.reshape(6, 4, 5), k.reshape(6, 5, 7)
-        shapes = (6, 4, 7), (3, 2, 4, 7), (2, 3, 28)
-        return q @ k, *(torch.bmm(*merged).view(shape) for shape in shapes)
-
-    program = export(Call(forward), (torch.randn(2, 3, 4, 5), torch.randn(2, 3, 5, 7))).run_decompositions()
-    assert_expected_inline(
-        text(canonicalize(program)),
-        """\
-q = input f32[2, 3, 4, 5]
-k = input f32[2, 3, 5, 7]
-view = view(q, [6, 4, 5])
-view_1 = view(k, [6, 5, 7])
-expand = expand(q, [2, 3, 4, 5])
-expand_1 = expand(k, [2, 3, 5, 7])
-view_4 = matmul(expand, expand_1)
-bmm_1 = bmm(view, view_1)
-view_5 = view(bmm_1, [6, 4, 7])
-bmm_2 = bmm(view, view_1)
-view_6 = view(bmm_2, [3, 2, 4, 7])
-bmm_3 = bmm(view, view_1)
-view_7 = view(bmm_3, [2, 3, 28])
-return view_4, view_5, view_6, view_7
-""",
-    )
-
-
 def test_control_flow_is_refused() -> None:
     def choose(self: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))

@@ -175,11 +175,10 @@ x: S(1) = input f32[4, 8]
 linear: P(sum) = linear(x, p_a_weight)
 reshard_1: S(1) = reshard(linear)
 linear_1: P(sum) = linear(reshard_1, p_b_weight)
-reshard_2: R = reshard(linear_1)
 linear_2: P(sum) = linear(reshard_1, p_c_weight)
-reshard_4: R = reshard(linear_2)
-add: R = add(reshard_2, reshard_4)
-return add
+add: P(sum) = add(linear_1, linear_2)
+reshard_5: R = reshard(add)
+return reshard_5
 """,
     )
 

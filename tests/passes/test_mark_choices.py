@@ -120,7 +120,7 @@ return pin
 
 
 def test_an_op_without_a_rule_is_noted() -> None:
-    module = Call(lambda self, x: self.up(x).sort(-1)[0], up=nn.Linear(4, 6))
+    module = Call(lambda self, x: torch.pdist(self.up(x)), up=nn.Linear(4, 6))
     program = marked(module, (X,), {"up": "colwise"})
     assert_expected_inline(
         program_text(program),
@@ -129,14 +129,13 @@ p_up_weight: S(0) = up.weight f32[6, 4]
 p_up_bias: S(0) = up.bias f32[6]
 x: R = input f32[2, 4]
 linear: S(1) = linear(x, p_up_weight, p_up_bias)
-sort: (R, R) = sort(linear)
-getitem: R = getitem(sort, 0)
-pin: R = pin(getitem)
+_pdist_forward: R = _pdist_forward(linear)
+pin: R = pin(_pdist_forward)
 return pin
 """,
     )
     assert [note.text for note in program.notes if note.kind == "no rule"] == [
-        "aten.sort.default at 'sort' has no rule: 'linear' is replicated"
+        "aten._pdist_forward.default at '_pdist_forward' has no rule: 'linear' is replicated"
     ]
 
 

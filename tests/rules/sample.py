@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import OpOverload, tree_map
+from tpcompiler.verify import rule_check
 
 _random = torch.Generator().manual_seed(0)
 
@@ -21,8 +22,9 @@ class Sample:
     kwargs: dict[str, Any]
 
     def __str__(self) -> str:
-        args = tree_map(lambda a: list(a.shape) if isinstance(a, torch.Tensor) else a, self.args)
-        return f"{self.target}{args}{self.kwargs or ''}".replace(" ", "")
+        given = (self.args, self.kwargs)
+        args, kwargs = tree_map(lambda a: list(a.shape) if isinstance(a, torch.Tensor) else a, given)
+        return f"{self.target}{args}{kwargs or ''}".replace(" ", "")
 
 
 def call(target: OpOverload, *args: Any, text: str | None, **kwargs: Any) -> Sample:
@@ -47,17 +49,4 @@ def flags(*shape: int) -> torch.Tensor:
 
 
 def node_of(sample: Sample) -> fx.Node:
-    """A graph of this one call; values stand for themselves in meta["val"]."""
-    graph = fx.Graph()
-
-    def placeholder(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        node = graph.placeholder("x")
-        node.meta["val"] = value
-        return node
-
-    args, kwargs = tree_map(placeholder, (sample.args, sample.kwargs))
-    node = graph.call_function(sample.target, args, kwargs)
-    node.meta["val"] = sample.target(*sample.args, **sample.kwargs)
-    return node
+    return rule_check.node_of(sample.target, sample.args, sample.kwargs)

@@ -8,13 +8,21 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from tests.rules.attention_samples import ATTENTION
+from tests.rules.convolution_samples import CONVOLUTIONS
 from tests.rules.indexing_samples import INDEXING
+from tests.rules.norm_samples import BAGS, GROUPED, TRIANGLES
+from tests.rules.pointwise_samples import ELEMENTWISE
+from tests.rules.product_samples import CONTRACTIONS, PRODUCTS_2
+from tests.rules.reduction_samples import ORDERED, REDUCTIONS
 from tests.rules.sample import call, distinct, flags, ids, t
+from tests.rules.space_samples import POOLING, RESIZING, WINDOWS
+from tests.rules.structure_samples import STRUCTURE
+from tests.rules.view_samples import VIEWS_2
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import _POINTWISE, _RULES
 
 aten = torch.ops.aten
-sdpa = aten.scaled_dot_product_attention.default
 
 PRODUCTS = [
     call(aten.linear.default, t(3, 4, 6), t(5, 6), t(5), text="b0 b1 k, n k, +n -> b0 b1 n"),
@@ -33,122 +41,12 @@ PRODUCTS = [
     call(aten.matmul.default, t(6), t(3, 6, 5), text="k, b0 k n -> b0 n"),
     call(aten.matmul.default, t(4, 1, 5, 6), t(3, 6, 4), text="b0 1 m k, b1 k n -> b0 b1 m n"),
     call(aten.matmul.default, t(1, 5, 6), t(1, 6, 4), text="b0 m k, b0 k n -> b0 m n"),
-    call(aten.conv1d.default, t(4, 6, 8), t(6, 6, 3), t(6), text="n i s0!, c i k0!, +c -> n c o0"),
-    call(aten.conv2d.default, t(4, 6, 4, 5), t(8, 6, 3, 2), text="n i s0! s1!, c i k0! k1! -> n c o0 o1"),
-    call(
-        aten.conv3d.default,
-        t(2, 4, 3, 3, 4),
-        t(6, 4, 2, 2, 2),
-        t(6),
-        text="n i s0! s1! s2!, c i k0! k1! k2!, +c -> n c o0 o1 o2",
-    ),
-    call(
-        aten.convolution.default,
-        t(4, 6, 5, 5),
-        t(4, 6, 3, 3),
-        t(4),
-        [2, 1],
-        [1, 0],
-        [1, 2],
-        False,
-        [0, 0],
-        1,
-        text="n i s0! s1!, c i k0! k1!, +c -> n c o0 o1",
-    ),
-    call(aten.convolution.default, t(4, 6, 5), t(6, 4, 3), None, [1], [0], [1], True, [0], 1, text=None),
-    call(aten.conv1d.default, t(4, 6, 8), t(6, 3, 3), None, [1], [0], [1], 2, text=None),
-    call(aten.conv1d.default, t(6, 8), t(4, 6, 3), text=None),
-]
-
-ATTENTION = [
-    call(
-        sdpa,
-        t(2, 4, 6, 8),
-        t(2, 4, 5, 8),
-        t(2, 4, 5, 12),
-        text="b0 h s d!, b0 h t! d!, b0 h t! e -> b0 h s e",
-    ),
-    call(
-        sdpa,
-        t(4, 6, 8),
-        t(4, 6, 8),
-        t(4, 6, 8),
-        None,
-        0.0,
-        True,
-        scale=0.3,
-        text="h s! d!, h t! d!, h t! e -> h s! e",
-    ),
-    call(
-        sdpa,
-        t(4, 8),
-        t(6, 8),
-        t(6, 8),
-        text="s d!, t! d!, t! e -> s e",
-    ),
-    call(
-        sdpa,
-        t(2, 8, 3, 4),
-        t(2, 2, 5, 4),
-        t(2, 2, 5, 4),
-        t(1, 1, 3, 5),
-        enable_gqa=True,
-        text="b0 (h g) s d!, b0 h t! d!, b0 h t! e, 1 1 s t! -> b0 (h g) s e",
-    ),
-    call(
-        sdpa,
-        t(2, 6, 4, 4),
-        t(2, 6, 5, 4),
-        t(2, 6, 5, 4),
-        flags(2, 6, 4, 1) | True,
-        text="b0 h s d!, b0 h t! d!, b0 h t! e, b0 h s 1 -> b0 h s e",
-    ),
-    call(
-        sdpa,
-        t(2, 4, 3, 4),
-        t(2, 1, 5, 4),
-        t(2, 1, 5, 4),
-        enable_gqa=True,
-        text="b0 (h g) s d!, b0 h t! d!, b0 h t! e -> b0 (h g) s e",
-    ),
-    call(sdpa, t(2, 4, 6, 8), t(2, 1, 6, 8), t(2, 4, 6, 8), text=None),
-    call(sdpa, t(4, 6, 8), t(4, 6, 8), t(1, 6, 8), text=None),
-    call(sdpa, t(2, 4, 6, 8), t(1, 4, 6, 8), t(1, 4, 6, 8), text=None),
-    call(sdpa, t(2, 4, 6, 8), t(4, 6, 8), t(4, 6, 8), text=None),
-    call(sdpa, t(4, 6, 8), t(4, 6, 8), t(4, 6, 8), None, 0.1, text=None),
 ]
 
 LOOKUPS = [
     call(aten.embedding.default, t(7, 5), ids(3, 4, below=7), text="v d, i0 i1 -> i0 i1 d"),
     call(aten.embedding.default, t(12, 6), ids(5, below=12), 3, text="v d, i0 -> i0 d"),
     call(aten.embedding.default, t(6, 4), ids(below=6), text="v d, -> d"),
-    call(
-        aten._embedding_bag.default,
-        t(7, 5),
-        ids(6, below=7),
-        torch.tensor([0, 2, 2]),
-        text="v! d, i!, o! -> b! d, x0!, x1!, x2!",
-    ),
-    call(
-        aten._embedding_bag.default,
-        t(7, 6),
-        ids(5, below=7),
-        torch.tensor([0, 1]),
-        False,
-        0,
-        False,
-        t(5),
-        text="v! d, i!, o!, i! -> b! d, x0!, x1!, x2!",
-    ),
-    call(
-        aten._embedding_bag.default,
-        t(5, 4),
-        ids(6, below=5),
-        torch.tensor([0, 4]),
-        mode=2,
-        padding_idx=1,
-        text="v! d, i!, o! -> b! d, x0!, x1!, b! d",
-    ),
 ]
 
 NORMS = [
@@ -201,28 +99,6 @@ NORMS = [
     ),
 ]
 
-POOLING = [
-    call(
-        aten.max_pool2d_with_indices.default,
-        t(4, 6, 5, 4),
-        [3, 2],
-        [2, 1],
-        [1, 0],
-        text="d0 d1 s0! s1! -> d0 d1 o0 o1, d0 d1 o0 o1",
-    ),
-    call(aten.max_pool2d_with_indices.default, t(5, 4, 4), [2], text="d0 s0! s1! -> d0 o0 o1, d0 o0 o1"),
-    call(
-        aten.max_pool3d_with_indices.default,
-        t(3, 5, 2, 3, 4),
-        [2],
-        text="d0 d1 s0! s1! s2! -> d0 d1 o0 o1 o2, d0 d1 o0 o1 o2",
-    ),
-    call(aten.avg_pool2d.default, t(4, 5, 6, 4), [2], [2], [1], text="d0 d1 s0! s1! -> d0 d1 o0 o1"),
-    call(aten.avg_pool3d.default, t(3, 6, 4, 2, 3), [2], text="d0 d1 s0! s1! s2! -> d0 d1 o0 o1 o2"),
-    call(aten._adaptive_avg_pool2d.default, t(4, 5, 6, 3), [2, 3], text="d0 d1 s0! s1! -> d0 d1 o0 o1"),
-    call(aten._adaptive_avg_pool3d.default, t(6, 3, 4, 5), [2, 1, 3], text="d0 s0! s1! s2! -> d0 o0 o1 o2"),
-]
-
 POINTWISE = [
     call(aten.relu.default, t(3, 5), text="d0 d1 -> d0 d1"),
     call(aten.gelu.default, t(6, 4), approximate="tanh", text="d0 d1 -> d0 d1"),
@@ -259,56 +135,6 @@ POINTWISE = [
     call(aten.to.dtype, distinct(5, 4), torch.float64, text="d0 d1 -> d0 d1"),
 ]
 
-REDUCTIONS = [
-    call(aten.sum.dim_IntList, t(4, 5, 6), [0, -1], text="d0 d1 d2 -> d1"),
-    call(aten.sum.dim_IntList, distinct(4, 5), [1], True, text="d0 d1 -> d0 1"),
-    call(aten.sum.dim_IntList, t(4, 5), [], text="d0 d1 ->"),
-    call(aten.sum.dim_IntList, t(), [0], text="->"),
-    call(aten.sum.default, distinct(5, 4), text="d0 d1 ->"),
-    call(aten.mean.dim, t(4, 5, 6), [1], text="d0 d1 d2 -> d0 d2"),
-    call(aten.mean.dim, t(4, 7), None, True, text="d0 d1 -> 1 1"),
-    call(aten.mean.default, t(5, 6), text="d0 d1 ->"),
-    call(aten.amax.default, t(4, 5, 6), [0, 1], True, text="d0 d1 d2 -> 1 1 d2"),
-    call(aten.amin.default, t(4, 5), [-1], text="d0 d1 -> d0"),
-    call(aten.softmax.int, t(4, 5, 6), -1, text="d0 d1 d2! -> d0 d1 d2!"),
-    call(aten._softmax.default, t(4, 5), 0, False, text="d0! d1 -> d0! d1"),
-    call(aten.log_softmax.int, t(4, 5), 1, text="d0 d1! -> d0 d1!"),
-    call(aten._log_softmax.default, t(6, 4, 3), 1, False, text="d0 d1! d2 -> d0 d1! d2"),
-    call(aten.softmax.int, t(), 0, text="->"),
-    call(aten.var.correction, t(4, 5), [1], correction=1, keepdim=True, text="d0 d1! -> d0 1"),
-    call(aten.var.correction, t(4, 5), text="d0! d1! ->"),
-    call(aten.linalg_vector_norm.default, t(4, 5), 2, [1], True, text="d0 d1! -> d0 1"),
-    call(aten.linalg_vector_norm.default, t(4, 5), text="d0! d1! ->"),
-    call(aten.any.dim, flags(4, 5), 0, text="d0! d1 -> d1"),
-    call(aten.all.dim, flags(4, 5), -1, True, text="d0 d1! -> d0 1"),
-    call(aten.argmax.default, t(4, 5), 1, text="d0 d1! -> d0"),
-    call(aten.argmin.default, t(4, 5), text="d0! d1! ->"),
-]
-
-STRUCTURE = [
-    call(aten.cat.default, [t(4, 3), t(4, 5), t(4, 1)], 1, text="d0 c0!, d0 c1!, d0 c2! -> d0 c!"),
-    call(aten.cat.default, [distinct(3, 6), distinct(2, 6)], text="c0! d1, c1! d1 -> c! d1"),
-    call(aten.cat.default, [t(0), t(4, 3)], text=None),
-    call(aten.stack.default, [t(4, 5), t(4, 5)], -1, text="d0 d1, d0 d1 -> d0 d1 n!"),
-    call(aten.stack.default, [distinct(6), distinct(6), distinct(6)], text="d0, d0, d0 -> n! d0"),
-    call(aten.split.Tensor, t(4, 5), 2, -1, text="d0 d1! -> d0 c0, d0 c1, d0 c2"),
-    call(aten.split_with_sizes.default, t(6, 4), [1, 5], text="d0! d1 -> c0 d1, c1 d1"),
-    call(aten.chunk.default, t(5, 6), 2, 1, text="d0 d1! -> d0 c0, d0 c1"),
-    call(aten.unbind.int, t(4, 3, 5), 1, text="d0 d1! d2 -> d0 d2, d0 d2, d0 d2"),
-    call(aten.slice.Tensor, t(4, 6), 1, 1, 5, 2, text="d0 d1! -> d0 c"),
-    call(aten.slice.Tensor, t(5, 6), 0, 0, 5, text="d0 d1 -> d0 d1"),
-    call(aten.slice.Tensor, t(5, 6), 1, 0, 9223372036854775807, text="d0 d1 -> d0 d1"),
-    call(aten.slice.Tensor, t(5, 6), 0, None, -1, text="d0! d1 -> c d1"),
-    call(aten.slice.Tensor, t(4, 5), 1, -2, text="d0 d1! -> d0 c"),
-    call(aten.select.int, t(4, 5, 6), 1, -2, text="d0 d1! d2 -> d0 d2"),
-    call(aten.cumsum.default, t(4, 6), -1, text="d0 d1! -> d0 d1!"),
-    call(aten.flip.default, t(4, 6, 8), [0, 2], text="d0! d1 d2! -> d0! d1 d2!"),
-    call(aten.roll.default, t(4, 6), [1], [0], text="d0! d1 -> d0! d1"),
-    call(aten.roll.default, t(4, 6), [3], text="d0! d1! -> d0! d1!"),
-    call(aten.tril.default, t(6, 3, 4), -1, text="d0 d1! d2! -> d0 d1! d2!"),
-    call(aten.triu.default, t(4, 3), text="d0! d1! -> d0! d1!"),
-]
-
 VIEWS = [
     call(aten.view.default, t(3, 24), [3, 6, 4], text="f0 (f1 f2) -> f0 f1 f2"),
     call(aten.view.default, t(5, 2, 3), [-1, 3], text="f0 f1 f2 -> (f0 f1) f2"),
@@ -337,15 +163,26 @@ VIEWS = [
 
 SAMPLES = [
     *PRODUCTS,
+    *PRODUCTS_2,
+    *CONTRACTIONS,
+    *CONVOLUTIONS,
     *ATTENTION,
     *LOOKUPS,
     *INDEXING,
     *NORMS,
     *POOLING,
+    *WINDOWS,
+    *RESIZING,
     *POINTWISE,
+    *GROUPED,
+    *BAGS,
+    *TRIANGLES,
+    *ELEMENTWISE,
     *REDUCTIONS,
+    *ORDERED,
     *STRUCTURE,
     *VIEWS,
+    *VIEWS_2,
 ]
 
 

@@ -37,59 +37,108 @@ def test_what_a_rule_says_besides_its_text() -> None:
         text,
         """\
 any shards
-    _embedding_bag.default _log_softmax.default _softmax.default all.dim any.dim argmax.default
-    argmin.default copy.default full_like.default layer_norm.default linalg_vector_norm.default
-    log_softmax.int masked_fill.Scalar masked_fill.Tensor native_layer_norm.default rms_norm.default
-    scatter.value softmax.int var.correction
+    _fused_rms_norm.default _log_softmax.default _safe_softmax.default _softmax.default all.default
+    all.dim all.dims any.default any.dim any.dims argmax.default argmin.default bucketize.Tensor
+    copy.default cummax.default cummin.default cumprod.default full_like.default histc.default
+    index_reduce.default kthvalue.default layer_norm.default log_softmax.int logcumsumexp.default
+    masked_fill.Scalar max.dim median.default median.dim min.dim mode.default nanmedian.default
+    nanmedian.dim native_layer_norm.default rms_norm.default rrelu_with_noise_functional.default
+    scatter.value scatter.value_reduce searchsorted.Tensor softmax.int sort.default sort.stable
+    topk.default var.correction var_mean.correction
+any shards; leaves P(product)
+    prod.default prod.dim_int
 any shards; linear in 0
-    _unsafe_index.Tensor chunk.default div.Scalar div.Tensor gather.default index.Tensor
-    index_select.default mul.Scalar neg.default select.int slice.Tensor split.Tensor
-    split_with_sizes.default sum.default sum.dim_IntList unbind.int
+    _conj.default chunk.default conj_physical.default constant_pad_nd.default cumsum.default
+    diagonal.default div.Scalar div.Tensor mul.Scalar narrow_copy.default neg.default polar.default
+    repeat.default select.int select_copy.int slice.Tensor split.Tensor split_with_sizes.default
+    sum.default sum.dim_IntList unbind.int unbind_copy.int
 any shards; linear in 0 and 1
-    add.Tensor select_scatter.default slice_scatter.default stack.default sub.Tensor
+    add.Tensor complex.default diagonal_scatter.default select_scatter.default slice_scatter.default
+    stack.default sub.Tensor
 any shards; linear in 0 and 1 and 2
     cat.default
 any shards; linear in 0 and 2
-    _unsafe_index_put.default index_add.default index_copy.default index_put.default scatter.src
-    scatter_add.default
+    _unsafe_index_put.default index_add.default index_copy.default index_put.default
+    masked_fill.Tensor scatter.reduce scatter.src scatter_add.default scatter_reduce.two
 any shards; linear in 0 or linear in 1
-    bmm.default linear.default matmul.default mm.default mul.Tensor
+    _int_mm.default bmm.default einsum.default linear.default matmul.default mm.default mul.Tensor
+    tensordot.default
+any shards; linear in 0 or linear in 1 or linear in 2
+    _trilinear.default
+any shards; linear in 0; counts split_sizes
+    split_with_sizes_copy.default
+any shards; linear in 0; own body for c
+    slice_copy.Tensor split_copy.Tensor
+any shards; linear in 0; own body for d0; own body for d1
+    triu.default
+any shards; linear in 0; own body for d1
+    _unsafe_index.Tensor gather.default index.Tensor index_select.default
+any shards; linear in 0; own body for d1; own body for d2
+    tril.default
 any shards; linear in 0; own body for v
     embedding.default
+any shards; linear in 1 and 2
+    where.self
 any shards; linear in 1 or linear in 2
-    addmm.default baddbmm.default
+    addbmm.default addmm.default baddbmm.default
+any shards; own body for g
+    group_norm.default
+any shards; own body for n; own body for g
+    native_group_norm.default
+any shards; own body for v
+    _embedding_bag.default _embedding_bag_forward_only.default
 any shards; relayout
-    _to_copy.default alias.default clone.default contiguous.default detach.default
-    lift_fresh_copy.default to.dtype
+    _to_copy.default to.dtype
 any shards; relayout; linear in 0
-    flatten.using_ints movedim.int permute.default squeeze.dim t.default transpose.int
-    unsqueeze.default
+    alias.default clone.default contiguous.default detach.default detach_copy.default
+    flatten.using_ints lift_fresh_copy.default movedim.int permute.default permute_copy.default
+    squeeze.dim t.default transpose.int unsqueeze.default view_as_complex.default
+    view_as_real.default
 any shards; relayout; linear in 0; counts shape
     reshape.default
 any shards; relayout; linear in 0; counts size
-    _unsafe_view.default expand.default view.default
+    _unsafe_view.default expand.default view.default view_copy.default
 any shards; relayout; linear in 0; counts sizes
     unflatten.int
 any shards; relayout; linear in 0; own body for f0; own body for f1
     squeeze.default squeeze.dims
 even shards
-    _native_batch_norm_legit_functional.default _native_batch_norm_legit_no_training.default
-    cumsum.default flip.default roll.default scaled_dot_product_attention.default tril.default
-    triu.default
-even shards; linear in 0 or linear in 1
-    conv1d.default conv2d.default conv3d.default convolution.default
+    _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional.default
+    _native_batch_norm_legit_no_training.default flip.default roll.default
 nonempty shards
-    max_pool2d_with_indices.default max_pool3d_with_indices.default
+    _cdist_forward.default _grouped_mm.default _scaled_dot_product_flash_attention_for_cpu.default
+    adaptive_max_pool2d.default adaptive_max_pool3d.default linalg_vector_norm.default
+    max_pool1d.default max_pool2d.default max_pool2d_with_indices.default max_pool3d.default
+    max_pool3d_with_indices.default
 nonempty shards; leaves P(max)
-    amax.default
+    amax.default max.default
 nonempty shards; leaves P(min)
-    amin.default
+    amin.default min.default
 nonempty shards; linear in 0
-    _adaptive_avg_pool2d.default _adaptive_avg_pool3d.default avg_pool2d.default avg_pool3d.default
+    _upsample_bicubic2d_aa.default _upsample_bilinear2d_aa.default avg_pool1d.default
+    avg_pool2d.default avg_pool3d.default col2im.default grid_sampler_2d.default
+    grid_sampler_3d.default im2col.default unfold.default upsample_bicubic2d.default
+    upsample_bicubic2d.vec upsample_bilinear2d.default upsample_bilinear2d.vec
+    upsample_nearest2d.vec upsample_trilinear3d.default upsample_trilinear3d.vec
+nonempty shards; linear in 0 or linear in 1
+    conv1d.default conv1d.padding conv2d.default conv3d.default conv3d.padding conv_tbc.default
+    conv_transpose1d.default conv_transpose3d.input convolution.default
+nonempty shards; linear in 0 or linear in 1 or linear in 2
+    bilinear.default
+nonempty shards; linear in 0 or linear in 1; own body for g
+    conv2d.padding conv_transpose2d.input
+nonempty shards; linear in 0; counts output_size
+    _adaptive_avg_pool2d.default _adaptive_avg_pool3d.default
 nonempty shards; linear in 0; own body for d0; own body for d1
     mean.default
 nonempty shards; linear in 0; own body for d1
     mean.dim
+nonempty shards; linear in 1 or linear in 2
+    addmv.default
+nonempty shards; linear in 2
+    scaled_dot_product_attention.default
+nonempty shards; relayout
+    view.dtype view_copy.dtype
 """,
     )
 

@@ -35,8 +35,8 @@ def reshard_wire_bytes(source: Sharding, target: Sharding, shape: Sequence[Size]
             total += wire_bytes("reduce_scatter" if axis in cut_after else "all_reduce", whole, degree)
         elif axis in cut_before:
             before, after = cut_before[axis], cut_after.get(axis)
-            if after is None or (after == before and source.dims[before].unit != target.dims[after].unit):
-                total += wire_bytes("all_gather", whole, degree)  # other units: through the whole tensor
+            if after is None or (after == before and source.dims[before] != target.dims[after]):
+                total += wire_bytes("all_gather", whole, degree)  # other units or blocks: through the whole tensor
             elif after != before:
                 total += wire_bytes("all_to_all", -(-whole // degree), degree)
     return total

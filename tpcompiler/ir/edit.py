@@ -130,7 +130,10 @@ def erase(node: fx.Node) -> None:
 
 
 def graft(node: fx.Node, body: fx.Graph, inputs: Sequence[Any], meta: Mapping[str, Any]) -> list[fx.Node]:
-    """Replace `node` by the nodes of `body`; its placeholders become `inputs`. Returns the inserted nodes."""
+    """Replace `node` by the nodes of `body`; its placeholders become `inputs`. Returns the inserted nodes.
+
+    A body of several outputs has one for every user of the node, and stands in for these users (a getitem each).
+    """
     seen: dict[fx.Node, Any] = {}
     made: list[fx.Node] = []
     feed = iter(inputs)
@@ -148,7 +151,12 @@ def graft(node: fx.Node, body: fx.Graph, inputs: Sequence[Any], meta: Mapping[st
                 inherit_meta(new, node)
                 seen[inner] = new
                 made.append(new)
-    node.replace_all_uses_with(result)
+    if isinstance(result, (list, tuple)):
+        for user, part in zip(list(node.users), result, strict=True):
+            replace_uses(user, part)
+            erase(user)
+    else:
+        replace_uses(node, result)
     erase(node)
     return made
 

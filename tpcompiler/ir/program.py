@@ -73,6 +73,17 @@ class Reshard:
     why: Why
     reason: str
 
+    @property
+    def through_whole(self) -> bool:
+        """Whether it takes two changes: to a Partial, or where one dim is cut in two different ways."""
+        recut = any(a.axes and b.axes and a != b for a, b in zip(self.source.dims, self.target.dims, strict=True))
+        return recut or bool(self.target.partial and not self.source.is_replicated)
+
+    @property
+    def cuts_a_whole(self) -> bool:
+        """Whether some of it takes this rank's part of a whole tensor, so that ranks differ."""
+        return (self.source.is_replicated or self.through_whole) and any(dim.axes for dim in self.target.dims)
+
 
 @dataclass(frozen=True)
 class Seed:

@@ -1,12 +1,13 @@
 """How one tensor is laid out over the mesh, dim by dim.
 
-torch writes a tuple of placements, one per mesh axis. That cannot say "whole heads of 4 elements", so the
-nouns here are per tensor dim: which axes cut it, and in which unit. Torch's form is read at the boundary and
-printed where it is the whole truth.
+torch writes a tuple of placements, one per mesh axis. That cannot say "whole heads of 4 elements", or "the heads of
+every batch row in a dim of batch * heads", so the nouns here are per tensor dim: which axes cut it, in which unit, and
+in which blocks. Torch's form is read at the boundary and printed where it is the whole truth.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,10 +42,35 @@ def divides(size: Size, pieces: int) -> bool:
 
 @dataclass(frozen=True)
 class DimSharding:
-    """How one tensor dim is cut: by these mesh axes, outermost first, between units of `unit` elements."""
+    """How one tensor dim is cut: by these mesh axes, outermost first, between units of `unit` elements.
+
+    With a `block` the dim is a row of blocks of that many elements, each of them cut so (0: the dim is one block).
+    """
 
     axes: tuple[str, ...] = ()
     unit: int = 1
+    block: int = 0
+
+    def blocks(self, size: Size) -> Size:
+        """How many blocks a dim of `size` elements has."""
+        return size // self.block if self.block else 1
+
+    def share(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[Size, Size]:
+        """(offset, size) of the shard at `coordinate` in each block of a dim of `size` elements."""
+        offset: Size = 0
+        size = self.block or size
+        for axis in self.axes:
+            start, size = chunk(size, mesh.degree(axis), coordinate[axis], self.unit)
+            offset = offset + start
+        return offset, size
+
+    def local_size(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> Size:
+        return self.blocks(size) * self.share(size, mesh, coordinate)[1]
+
+    def is_even(self, size: Size, mesh: Mesh) -> bool:
+        """Whether every rank holds equally many elements."""
+        pieces = math.prod(mesh.degree(axis) for axis in self.axes) * self.unit
+        return not self.axes or divides(self.block or size, pieces)
 
 
 WHOLE = DimSharding()
@@ -127,32 +153,15 @@ class Sharding:
         """The same cut with every pending reduction done."""
         return Sharding(self.dims)
 
-    def ranges(self, shape: Sequence[Size], mesh: Mesh, coordinate: Mapping[str, int]) -> list[tuple[Size, Size]]:
-        """(offset, size) of the shard at `coordinate`, per tensor dim, in elements."""
-        out = []
-        for dim, size in zip(self.dims, shape, strict=True):
-            offset: Size = 0
-            for axis in dim.axes:
-                start, size = chunk(size, mesh.degree(axis), coordinate[axis], dim.unit)
-                offset = offset + start
-            out.append((offset, size))
-        return out
-
     def local_shape(self, shape: Sequence[Size], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[Size, ...]:
-        return tuple(size for _, size in self.ranges(shape, mesh, coordinate))
+        return tuple(dim.local_size(size, mesh, coordinate) for dim, size in zip(self.dims, shape, strict=True))
 
     def is_even(self, shape: Sequence[Size], mesh: Mesh) -> bool:
         """Whether every rank holds a shard of the same shape."""
-        for dim, size in zip(self.dims, shape, strict=True):
-            pieces = dim.unit
-            for axis in dim.axes:
-                pieces *= mesh.degree(axis)
-            if dim.axes and not divides(size, pieces):
-                return False
-        return True
+        return all(dim.is_even(size, mesh) for dim, size in zip(self.dims, shape, strict=True))
 
     def placements(self, mesh: Mesh) -> tuple[Placement, ...]:
-        """torch's form, one placement per mesh axis (units are not expressible there)."""
+        """torch's form, one placement per mesh axis (units and blocks are not expressible there)."""
         out: list[Placement] = []
         partial = dict(self.partial)
         for axis in mesh.names:
@@ -161,11 +170,13 @@ class Sharding:
         return tuple(out)
 
     def text(self, mesh: Mesh) -> str:
-        """`S(1)` on one axis, `[S(0), R]` on several; a unit is added, as in `S(2, unit 4)`."""
+        """`S(1)` on one axis, `[S(0), R]` on several; beside what torch cannot say: `S(2, unit 4, block 24)`."""
         parts = []
         for placement in self.placements(mesh):
             part = format_placement(placement)
-            if type(placement) is Shard and (unit := self.dims[placement.dim].unit) > 1:
-                part = f"S({placement.dim}, unit {unit})"
+            if type(placement) is Shard:
+                dim = self.dims[placement.dim]
+                said = [f"{name} {n}" for name, n in (("unit", dim.unit), ("block", dim.block)) if n > 1]
+                part = f"S({', '.join([str(placement.dim), *said])})"
             parts.append(part)
         return parts[0] if len(parts) == 1 else f"[{', '.join(parts)}]"

@@ -29,8 +29,11 @@ def cut(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch
     if sharding.is_replicated:
         return value
     here, whole = mesh.coordinate(rank), value
-    for dim, (offset, size) in enumerate(sharding.ranges(value.shape, mesh, here)):
-        value = value.narrow(dim, offset, size)
+    for dim, by in enumerate(sharding.dims):
+        if by.axes:
+            offset, size = by.share(value.shape[dim], mesh, here)
+            rows = torch.unflatten(value, dim, (by.blocks(value.shape[dim]), by.block or value.shape[dim]))
+            value = rows.narrow(dim + 1, offset, size).flatten(dim, dim + 1)
     for axis, op in sharding.partial:
         if here[axis] and op in ("sum", "product"):
             value = torch.full_like(value, 0 if op == "sum" else 1)
@@ -52,15 +55,17 @@ def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: S
     if sharding.partial:
         ((_, op),) = sharding.partial
         return [REDUCE[op](torch.stack(list(parts)))]
-    dim = next(d for d, by in enumerate(sharding.dims) if by.axes)
-    return [torch.cat(list(parts), dim)]
+    dim, by = next((d, by) for d, by in enumerate(sharding.dims) if by.axes)
+    shares = [by.share(shape[dim], mesh, mesh.coordinate(rank))[1] for rank in range(len(parts))]
+    rows = [torch.unflatten(part, dim, (by.blocks(shape[dim]), size)) for part, size in zip(parts, shares, strict=True)]
+    return [torch.cat(rows, dim + 1).flatten(dim, dim + 1)]
 
 
 def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:
     """Read back what `Sharding.text` printed, for a mesh of one axis."""
-    unit = re.fullmatch(r"S\((\d+), unit (\d+)\)", text)
-    if unit is None:
+    found = re.fullmatch(r"S\((\d+)(?:, unit (\d+))?(?:, block (\d+))?\)", text)
+    if found is None:
         return Sharding.of(parse_placement(text), mesh, ndim, "a value")
     dims = list(Sharding.replicated(ndim).dims)
-    dims[int(unit[1])] = DimSharding(mesh.names, int(unit[2]))
+    dims[int(found[1])] = DimSharding(mesh.names, int(found[2] or 1), int(found[3] or 0))
     return Sharding(tuple(dims))

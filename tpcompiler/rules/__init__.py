@@ -2,6 +2,9 @@
 
 from tpcompiler.rules import (
     attention,
+    convolution,
+    creation,
+    einsum,
     embedding,
     indexing,
     matmul,
@@ -9,12 +12,17 @@ from tpcompiler.rules import (
     pointwise,
     pooling,
     reductions,
+    resize,
+    sorting,
     structure,
     views,
 )
 
 __all__ = [
     "attention",
+    "convolution",
+    "creation",
+    "einsum",
     "embedding",
     "indexing",
     "matmul",
@@ -22,6 +30,8 @@ __all__ = [
     "pointwise",
     "pooling",
     "reductions",
+    "resize",
+    "sorting",
     "structure",
     "views",
 ]

@@ -5,45 +5,52 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from tpcompiler._torch import statically_equal, sym_quotient
 from tpcompiler.ir import edit
-from tpcompiler.rules.pointwise import is_one
+from tpcompiler.rules.notation import RuleText
+from tpcompiler.rules.pointwise import broadcast
 from tpcompiler.rules.registry import op_rule
 
 aten = torch.ops.aten
 
+KERNELS = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
 
-@op_rule(aten.scaled_dot_product_attention.default)
-def attention(node: fx.Node) -> str | None:
-    """ "b (k g) s d!, b k t! d!, b k t! e -> b (k g) s e": grouped queries share a kv head.
 
-    A mask broadcasts to [.., heads, s, t]. Under is_causal the queries are whole too, for their position counts.
+@op_rule(aten.scaled_dot_product_attention.default, *KERNELS, shards="nonempty")
+def attention(node: fx.Node) -> RuleText | None:
+    """ "b0 (h g) s d!, b0 h t! d!, b0 h t! e -> b0 (h g) s e": grouped queries share a kv head; linear in the values.
+
+    Batch dims and heads of one element broadcast, and a mask to [.., heads, s, t]. Under is_causal the queries are
+    whole too, for their position counts. A kernel's form also gives the sums of its rows, padded, and wants e as d.
     """
     args = edit.bound(node)
-    if args["dropout_p"]:
+    if args["dropout_p"] or args.get("return_debug_mask"):
         return None
-    operands = edit.operands(node)
-    q, k = operands[0].meta["val"].shape, operands[1].meta["val"].shape
-    if any(o.meta["val"].ndim != len(q) for o in operands[1:3]):
-        return None
-    lead = [f"b{d}" for d in range(len(q) - 2)]
-    queries, keys = list(lead), list(lead)
-    if lead and args["enable_gqa"]:
-        queries[-1], keys[-1] = "(h g)", "h"
-    elif lead:
-        queries[-1] = keys[-1] = "h"
-    shared = -3 if args["enable_gqa"] else -2
-    if any(
-        is_one(a) != is_one(b) for o in operands[1:3] for a, b in zip(q[:shared], o.meta["val"].shape, strict=False)
-    ):
-        return None  # keys or values that broadcast over the batch or the heads
-    s = "s!" if args["is_causal"] else "s"
-    terms = [[*queries, s, "d!"], [*keys, "t!", "d!"], [*keys, "t!", "e"]]
-    if len(operands) == 4:
-        full = [*queries, s, "t!"]
-        shape = operands[3].meta["val"].shape
-        out = (*q[:-1], k[-2])
-        first = len(full) - len(shape)
-        terms.append(
-            ["1" if is_one(size) and not is_one(out[first + d]) else full[first + d] for d, size in enumerate(shape)]
-        )
-    return f"{', '.join(' '.join(t) for t in terms)} -> {' '.join([*queries, s, 'e'])}"
+    q, k, v, *mask = (operand.meta["val"].shape for operand in edit.operands(node))
+    kernel = node.target in KERNELS
+    out, *others = edit.outputs(node)
+    shared = out.shape[:-2]  # batch dims and heads
+    heads = [f"b{d}" for d in range(len(shared) - 1)] + ["h"] * bool(shared)
+    queries, grouped = heads, False
+    if heads and (args["enable_gqa"] if not kernel else not statically_equal(q[-3], k[-3])):
+        if not statically_equal(k[-3], v[-3]) or sym_quotient(q[-3], k[-3]) is None:
+            return None  # keys and values in groups of their own
+        queries, grouped = [*heads[:-1], "(h g)"], True
+    s, e = "s!" if kernel or args["is_causal"] else "s", "e!" if kernel else "e"
+    kv = [*shared[:-1], k[-3]] if grouped else list(shared)
+    terms = [
+        broadcast(q, [*queries, s, "d!"], [*out.shape[:-1], q[-1]]),
+        broadcast(k, [*heads, "t!", "d!"], [*kv, *k[-2:]]),
+        broadcast(v, [*heads, "t!", e], [*kv, *v[-2:]]),
+        *(broadcast(shape, [*queries, s, "t!"], [*out.shape[:-1], k[-2]]) for shape in mask),
+    ]
+    made = [" ".join([*queries, s, e])]
+    for i, value in enumerate(others):
+        rest = [f"x{i}{d}!" for d in range(value.ndim - len(queries))]
+        made.append(" ".join([*queries, *rest] if i == 0 else [f"x{i}{d}!" for d in range(value.ndim)]))
+    return RuleText(f"{', '.join(terms)} -> {', '.join(made)}", linear=() if kernel else ((2,),))

@@ -13,7 +13,7 @@ from tpcompiler.rules.registry import op_rule
 
 aten = torch.ops.aten
 
-MAX = 2  # of the modes sum, mean and max
+SUM, MEAN, MAX = range(3)  # modes of a bag
 
 
 def _own_rows(table: torch.Tensor, indices: torch.Tensor, *args: Any, shard: ShardRange) -> torch.Tensor:
@@ -31,15 +31,52 @@ def embedding(node: fx.Node) -> RuleText:
     return RuleText(f"v d, {ids} -> {ids} d", linear=((0,),), local={"v": _own_rows})
 
 
-@op_rule(aten._embedding_bag.default, shards="any")
-def bags(node: fx.Node) -> str:
-    """ "v! d, i!, o! -> b d, ..": features are independent. A bag's ids lie anywhere, so ids and bags stay whole.
+def _own_bags(
+    table: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: torch.Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = SUM,
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+    *,
+    shard: ShardRange,
+) -> tuple[torch.Tensor, ...]:
+    """This shard's part of every bag: ids of other shards, and padding, weigh nothing.
 
-    Beside the bags stand statistics: of the features too where a maximum is taken (each one's row), else of the bags.
+    The statistics do not depend on the table; the first shard holds them, the others hold zeros. A mean is divided by
+    the ids that they count.
+    """
+    look_up = aten._embedding_bag.default
+    padding = ids == padding_idx if padding_idx >= 0 else torch.zeros_like(ids, dtype=torch.bool)
+    last = (include_last_offset, 1 if padding_idx >= 0 else -1)
+    _, bag_of_id, counts, rows = look_up(
+        table.new_zeros(2, 1), padding.to(ids.dtype), offsets, scale_grad_by_freq, mode, sparse, None, *last
+    )
+    local = ids - shard.offset
+    absent = (local < 0) | (local >= shard.size)
+    own = torch.ones_like(ids, dtype=table.dtype) if per_sample_weights is None else per_sample_weights
+    own = torch.where(absent | padding, 0.0, own)
+    local = torch.where(absent, 0, local)
+    bags = look_up(table, local, offsets, scale_grad_by_freq, SUM, sparse, own, include_last_offset)[0]
+    if mode == MEAN:
+        bags = bags / counts[: bags.shape[0]].clamp(min=1).unsqueeze(-1)
+    return bags, *(part * (shard.offset == 0) for part in (bag_of_id, counts, rows))
+
+
+@op_rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default, shards="any")
+def bags(node: fx.Node) -> RuleText:
+    """ "v d, i!, o! -> b d, ..": with rows cut, each rank sums up its own: Partial(sum). A maximum needs all rows.
+
+    Features are independent. A bag's ids lie anywhere, so ids and bags stay whole. Beside the bags stand statistics: of
+    the features too where a maximum is taken (each one's row), else of the bags. Linear in the table, but they are not.
     """
     operands = edit.operands(node)
-    terms = ["v! d", "i!", "o!", "i!"][: len(operands)]
+    largest = edit.bound(node)["mode"] == MAX
+    terms = ["v! d" if largest else "v d", "i!", "o!", "i!"][: len(operands)]
     made = ["b! d", *(f"x{i}!" for i in range(len(edit.outputs(node)) - 1))]
-    if edit.bound(node)["mode"] == MAX:
+    if largest:
         made[-1] = "b! d"
-    return f"{', '.join(terms)} -> {', '.join(made)}"
+    return RuleText(f"{', '.join(terms)} -> {', '.join(made)}", local={} if largest else {"v": _own_bags})

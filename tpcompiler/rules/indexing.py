@@ -9,7 +9,7 @@ from torch import fx
 
 from tpcompiler._torch import statically_equal
 from tpcompiler.ir import edit
-from tpcompiler.rules.notation import RuleText
+from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.pointwise import is_one
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text
@@ -17,9 +17,10 @@ from tpcompiler.rules.structure import dims_text
 aten = torch.ops.aten
 
 FIRST_AND_LAST = ((0, 2),)  # what is written replaces what was there: a sum of shares is written as its shares
+REDUCED = {"add": "sum", "amax": "max", "amin": "min"}  # how a scatter combines -> the Partial that shards leave
 
 
-def _broadcast(shape: Sequence[object], names: Sequence[str], full: Sequence[object]) -> str:
+def broadcast(shape: Sequence[object], names: Sequence[str], full: Sequence[object]) -> str:
     """The term of a tensor of this shape that broadcasts into dims of these names and sizes."""
     first = len(full) - len(shape)
     return " ".join(
@@ -50,87 +51,191 @@ def _positions(node: fx.Node) -> tuple[list[str], list[str], list[str], list[str
     first = indexed[0] if together else 0
     kept = [f"d{d}" for d in range(len(shape)) if d not in indexed]
     result = kept[:first] + made + kept[first:]
-    return dims, result, [_broadcast(v.shape, made, sizes) for v in values], made, sizes
+    return dims, result, [broadcast(v.shape, made, sizes) for v in values], made, sizes
+
+
+def _can_look_up(node: fx.Node, dim: int) -> bool:
+    """Whether each rank may look up what it holds of a dim: shards begin at numbers, and any backend sums the dtype."""
+    value = node.meta["val"]
+    summed = value.is_floating_point() or value.dtype in (torch.int32, torch.int64)
+    return summed and isinstance(value.shape[dim], int)
+
+
+def _own(positions: torch.Tensor, total: int, shard: ShardRange) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions within the shard, and which of them lie outside."""
+    local = torch.where(positions < 0, positions + total, positions) - shard.offset
+    outside = (local < 0) | (local >= shard.size)
+    return torch.where(outside, 0, local), outside
+
+
+def _zeros(found: torch.Tensor, outside: torch.Tensor, inner: int = 0) -> torch.Tensor:
+    """Zeros for what lies outside; the last `inner` dims are not positions."""
+    for _ in range(inner):
+        outside = outside.unsqueeze(-1)
+    return found.masked_fill(outside, 0)
 
 
 @op_rule(aten.index.Tensor, aten._unsafe_index.Tensor, shards="any")
 def index(node: fx.Node) -> RuleText | None:
-    """ "d0 d1! d2, i0 -> d0 i0 d2": index tensors broadcast, and stand where they index, or in front when apart."""
+    """ "d0 d1! d2, i0 -> d0 i0 d2": index tensors broadcast, and stand where they index, or in front when apart.
+
+    With one index tensor the dim may be cut, "d0 d1 d2, i0 -> d0 i0 d2": each rank looks up its own, Partial(sum).
+    Linear in what is indexed.
+    """
     found = _positions(node)
     if found is None:
         return None
-    dims, result, terms, _, _ = found
-    return RuleText(f"{', '.join([' '.join(dims), *terms])} -> {' '.join(result)}", linear=((0,),))
+    dims, result, terms, made, _ = found
+    (at, *others) = [d for d, name in enumerate(dims) if name.endswith("!")]
+    total = node.args[0].meta["val"].shape[at]  # type: ignore[union-attr]
+    inner = len(result) - at - len(made)
+
+    def body(values: torch.Tensor, indices: Sequence[torch.Tensor | None], *, shard: ShardRange) -> torch.Tensor:
+        local, outside = _own(next(i for i in indices if i is not None), total, shard)
+        return _zeros(aten.index.Tensor(values, [*[None] * at, local]), outside, inner)
+
+    local = {}
+    if not others and _can_look_up(edit.operands(node)[0], at):
+        dims[at] = f"d{at}"
+        local = {dims[at]: body}
+    return RuleText(f"{', '.join([' '.join(dims), *terms])} -> {' '.join(result)}", linear=((0,),), local=local)
 
 
 @op_rule(aten.index_put.default, aten._unsafe_index_put.default, shards="any")
 def index_put(node: fx.Node) -> RuleText | None:
-    """ "d0 d1! d2, i0!, d0 i0! d2 -> d0 d1! d2": every rank writes all positions of its own part."""
+    """ "d0 d1! d2, i0!, d0 i0! d2 -> d0 d1! d2": every rank writes all positions of its own part.
+
+    Jointly linear, whether what is written replaces what was there or is added to it. What is added may be cut by
+    positions, "+d0 d1! d2, i0, d0 i0 d2 -> d0 d1! d2": each rank adds its own, and the tensor is an addend of the sum.
+    """
     found = _positions(node)
     if found is None:
         return None
     dims, result, terms, made, sizes = found
     shape = dict(zip(made, sizes, strict=True))
     shape.update({f"d{d}": size for d, size in enumerate(node.meta["val"].shape)})
-    whole = {name: f"{name}!" for name in made}
+    adds = bool(edit.bound(node)["accumulate"])
+    whole = {name: name if adds else f"{name}!" for name in made}
     names = [whole.get(name, name) for name in result]
     values = edit.operands(node)[-1].meta["val"].shape
-    written = _broadcast(values, names, [shape[name] for name in result])
+    written = broadcast(values, names, [shape[name] for name in result])
     terms = [" ".join(whole.get(word, word) for word in term.split()) for term in terms]
-    text = f"{', '.join([' '.join(dims), *terms, written])} -> {' '.join(dims)}"
+    into = " ".join(dims)
+    text = f"{'+' * adds}{', '.join([into, *terms, written])} -> {into}"
     return RuleText(text, linear=((0, len(terms) + 1),))
 
 
 @op_rule(aten.index_select.default, shards="any")
 def index_select(node: fx.Node) -> RuleText | None:
-    """ "d0 d1! d2, i -> d0 i d2" """
-    values = edit.operands(node)[0].meta["val"]
-    if not values.ndim or not edit.operands(node)[1].meta["val"].ndim:
+    """ "d0 d1 d2, i -> d0 i d2": with the indexed dim cut, each rank looks up its own: Partial(sum)."""
+    operand, positions = edit.operands(node)
+    values = operand.meta["val"]
+    if not values.ndim or not positions.meta["val"].ndim:
         return None
     dim = edit.bound(node)["dim"] % values.ndim
+    total, inner = values.shape[dim], values.ndim - dim - 1
+
+    def body(values: torch.Tensor, dim: int, positions: torch.Tensor, *, shard: ShardRange) -> torch.Tensor:
+        local, outside = _own(positions, total, shard)
+        return _zeros(aten.index_select.default(values, dim, local), outside, inner)
+
+    free = _can_look_up(operand, dim)
     out = " ".join("i" if d == dim else f"d{d}" for d in range(values.ndim))
-    return RuleText(f"{dims_text(values.ndim, {dim})}, i -> {out}", linear=((0,),))
+    text = f"{dims_text(values.ndim, () if free else {dim})}, i -> {out}"
+    return RuleText(text, linear=((0,),), local={f"d{dim}": body} if free else {})
 
 
-@op_rule(aten.index_copy.default, aten.index_add.default, shards="any")
+@op_rule(aten.index_copy.default, aten.index_add.default, aten.index_reduce.default, shards="any")
 def index_copy(node: fx.Node) -> RuleText | None:
-    """ "d0 d1! d2, i!, d0 i! d2 -> d0 d1! d2" """
+    """ "d0 d1! d2, i!, d0 i! d2 -> d0 d1! d2", or "+d0 d1! d2, i, d0 i d2 -> d0 d1! d2" where it is added.
+
+    Jointly linear in both tensors, but for the reductions of `index_reduce`: products, means, extrema.
+    """
     ndim = node.meta["val"].ndim
     if not ndim or not edit.operands(node)[2].meta["val"].ndim:
         return None
     dim = edit.bound(node)["dim"] % ndim
-    source = " ".join("i!" if d == dim else f"d{d}" for d in range(ndim))
+    adds = node.target is aten.index_add.default
+    positions = "i" if adds else "i!"
+    source = " ".join(positions if d == dim else f"d{d}" for d in range(ndim))
     text = dims_text(ndim, {dim})
-    return RuleText(f"{text}, i!, {source} -> {text}", linear=FIRST_AND_LAST)
+    linear = () if node.target is aten.index_reduce.default else FIRST_AND_LAST
+    return RuleText(f"{'+' * adds}{text}, {positions}, {source} -> {text}", linear=linear)
 
 
 @op_rule(aten.gather.default, shards="any")
 def gather(node: fx.Node) -> RuleText | None:
-    """ "d0 d1!, d0 i1 -> d0 i1": other dims line up where they are of one size; a shorter index needs them whole."""
-    values, positions = (o.meta["val"] for o in edit.operands(node))
-    if not values.ndim or not positions.ndim:
-        return None
+    """ "d0 d1, d0 i1 -> d0 i1": other dims line up where they are of one size; a shorter index needs them whole.
+
+    With the indexed dim cut, each rank looks up its own: Partial(sum). Linear in what is indexed.
+    """
+    operand, positions = edit.operands(node)
+    values = operand.meta["val"]
+    if not values.ndim or positions.meta["val"].ndim != values.ndim:
+        return None  # an empty index may be of any order
     dim = edit.bound(node)["dim"] % values.ndim
-    pairs = list(zip(values.shape, positions.shape, strict=True))
+    total = values.shape[dim]
+
+    def body(
+        values: torch.Tensor, dim: int, positions: torch.Tensor, *, sparse_grad: bool = False, shard: ShardRange
+    ) -> torch.Tensor:
+        local, outside = _own(positions, total, shard)
+        return _zeros(aten.gather.default(values, dim, local), outside)
+
+    free = _can_look_up(operand, dim)
+    pairs = zip(values.shape, positions.meta["val"].shape, strict=True)
     same = [d != dim and statically_equal(a, b) for d, (a, b) in enumerate(pairs)]
-    left = " ".join(f"d{d}" if same[d] else f"d{d}!" for d in range(values.ndim))
+    left = " ".join(f"d{d}" if same[d] or (d == dim and free) else f"d{d}!" for d in range(values.ndim))
     right = " ".join(f"d{d}" if same[d] else "i" if d == dim else f"i{d}!" for d in range(values.ndim))
-    return RuleText(f"{left}, {right} -> {right}", linear=((0,),))
+    return RuleText(f"{left}, {right} -> {right}", linear=((0,),), local={f"d{dim}": body} if free else {})
 
 
-@op_rule(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, shards="any")
+@op_rule(
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter.reduce,
+    aten.scatter.value_reduce,
+    aten.scatter_add.default,
+    aten.scatter_reduce.two,
+    shards="any",
+)
 def scatter(node: fx.Node) -> RuleText | None:
-    """ "d0 d1!, d0 i1!, d0 s1! -> d0 d1!": other dims line up where all are of one size."""
+    """ "d0 d1!, d0 i1!, d0 s1! -> d0 d1!": other dims line up where all are of one size.
+
+    What is added may be cut by positions, "+d0 d1!, d0 i1, d0 i1 -> d0 d1!": the tensor is an addend of the sum.
+    So may what takes part in an extremum beside what is there: an extremum with it on every rank is one with it once.
+    Jointly linear in both tensors where values are written or added, and not multiplied, averaged or compared.
+    """
     shapes = [o.meta["val"].shape for o in edit.operands(node)]
     ndim = len(shapes[0])
     if not ndim or any(len(shape) != ndim for shape in shapes):
         return None
     dim = edit.bound(node)["dim"] % ndim
+    way = _way(node)
+    together = way in REDUCED and len(shapes) == 3 and statically_equal(shapes[1][dim], shapes[2][dim])
     terms = []
     for prefix, shape in zip("dis", shapes, strict=False):
         same = [d != dim and all(statically_equal(size, other[d]) for other in shapes) for d, size in enumerate(shape)]
-        terms.append(" ".join(f"d{d}" if same[d] else f"{prefix}{d}!" for d in range(ndim)))
-    return RuleText(f"{', '.join(terms)} -> {terms[0]}", linear=FIRST_AND_LAST if len(shapes) == 3 else ())
+        names = [f"d{d}" if same[d] else f"{prefix}{d}!" for d in range(ndim)]
+        if together and prefix != "d":
+            names[dim] = f"i{dim}"
+        terms.append(" ".join(names))
+    linear = FIRST_AND_LAST if len(shapes) == 3 and way in ("write", "add") else ()
+    text = f"{'+' * (together and way == 'add')}{', '.join(terms)} -> {terms[0]}"
+    return RuleText(text, reduce=REDUCED[way] if together else "sum", linear=linear)
+
+
+def _way(node: fx.Node) -> str:
+    """What a scatter does with what is there: "write", "add", "amax" or "amin" beside it, or anything "other"."""
+    args = edit.bound(node)
+    if node.target is aten.scatter_add.default:
+        return "add"
+    if "reduce" not in args:
+        return "write"
+    if not args.get("include_self", True):
+        return "other"
+    way = {"add": "add", "sum": "add", "amax": "amax", "amin": "amin"}
+    return way.get(args["reduce"], "other")
 
 
 @op_rule(aten.slice_scatter.default, aten.select_scatter.default, shards="any")

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tpcompiler._torch import statically_equal
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size, chunk, divides
 from tpcompiler.rules.notation import Dim, Rule, Term
+
+INNER = "it would cut two parts of one dim, or a dynamic number of blocks unevenly, or blocks of a dynamic size"
 
 
 @dataclass(frozen=True)
 class Option:
     """One way to run an op sharded: factors cut by axes, and Partial operands passed through.
 
-    `cuts`: factor -> (axis, unit). `through`: axis -> (reduce op, operands that are Partial on it).
+    `cuts`: factor -> how it is cut, as a dim by itself. `through`: axis -> (reduce op, operands Partial on it).
     """
 
-    cuts: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    cuts: Mapping[str, DimSharding] = field(default_factory=dict)
     through: Mapping[str, tuple[str, frozenset[int]]] = field(default_factory=dict)
 
 
@@ -41,43 +44,66 @@ def _outer(rule: Rule, dim: Dim) -> str | None:
     return next((f for f in dim if not (isinstance(rule.extent[f], int) and rule.extent[f] == 1)), None)
 
 
+def _cut_factor(rule: Rule, dim: Dim, cut: DimSharding) -> tuple[str, int] | Refusal:
+    """The factor that this cut of a merged dim cuts, and the block of the factor in which it does (0: all of it)."""
+    if not cut.block:
+        factor = _outer(rule, dim)
+        return (factor, 0) if factor is not None else Refusal("it has one element")
+    inside: Size = 1
+    for factor in reversed(dim):
+        size = rule.extent[factor]
+        block, rest = divmod(cut.block, inside)
+        if rest:
+            break
+        if statically_equal(size, block):
+            return factor, 0
+        if block > 1 and divides(size, block):
+            return factor, block
+        if not isinstance(size, int):
+            break
+        inside *= size
+    return Refusal(f"it is cut in blocks of {cut.block}, which the op takes apart otherwise")
+
+
 def follow(rule: Rule, term: Term, sharding: Sharding, mesh: Mesh) -> Option | Refusal:
     """The option that keeps a tensor (operand or output) with this term as it is sharded."""
-    cuts: dict[str, tuple[str, int]] = {}
+    cuts: dict[str, DimSharding] = {}
     for position, (dim, cut) in enumerate(zip(term, sharding.dims, strict=True)):
         if not cut.axes:
             continue
-        axis = cut.axes[0]
-        degree = mesh.degree(axis)
-        factor = _outer(rule, dim)
-        if factor is None or len(cut.axes) > 1:
-            return Refusal(f"dim {position} has one element")
+        found = _cut_factor(rule, dim, cut)
+        if isinstance(found, Refusal):
+            return Refusal(f"dim {position}: {found.text}")
+        factor, block = found
+        degree = mesh.degree(cut.axes[0])
         minor = _minor(rule, dim, factor)
-        size = rule.extent[factor]
+        size = block or rule.extent[factor]
         if cut.unit == 1 and divides(size, degree):
-            cuts[factor] = (axis, 1)
+            cuts[factor] = DimSharding(cut.axes, 1, block)
         elif isinstance(minor, int) and cut.unit % minor == 0:
-            cuts[factor] = (axis, cut.unit // minor)
+            cuts[factor] = DimSharding(cut.axes, cut.unit // minor, block)
         else:
             return Refusal(f"dim {position} splits into {size} x {minor}, and {size} is not divisible by {degree}")
-        if refusal := _check(rule, factor, *cuts[factor], mesh):
+        if refusal := _check(rule, factor, cuts[factor], mesh):
             return refusal
     return Option(cuts)
 
 
-def _check(rule: Rule, factor: str, axis: str, unit: int, mesh: Mesh) -> Refusal | None:
+def _check(rule: Rule, factor: str, cut: DimSharding, mesh: Mesh) -> Refusal | None:
     size = rule.extent[factor]
-    degree = mesh.degree(axis)
+    degree = mesh.degree(cut.axes[0])
     if factor in rule.pattern.whole:
         return Refusal(f"it needs the dim of {size} whole")
+    if cut.block and factor in rule.local:
+        return Refusal(f"its own body takes no dim that is cut in blocks of {cut.block}")
     if not isinstance(size, int):
-        if divides(size, degree * unit):
+        if cut.is_even(size, mesh):
             return None
-        return Refusal(f"the dim of {size} is dynamic, and need not be a multiple of {degree * unit}")
-    pieces = [chunk(size, degree, index, unit)[1] for index in range(degree)]
+        return Refusal(f"the dim of {size} is dynamic, and need not be a multiple of {degree * cut.unit}")
+    pieces = [chunk(cut.block or size, degree, index, cut.unit)[1] for index in range(degree)]
     policy = "nonempty" if factor in rule.local and rule.shards == "any" else rule.shards
     if policy == "even" and len(set(pieces)) > 1:
-        return Refusal(f"it needs shards of one size, and {size} is not divisible by {degree}")
+        return Refusal(f"it needs shards of one size, and {cut.block or size} is not divisible by {degree}")
     if policy == "nonempty" and 0 in pieces:
         return Refusal(f"it needs shards that are not empty, and {size} over {degree} leaves {pieces.count(0)} empty")
     return None
@@ -93,14 +119,14 @@ def pass_through(rule: Rule, index: int, axis: str, reduce_op: str) -> Option | 
 
 def merge(options: Sequence[Option]) -> Option | None:
     """Options on different axes taken together; None when they collide."""
-    cuts: dict[str, tuple[str, int]] = {}
+    cuts: dict[str, DimSharding] = {}
     through: dict[str, tuple[str, frozenset[int]]] = {}
     for option in options:
         for factor, cut in option.cuts.items():
             if cuts.setdefault(factor, cut) != cut:
                 return None
         through.update(option.through)
-    axes = [axis for axis, _ in cuts.values()] + list(through)
+    axes = [axis for cut in cuts.values() for axis in cut.axes] + list(through)
     return Option(cuts, through) if len(axes) == len(set(axes)) else None
 
 
@@ -112,28 +138,32 @@ def _cut(rule: Rule, term: Term, option: Option, mesh: Mesh) -> tuple[DimShardin
             dims.append(WHOLE)
             continue
         factor = inside[0]
-        if len(inside) > 1 or factor != _outer(rule, dim):
-            return None  # cutting an inner factor strides through the dim
-        axis, unit = option.cuts[factor]
-        minor = _minor(rule, dim, factor)
-        even = unit == 1 and divides(rule.extent[factor], mesh.degree(axis))
-        dims.append(DimSharding((axis,), 1 if even or not isinstance(minor, int) else unit * minor))
+        cut, minor = option.cuts[factor], _minor(rule, dim, factor)
+        block = cut.block * minor
+        if factor != _outer(rule, dim):
+            block = (cut.block or rule.extent[factor]) * minor
+        even = cut.unit == 1 and divides(cut.block or rule.extent[factor], mesh.degree(cut.axes[0]))
+        if len(inside) > 1 or not isinstance(block, int):
+            return None
+        if block and not even and not all(isinstance(rule.extent[f], int) for f in dim):
+            return None  # from an empty shard nobody could tell how many blocks there are
+        dims.append(DimSharding(cut.axes, 1 if even or not isinstance(minor, int) else cut.unit * minor, block))
     return tuple(dims)
 
 
 def shardings(rule: Rule, option: Option, mesh: Mesh) -> tuple[tuple[Sharding, ...], tuple[Sharding, ...]] | Refusal:
     """What the option needs of every operand, and what every output becomes."""
-    for factor, (axis, unit) in option.cuts.items():
-        if refusal := _check(rule, factor, axis, unit, mesh):
+    for factor, cut in option.cuts.items():
+        if refusal := _check(rule, factor, cut, mesh):
             return refusal
-    pending = {axis: rule.reduce for factor, (axis, _) in option.cuts.items() if factor in rule.reduced}
+    pending = {axis: rule.reduce for factor, cut in option.cuts.items() if factor in rule.reduced for axis in cut.axes}
     if any(op != "sum" for op in pending.values()) and rule.pattern.addends:
         return Refusal("an addend beside a reduction other than sum")
     wants = []
     for index, term in enumerate(rule.pattern.inputs):
         dims = _cut(rule, term, option, mesh)
         if dims is None:
-            return Refusal("it would cut an inner part of a merged dim")
+            return Refusal(INNER)
         partial = {axis: op for axis, op in pending.items() if index in rule.pattern.addends}
         partial.update({axis: op for axis, (op, group) in option.through.items() if index in group})
         wants.append(Sharding(dims, tuple(sorted(partial.items()))))
@@ -141,7 +171,7 @@ def shardings(rule: Rule, option: Option, mesh: Mesh) -> tuple[tuple[Sharding, .
     for term in rule.pattern.outputs:
         dims = _cut(rule, term, option, mesh)
         if dims is None:
-            return Refusal("it would cut an inner part of a merged dim")
+            return Refusal(INNER)
         partial = {**pending, **{axis: op for axis, (op, _) in option.through.items()}}
         made.append(Sharding(dims, tuple(sorted(partial.items()))))
     return tuple(wants), tuple(made)
@@ -152,7 +182,7 @@ def options(rule: Rule, mesh: Mesh) -> Iterator[Option]:
     yield Option()
     for axis in mesh.names:
         for factor in rule.factors:
-            option = Option({factor: (axis, 1)})
+            option = Option({factor: DimSharding((axis,))})
             if not isinstance(shardings(rule, option, mesh), Refusal):
                 yield option
         for group in rule.linear:

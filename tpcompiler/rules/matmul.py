@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
+from tpcompiler._torch import sym_quotient
 from tpcompiler.ir import edit
 from tpcompiler.rules.notation import RuleText
-from tpcompiler.rules.pointwise import is_one
+from tpcompiler.rules.pointwise import broadcast
 from tpcompiler.rules.registry import op_rule
 
 aten = torch.ops.aten
@@ -25,7 +28,7 @@ def linear(node: fx.Node) -> RuleText:
     return RuleText(f"{batch} k, {n} k{bias} -> {batch} {n}", linear=BILINEAR)
 
 
-@op_rule(aten.mm.default, shards="any")
+@op_rule(aten.mm.default, aten._int_mm.default, shards="any")
 def mm(node: fx.Node) -> RuleText:
     """m k, k n -> m n"""
     return RuleText("m k, k n -> m n", linear=BILINEAR)
@@ -37,27 +40,74 @@ def bmm(node: fx.Node) -> RuleText:
     return RuleText("b m k, b k n -> b m n", linear=BILINEAR)
 
 
-def _addend(shape: torch.Size, out: torch.Size, names: str) -> str:
-    """The term of an addend that broadcasts into a product with these dims."""
-    first = len(out) - len(shape)
-    words = names.split()
-    return " ".join(
-        "1" if is_one(size) and not is_one(out[first + d]) else words[first + d] for d, size in enumerate(shape)
-    )
+def _addend(node: fx.Node, names: str) -> str:
+    """The term of the first operand, which broadcasts into a product with these dims."""
+    return broadcast(edit.operands(node)[0].meta["val"].shape, names.split(), node.meta["val"].shape)
 
 
 @op_rule(aten.addmm.default, shards="any")
 def addmm(node: fx.Node) -> RuleText:
     """+n, m k, k n -> m n, the first operand broadcast."""
-    bias = _addend(edit.operands(node)[0].meta["val"].shape, node.meta["val"].shape, "m n")
+    bias = _addend(node, "m n")
     return RuleText(f"+{bias}, m k, k n -> m n", linear=((1,), (2,)))
 
 
 @op_rule(aten.baddbmm.default, shards="any")
 def baddbmm(node: fx.Node) -> RuleText:
     """+b m n, b m k, b k n -> b m n, the first operand broadcast."""
-    bias = _addend(edit.operands(node)[0].meta["val"].shape, node.meta["val"].shape, "b m n")
+    bias = _addend(node, "b m n")
     return RuleText(f"+{bias}, b m k, b k n -> b m n", linear=((1,), (2,)))
+
+
+@op_rule(aten.addbmm.default, shards="any")
+def addbmm(node: fx.Node) -> RuleText:
+    """+m n, b m k, b k n -> m n: the batch is summed too."""
+    bias = _addend(node, "m n")
+    return RuleText(f"+{bias}, b m k, b k n -> m n", linear=((1,), (2,)))
+
+
+@op_rule(aten.addmv.default, shards="nonempty")
+def addmv(node: fx.Node) -> RuleText:
+    """+m, m k, k -> m, the first operand broadcast. torch does not broadcast it where a shard is empty."""
+    bias = _addend(node, "m")
+    return RuleText(f"+{bias}, m k, k -> m", linear=((1,), (2,)))
+
+
+@op_rule(aten._trilinear.default, shards="any")
+def trilinear(node: fx.Node) -> RuleText | None:
+    """d0 d2, d1 d2 d3, d0 d3 -> d0 d1, what `bilinear` is made of: an operand lacks the dims that it is expanded by."""
+    args = edit.bound(node)
+    if any(not isinstance(size, int) for operand in edit.operands(node) for size in operand.meta["val"].shape):
+        return None  # torch 2.13 cannot evaluate it on dynamic sizes
+    names = [f"d{d}" for d in range(args["i1"].meta["val"].ndim + len(args["expand1"]))]
+
+    def without(dims: Sequence[int]) -> str:
+        return " ".join(name for d, name in enumerate(names) if d not in dims)
+
+    terms = ", ".join(without(args[f"expand{i}"]) for i in (1, 2, 3))
+    return RuleText(f"{terms} -> {without(args['sumdim'])}", linear=((0,), (1,), (2,)))
+
+
+@op_rule(aten._grouped_mm.default, shards="nonempty")
+def grouped_mm(node: fx.Node) -> RuleText | None:
+    """A product for each group: "g m (k k_!), g (k k_!) (n n_!) -> g m (n n_!)".
+
+    Where a dim is the groups one behind the other, offsets tell their ends; it is whole: "t! .., g! .., g! -> t! ..".
+    The kernels need rows of whole 16 bytes, so m, k and n are cut between multiples of that.
+    """
+    left, right = (operand.meta["val"] for operand in edit.operands(node)[:2])
+    if edit.bound(node)["bias"] is not None:
+        return None
+    unit = 16 // left.element_size()
+    sizes = {"m": left.shape[-2], "k": left.shape[-1], "n": right.shape[-1]}
+    m, k, n = (f"({f} {f}_!)" if sym_quotient(size, unit) is not None else f"{f}!" for f, size in sizes.items())
+    text = {
+        (3, 3): f"g {m} {k}, g {k} {n} -> g {m} {n}",
+        (2, 3): f"t! {k}, g! {k} {n}, g! -> t! {n}",
+        (3, 2): f"g! {m} {k}, {k} t!, g! -> {m} t!",
+        (2, 2): f"{m} t!, t! {n}, g! -> g! {m} {n}",
+    }[left.ndim, right.ndim]
+    return RuleText(text, factors={f"{f}_": unit for f in sizes})
 
 
 @op_rule(aten.matmul.default, shards="any")
@@ -67,30 +117,7 @@ def matmul(node: fx.Node) -> RuleText:
     rows = ["m"] if len(left) > 1 else []
     columns = ["n"] if len(right) > 1 else []
     out = node.meta["val"].shape
-    batch = len(out) - len(rows) - len(columns)
-
-    def lead(shape: torch.Size) -> list[str]:
-        count = max(len(shape) - 2, 0)
-        first = batch - count
-        return ["1" if is_one(shape[d]) and not is_one(out[first + d]) else f"b{first + d}" for d in range(count)]
-
-    a = " ".join([*lead(left), *rows, "k"])
-    b = " ".join([*lead(right), "k", *columns])
-    return RuleText(f"{a}, {b} -> {' '.join([*(f'b{d}' for d in range(batch)), *rows, *columns])}", linear=BILINEAR)
-
-
-@op_rule(aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
-def convolution(node: fx.Node) -> RuleText | None:
-    """Ungrouped: input channels are summed, the bias is an addend; space stays whole."""
-    args = edit.bound(node)
-    if args["groups"] != 1 or args.get("transposed") or isinstance(args["padding"], str):
-        return None
-    operands = edit.operands(node)
-    space = operands[1].meta["val"].ndim - 2
-    if operands[0].meta["val"].ndim != space + 2:
-        return None
-    inside = " ".join(f"s{d}!" for d in range(space))
-    kernel = " ".join(f"k{d}!" for d in range(space))
-    made = " ".join(f"o{d}" for d in range(space))
-    bias = ", +c" if len(operands) == 3 else ""
-    return RuleText(f"n i {inside}, c i {kernel}{bias} -> n c {made}", linear=BILINEAR)
+    batch = [f"b{d}" for d in range(len(out) - len(rows) - len(columns))]
+    a = " ".join([broadcast(left[:-2], batch, out[: len(batch)]), *rows, "k"])
+    b = " ".join([broadcast(right[:-2], batch, out[: len(batch)]), "k", *columns])
+    return RuleText(f"{a}, {b} -> {' '.join([*batch, *rows, *columns])}", linear=BILINEAR)

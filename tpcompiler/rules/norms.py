@@ -1,17 +1,26 @@
-"""Normalisations: what they average over stays whole."""
+"""Normalisations: what they average over stays whole. None is linear: they divide by what they measure."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import fx
 
 from tpcompiler.ir import edit
+from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.registry import op_rule
 
 aten = torch.ops.aten
 
 
-@op_rule(aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default, shards="any")
+@op_rule(
+    aten.layer_norm.default,
+    aten.native_layer_norm.default,
+    aten.rms_norm.default,
+    aten._fused_rms_norm.default,
+    shards="any",
+)
 def layer_norm(node: fx.Node) -> str:
     """ "d0 h!, h!, h! -> d0 h!", beside the kept statistics of the native form."""
     operands = edit.operands(node)
@@ -24,12 +33,56 @@ def layer_norm(node: fx.Node) -> str:
     return f"{', '.join(terms)} -> {', '.join(made)}"
 
 
-@op_rule(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default)
+def _groups(value: torch.Tensor, *args: Any, shard: ShardRange, **kwargs: Any) -> torch.Tensor:
+    """Group norm of the shard's own groups."""
+    normed: torch.Tensor = aten.group_norm.default(value, shard.size, *args[1:], **kwargs)
+    return normed
+
+
+def _native_groups(
+    value: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    images: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    eps: float,
+    *,
+    shard: ShardRange,
+) -> tuple[torch.Tensor, ...]:
+    """The native form on fewer images or groups: it is told the sizes beside the tensor that has them."""
+    n, c = value.shape[:2]
+    own = groups * c // channels
+    made: tuple[torch.Tensor, ...] = aten.native_group_norm.default(value, weight, bias, n, c, pixels, own, eps)
+    return made
+
+
+@op_rule(aten.group_norm.default, aten.native_group_norm.default, shards="any")
+def group_norm(node: fx.Node) -> RuleText:
+    """ "n (g c!) s0!, (g c!), (g c!) -> n (g c!) s0!": images and groups of channels are independent."""
+    operands = edit.operands(node)
+    args = edit.bound(node)
+    native = node.target is aten.native_group_norm.default
+    space = " ".join(f"s{d}!" for d in range(operands[0].meta["val"].ndim - 2))
+    term = f"n (g c!) {space}"
+    terms = [term] + ["(g c!)"] * (len(operands) - 1)
+    made = [term, "n g", "n g"] if native else [term]
+    groups = args["group"] if native else args["num_groups"]
+    local = {"n": _native_groups, "g": _native_groups} if native else {"g": _groups}
+    return RuleText(f"{', '.join(terms)} -> {', '.join(made)}", factors={"g": groups}, local=local)
+
+
+@op_rule(
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_no_training.default,
+)
 def batch_norm(node: fx.Node) -> str:
     """ "n! c s0!, c, .. -> n! c s0!, c, ..": channels are independent; the batch is whole in training."""
     operands = edit.operands(node)
     space = " ".join(f"s{d}!" for d in range(operands[0].meta["val"].ndim - 2))
-    training = node.target is aten._native_batch_norm_legit_functional.default
+    training = node.target is not aten._native_batch_norm_legit_no_training.default
     batch = "n!" if training else "n"
     made = [f"{batch} c {space}"] + ["c" if training else "z!"] * (len(edit.outputs(node)) - 1)
-    return f"{batch} c {space}, {', '.join(['c'] * (len(operands) - 1))} -> {', '.join(made)}"
+    return f"{batch} c {space}{', c' * (len(operands) - 1)} -> {', '.join(made)}"

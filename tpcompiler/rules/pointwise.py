@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -17,24 +19,25 @@ def is_one(size: Size) -> bool:
     return isinstance(size, int) and size == 1
 
 
+def broadcast(shape: Sequence[Size], names: Sequence[str], full: Sequence[Size]) -> str:
+    """The term of a tensor of this shape that broadcasts into dims of these names and sizes."""
+    first = len(full) - len(shape)
+    return " ".join(
+        "1" if is_one(size) and not is_one(full[first + d]) else names[first + d] for d, size in enumerate(shape)
+    )
+
+
 @pointwise_rule
-@op_rule(aten.copy.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.full_like.default, shards="any")
+@op_rule(aten.copy.default, aten.full_like.default, shards="any")
 def pointwise(node: fx.Node) -> str:
     """Operands broadcast from the right: "d0 d1, d1 -> d0 d1", "d0 1, d0 d1 -> d0 d1"."""
-    out = edit.outputs(node)[0].shape
-    terms = []
-    for operand in edit.operands(node):
-        shape = operand.meta["val"].shape
-        first = len(out) - len(shape)
-        names = (
-            "1" if is_one(size) and not is_one(out[first + d]) else f"d{first + d}" for d, size in enumerate(shape)
-        )
-        terms.append(" ".join(names))
-    result = " ".join(f"d{d}" for d in range(len(out)))
-    return f"{', '.join(terms)} -> {', '.join([result] * len(edit.outputs(node)))}"
+    made = edit.outputs(node)
+    names = [f"d{d}" for d in range(made[0].ndim)]
+    terms = (broadcast(operand.meta["val"].shape, names, made[0].shape) for operand in edit.operands(node))
+    return f"{', '.join(terms)} -> {', '.join([' '.join(names)] * len(made))}"
 
 
-@op_rule(aten.add.Tensor, aten.sub.Tensor, shards="any")
+@op_rule(aten.add.Tensor, aten.sub.Tensor, aten.complex.default, shards="any")
 def add(node: fx.Node) -> RuleText:
     """Jointly linear in both operands; beside a number only affine, so nothing passes through."""
     return RuleText(pointwise(node), linear=((0, 1),) if len(edit.operands(node)) == 2 else ())
@@ -46,10 +49,40 @@ def mul(node: fx.Node) -> RuleText:
     return RuleText(pointwise(node), linear=tuple((i,) for i in range(len(edit.operands(node)))))
 
 
-@op_rule(aten.neg.default, aten.div.Tensor, aten.div.Scalar, shards="any")
+@op_rule(
+    aten.neg.default,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.polar.default,
+    aten._conj.default,
+    aten.conj_physical.default,
+    shards="any",
+)
 def scale(node: fx.Node) -> RuleText:
-    """Linear in the first operand."""
+    """Linear in the first operand: a divisor or an angle is the same for every share."""
     return RuleText(pointwise(node), linear=((0,),))
+
+
+@op_rule(aten.where.self, shards="any")
+def where(node: fx.Node) -> RuleText:
+    """Jointly linear in what is chosen from: every share is chosen by the same condition."""
+    return RuleText(pointwise(node), linear=((1, 2),))
+
+
+@op_rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor, shards="any")
+def masked_fill(node: fx.Node) -> RuleText:
+    """Linear in what is kept and the tensor that is filled in (uncast: shares are not to be rounded), or beside a 0."""
+    kept, *_, filled = (operand.meta["val"] for operand in edit.operands(node))
+    if node.target is aten.masked_fill.Tensor:
+        return RuleText(pointwise(node), linear=((0, 2),) if filled.dtype == kept.dtype else ())
+    value = edit.bound(node)["value"]
+    return RuleText(pointwise(node), linear=((0,),) if isinstance(value, (int, float)) and value == 0 else ())
+
+
+@op_rule(aten.rrelu_with_noise_functional.default, shards="any")
+def rrelu(node: fx.Node) -> str | None:
+    """Out of training the slope is one number, and the noise is given back as it came."""
+    return None if edit.bound(node)["training"] else pointwise(node)
 
 
 @op_rule(
@@ -57,12 +90,14 @@ def scale(node: fx.Node) -> RuleText:
     aten._to_copy.default,
     aten.alias.default,
     aten.detach.default,
+    aten.detach_copy.default,
     aten.contiguous.default,
     aten.lift_fresh_copy.default,
     aten.to.dtype,
     shards="any",
     relayout=True,
 )
-def cast(node: fx.Node) -> str:
-    """Copies and casts; `_to_copy` of a Partial would round every share, so it is reduced first."""
-    return pointwise(node)
+def cast(node: fx.Node) -> RuleText:
+    """Copies and casts; a cast of a Partial would round every share, so it is reduced first."""
+    same = edit.operands(node)[0].meta["val"].dtype == node.meta["val"].dtype
+    return RuleText(pointwise(node), linear=((0,),) if same else ())

@@ -1,36 +1,106 @@
-"""Pooling over space: windows stay whole, images and channels are independent."""
+"""Windows over space: images and channels are independent; space is whole, unless windows lie side by side."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
+from tpcompiler._torch import statically_equal, sym_quotient
 from tpcompiler.ir import edit
+from tpcompiler.ir.sharding import Size
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import op_rule
+from tpcompiler.rules.structure import dims_text
 
 aten = torch.ops.aten
 
-SPACE = {
+MEANS = {aten.avg_pool1d.default: 1, aten.avg_pool2d.default: 2, aten.avg_pool3d.default: 3}
+MAXIMA = {aten.max_pool1d.default: 1, aten.max_pool2d.default: 2, aten.max_pool3d.default: 3}
+# An index counts in all of the image, so what a window tells depends on where it lies.
+WITH_INDICES = {
     aten.max_pool2d_with_indices.default: 2,
     aten.max_pool3d_with_indices.default: 3,
-    aten.avg_pool2d.default: 2,
-    aten.avg_pool3d.default: 3,
-    aten._adaptive_avg_pool2d.default: 2,
-    aten._adaptive_avg_pool3d.default: 3,
+    aten.adaptive_max_pool2d.default: 2,
+    aten.adaptive_max_pool3d.default: 3,
 }
-MAXIMA = (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+ADAPTIVE = {aten._adaptive_avg_pool2d.default: 2, aten._adaptive_avg_pool3d.default: 3}
 
 
-@op_rule(*SPACE, shards="nonempty")
-def pool(node: fx.Node) -> RuleText:
-    """ "d0 d1 s0! s1! -> d0 d1 o0 o1": a maximum's index counts within one image and channel. A mean is linear."""
+def per_dim(given: Sequence[int], space: int) -> list[int]:
+    """An argument with one number per dim, or one for all."""
+    return list(given) * space if len(given) == 1 else list(given)
+
+
+def side_by_side(source: Size, made: Size, kernel: int, stride: int, padding: int, dilation: int) -> bool:
+    """Whether windows lie side by side over all of a dim: then it reads `(o k!)`, and the windows are independent."""
+    close = stride == kernel and padding == 0 and (dilation == 1 or kernel == 1)
+    return close and statically_equal(source, made * kernel)
+
+
+def _pooled(node: fx.Node, inside: Sequence[str], **besides: object) -> RuleText:
+    """ "d0 d1 .. -> d0 d1 o0 o1" with these dims of space, for every output."""
     (operand,) = edit.operands(node)
-    space = SPACE[node.target]  # type: ignore[index]
-    free = " ".join(f"d{d}" for d in range(operand.meta["val"].ndim - space))
-    taken = " ".join(f"s{d}!" for d in range(space))
-    made = " ".join(f"o{d}" for d in range(space))
-    parts = len(edit.outputs(node))
-    return RuleText(
-        f"{free} {taken} -> {', '.join([f'{free} {made}'] * parts)}", linear=() if node.target in MAXIMA else ((0,),)
-    )
+    free = dims_text(operand.meta["val"].ndim - len(inside), ())
+    made = f"{free} {' '.join(f'o{d}' for d in range(len(inside)))}"
+    text = f"{free} {' '.join(inside)} -> {', '.join([made] * len(edit.outputs(node)))}"
+    return RuleText(text, **besides)  # type: ignore[arg-type]
+
+
+@op_rule(*MEANS, *MAXIMA, shards="nonempty")
+def pool(node: fx.Node) -> RuleText:
+    """ "d0 d1 (o0 k0!) s1! -> d0 d1 o0 o1": windows lie side by side in the first dim of space. A mean is linear."""
+    (operand,) = edit.operands(node)
+    space = {**MEANS, **MAXIMA}[node.target]  # type: ignore[index]
+    args = edit.bound(node)
+    kernel = per_dim(args["kernel_size"], space)
+    stride = per_dim(args["stride"] or kernel, space)
+    steps = zip(kernel, stride, per_dim(args["padding"], space), per_dim(args.get("dilation", [1]), space), strict=True)
+    shapes = zip(operand.meta["val"].shape[-space:], node.meta["val"].shape[-space:], strict=True)
+    close = [side_by_side(*sizes, *step) for sizes, step in zip(shapes, steps, strict=True)]
+    inside = [f"(o{d} k{d}!)" if alone else f"s{d}!" for d, alone in enumerate(close)]
+    return _pooled(node, inside, linear=((0,),) if node.target in MEANS else ())
+
+
+@op_rule(*WITH_INDICES, shards="nonempty")
+def pool_with_indices(node: fx.Node) -> RuleText:
+    """ "d0 d1 s0! s1! -> d0 d1 o0 o1, d0 d1 o0 o1": an index counts within one image and channel."""
+    return _pooled(node, [f"s{d}!" for d in range(WITH_INDICES[node.target])])  # type: ignore[index]
+
+
+@op_rule(*ADAPTIVE, shards="nonempty")
+def adaptive_pool(node: fx.Node) -> RuleText:
+    """ "d0 d1 (o0 k0!) s1! -> d0 d1 o0 o1": windows of a size that is a multiple of the one made lie side by side."""
+    (operand,) = edit.operands(node)
+    space = ADAPTIVE[node.target]  # type: ignore[index]
+    shapes = zip(operand.meta["val"].shape[-space:], node.meta["val"].shape[-space:], strict=True)
+    close = [sym_quotient(source, made) is not None for source, made in shapes]
+    inside = [f"(o{d} k{d}!)" if alone else f"s{d}!" for d, alone in enumerate(close)]
+    sizes = {"output_size": tuple((f"o{d}",) for d in range(space))}
+    return _pooled(node, inside, sizes=sizes, linear=((0,),))
+
+
+@op_rule(aten.im2col.default, aten.col2im.default, shards="nonempty")
+def columns(node: fx.Node) -> RuleText:
+    """ "n c s0! s1! -> n (c k!) l", and back: each channel has its own rows of columns. Linear: elements are moved."""
+    args = edit.bound(node)
+    batch = "n" if node.meta["val"].ndim == (3 if node.target is aten.im2col.default else 4) else ""
+    image, rows = f"{batch} c s0! s1!", f"{batch} (c k!) l!"
+    text = f"{image} -> {rows}" if node.target is aten.im2col.default else f"{rows} -> {image}"
+    return RuleText(text, factors={"k": args["kernel_size"][0] * args["kernel_size"][-1]}, linear=((0,),))
+
+
+@op_rule(aten.unfold.default, shards="nonempty")
+def unfold(node: fx.Node) -> RuleText:
+    """ "d0 (n k!) d2 -> d0 n d2 k" where windows lie side by side, else "d0 s! d2 -> d0 n d2 k". Linear: a view."""
+    (operand,) = edit.operands(node)
+    shape, args = operand.meta["val"].shape, edit.bound(node)
+    if not shape:
+        return RuleText("-> k", linear=((0,),))
+    dim = args["dimension"] % len(shape)
+    alone = side_by_side(shape[dim], node.meta["val"].shape[dim], args["size"], args["step"], 0, 1)
+    names = [f"d{d}" for d in range(len(shape))]
+    left, right = list(names), [*names, "k"]
+    left[dim], right[dim] = "(n k!)" if alone else "s!", "n"
+    return RuleText(f"{' '.join(left)} -> {' '.join(right)}", linear=((0,),))

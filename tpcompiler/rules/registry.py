@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,7 +13,8 @@ from torch import fx
 from tpcompiler._torch import OpOverload
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
-from tpcompiler.rules.notation import Rule, RuleText, Shards, extents, parse
+from tpcompiler.ir.sharding import Size
+from tpcompiler.rules.notation import Pattern, Rule, RuleText, Shards, extents, parse
 
 Written = Callable[[fx.Node], "str | RuleText | None"]
 W = TypeVar("W", bound=Written)
@@ -80,7 +82,21 @@ def rule_of(node: fx.Node) -> Rule | None:
         written = RuleText(written)
     pattern = parse(written.text)
     shapes = [tuple(t.shape) for t in (*tensors, *edit.outputs(node))]
-    extent = extents(pattern, shapes, written.factors, f"{node.target} at '{node.name}'")
+    what = f"{node.target} at '{node.name}'"
+    extent = extents(pattern, shapes, written.factors, what)
+    _check_sizes(pattern, shapes, extent, what)
     # An addend joins the product's sum: with the product pending, it must be pending too.
     linear = tuple(frozenset(group) | pattern.addends for group in written.linear)
     return Rule(pattern, extent, entry.shards, written.reduce, written.sizes, linear, written.local, entry.relayout)
+
+
+def _check_sizes(pattern: Pattern, shapes: Sequence[Sequence[Size]], extent: Mapping[str, Size], what: str) -> None:
+    """A factor of two sizes would be cut in two places: a dim that broadcasts, and is not written 1."""
+    for term, shape in zip((*pattern.inputs, *pattern.outputs), shapes, strict=True):
+        for dim, size in zip(term, shape, strict=True):
+            made = math.prod(extent[factor] for factor in dim)
+            if not pattern.whole.issuperset(dim) and isinstance(made, int) and isinstance(size, int) and made != size:
+                raise RuleError(
+                    f"the rule of {what} gives {' '.join(dim)!r} the size {made}, and a tensor has {size} there",
+                    help="write 1 for a dim that broadcasts, and another factor for another size",
+                )

@@ -1,14 +1,18 @@
-"""Ops that take dims apart or put them together; the dim that they work on stays whole."""
+"""Ops that take dims apart or put them together: parts of one size are blocks, which can be cut alike."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
 
+from tpcompiler._torch import statically_equal, sym_quotient
 from tpcompiler.ir import edit
-from tpcompiler.rules.notation import RuleText
+from tpcompiler.ir.sharding import Size
+from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.registry import op_rule
 
 aten = torch.ops.aten
@@ -19,17 +23,29 @@ def dims_text(ndim: int, whole: Collection[int], prefix: str = "d") -> str:
     return " ".join(f"{prefix}{d}{'!' if d in whole else ''}" for d in range(ndim))
 
 
+def at_dim(ndim: int, dim: int, word: str) -> str:
+    """ "d0 c d2": the dims of a tensor with this word at `dim` (nothing: the dim is not there)."""
+    return " ".join(word if d == dim else f"d{d}" for d in range(ndim) if d != dim or word)
+
+
 @op_rule(aten.cat.default, shards="any")
 def cat(node: fx.Node) -> RuleText | None:
-    """The dim that grows is whole and has its own factor on each operand."""
+    """ "d0 c, d0 c -> d0 (n c)": parts of one size are blocks of what is made; others, c0! and c1!, are whole."""
     operands = [o.meta["val"] for o in edit.operands(node)]
     ndim = node.meta["val"].ndim
     if any(o.ndim != ndim for o in operands):
         return None  # the legacy form with an empty 1-d tensor
     dim = edit.bound(node)["dim"] % ndim
-    terms = [" ".join(f"c{i}!" if d == dim else f"d{d}" for d in range(ndim)) for i in range(len(operands))]
-    out = " ".join("c!" if d == dim else f"d{d}" for d in range(ndim))
-    return RuleText(f"{', '.join(terms)} -> {out}", linear=(tuple(range(len(operands))),))
+    linear = (tuple(range(len(operands))),)
+    if _alike(operands, dim):
+        terms = ", ".join([at_dim(ndim, dim, "c")] * len(operands))
+        return RuleText(f"{terms} -> {at_dim(ndim, dim, '(n! c)')}", factors={"n": len(operands)}, linear=linear)
+    terms = ", ".join(at_dim(ndim, dim, f"c{i}!") for i in range(len(operands)))
+    return RuleText(f"{terms} -> {at_dim(ndim, dim, 'c!')}", linear=linear)
+
+
+def _alike(parts: Sequence[torch.Tensor], dim: int) -> bool:
+    return all(statically_equal(part.shape[dim], parts[0].shape[dim]) for part in parts)
 
 
 @op_rule(aten.stack.default, shards="any")
@@ -44,51 +60,129 @@ def stack(node: fx.Node) -> RuleText:
     return RuleText(f"{terms} -> {' '.join(made)}", linear=(tuple(range(len(operands))),))
 
 
-@op_rule(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, shards="any")
+def _own_split(value: torch.Tensor, size: Size, dim: int = 0, *, shard: ShardRange) -> Any:
+    return aten.split.Tensor(value, shard.size, dim)
+
+
+@op_rule(
+    aten.split.Tensor,
+    aten.split_copy.Tensor,
+    aten.split_with_sizes.default,
+    aten.split_with_sizes_copy.default,
+    aten.chunk.default,
+    shards="any",
+)
 def split(node: fx.Node) -> RuleText:
-    """Every part has its own factor on the split dim; unbind drops it."""
+    """ "d0 (n! c) -> d0 c, d0 c": parts of one size are blocks, cut alike; others are made of a whole dim."""
+    (operand,) = edit.operands(node)
+    ndim, made = operand.meta["val"].ndim, edit.outputs(node)
+    dim = edit.bound(node)["dim"] % ndim
+    if not _alike(made, dim):
+        parts = ", ".join(at_dim(ndim, dim, f"c{i}") for i in range(len(made)))
+        return RuleText(f"{at_dim(ndim, dim, f'd{dim}!')} -> {parts}", linear=((0,),))
+    text = f"{at_dim(ndim, dim, '(n! c)')} -> {', '.join([at_dim(ndim, dim, 'c')] * len(made))}"
+    counted = "split_sizes" in edit.bound(node)
+    return RuleText(
+        text,
+        sizes={"split_sizes": (("c",),) * len(made)} if counted else {},
+        factors={"n": len(made)},
+        linear=((0,),),
+        local={"c": _own_split} if "split_size" in edit.bound(node) else {},
+    )
+
+
+@op_rule(aten.unbind.int, aten.unbind_copy.int, shards="any")
+def unbind(node: fx.Node) -> RuleText:
+    """ "d0 d1! d2 -> d0 d2, d0 d2" """
     (operand,) = edit.operands(node)
     ndim = operand.meta["val"].ndim
     dim = edit.bound(node)["dim"] % ndim
-    parts = []
-    for i in range(len(edit.outputs(node))):
-        names = [f"c{i}" if d == dim else f"d{d}" for d in range(ndim)]
-        parts.append(" ".join(n for d, n in enumerate(names) if d != dim or node.target is not aten.unbind.int))
+    parts = [at_dim(ndim, dim, "")] * len(edit.outputs(node))
     return RuleText(f"{dims_text(ndim, {dim})} -> {', '.join(parts)}", linear=((0,),))
 
 
-@op_rule(aten.slice.Tensor, shards="any")
+@op_rule(aten.slice.Tensor, aten.slice_copy.Tensor, shards="any")
 def slice_(node: fx.Node) -> RuleText:
-    """A slice of everything keeps its dim; any other needs it whole."""
+    """ "d0 d1! -> d0 c"; all of it, "d0 d1 -> d0 d1"; one of each k, "d0 (c k!) -> d0 c"; one of k blocks, "d0 (k! c)".
+
+    Which block it is, unlike where it begins, is the same on every shard.
+    """
     (operand,) = edit.operands(node)
     args = edit.bound(node)
     ndim = operand.meta["val"].ndim
     dim = args["dim"] % ndim
-    end = args["end"]
-    size = operand.meta["val"].shape[dim]
-    to_the_end = end is None or (isinstance(end, int) and end >= (size if isinstance(size, int) else 2**62))
-    if args["start"] in (None, 0) and args["step"] == 1 and to_the_end:
-        # An end given as the size would cut nothing on a shorter shard either.
-        return RuleText(f"{dims_text(ndim, ())} -> {dims_text(ndim, ())}", linear=((0,),))
-    out = " ".join("c" if d == dim else f"d{d}" for d in range(ndim))
-    return RuleText(f"{dims_text(ndim, {dim})} -> {out}", linear=((0,),))
+    size, made = operand.meta["val"].shape[dim], node.meta["val"].shape[dim]
+    start, end, step = args["start"] or 0, args["end"], args["step"]
+    word, factors, local = f"d{dim}!", {}, {}
+    # An end at or behind the last element cuts nothing on a shorter shard either.
+    if end is None or (isinstance(end, int) and end >= (size if isinstance(size, int) else 2**62)):
+        if start == 0 and step == 1:
+            return RuleText(f"{dims_text(ndim, ())} -> {dims_text(ndim, ())}", linear=((0,),))
+        if (
+            isinstance(start, int)
+            and isinstance(step, int)
+            and 0 <= start < step
+            and sym_quotient(size, step) is not None
+        ):
+            word, factors = "(c k!)", {"k": step}
+    if step == 1 and isinstance(start, int) and isinstance(size, int) and isinstance(made, int) and made > 1:
+        at, rest = divmod(max(start + size if start < 0 else start, 0), made)
+        if size % made == 0 and not rest:
+            word, factors, local = "(k! c)", {"k": size // made}, {"c": partial(_own_block, node.target, dim, at)}
+    text = f"{at_dim(ndim, dim, word)} -> {at_dim(ndim, dim, 'c')}"
+    return RuleText(text, factors=factors, linear=((0,),), local=local)
 
 
-@op_rule(aten.select.int, shards="any")
+def _own_block(target: Any, dim: int, at: int, value: torch.Tensor, *args: Any, shard: ShardRange) -> Any:
+    return target(value, dim, at * shard.size, (at + 1) * shard.size)
+
+
+@op_rule(aten.narrow_copy.default, shards="any")
+def narrow(node: fx.Node) -> RuleText:
+    """ "d0 d1! -> d0 c" """
+    (operand,) = edit.operands(node)
+    ndim = operand.meta["val"].ndim
+    dim = edit.bound(node)["dim"] % ndim
+    return RuleText(f"{dims_text(ndim, {dim})} -> {at_dim(ndim, dim, 'c')}", linear=((0,),))
+
+
+@op_rule(aten.select.int, aten.select_copy.int, shards="any")
 def select(node: fx.Node) -> RuleText:
     """The dim that is selected from is whole, and gone."""
     (operand,) = edit.operands(node)
     ndim = operand.meta["val"].ndim
     dim = edit.bound(node)["dim"] % ndim
-    out = " ".join(f"d{d}" for d in range(ndim) if d != dim)
-    return RuleText(f"{dims_text(ndim, {dim})} -> {out}", linear=((0,),))
+    return RuleText(f"{dims_text(ndim, {dim})} -> {at_dim(ndim, dim, '')}", linear=((0,),))
 
 
-@op_rule(aten.cumsum.default, aten.flip.default, aten.roll.default, aten.tril.default, aten.triu.default)
+@op_rule(aten.diagonal.default, shards="any")
+def diagonal(node: fx.Node) -> RuleText:
+    """ "d0! d1! d2 -> d2 n": a diagonal meets every row and column."""
+    (operand,) = edit.operands(node)
+    ndim, args = operand.meta["val"].ndim, edit.bound(node)
+    gone = {args["dim1"] % ndim, args["dim2"] % ndim}
+    kept = " ".join(f"d{d}" for d in range(ndim) if d not in gone)
+    return RuleText(f"{dims_text(ndim, gone)} -> {kept} n", linear=((0,),))
+
+
+@op_rule(aten.constant_pad_nd.default, shards="any")
+def pad(node: fx.Node) -> RuleText:
+    """ "d0 d1! -> d0 p1": dims that get nothing are free. Linear where zeros are put: every share has its own."""
+    (operand,) = edit.operands(node)
+    args = edit.bound(node)
+    ndim = operand.meta["val"].ndim
+    given = list(args["pad"])
+    padded = {ndim - 1 - at // 2 for at, count in enumerate(given) if not (isinstance(count, int) and count == 0)}
+    made = " ".join(f"p{d}" if d in padded else f"d{d}" for d in range(ndim))
+    zero = isinstance(args["value"], (int, float)) and args["value"] == 0
+    return RuleText(f"{dims_text(ndim, padded)} -> {made}", linear=((0,),) if zero else ())
+
+
+@op_rule(aten.flip.default, aten.roll.default)
 def in_place_dims(node: fx.Node) -> str:
     """The dims along which elements meet are whole (all of them for a roll without dims)."""
     ndim = node.meta["val"].ndim
     args = edit.bound(node)
-    dims = args.get("dims", [args["dim"]] if "dim" in args else [-2, -1])
+    dims = args["dims"]
     whole = {d % ndim for d in dims} if dims and ndim else set(range(ndim))
     return f"{dims_text(ndim, whole)} -> {dims_text(ndim, whole)}"

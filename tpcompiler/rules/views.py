@@ -75,7 +75,14 @@ def _out_term(text: str) -> Term:
     return parse(text).outputs[0]
 
 
-@op_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, shards="any", relayout=True)
+@op_rule(
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.view_copy.default,
+    aten.reshape.default,
+    shards="any",
+    relayout=True,
+)
 def view(node: fx.Node) -> RuleText:
     """Any reshape; its `size` (`shape`) argument counts the output's dims."""
     (operand,) = edit.operands(node)
@@ -122,7 +129,15 @@ def unflatten(node: fx.Node) -> RuleText:
     return RuleText(text, sizes={"sizes": parts}, factors=factors, linear=((0,),))
 
 
-@op_rule(aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, shards="any", relayout=True)
+@op_rule(
+    aten.permute.default,
+    aten.permute_copy.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.movedim.int,
+    shards="any",
+    relayout=True,
+)
 def permute(node: fx.Node) -> RuleText:
     """Dims in another order."""
     (operand,) = edit.operands(node)
@@ -130,7 +145,7 @@ def permute(node: fx.Node) -> RuleText:
     args = edit.bound(node)
     if not order:
         return RuleText(" -> ", linear=((0,),))
-    if node.target is aten.permute.default:
+    if node.target in (aten.permute.default, aten.permute_copy.default):
         order = [d % len(order) for d in args["dims"]]
     elif node.target is aten.t.default:
         order.reverse()
@@ -153,3 +168,46 @@ def expand(node: fx.Node) -> RuleText:
     left = " ".join("1" if grown[d] else f"d{d}" for d in range(first, len(target)))
     right = " ".join(f"n{d}" if grown[d] else f"d{d}" for d in range(len(target)))
     return RuleText(f"{left} -> {right}", sizes={"size": _out_term(f"{left} -> {right}")}, linear=((0,),))
+
+
+@op_rule(aten.repeat.default, shards="any")
+def repeat(node: fx.Node) -> RuleText:
+    """ "d0 1 d2 -> d0 n1! (r2! d2)": each repetition is a block, cut as what is repeated; from 1 a dim is made."""
+    (operand,) = edit.operands(node)
+    source, target = operand.meta["val"].shape, node.meta["val"].shape
+    first = len(target) - len(source)
+    left, right = [f"d{d}" for d in range(first, len(target))], []
+    for d, times in enumerate(edit.bound(node)["repeats"]):
+        if isinstance(times, int) and times == 1 and d >= first:
+            right.append(f"d{d}")
+        elif d < first or is_one(source[d - first]):
+            left[max(d - first, 0) : max(d - first + 1, 0)] = ["1"] * (d >= first)
+            right.append(f"n{d}!")
+        else:
+            right.append(f"(r{d}! d{d})")
+    return RuleText(f"{' '.join(left)} -> {' '.join(right)}", linear=((0,),))
+
+
+@op_rule(aten.view_as_real.default, aten.view_as_complex.default, shards="any", relayout=True)
+def complex_parts(node: fx.Node) -> RuleText:
+    """ "d0 d1 -> d0 d1 p", or back: the real and the imaginary part lie side by side. Linear: a view."""
+    ndim = min(edit.operands(node)[0].meta["val"].ndim, node.meta["val"].ndim)
+    dims = " ".join(f"d{d}" for d in range(ndim))
+    both = f"{dims} p!"
+    text = f"{dims} -> {both}" if node.target is aten.view_as_real.default else f"{both} -> {dims}"
+    return RuleText(text, linear=((0,),))
+
+
+@op_rule(aten.view.dtype, aten.view_copy.dtype, shards="nonempty", relayout=True)
+def bits(node: fx.Node) -> RuleText:
+    """ "d0 d1 -> d0 (d1 p)": the same bits as smaller numbers, or "d0 (d1 p!) -> d0 d1", as larger ones. Not linear."""
+    (operand,) = edit.operands(node)
+    before, after = operand.meta["val"], node.meta["val"]
+    *dims, last = [f"d{d}" for d in range(before.ndim)] or [""]
+    left, right = last, last
+    if before.element_size() > after.element_size():
+        right = f"({last} p!)"
+    elif before.element_size() < after.element_size():
+        left = f"({last} p!)"
+    ratio = max(before.element_size() // after.element_size(), after.element_size() // before.element_size())
+    return RuleText(f"{' '.join([*dims, left])} -> {' '.join([*dims, right])}", factors={"p": ratio})

@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from tpcompiler._torch import OpOverload, tree_map
+from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import DimSharding, Sharding, chunk
+from tpcompiler.ir.sharding import DimSharding, Sharding
 from tpcompiler.ir.shares import cut, join
 from tpcompiler.rules.infer import Option, Refusal, follow, options, shardings
-from tpcompiler.rules.notation import Rule, RuleText, ShardRange, extents, parse
+from tpcompiler.rules.notation import Rule, RuleText, ShardRange, Shards, extents, parse
+from tpcompiler.verify.discover import same
 
 
-class Mismatch(AssertionError):
+class Mismatch(RuleError):
     """The shards do not make the whole."""
 
 
-def rule_from(written: RuleText, node: fx.Node, shards: str = "any") -> Rule:
+def node_of(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+    """A graph of this one call; values stand for themselves in `meta["val"]`."""
+    graph = fx.Graph()
+
+    def placeholder(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder("x")
+        node.meta["val"] = value
+        return node
+
+    nodes = tree_map(placeholder, (tuple(args), dict(kwargs)))
+    node = graph.call_function(target, *nodes)
+    node.meta["val"] = target(*args, **kwargs)
+    return node
+
+
+def rule_from(written: RuleText, node: fx.Node, shards: Shards = "any") -> Rule:
     """The rule that this text would be for the node, right or wrong."""
     pattern = parse(written.text)
     shapes = [tuple(o.meta["val"].shape) for o in edit.operands(node)] + [tuple(v.shape) for v in edit.outputs(node)]
     linear = tuple(frozenset(group) | pattern.addends for group in written.linear)
-    extent = extents(pattern, shapes, written.factors, "a test")
-    return Rule(pattern, extent, shards, written.reduce, written.sizes, linear, written.local, False)  # type: ignore[arg-type]
+    extent = extents(pattern, shapes, written.factors, str(node.target))
+    return Rule(pattern, extent, shards, written.reduce, written.sizes, linear, written.local, False)
 
 
 def every_option(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
@@ -38,15 +59,17 @@ def every_option(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
     terms = (*rule.pattern.inputs, *rule.pattern.outputs)
     for index, term in enumerate(terms):
         for dim, size in enumerate(_shape(rule, term)):
-            for unit in (1, 2, 3):
+            blocks = (size // count for count in (2, 3) if size % count == 0 and size > count)
+            for unit, block in itertools.product((1, 2, 3), (0, *blocks)):
                 dims = list(Sharding.replicated(len(term)).dims)
-                dims[dim] = DimSharding(mesh.names, unit)
-                found = follow(rule, term, Sharding(tuple(dims)), mesh) if size % unit == 0 else Refusal("")
+                dims[dim] = DimSharding(mesh.names, unit, block)
+                fits = (block or size) % unit == 0
+                found = follow(rule, term, Sharding(tuple(dims)), mesh) if fits else Refusal("")
                 if isinstance(found, Option) and not isinstance(both := shardings(rule, found, mesh), Refusal):
                     asked, kept = Sharding(tuple(dims)), (*both[0], *both[1])[index]
                     if _layout(kept, _shape(rule, term), mesh) != _layout(asked, _shape(rule, term), mesh):
                         raise Mismatch(f"asked to keep {asked.text(mesh)} of term {index}, got {kept.text(mesh)}")
-                    yield f"term {index} kept as S({dim}, unit {unit})", found
+                    yield f"term {index} kept as {asked.text(mesh)}", found
 
 
 def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
@@ -58,17 +81,65 @@ def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
     mesh = Mesh((("tp", degree),))
     ran = []
     for what, option in every_option(rule, mesh):
+        passed = [edit.operands(node)[i].meta["val"].dtype for _, group in option.through.values() for i in group]
+        if torch.bool in passed:
+            continue  # no sum of booleans is ever pending
         both = shardings(rule, option, mesh)
         assert not isinstance(both, Refusal)
         try:
             parts = [edit_outputs(value) for value in _run(node, rule, option, *both, mesh)]
-            for at, (whole, made) in enumerate(zip(edit.outputs(node), both[1], strict=True)):
-                for got in join([part[at] for part in parts], made, mesh, whole.shape):
-                    torch.testing.assert_close(got, whole, rtol=1e-9, atol=1e-9, equal_nan=True)
-        except Exception as error:
-            raise Mismatch(f"{node.target} over {degree}, {what}: {error}") from error
+            fault = _fault(parts, both[1], edit.outputs(node), mesh)
+        except Exception as error:  # whatever the op says of shards that it cannot take
+            fault = f"it fails on shards: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        if fault:
+            wants, made = (", ".join(sharding.text(mesh) for sharding in each) for each in both)
+            raise Mismatch(
+                f"the rule of {node.target} is wrong: over {degree} ranks, {what} ({wants} -> {made}), {fault}",
+                help="leave those operands out of linear="
+                if option.through
+                else f"mark what must stay whole, as in '{next(iter(option.cuts), 'h')}!'",
+                operands=", ".join(str(list(operand.meta["val"].shape)) for operand in edit.operands(node)),
+            )
         ran.append(what)
     return ran
+
+
+def _fault(
+    parts: Sequence[Sequence[torch.Tensor]], made: Sequence[Sharding], whole: Sequence[torch.Tensor], mesh: Mesh
+) -> str:
+    """What is wrong with the ranks' parts of the outputs, first of all; nothing if they make the whole."""
+    for at, (value, sharding) in enumerate(zip(whole, made, strict=True)):
+        for rank, part in enumerate(parts):
+            if len(part) != len(whole):
+                return f"rank {rank} makes {len(part)} tensors, not {len(whole)}"
+            local = sharding.local_shape(value.shape, mesh, mesh.coordinate(rank))
+            if tuple(part[at].shape) != local:
+                return f"rank {rank} makes {list(part[at].shape)} for output {at}, not {list(local)}"
+        joined = join([part[at] for part in parts], sharding, mesh, value.shape)
+        for rank, got in enumerate(joined):
+            if not same(got, value, [part[at] for part in parts]):
+                return f"output {at} is {_difference(got, value, sharding, rank, mesh)}"
+    return ""
+
+
+def _difference(got: torch.Tensor, whole: torch.Tensor, sharding: Sharding, rank: int, mesh: Mesh) -> str:
+    if got.shape != whole.shape or got.dtype != whole.dtype:
+        return f"{got.dtype}{list(got.shape)}, not {whole.dtype}{list(whole.shape)}"
+    wide = torch.complex128 if whole.is_complex() else torch.float64
+    apart = (got.to(wide) - whole.to(wide)).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    apart = apart.masked_fill(got == whole, 0)  # infinities
+    place = [int(i) for i in torch.unravel_index(apart.argmax(), apart.shape)]
+    held = [r for r in range(mesh.world_size) if _holds(sharding, whole.shape, mesh, r, place)]
+    by = "the sum of all ranks" if sharding.partial else f"rank {rank if sharding.is_replicated else held[0]}"
+    return (
+        f"off by {apart.max().item():.3g}: at {place} it is {got[tuple(place)].item():.6g} by {by}, "
+        f"and {whole[tuple(place)].item():.6g} on one device"
+    )
+
+
+def _holds(sharding: Sharding, shape: Sequence[int], mesh: Mesh, rank: int, place: Sequence[int]) -> bool:
+    ranges = sharding.ranges(shape, mesh, mesh.coordinate(rank))
+    return all(start <= at < start + size for at, (start, size) in zip(place, ranges, strict=True))
 
 
 def edit_outputs(value: Any) -> list[torch.Tensor]:
@@ -80,7 +151,9 @@ def _shape(rule: Rule, term: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _layout(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> list[Any]:
-    return [sharding.ranges(shape, mesh, mesh.coordinate(rank)) for rank in range(mesh.world_size)]
+    """Which elements every rank holds."""
+    numbered = torch.arange(torch.Size(shape).numel()).view(*shape)
+    return [cut(numbered, sharding, mesh, rank).tolist() for rank in range(mesh.world_size)]
 
 
 def _run(
@@ -92,10 +165,10 @@ def _run(
         args, kwargs = edit.map_operands(node, lambda index, _, at=rank: shares[index][at])  # type: ignore[misc]
         args, kwargs = _localized(node, rule, args, kwargs, made[0], mesh, rank)
         body = node.target
-        for factor, (axis, unit) in option.cuts.items():
+        for factor, by in option.cuts.items():
             if factor in rule.local:
                 total = rule.extent[factor]
-                offset, size = chunk(total, mesh.degree(axis), mesh.coordinate(rank)[axis], unit)
+                offset, size = by.share(total, mesh, mesh.coordinate(rank))
                 body, kwargs = rule.local[factor], {**kwargs, "shard": ShardRange(offset, size, size / total)}
         results.append(body(*args, **kwargs))  # type: ignore[operator]
     return results
@@ -112,7 +185,9 @@ def _shares(value: torch.Tensor, want: Sharding, mesh: Mesh) -> list[torch.Tenso
 
 
 def _noise(value: torch.Tensor) -> torch.Tensor:
-    return torch.randn_like(value) if value.is_floating_point() else torch.randint_like(value, -9, 10)
+    inexact = value.is_floating_point() or value.is_complex()
+    lowest = -9 if value.dtype.is_signed else 0
+    return torch.randn_like(value) if inexact else torch.randint_like(value, lowest, 10)
 
 
 def _localized(
@@ -125,7 +200,14 @@ def _localized(
     args = tuple(args)
     for name, term in rule.sizes.items():
         given = edit.bound(node)[name]
-        entries = [local[out.index(dim)] if dim in out and dim else old for dim, old in zip(term, given, strict=True)]
+        entries = [
+            1
+            if not dim
+            else local[out.index(dim)]
+            if dim in out
+            else old  # -1 cannot be told where a rank holds nothing
+            for dim, old in zip(term, given, strict=True)
+        ]
         if names.index(name) < len(args):
             args = (*args[: names.index(name)], entries, *args[names.index(name) + 1 :])
         else:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.export import ExportedProgram
 
 from tpcompiler.runtime.artifact import Manifest, checked_file, read_manifest
+from tpcompiler.runtime.model_file import read_model
 from tpcompiler.views.items import Item, Module, items_of, seen_from
 
 FEWEST = 4  # ops that are worth a frame of their own
@@ -80,10 +80,10 @@ def outline_of(directory: str | os.PathLike[str], rank: int = 0) -> Outline:
     """Read the outline of one rank's program from the files of an artifact.
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or a rank outside its world.
+        ArtifactError: no artifact, a damaged one, one that needs a module imported, or a rank outside its world.
     """
     manifest = read_manifest(directory)
-    exported = torch.export.load(checked_file(directory, manifest, rank))
+    exported = read_model(checked_file(directory, manifest, rank))
     items = items_of(exported, manifest)
     stands: Stands = {}
     root = _folded(_tree(items), stands)

@@ -1,0 +1,42 @@
+"""A few of torch's samples through the whole compiler; `make ops` runs some of every op."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from tests.op_db.database import WHOLE, ops_named
+from tests.op_db.whole import largest, outcomes
+from tpcompiler.rules import registry
+from tpcompiler.rules.registry import Entry
+
+OPS = ops_named(WHOLE)
+
+
+def run(op: Any) -> list[Any]:
+    (sample,) = largest(op.sample_inputs("cpu", torch.float32), 1)
+    return list(outcomes(op.op, sample))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_cut_is_right(name: str) -> None:
+    found = run(OPS[name])
+    assert {o.what for o in found} <= {"right", "gathered"}, found
+    assert any(o.what == "right" for o in found)
+
+
+def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = torch.ops.aten.softmax.int
+    wrong = Entry(lambda node: "{0} -> {0}".format(" ".join("abcd"[: node.meta["val"].ndim])), "any", False)
+    monkeypatch.setitem(registry._RULES, target, wrong)
+    assert Counter(o.what for o in run(OPS["softmax"]))["wrong"]
+
+
+def test_a_refusal_has_its_text() -> None:
+    (op,) = ops_named(["to_sparse"]).values()
+    (outcome,) = run(op)
+    assert outcome.what == "refused"
+    assert "sparse tensor" in outcome.text

@@ -1,0 +1,91 @@
+"""Pending sums pass through an op whose result is cheaper to reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+
+import tpcompiler
+from tests.passes.stages import Call, delayed
+from tpcompiler.ir.text import program_text
+
+X = torch.randn(4, 8)
+A = {"**.a": "rowwise_split_input"}
+ROWS = {**A, "**.b": "rowwise_split_input"}
+
+
+def two(forward: Callable[..., torch.Tensor]) -> Call:
+    """Two layers whose results are pending sums of [4, 6]."""
+    return Call(
+        forward, a=nn.Linear(8, 6, bias=False), b=nn.Linear(8, 6, bias=False), small=nn.Linear(6, 2, bias=False)
+    )
+
+
+def kinds(module: nn.Module, args: tuple[Any, ...], plan: dict[str, str], world: int = 2) -> list[str]:
+    made = tpcompiler.parallelize(torch.export.export(module, args), world, plan)
+    assert made.verify(args).ok
+    return [c.kind for c in made.collectives()]
+
+
+def test_branches_that_are_added_share_a_reduction() -> None:
+    module = two(lambda self, x: self.a(x) + self.b(x))
+    text = program_text(delayed(module, (X,), ROWS))
+    assert_expected_inline(
+        text[text.index("x: ") :],
+        """\
+x: R = input f32[4, 8]
+reshard: S(1) = reshard(x)
+linear: P(sum) = linear(reshard, p_a_weight)
+reshard_2: S(1) = reshard(x)
+linear_1: P(sum) = linear(reshard_2, p_b_weight)
+add: P(sum) = add(linear, linear_1)
+reshard_4: R = reshard(add)
+return reshard_4
+""",
+    )
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("forward", "count", "plan"),
+    {
+        "a sum": (lambda self, x: self.a(x) + self.b(x), 1, ROWS),
+        "a sum of a number's multiple": (lambda self, x: torch.add(self.a(x), self.b(x), alpha=3), 1, ROWS),
+        "a difference": (lambda self, x: self.a(x) - self.b(x), 1, ROWS),
+        "a sum twice over": (lambda self, x: (self.a(x) + self.b(x)) + self.a(x * 2), 1, ROWS),
+        "with itself": (lambda self, x: (y := self.a(x)) + y, 1, A),
+        "a smaller product": (lambda self, x: self.small(self.a(x)), 1, A),
+        "a sum over rows": (lambda self, x: self.a(x).sum(0), 1, A),
+        "a product of sums": (lambda self, x: self.a(x) * self.b(x), 2, ROWS),
+        "no linear op": (lambda self, x: (self.a(x)).relu() + self.b(x), 2, ROWS),
+        "needed elsewhere": (lambda self, x: (y := self.a(x)) + self.b(x) + y.relu(), 2, ROWS),
+        "one that is whole": (lambda self, x: self.a(x) + x[:, :6], 1, A),
+    }.values(),
+)
+def test_equal_at_that_many_collectives(
+    forward: Callable[..., torch.Tensor], count: int, plan: dict[str, str], world: int
+) -> None:
+    assert kinds(two(forward), (X,), plan, world) == ["all_reduce"] * count
+
+
+def test_rows_of_a_table_are_reduced_as_their_sum() -> None:
+    module = Call(lambda self, ids: self.table(ids).sum(1), table=nn.Embedding(10, 4))
+    made = tpcompiler.parallelize(
+        torch.export.export(module, (torch.randint(0, 10, (3, 5)),)), 2, {"table": "embedding_rowwise"}
+    )
+    (collective,) = made.collectives()
+    assert collective.payload_bytes == 3 * 4 * 4
+    assert made.verify((torch.randint(0, 10, (3, 5)),)).ok
+
+
+def test_what_would_be_dearer_to_reduce_is_not_delayed() -> None:
+    module = Call(lambda self, x: F.linear(self.a(x), self.wide), a=nn.Linear(8, 2), wide=torch.randn(30, 2))
+    made = tpcompiler.parallelize(torch.export.export(module, (X,)), 2, {"a": "rowwise_split_input"})
+    (collective,) = made.collectives()
+    assert collective.payload_bytes == 4 * 2 * 4

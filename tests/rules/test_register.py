@@ -1,0 +1,241 @@
+"""Rules for ops of the user's own: what is refused, and the whole way of a program that has such an op."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx, nn
+
+import tpcompiler
+from tests.runtime.commands import call, right
+from tpcompiler.errors import RuleError
+from tpcompiler.rules.registry import _RULES
+
+library = torch.library.Library("toy", "DEF")
+library.define("gate(Tensor x, Tensor gate, *, float scale=1.0) -> Tensor")
+library.define("norm(Tensor x, Tensor? weight=None) -> Tensor")
+library.define("fill_(Tensor(a!) x) -> ()")
+library.define("spread(Tensor x, SymInt[] size) -> Tensor")
+library.define("parts(Tensor x) -> Tensor[]")
+library.define("twice(Tensor x) -> Tensor", tags=torch.Tag.pointwise)
+
+
+@torch.library.impl(library, "gate", "CompositeExplicitAutograd")
+def gate(x: torch.Tensor, gate: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+    return x * torch.sigmoid(gate) * scale
+
+
+@torch.library.impl(library, "norm", "CompositeImplicitAutograd")
+def norm(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    normed = x / x.norm(dim=-1, keepdim=True)
+    return normed if weight is None else normed * weight
+
+
+@torch.library.impl(library, "spread", "CompositeExplicitAutograd")
+def spread(x: torch.Tensor, size: list[int]) -> torch.Tensor:
+    return x.unsqueeze(-1).expand(size).clone()
+
+
+@torch.library.impl(library, "twice", "CompositeExplicitAutograd")
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+toy = torch.ops.toy
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    before = dict(_RULES)
+    yield
+    _RULES.clear()
+    _RULES.update(before)
+
+
+def register(op: object, rule: object, **options: object) -> None:
+    tpcompiler.register_rule(op, rule, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("op", "rule", "options", "said"),
+    [
+        ("toy::none", "a -> a", {}, "'toy::none' is not an op of torch\n  help: give an op, or a name such as"),
+        ("toy", "a -> a", {}, "'toy' is not an op of torch"),
+        ("toy::gate.out", "a -> a", {}, "'toy::gate.out' is not an op of torch"),
+        ("toy::fill_", "a ->", {}, "toy.fill_.default changes its operands in place"),
+        ("aten::linear", "b k, n k -> b n", {}, "aten.linear.default has a rule already"),
+        (toy.gate, "a, a", {}, "the rule of toy.gate.default is malformed: rule 'a, a' needs one '->'"),
+        (toy.gate, "a?, a -> a", {}, "malformed: 'a?' in the rule 'a?' is not a factor"),
+        (toy.gate, "a -> a", {}, "malformed: 'a -> a' has 1 operands, the op 2"),
+        (toy.gate, "a, a -> a, a", {}, "malformed: 'a, a -> a, a' has 2 outputs, the op 1"),
+        (toy.norm, "a, b, c -> a", {}, "malformed: 'a, b, c -> a' has 3 operands, the op 1 to 2"),
+        (toy.gate, "a a, a a -> a a", {}, "malformed: 'a a, a a -> a a' has 'a' twice in one term"),
+        (toy.gate, "a, a -> a", {"shards": "all"}, "malformed: shards='all'\n  help: write one of any, nonempty, even"),
+        (toy.gate, "a, a -> a", {"reduce": "mean"}, "malformed: reduce='mean'"),
+        (toy.gate, "a, a -> a", {"linear": [[2]]}, "malformed: linear= names operand 2 of 2"),
+        (
+            toy.gate,
+            "a, a -> a",
+            {"sizes": {"size": "a"}},
+            "malformed: sizes= names 'size'\n  help: use its arguments: x, gate, scale",
+        ),
+        (toy.gate, "a, a -> a", {"local": {"b": gate}}, "malformed: local= names 'b'"),
+    ],
+)
+def test_what_is_refused(op: object, rule: str, options: dict[str, object], said: str) -> None:
+    with pytest.raises(RuleError) as error:
+        register(op, rule, **options)
+    assert said in str(error.value)
+
+
+def test_the_terms_of_a_list_are_not_counted() -> None:
+    register(toy.parts, "a b -> a, a, a")
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(toy.gate(self.up(x), self.gate(x), scale=0.5))
+
+
+def fallbacks(program: tpcompiler.ParallelProgram) -> list[str]:
+    return [c.kind for c in program.collectives() if c.why == "fallback"]
+
+
+PLAN = {"up": "colwise", "gate": "colwise", "down": "rowwise"}
+
+
+def gated() -> torch.export.ExportedProgram:
+    torch.manual_seed(0)
+    return torch.export.export(Gated(), (torch.randn(4, 8),))
+
+
+def test_without_a_rule_the_operands_are_gathered_and_said_so() -> None:
+    program = tpcompiler.parallelize(gated(), 2, PLAN)
+    assert program.verify((torch.randn(4, 8),)).ok
+    assert fallbacks(program) == ["all_gather", "all_gather"]
+
+
+@pytest.mark.parametrize("rule", ["b h, b h -> b h", lambda node: "b h, b h -> b h"], ids=["text", "function"])
+def test_with_a_rule_the_program_has_one_collective(rule: object) -> None:
+    register(toy.gate, rule)
+    program = tpcompiler.parallelize(gated(), 2, PLAN)
+    assert [c.kind for c in program.collectives()] == ["all_reduce"]
+    assert program.verify((torch.randn(4, 8),)).ok
+
+
+def test_a_function_may_decline_a_call() -> None:
+    register(toy.gate, lambda node: None)
+    assert len(fallbacks(tpcompiler.parallelize(gated(), 2, PLAN))) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("b s h, b s h -> b s h", "has terms of [3, 3, 3] dims, the tensors have [2, 2, 2]"),
+        ("b h, h b -> b h", "gives 'h' the size 12, and a tensor has 4 there"),
+    ],
+)
+def test_a_text_that_does_not_fit_the_tensors(text: str, said: str) -> None:
+    register(toy.gate, text)
+    with pytest.raises(RuleError, match=r"the rule of toy\.gate\.default at 'gate'") as error:
+        tpcompiler.parallelize(gated(), 2, PLAN)
+    assert said in str(error.value)
+
+
+class One(nn.Module):
+    def __init__(self, op: object, *args: object) -> None:
+        super().__init__()
+        self.op, self.args = op, args
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.op(x, *self.args)  # type: ignore[operator,no-any-return]
+
+
+def targets(module: nn.Module, shape: tuple[int, ...], placement: str) -> list[str]:
+    """The ops of rank 0's program when the input and the output are cut so."""
+    exported = torch.export.export(module, (torch.randn(shape),))
+    program = tpcompiler.parallelize(exported, 2, {}, inputs=[placement], outputs=[placement])
+    assert program.verify((torch.randn(shape),)).ok
+    return [str(node.target) for node in program.rank_program(0).graph.nodes if node.op == "call_function"]
+
+
+def test_an_op_that_torch_would_decompose_stays_whole() -> None:
+    assert "toy.norm.default" not in targets(One(toy.norm), (4, 6), "S(0)")
+    register(toy.norm, "b h! -> b h!")
+    assert targets(One(toy.norm), (4, 6), "S(0)") == ["toy.norm.default"]
+
+
+def test_a_rule_goes_before_the_pointwise_tag() -> None:
+    register(toy.twice, "b! h -> b! h")
+    assert targets(One(toy.twice), (4, 6), "S(1)") == ["toy.twice.default"]
+    assert len(targets(One(toy.twice), (4, 6), "S(0)")) > 1
+
+
+def test_size_arguments_are_the_ranks_own() -> None:
+    @torch.library.register_fake("toy::spread", lib=library)
+    def _(x: torch.Tensor, size: list[int]) -> torch.Tensor:
+        return x.new_empty(size)
+
+    register(toy.spread, "b h -> b h n", sizes={"size": "b h n"}, shards="any")
+    exported = torch.export.export(One(toy.spread, [5, 6, 3]), (torch.randn(5, 6),))
+    program = tpcompiler.parallelize(exported, 2, {}, inputs=["S(0)"], outputs=["S(0)"])
+    assert program.verify((torch.randn(5, 6),)).ok
+    (node,) = (n for n in program.rank_program(1).graph.nodes if n.target is toy.spread.default)
+    assert node.args[1] == [2, 6, 3]
+
+
+def test_a_pending_sum_passes_through_a_linear_op_only() -> None:
+    def rule(node: fx.Node) -> tpcompiler.RuleText:
+        return tpcompiler.RuleText("b h -> b h", linear=((0,),))
+
+    register(toy.twice, rule)
+    exported = torch.export.export(One(toy.twice), (torch.randn(4, 6),))
+    program = tpcompiler.parallelize(exported, 2, {}, inputs=["P(sum)"], outputs=["P(sum)"])
+    assert program.verify((torch.randn(4, 6),)).ok
+    assert not program.collectives()
+
+
+MODULE = """
+import torch, tpcompiler
+
+@torch.library.custom_op("toycli::gate", mutates_args=())
+def gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(gate)
+
+@gate.register_fake
+def _(x, gate):
+    return torch.empty_like(x)
+
+tpcompiler.register_rule(gate, "b h, b h -> b h", shards="any")
+"""
+
+
+def test_the_command_line_imports_ops_and_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process the ops are known already; that the other commands import is the matter of their own tests."""
+    (tmp_path / "toy_rules.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import toy_rules  # type: ignore[import-not-found]
+
+    class Model(Gated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(toy_rules.gate(self.up(x), self.gate(x)))  # type: ignore[no-any-return]
+
+    model, plan, out = (tmp_path / name for name in ("model.pt2", "plan.yaml", "out"))
+    torch.export.save(torch.export.export(Model(), (torch.randn(4, 8),)), model)
+    plan.write_text("up: colwise\ngate: colwise\ndown: rowwise\n")
+    for target in [target for target in _RULES if str(target).startswith("toycli")]:
+        del _RULES[target]
+    del sys.modules["toy_rules"]  # as in a process that has not seen it
+    said = right("convert", model, "--tp", 2, "--plan", plan, "-o", out, "--import", "toy_rules")
+    assert "all_reduce" in said
+    assert "all_gather" not in said
+    assert call("verify", out, "--against", model, "--import", "toy_rules").exit_code == 0
+    assert " gate " in right("show", out, "--import", "toy_rules")

@@ -1,0 +1,75 @@
+"""Convolutions: input channels are summed, groups are independent; space under a window is whole."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler.ir import edit
+from tpcompiler.rules.matmul import BILINEAR
+from tpcompiler.rules.notation import RuleText, ShardRange
+from tpcompiler.rules.pooling import per_dim, side_by_side
+from tpcompiler.rules.registry import op_rule
+
+aten = torch.ops.aten
+
+TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+
+
+def _own_groups(*args: Any, shard: ShardRange, target: Any, position: int, **kwargs: Any) -> Any:
+    """As many groups as this shard holds."""
+    if len(args) > position:
+        return target(*args[:position], shard.size, *args[position + 1 :], **kwargs)
+    return target(*args, **{**kwargs, "groups": shard.size})
+
+
+@op_rule(
+    aten.convolution.default,
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv1d.padding,
+    aten.conv2d.padding,
+    aten.conv3d.padding,
+    *TRANSPOSED,
+    shards="nonempty",
+)
+def convolution(node: fx.Node) -> RuleText:
+    """ "n (g i) s0!, (g o) i k0!, +(g o) -> n (g o) o0"; a transposed one has "(g i) o k0!" in the middle.
+
+    Without groups, channels are "i" and "o". Where windows lie side by side they are independent: "(o0 k0!)".
+    """
+    args = edit.bound(node)
+    operands = edit.operands(node)
+    weight = operands[1].meta["val"].shape
+    space = len(weight) - 2
+    transposed = node.target in TRANSPOSED or bool(args.get("transposed"))
+    grouped = args["groups"] > 1
+    given, made = ("(g i)", "(g o)") if grouped else ("i", "o")
+    first = f"{given} o" if transposed else f"{made} i"
+    batch = "n " * (operands[0].meta["val"].ndim - space - 1)
+    inside = [f"s{d}!" for d in range(space)]
+    if not transposed and not isinstance(args["padding"], str):
+        steps = (per_dim(args[name], space) for name in ("stride", "padding", "dilation"))
+        shapes = (value.shape[-space:] for value in (operands[0].meta["val"], node.meta["val"]))
+        for d, sizes in enumerate(zip(*shapes, weight[2:], *steps, strict=True)):
+            if side_by_side(*sizes):
+                inside[d] = f"(o{d} k{d}!)"
+    kernel = " ".join(f"k{d}!" for d in range(space))
+    outside = " ".join(f"o{d}" for d in range(space))
+    bias = f", +{made}" if len(operands) == 3 else ""
+    text = f"{batch}{given} {' '.join(inside)}, {first} {kernel}{bias} -> {batch}{made} {outside}"
+    if not grouped:
+        return RuleText(text, linear=BILINEAR)
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    body = partial(_own_groups, target=node.target, position=names.index("groups"))
+    return RuleText(text, factors={"g": args["groups"]}, linear=BILINEAR, local={"g": body})
+
+
+@op_rule(aten.conv_tbc.default, shards="nonempty")
+def conv_tbc(node: fx.Node) -> RuleText:
+    """ "s! n i, k! i o, +o -> t n o": steps before the batch, channels last."""
+    return RuleText("s! n i, k! i o, +o -> t n o", linear=BILINEAR)

@@ -1,0 +1,50 @@
+"""Triangles and diagonals: what is kept depends on where an element stands in both dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from tpcompiler.ir import edit
+from tpcompiler.rules.notation import RuleText, ShardRange
+from tpcompiler.rules.registry import op_rule
+from tpcompiler.rules.structure import dims_text
+
+aten = torch.ops.aten
+
+
+def _moved(op: Callable[[torch.Tensor, int], torch.Tensor], sign: int) -> Callable[..., torch.Tensor]:
+    """The op on a block of rows (sign 1) or columns (sign -1), whose diagonal lies further right (or left)."""
+
+    def body(value: torch.Tensor, diagonal: int = 0, *, shard: ShardRange) -> torch.Tensor:
+        return op(value, diagonal + sign * shard.offset)
+
+    return body
+
+
+@op_rule(aten.tril.default, aten.triu.default, shards="any")
+def triangle(node: fx.Node) -> RuleText:
+    """ "d0 r c -> d0 r c", with the diagonal moved by where a shard begins. Linear: elements are kept or dropped.
+
+    A dynamic size stays whole, because where a shard begins is no number then.
+    """
+    shape = node.meta["val"].shape
+    rows, columns = len(shape) - 2, len(shape) - 1
+    op = aten.tril.default if node.target is aten.tril.default else aten.triu.default
+    fixed = {rows: _moved(op, 1), columns: _moved(op, -1)}
+    fixed = {d: body for d, body in fixed.items() if isinstance(shape[d], int)}
+    text = dims_text(len(shape), {rows, columns} - fixed.keys())
+    return RuleText(f"{text} -> {text}", linear=((0,),), local={f"d{d}": body for d, body in fixed.items()})
+
+
+@op_rule(aten.diagonal_scatter.default, shards="any")
+def diagonal_scatter(node: fx.Node) -> RuleText:
+    """ "d0! d1! d2, d2 k! -> d0! d1! d2": jointly linear, what is written replaces what was there."""
+    args = edit.bound(node)
+    ndim = node.meta["val"].ndim
+    crossed = {args["dim1"] % ndim, args["dim2"] % ndim}
+    text = dims_text(ndim, crossed)
+    part = " ".join([*(f"d{d}" for d in range(ndim) if d not in crossed), "k!"])
+    return RuleText(f"{text}, {part} -> {text}", linear=((0, 1),))

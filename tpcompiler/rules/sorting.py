@@ -1,0 +1,72 @@
+"""Sorting, and sums along a dim: what stands before an element decides, so the dim stays whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from tpcompiler.ir import edit
+from tpcompiler.rules.notation import RuleText
+from tpcompiler.rules.reductions import linear_cast
+from tpcompiler.rules.registry import op_rule
+from tpcompiler.rules.structure import dims_text
+
+aten = torch.ops.aten
+
+
+@op_rule(
+    aten.sort.default,
+    aten.sort.stable,
+    aten.cumsum.default,
+    aten.cumprod.default,
+    aten.logcumsumexp.default,
+    aten.cummax.default,
+    aten.cummin.default,
+    shards="any",
+)
+def scan(node: fx.Node) -> RuleText:
+    """ "d0 d1! -> d0 d1!", with positions beside it: they count within a line. Only a running sum is linear."""
+    (operand,) = edit.operands(node)
+    ndim = operand.meta["val"].ndim
+    text = dims_text(ndim, {edit.bound(node)["dim"] % ndim} if ndim else ())
+    made = ", ".join([text] * len(edit.outputs(node)))
+    return RuleText(f"{text} -> {made}", linear=linear_cast(node) if node.target is aten.cumsum.default else ())
+
+
+@op_rule(aten.topk.default, shards="any")
+def topk(node: fx.Node) -> str:
+    """ "d0 d1! -> d0 k, d0 k" """
+    (operand,) = edit.operands(node)
+    ndim = operand.meta["val"].ndim
+    dim = edit.bound(node)["dim"] % ndim if ndim else 0
+    made = " ".join("k" if d == dim else f"d{d}" for d in range(ndim))
+    return f"{dims_text(ndim, {dim})} -> {made}, {made}"
+
+
+def _lines(operand: fx.Node, last: str) -> str:
+    """ "d0 v": leading dims, and a name for the last one."""
+    ndim = operand.meta["val"].ndim
+    return " ".join([*(f"d{d}" for d in range(ndim - 1)), last])
+
+
+@op_rule(aten.bucketize.Tensor, aten.searchsorted.Tensor, shards="any")
+def searchsorted(node: fx.Node) -> str:
+    """ "b!, d0 d1 -> d0 d1", or "d0 b!, d0 v -> d0 v" where every line has boundaries of its own (and their order)."""
+    first, second, *sorter = edit.operands(node)
+    values, bounds = (first, second) if node.target is aten.bucketize.Tensor else (second, first)
+    ndim = values.meta["val"].ndim
+    if bounds.meta["val"].ndim == 1:
+        bound, value = "b!", " ".join(f"d{d}" for d in range(ndim))
+    else:
+        bound, value = _lines(bounds, "b!"), _lines(values, "v")
+    terms = [value, bound] if node.target is aten.bucketize.Tensor else [bound, value]
+    return f"{', '.join([*terms, *([bound] if sorter else [])])} -> {value}"
+
+
+@op_rule(aten.histc.default, shards="any")
+def histc(node: fx.Node) -> str:
+    """ "d0 d1 -> b": counts of shards sum up to counts, where the range is given and not taken from the data."""
+    args = edit.bound(node)
+    given = args["min"] < args["max"]
+    ndim = edit.operands(node)[0].meta["val"].ndim
+    return f"{dims_text(ndim, () if given else range(ndim))} -> b"

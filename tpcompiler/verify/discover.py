@@ -1,0 +1,235 @@
+"""Find out by execution how one call of an op can run on shards. No rule is asked.
+
+The call is run whole, and then once per rank on shards of its operands. A placement of the operands is sound when some
+placement of every output puts the ranks' results together to the whole one. What is found holds for this call: a
+coincidence of its values counts as sound, so operands should be random and sizes different from each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from tpcompiler._torch import tree_flatten, tree_unflatten
+from tpcompiler.errors import RuleError
+from tpcompiler.ir.placements import format_placement
+from tpcompiler.ir.sharding import chunk
+from tpcompiler.ir.shares import REDUCE
+
+MOST = 2500  # combinations of the operands' placements that are tried one by one
+REDRAWN = 6  # times that the elements are put in another order
+PENDING = tuple(Partial(op) for op in ("sum", "max", "min", "avg"))
+Rewrite = tuple[str, int, int]  # a size argument, its entry, and the unit in which that one is dealt
+
+
+class Way(NamedTuple):
+    """One sound way to run a call: the placements of the operands and of the outputs, in order.
+
+    `sizes` names the entry of a size argument that must be the rank's own for it, as (argument, entry).
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    sizes: tuple[str, int] | None = None
+
+    def __str__(self) -> str:
+        inputs, outputs = (", ".join(map(format_placement, each)) for each in (self.inputs, self.outputs))
+        return f"{inputs} -> {outputs}" + (f" ({self.sizes[0]}[{self.sizes[1]}] local)" if self.sizes else "")
+
+
+def sound_placements(
+    op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, degree: int = 2
+) -> list[Way]:
+    """Every sound way to run the call on one mesh axis of `degree` ranks.
+
+    Tried are R, S(d) where every rank gets something, and P(sum) for operands of floats; size arguments are given as
+    they are, and, if nothing comes of that, with one entry as the rank's own. What holds must hold again with the
+    elements of every operand in another order, where the op takes that. Placements that make no sense are tried too: a
+    kernel that does not check its operands may crash.
+
+    Raises:
+        RuleError: two runs of the whole call differ, or its result holds nothing to compare.
+    """
+    call = _Call(op, tuple(args), dict(kwargs or {}), degree)
+    operands = [leaf for leaf in call.leaves if isinstance(leaf, torch.Tensor)]
+    whole = call.run(operands)
+    if not all(same(a, b) for a, b in zip(whole, call.run(operands), strict=True)):
+        raise RuleError(f"{op} gives another result each time", help="a rule cannot say how to cut it")
+    if not any(v.numel() and not v.isnan().all() for v in whole):
+        shapes = ", ".join(str(list(v.shape)) for v in operands)
+        raise RuleError(f"{op} gives no numbers for {shapes}", help="give operands for which it does")
+    sizes = [None, *_rewrites(op, args, dict(kwargs or {}), whole)]
+    found: dict[Way, Rewrite | None] = {}
+    for inputs in _combinations(operands, degree):
+        for rewrite in sizes:
+            outputs = call.outcomes(inputs, rewrite, operands, whole, 0)
+            found.update((Way(inputs, each, rewrite and rewrite[:2]), rewrite) for each in outputs)
+            if outputs and any(not isinstance(placement, Replicate) for placement in inputs):
+                break  # whole operands may make a new dim in shares besides
+    for seed in range(1, REDRAWN + 1):
+        drawn = [_shuffled(value, seed) for value in operands]
+        try:
+            whole = call.run(drawn)
+        except Exception:  # an order of its own that the op asks for
+            continue
+        found = {way: r for way, r in found.items() if way.outputs in call.outcomes(way.inputs, r, drawn, whole, seed)}
+    return list(found)
+
+
+class _Call:
+    """A call that is run again and again with other operands."""
+
+    def __init__(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], degree: int) -> None:
+        self.op, self.degree = op, degree
+        self.leaves, self.spec = tree_flatten((args, kwargs))
+
+    def run(self, local: Sequence[torch.Tensor], rewrite: Rewrite | None = None, rank: int = 0) -> list[torch.Tensor]:
+        feed = iter(local)
+        leaves = [next(feed) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        if rewrite is not None:
+            args, kwargs = _rewritten(self.op, args, kwargs, rewrite, self.degree, rank)
+        return [v for v in tree_flatten(self.op(*args, **kwargs))[0] if isinstance(v, torch.Tensor)]
+
+    def outcomes(
+        self,
+        inputs: Sequence[Placement],
+        rewrite: Rewrite | None,
+        operands: Sequence[torch.Tensor],
+        whole: Sequence[torch.Tensor],
+        seed: int,
+    ) -> list[tuple[Placement, ...]]:
+        """The placements of the outputs under which the ranks' results are the whole ones."""
+        pairs = zip(operands, inputs, strict=True)
+        shares = [_shares(value, placement, self.degree, seed) for value, placement in pairs]
+        try:
+            parts = [self.run([share[rank] for share in shares], rewrite, rank) for rank in range(self.degree)]
+        except Exception:  # whatever the op says of shards that it cannot take
+            return []
+        if any(len(part) != len(whole) for part in parts):
+            return []
+        return list(product(*(_joins([part[i] for part in parts], value) for i, value in enumerate(whole))))
+
+
+def _shuffled(value: torch.Tensor, seed: int) -> torch.Tensor:
+    generator = torch.Generator(value.device).manual_seed(seed)
+    order = torch.randperm(value.numel(), generator=generator, device=value.device)
+    return value.flatten()[order].view(value.shape)
+
+
+def _combinations(operands: Sequence[torch.Tensor], degree: int) -> Iterator[tuple[Placement, ...]]:
+    """Every combination of the operands' placements; of too many, those that cut dims of one size, or all alike."""
+    options: list[list[Placement]] = []
+    for value in operands:
+        own: list[Placement] = [Replicate()]
+        own += [Shard(d) for d, size in enumerate(value.shape) if chunk(size, degree, degree - 1)[1]]
+        own += [Partial()] * (value.is_floating_point() or value.is_complex())
+        options.append(own)
+    if prod(map(len, options)) <= MOST:
+        yield from product(*options)
+        return
+    groups: dict[object, list[list[Placement]]] = {}
+    for index, (value, own) in enumerate(zip(operands, options, strict=True)):
+        for placement in own[1:]:
+            key = value.shape[placement.dim] if isinstance(placement, Shard) else "P"
+            groups.setdefault(key, [[Replicate()] for _ in operands])[index].append(placement)
+    seen: dict[tuple[Placement, ...], None] = {}
+    for group in groups.values():
+        while prod(map(len, group)) > MOST:  # so many operands alike
+            max(group, key=len).pop()
+        seen.update(dict.fromkeys(product(*group)))
+    for i in range(max(map(len, options))):
+        seen[tuple(own[min(i, len(own) - 1)] for own in options)] = None
+    yield from seen
+
+
+def _shares(value: torch.Tensor, placement: Placement, degree: int, seed: int) -> list[torch.Tensor]:
+    """One share per rank. A pending sum is dealt at random, so that no rank holds nothing."""
+    if isinstance(placement, Shard):
+        pieces = [chunk(value.shape[placement.dim], degree, rank) for rank in range(degree)]
+        return [value.narrow(placement.dim, *piece).contiguous() for piece in pieces]
+    if isinstance(placement, Partial):
+        generator = torch.Generator(value.device).manual_seed(seed)
+        others = [
+            torch.randn(value.shape, dtype=value.dtype, device=value.device, generator=generator)
+            for _ in range(degree - 1)
+        ]
+        return [*others, value - sum(others, torch.zeros_like(value))]
+    return [value] * degree
+
+
+def _joins(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> list[Placement]:
+    if any(part.dtype != whole.dtype for part in parts):
+        return []
+    if all(part.shape == whole.shape for part in parts):
+        if all(same(part, whole) for part in parts):
+            return [Replicate()]
+        stacked = torch.stack(list(parts))
+        return [op for op in PENDING if _reduces(op, whole.dtype) and same(REDUCE[op.reduce_op](stacked), whole, parts)]
+    found: list[Placement] = []
+    for dim in range(whole.ndim):
+        if all(part.ndim == whole.ndim and _but(part, dim) == _but(whole, dim) for part in parts):
+            if same(torch.cat(list(parts), dim), whole):
+                found.append(Shard(dim))
+    return found
+
+
+def _reduces(placement: Partial, dtype: torch.dtype) -> bool:
+    """Whether numbers of this type can be reduced so: complex ones have no order, and integers no average."""
+    if dtype.is_complex or dtype == torch.bool:
+        return (placement.reduce_op in ("sum", "avg")) == dtype.is_complex
+    return placement.reduce_op != "avg" or dtype.is_floating_point
+
+
+def _but(value: torch.Tensor, dim: int) -> list[int]:
+    return [size for d, size in enumerate(value.shape) if d != dim]
+
+
+def same(a: torch.Tensor, b: torch.Tensor, parts: Sequence[torch.Tensor] = ()) -> bool:
+    """Whether `a` is `b` but for the rounding of another order of summation, measured by the largest of `b`.
+
+    Of the ranks' parts too: where these cancel, the rounding is that of what was summed.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (b.is_floating_point() or b.is_complex()):
+        return torch.equal(a, b)
+    epsilon = torch.finfo(b.dtype).eps
+    finite = [v[v.isfinite()] for v in (b, *parts)]
+    scale = max((v.abs().max().item() for v in finite if v.numel()), default=1.0)
+    steps = 256 if epsilon < 1e-6 else 4  # in half precision 256 steps would be all of the number
+    return torch.allclose(a, b, rtol=0, atol=max(scale, 1e-30) * steps * epsilon, equal_nan=True)
+
+
+def _rewrites(
+    op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], whole: Sequence[torch.Tensor]
+) -> Iterator[Rewrite]:
+    """Entries of size arguments that may count a dim of the first output, with the units that divide them."""
+    if not whole or not isinstance(op, torch._ops.OpOverload):
+        return
+    for position, argument in enumerate(op._schema.arguments):
+        given = kwargs.get(argument.name, args[position] if position < len(args) else None)
+        kind: Any = argument.real_type
+        if not kind.str().startswith("SymInt["):
+            continue
+        for entry, size in enumerate(given if isinstance(given, (list, tuple)) else ()):
+            if isinstance(size, int) and size > 1 and size in whole[0].shape:
+                yield from ((argument.name, entry, unit) for unit in range(1, size) if size % unit == 0)
+
+
+def _rewritten(
+    op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rewrite: Rewrite, degree: int, rank: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    assert isinstance(op, torch._ops.OpOverload)
+    name, entry, unit = rewrite
+    position = [argument.name for argument in op._schema.arguments].index(name)
+    given = list(kwargs[name] if name in kwargs else args[position])
+    given[entry] = chunk(given[entry], degree, rank, unit)[1]
+    if name in kwargs:
+        return args, {**kwargs, name: given}
+    return (*args[:position], given, *args[position + 1 :]), kwargs
