@@ -16,7 +16,7 @@ TABLE = {"transformer.wte": "embedding_rowwise", **HEAD}
 FALCON_TABLE = {"transformer.word_embeddings": "embedding_rowwise", **HEAD}
 PACKED = "no gather: a packed style, which does not exist yet, would cut queries, keys and values apart"
 MERGED = "no gather: attention merges batch and heads into one dim, of which heads are the inner part"
-CLASSES = {"GPT2": "GPT2LMHeadModel"}
+CLASSES = {"GPT2": "GPT2LMHeadModel", "CTRL": "CTRLLMHeadModel"}
 SUMS = {"all_reduce": 2}  # attention's output projection, the MLP's second layer
 GATHER = {"all_gather": 1, **SUMS}  # and what is packed, as the plan says
 

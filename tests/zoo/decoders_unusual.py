@@ -1,0 +1,129 @@
+"""Decoders of text whose layers are like no other's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.zoo.case import BATCH, Layers
+from tests.zoo.decoders import ATTENTION, GATED_MLP, KEY_BIAS, LAYER, VOCABULARY_CUT, decoder
+from tests.zoo.decoders_older import HEAD, SUMS, TRANSFORMER, older
+from tests.zoo.decoders_planned import planned
+from tests.zoo.experts import NO_STYLE
+from tests.zoo.state_space import LENGTH, only
+
+CTRL = replace(
+    older(
+        "ctrl",
+        "CTRL",
+        {
+            "transformer.w": "embedding_rowwise",
+            **HEAD,
+            "**.Wq": "colwise",
+            "**.Wk": "colwise",
+            "**.Wv": "colwise",
+            "**.dense": "rowwise",
+            "**.ffn.0": "colwise",
+            "**.ffn.2": "rowwise",
+        },
+        TRANSFORMER,
+        SUMS,
+        0.98,  # 65,720 of 66,616 numbers: not 896 of norms and row-wise biases
+        n_embd=64,
+        dff=96,
+        n_layer=2,
+        n_head=8,
+        n_positions=64,
+    ),
+    inert={"Wk.bias": KEY_BIAS},
+)
+HUNYUAN = decoder("hunyuan", "HunYuanDenseV1", {**VOCABULARY_CUT, **ATTENTION, **GATED_MLP}, head_dim=8)
+MINICPM3 = replace(
+    decoder(
+        "minicpm3",
+        "MiniCPM3",
+        planned,
+        num_key_value_heads=8,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    ),
+    cut=0.91,  # 61,440 of 67,472 numbers: not twice 2,984 of low-rank projections and norms, 64 of a norm
+    flops=0.91,  # 130,560 of 141,824 for a token: not 11,264 for the low-rank projections
+)
+MINIMAX = replace(
+    decoder(
+        "minimax",  # a state block by block, then attention; each head decays at its own rate
+        "MiniMax",
+        {
+            **VOCABULARY_CUT,
+            **ATTENTION,
+            "**.qkv_proj": "colwise",  # packed by heads
+            "**.output_gate": "colwise",
+            "**.out_proj": "rowwise",
+        },
+        layer_types=["linear_attention", "full_attention"],
+        block_size=4,
+        num_local_experts=4,
+        intermediate_size=24,
+    ),
+    dims={"input_ids": {0: BATCH}},
+    example=(2, LENGTH),
+    others=((3, LENGTH), (1, LENGTH)),
+    # The norm over all heads, the output projection; the output projection. The experts are on every rank.
+    layers=(only("model.layers", 0, all_reduce=2), only("model.layers", 1, all_reduce=1)),
+    cut=0.56,  # 48,192 of 85,888 numbers: not twice 18,688 of experts and router, 320 of norms
+    flops=0.67,  # 81,152 of 119,040 for a token without attention: not 37,888 for the routers and two experts each
+    pending=NO_STYLE,
+)
+LLAMA4 = replace(
+    decoder(
+        "llama4",  # complex rotations in chunks, then no positions and a temperature; all experts see all tokens
+        "Llama4Text",
+        {
+            **VOCABULARY_CUT,
+            **ATTENTION,
+            "**.gate_proj": "colwise",
+            "**.up_proj": "colwise",
+            "**.down_proj": "rowwise",
+            "**.experts.down_proj": "replicate",
+        },
+        head_dim=8,
+        intermediate_size=24,
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=4,
+        no_rope_layers=[1, 0],
+        floor_scale=4,
+    ),
+    cut=0.76,  # 62,976 of 81,984 numbers: not 18,688 of experts and router, 320 of norms
+    flops=0.75,  # 116,736 of 154,112 for a token: not 512 for the router, 36,864 for all experts
+    pending=NO_STYLE,
+)
+GEMMA3N = replace(
+    decoder(
+        "gemma3n",
+        "Gemma3nText",
+        planned,
+        head_dim=8,
+        hidden_size_per_layer_input=16,
+        altup_num_inputs=2,
+        num_kv_shared_layers=0,
+        laurel_rank=8,
+        vocab_size_per_layer_input=120,
+        activation_sparsity_pattern=[0.0, 0.0],
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=4,
+    ),
+    cut=0.76,  # 69,120 of 90,760 numbers: not what AltUp, Laurel and the inputs of each layer add, nor norms
+    flops=0.78,  # 144,384 of 183,296 for a token: not the same
+)
+DIFFLLAMA = replace(
+    decoder("diffllama", "DiffLlama", {**VOCABULARY_CUT, **ATTENTION, **GATED_MLP}),
+    layers=(Layers(LAYER, 2, {"all_gather (fallback)": 2, "all_reduce": 2}),),
+    pending="no gather: the first half of the heads meets the second, so that a cut of each half would do",
+)
+
+CASES = [CTRL, HUNYUAN, MINICPM3, MINIMAX, LLAMA4, GEMMA3N, DIFFLLAMA]
