@@ -29,18 +29,20 @@ def at_dim(ndim: int, dim: int, word: str) -> str:
 
 
 @op_rule(aten.cat.default, shards="any")
-def cat(node: fx.Node) -> RuleText | None:
-    """ "d0 c, d0 c -> d0 (n c)": parts of one size are blocks of what is made; others, c0! and c1!, are whole."""
+def cat(node: fx.Node) -> RuleText:
+    """ "d0 c, d0 c -> d0 (n c)": parts of one size are blocks of what is made; others, c0! and c1!, are whole.
+
+    An empty 1-d tensor may stand among tensors of any shape, as an empty cache does: "e0!, d0 c1! -> d0 c!".
+    """
     operands = [o.meta["val"] for o in edit.operands(node)]
     ndim = node.meta["val"].ndim
-    if any(o.ndim != ndim for o in operands):
-        return None  # the legacy form with an empty 1-d tensor
     dim = edit.bound(node)["dim"] % ndim
     linear = (tuple(range(len(operands))),)
-    if _alike(operands, dim):
+    empty = [o.ndim != ndim for o in operands]
+    if not any(empty) and _alike(operands, dim):
         terms = ", ".join([at_dim(ndim, dim, "c")] * len(operands))
         return RuleText(f"{terms} -> {at_dim(ndim, dim, '(n! c)')}", factors={"n": len(operands)}, linear=linear)
-    terms = ", ".join(at_dim(ndim, dim, f"c{i}!") for i in range(len(operands)))
+    terms = ", ".join(f"e{i}!" if gone else at_dim(ndim, dim, f"c{i}!") for i, gone in enumerate(empty))
     return RuleText(f"{terms} -> {at_dim(ndim, dim, 'c!')}", linear=linear)
 
 
