@@ -118,13 +118,11 @@ nonempty shards; linear in 0
     _upsample_bicubic2d_aa.default _upsample_bilinear2d_aa.default avg_pool1d.default
     avg_pool2d.default avg_pool3d.default col2im.default grid_sampler_2d.default
     grid_sampler_3d.default im2col.default unfold.default upsample_bicubic2d.default
-    upsample_bicubic2d.vec upsample_bilinear2d.default upsample_bilinear2d.vec
-    upsample_nearest2d.vec upsample_trilinear3d.default upsample_trilinear3d.vec
+    upsample_bilinear2d.default upsample_bilinear2d.vec upsample_nearest2d.vec
+    upsample_trilinear3d.default
 nonempty shards; linear in 0 or linear in 1
     conv1d.default conv1d.padding conv2d.default conv3d.default conv3d.padding conv_tbc.default
     conv_transpose1d.default conv_transpose3d.input convolution.default
-nonempty shards; linear in 0 or linear in 1 or linear in 2
-    bilinear.default
 nonempty shards; linear in 0 or linear in 1; own body for g
     conv2d.padding conv_transpose2d.input
 nonempty shards; linear in 0; counts output_size
