@@ -72,6 +72,8 @@ any shards; linear in 0; own body for c
     slice_copy.Tensor split_copy.Tensor
 any shards; linear in 0; own body for d0; own body for d1
     triu.default
+any shards; linear in 0; own body for d1
+    _unsafe_index.Tensor gather.default index.Tensor index_select.default
 any shards; linear in 0; own body for d1; own body for d2
     tril.default
 any shards; linear in 0; own body for v
