@@ -42,16 +42,16 @@ any shards
     copy.default cummax.default cummin.default cumprod.default full_like.default histc.default
     index_reduce.default kthvalue.default layer_norm.default log_softmax.int logcumsumexp.default
     masked_fill.Scalar max.dim median.default median.dim min.dim mode.default nanmedian.default
-    nanmedian.dim native_layer_norm.default rms_norm.default rrelu_with_noise_functional.default
-    scatter.value scatter.value_reduce searchsorted.Tensor softmax.int sort.default sort.stable
-    topk.default var.correction var_mean.correction
+    nanmedian.dim native_layer_norm.default renorm.default rms_norm.default
+    rrelu_with_noise_functional.default scatter.value scatter.value_reduce searchsorted.Tensor
+    softmax.int sort.default sort.stable topk.default var.correction var_mean.correction
 any shards; leaves P(product)
     prod.default prod.dim_int
 any shards; linear in 0
     _conj.default chunk.default conj_physical.default constant_pad_nd.default cumsum.default
     diagonal.default div.Scalar div.Tensor mul.Scalar narrow_copy.default neg.default polar.default
     repeat.default select.int select_copy.int slice.Tensor split.Tensor split_with_sizes.default
-    sum.default sum.dim_IntList unbind.int unbind_copy.int
+    sum.default sum.dim_IntList trace.default unbind.int unbind_copy.int
 any shards; linear in 0 and 1
     add.Tensor complex.default diagonal_scatter.default select_scatter.default slice_scatter.default
     stack.default sub.Tensor
@@ -61,8 +61,8 @@ any shards; linear in 0 and 2
     _unsafe_index_put.default index_add.default index_copy.default index_put.default
     masked_fill.Tensor scatter.reduce scatter.src scatter_add.default scatter_reduce.two
 any shards; linear in 0 or linear in 1
-    _int_mm.default bmm.default einsum.default linear.default matmul.default mm.default mul.Tensor
-    tensordot.default
+    _int_mm.default bmm.default einsum.default linalg_cross.default linear.default matmul.default
+    mm.default mul.Tensor tensordot.default
 any shards; linear in 0 or linear in 1 or linear in 2
     _trilinear.default
 any shards; linear in 0; counts split_sizes
@@ -118,13 +118,11 @@ nonempty shards; linear in 0
     _upsample_bicubic2d_aa.default _upsample_bilinear2d_aa.default avg_pool1d.default
     avg_pool2d.default avg_pool3d.default col2im.default grid_sampler_2d.default
     grid_sampler_3d.default im2col.default unfold.default upsample_bicubic2d.default
-    upsample_bicubic2d.vec upsample_bilinear2d.default upsample_bilinear2d.vec
-    upsample_nearest2d.vec upsample_trilinear3d.default upsample_trilinear3d.vec
+    upsample_bilinear2d.default upsample_bilinear2d.vec upsample_nearest2d.vec
+    upsample_trilinear3d.default
 nonempty shards; linear in 0 or linear in 1
     conv1d.default conv1d.padding conv2d.default conv3d.default conv3d.padding conv_tbc.default
     conv_transpose1d.default conv_transpose3d.input convolution.default
-nonempty shards; linear in 0 or linear in 1 or linear in 2
-    bilinear.default
 nonempty shards; linear in 0 or linear in 1; own body for g
     conv2d.padding conv_transpose2d.input
 nonempty shards; linear in 0; counts output_size

@@ -60,10 +60,11 @@ def baddbmm(node: fx.Node) -> RuleText:
 
 
 @op_rule(aten.addbmm.default, shards="any")
-def addbmm(node: fx.Node) -> RuleText:
+def addbmm(node: fx.Node) -> RuleText | None:
     """+m n, b m k, b k n -> m n: the batch is summed too."""
-    bias = _addend(node, "m n")
-    return RuleText(f"+{bias}, b m k, b k n -> m n", linear=((1,), (2,)))
+    if not all(isinstance(size, int) for side in edit.operands(node)[1:] for size in side.meta["val"].shape[1:]):
+        return None  # torch 2.13 cannot evaluate it on such dynamic sizes
+    return RuleText(f"+{_addend(node, 'm n')}, b m k, b k n -> m n", linear=((1,), (2,)))
 
 
 @op_rule(aten.addmv.default, shards="nonempty")

@@ -37,7 +37,7 @@ def pointwise(node: fx.Node) -> str:
     return f"{', '.join(terms)} -> {', '.join([' '.join(names)] * len(made))}"
 
 
-@op_rule(aten.add.Tensor, aten.sub.Tensor, aten.complex.default, shards="any")
+@op_rule(aten.add.Tensor, aten.sub.Tensor, shards="any")
 def add(node: fx.Node) -> RuleText:
     """Jointly linear in both operands; beside a number only affine, so nothing passes through."""
     return RuleText(pointwise(node), linear=((0, 1),) if len(edit.operands(node)) == 2 else ())
@@ -53,14 +53,21 @@ def mul(node: fx.Node) -> RuleText:
     aten.neg.default,
     aten.div.Tensor,
     aten.div.Scalar,
-    aten.polar.default,
     aten._conj.default,
     aten.conj_physical.default,
     shards="any",
 )
 def scale(node: fx.Node) -> RuleText:
-    """Linear in the first operand: a divisor or an angle is the same for every share."""
+    """Linear in the first operand: a divisor is the same for every share."""
     return RuleText(pointwise(node), linear=((0,),))
+
+
+@op_rule(aten.complex.default, aten.polar.default, shards="any")
+def complex_number(node: fx.Node) -> RuleText | None:
+    """Jointly linear in the real and the imaginary part; a length by itself, for the angle is the same for all."""
+    if not all(isinstance(size, int) for size in node.meta["val"].shape):
+        return None  # torch 2.13 evaluates them on the example's sizes alone
+    return RuleText(pointwise(node), linear=((0, 1),) if node.target is aten.complex.default else ((0,),))
 
 
 @op_rule(aten.where.self, shards="any")

@@ -16,17 +16,17 @@ UPSAMPLE = (
     aten.upsample_bilinear2d.default,
     aten.upsample_bilinear2d.vec,
     aten.upsample_trilinear3d.default,
-    aten.upsample_trilinear3d.vec,
     aten.upsample_bicubic2d.default,
-    aten.upsample_bicubic2d.vec,
     aten._upsample_bilinear2d_aa.default,
     aten._upsample_bicubic2d_aa.default,
 )
 
 
 @op_rule(*UPSAMPLE, shards="nonempty")
-def upsample(node: fx.Node) -> RuleText:
+def upsample(node: fx.Node) -> RuleText | None:
     """ "n c s0! s1! -> n c o0 o1": what is made is a weighted sum of what is there, so it is linear."""
+    if not all(isinstance(size, int) for size in node.meta["val"].shape[2:]):
+        return None  # torch multiplies dynamic sizes by the scale as floats, and knows only those of the example
     space = range(node.meta["val"].ndim - 2)
     return RuleText(
         f"n c {' '.join(f's{d}!' for d in space)} -> n c {' '.join(f'o{d}' for d in space)}", linear=((0,),)
