@@ -168,13 +168,11 @@ def diagonal(node: fx.Node) -> RuleText:
 
 
 @op_rule(aten.constant_pad_nd.default, shards="any")
-def pad(node: fx.Node) -> RuleText | None:
+def pad(node: fx.Node) -> RuleText:
     """ "d0 d1! -> d0 p1": dims that get nothing are free. Linear where zeros are put: every share has its own."""
     (operand,) = edit.operands(node)
     args = edit.bound(node)
     ndim = operand.meta["val"].ndim
-    if not all(isinstance(size, int) for size in operand.meta["val"].shape):
-        return None  # torch 2.13 evaluates it on the example's sizes alone
     given = list(args["pad"])
     padded = {ndim - 1 - at // 2 for at, count in enumerate(given) if not (isinstance(count, int) and count == 0)}
     made = " ".join(f"p{d}" if d in padded else f"d{d}" for d in range(ndim))
