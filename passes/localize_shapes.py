@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import FAKE_KERNELS, FakeTensorMode, enable_python_dispatcher, make_fx, statically_equal
+from tpcompiler._torch import FakeTensorMode, enable_python_dispatcher, make_fx, statically_equal
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
@@ -169,7 +169,7 @@ def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:
     if known not in results:
         # As export traces: some ops (padding) are kernels for plain sizes, which would take a symbol's example for it.
         with mode, torch.no_grad(), enable_python_dispatcher():
-            results[known] = FAKE_KERNELS.get(node.target, node.target)(*args, **kwargs)
+            results[known] = node.target(*args, **kwargs)  # type: ignore[operator]
     return results[known]
 
 

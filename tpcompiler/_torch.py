@@ -21,7 +21,6 @@ from torch._C._distributed_c10d import (
     _resolve_process_group,
     _unregister_process_group,
 )
-from torch._decomp import decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -39,11 +38,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
 
-# Ops whose fake kernel fails where sizes are symbolic and no plain symbols, such as 4*s0, beside what does instead.
-FAKE_KERNELS: dict[Any, Any] = {torch.ops.aten.baddbmm.default: decompositions.baddbmm}
-
 __all__ = [
-    "FAKE_KERNELS",
     "DeviceMesh",
     "FakeTensor",
     "FakeTensorMode",

@@ -82,7 +82,7 @@ CASES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, Any], dict[str, Any]]]
     ),
 }
 
-STATIC = ("keys that broadcast over heads", "features of two inputs")
+STATIC = ("keys that broadcast over heads",)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -62,8 +62,6 @@ def baddbmm(node: fx.Node) -> RuleText:
 @op_rule(aten.addbmm.default, shards="any")
 def addbmm(node: fx.Node) -> RuleText | None:
     """+m n, b m k, b k n -> m n: the batch is summed too."""
-    if not all(isinstance(size, int) for side in edit.operands(node)[1:] for size in side.meta["val"].shape[1:]):
-        return None  # torch 2.13 cannot evaluate it on such dynamic sizes
     return RuleText(f"+{_addend(node, 'm n')}, b m k, b k n -> m n", linear=((1,), (2,)))
 
 
@@ -78,8 +76,6 @@ def addmv(node: fx.Node) -> RuleText:
 def trilinear(node: fx.Node) -> RuleText | None:
     """d0 d2, d1 d2 d3, d0 d3 -> d0 d1, what `bilinear` is made of: an operand lacks the dims that it is expanded by."""
     args = edit.bound(node)
-    if any(not isinstance(size, int) for operand in edit.operands(node) for size in operand.meta["val"].shape):
-        return None  # torch 2.13 cannot evaluate it on dynamic sizes
     names = [f"d{d}" for d in range(args["i1"].meta["val"].ndim + len(args["expand1"]))]
 
     def without(dims: Sequence[int]) -> str:

@@ -65,8 +65,6 @@ def scale(node: fx.Node) -> RuleText:
 @op_rule(aten.complex.default, aten.polar.default, shards="any")
 def complex_number(node: fx.Node) -> RuleText | None:
     """Jointly linear in the real and the imaginary part; a length by itself, for the angle is the same for all."""
-    if not all(isinstance(size, int) for size in node.meta["val"].shape):
-        return None  # torch 2.13 evaluates them on the example's sizes alone
     return RuleText(pointwise(node), linear=((0, 1),) if node.target is aten.complex.default else ((0,),))
 
 
