@@ -48,11 +48,10 @@ any shards
 any shards; leaves P(product)
     prod.default prod.dim_int
 any shards; linear in 0
-    _conj.default _unsafe_index.Tensor chunk.default conj_physical.default constant_pad_nd.default
-    cumsum.default diagonal.default div.Scalar div.Tensor gather.default index.Tensor
-    index_select.default mul.Scalar narrow_copy.default neg.default polar.default repeat.default
-    select.int select_copy.int slice.Tensor split.Tensor split_with_sizes.default sum.default
-    sum.dim_IntList trace.default unbind.int unbind_copy.int
+    _conj.default chunk.default conj_physical.default constant_pad_nd.default cumsum.default
+    diagonal.default div.Scalar div.Tensor mul.Scalar narrow_copy.default neg.default polar.default
+    repeat.default select.int select_copy.int slice.Tensor split.Tensor split_with_sizes.default
+    sum.default sum.dim_IntList trace.default unbind.int unbind_copy.int
 any shards; linear in 0 and 1
     add.Tensor complex.default diagonal_scatter.default select_scatter.default slice_scatter.default
     stack.default sub.Tensor
@@ -124,8 +123,6 @@ nonempty shards; linear in 0
 nonempty shards; linear in 0 or linear in 1
     conv1d.default conv1d.padding conv2d.default conv3d.default conv3d.padding conv_tbc.default
     conv_transpose1d.default conv_transpose3d.input convolution.default
-nonempty shards; linear in 0 or linear in 1 or linear in 2
-    bilinear.default
 nonempty shards; linear in 0 or linear in 1; own body for g
     conv2d.padding conv_transpose2d.input
 nonempty shards; linear in 0; counts output_size
