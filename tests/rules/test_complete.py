@@ -31,6 +31,7 @@ NOT_RUN = {  # a kernel that does not check its operands takes the process down
 SILENT = {  # calls that show nothing
     "aten.scaled_dot_product_attention.default",  # one draws
     "aten.index.Tensor",  # a mask may pick nothing
+    "aten.rrelu_with_noise_functional.default",  # it draws where a number is negative
 }
 
 

@@ -14,6 +14,7 @@ import tpcompiler
 import tpcompiler.rules  # registers the rules
 from tests.rules.sample import Sample, flags, ids, node_of, t
 from tests.rules.samples import SAMPLES
+from tests.rules.test_complete import NOT_RUN
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.rules.notation import Rule, RuleText, parse
@@ -96,8 +97,7 @@ S(0) -> S(0), S(0)""",
 
 def test_a_coincidence_of_the_values_does_not_count() -> None:
     ascending = torch.arange(6.0, dtype=torch.float64)
-    assert "S(0)" not in ways(aten.sort.default, ascending)  # sorted shards of what is sorted already
-    assert "P(avg)" not in ways(aten.var.correction, torch.tensor([1.0, 2.0, 1.0, 2.0]), [0], correction=0)
+    assert "S(0)" not in ways(aten.msort.default, ascending)  # sorted shards of what is sorted already
 
 
 def test_many_operands_of_one_size() -> None:
@@ -152,7 +152,7 @@ def test_what_is_discovered_offers_what_our_rules_offer() -> None:
     short = {}
     for sample in {sample.target: sample for sample in reversed(SAMPLES) if sample.text is not None}.values():
         name = str(sample.target)
-        if sample.target not in _RULES or name in NOT_TRIED:
+        if sample.target not in _RULES or name in NOT_TRIED | NOT_RUN:
             continue
         rule = rule_of(node_of(sample))
         assert rule is not None
@@ -166,8 +166,7 @@ def test_what_is_discovered_offers_what_our_rules_offer() -> None:
 
 
 NOT_TRIED = {
-    "aten._native_batch_norm_legit_functional.default",  # the kernel reads beyond statistics that are cut alone
-    "aten._native_batch_norm_legit_no_training.default",  # likewise
+    "aten._grouped_mm.default",  # the kernel takes rows of whole 16 bytes, so it is cut in units that are not tried here
     "aten.squeeze.default",  # a shard of one row loses its dim: a text alone is no rule for it
     "aten.squeeze.dims",  # likewise
     "aten.slice_scatter.default",  # of a part that covers all: what is under it may be pending or not
