@@ -15,7 +15,6 @@ HEAD = {"lm_head": "colwise_gather_output"}
 TABLE = {"transformer.wte": "embedding_rowwise", **HEAD}
 FALCON_TABLE = {"transformer.word_embeddings": "embedding_rowwise", **HEAD}
 PACKED = "no gather: a packed style, which does not exist yet, would cut queries, keys and values apart"
-MERGED = "no gather: attention merges batch and heads into one dim, of which heads are the inner part"
 CLASSES = {"GPT2": "GPT2LMHeadModel", "CTRL": "CTRLLMHeadModel"}
 SUMS = {"all_reduce": 2}  # attention's output projection, the MLP's second layer
 GATHER = {"all_gather": 1, **SUMS}  # and what is packed, as the plan says
@@ -118,27 +117,26 @@ QKV_BY_HEAD = {
     "**.dense_h_to_4h": "colwise",
     "**.dense_4h_to_h": "rowwise",
 }
-BLOOM = _pending(
-    older(
-        "bloom",
-        "Bloom",
-        {**FALCON_TABLE, **QKV_BY_HEAD},
-        TRANSFORMER,
-        {"all_gather (fallback)": 2, **SUMS},
-        0.99,  # 106,880 of 107,904 numbers: not 1,024 of norms and row-wise biases
-        hidden_size=64,
-        n_layer=2,
-        n_head=8,
-    ),
-    MERGED,
+# Attention merges batch and heads into one dim, of which heads are the inner part.
+BLOOM = older(
+    "bloom",
+    "Bloom",
+    {**FALCON_TABLE, **QKV_BY_HEAD},
+    TRANSFORMER,
+    SUMS,
+    0.99,  # 106,880 of 107,904 numbers: not 1,024 of norms and row-wise biases
+    hidden_size=64,
+    n_layer=2,
+    n_head=8,
 )
 FALCON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "ffn_hidden_size": 96}
+# Attention and MLP are added to each other first, so that one sum serves both.
 FALCON_7B = older(
     "falcon_7b",  # 8 query heads share one kv head, packed in ten: parts of a head would lie on two ranks
     "Falcon",
     {**FALCON_TABLE, **QKV_BY_HEAD, "**.query_key_value": "colwise_gather_output"},
     TRANSFORMER,
-    GATHER,
+    {"all_gather": 1, "all_reduce": 1},
     0.99,  # 50,688 of 51,072 numbers: not 384 of norms
     **FALCON,
 )
@@ -147,7 +145,7 @@ FALCON_40B = older(
     "Falcon",
     {**FALCON_TABLE, **QKV_BY_HEAD},
     TRANSFORMER,
-    SUMS,
+    {"all_reduce": 1},
     0.98,  # 56,832 of 57,472 numbers: not 640 of norms
     new_decoder_architecture=True,
     num_kv_heads=4,
@@ -241,21 +239,18 @@ TWO_LINEARS = {
     "**.fc1": "colwise",
     "**.fc2": "rowwise",
 }
-XGLM = _pending(
-    older(
-        "xglm",
-        "XGLM",
-        {**VOCABULARY_CUT, **TWO_LINEARS},
-        LAYER,
-        {"all_gather (fallback)": 3, **SUMS},
-        0.98,  # 65,600 of 66,496 numbers: not 896 of norms and row-wise biases
-        d_model=64,
-        ffn_dim=96,
-        num_layers=2,
-        attention_heads=8,
-        max_position_embeddings=64,
-    ),
-    MERGED,
+XGLM = older(
+    "xglm",
+    "XGLM",
+    {**VOCABULARY_CUT, **TWO_LINEARS},
+    LAYER,
+    SUMS,
+    0.98,  # 65,600 of 66,496 numbers: not 896 of norms and row-wise biases
+    d_model=64,
+    ffn_dim=96,
+    num_layers=2,
+    attention_heads=8,
+    max_position_embeddings=64,
 )
 BIOGPT = older(
     "biogpt",
