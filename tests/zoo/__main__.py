@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,7 @@ from tpcompiler.ir import edit
 
 SHORT = {"all_reduce": "R", "all_gather": "G", "reduce_scatter": "S", "all_to_all": "A"}
 SHORT |= {f"{kind} ({FALLBACK})": f"{letter}?" for kind, letter in SHORT.items()}
+PROCESSES = 2
 COLUMNS = ("model", "shapes", "nodes", "worlds", "rel err / allowed", "bytes cut / least", "flops cut / least")
 COLUMNS += ("per layer", "outside", "gathers by plan", "fallback bytes", "s", "")
 CAPTION = (
@@ -38,7 +41,7 @@ def row(case: Case, dynamic: bool) -> Row:
     """One export of a case, on all worlds."""
     shapes = "dynamic" if dynamic else "static"
     try:
-        found = [measured(case, dynamic, world) for world in WORLDS[dynamic]]
+        found = [measured(case, dynamic, world) for world in WORLDS]
         unseen = set() if dynamic else unseen_parameters(case)
     except Exception as error:  # torch's own, when exporting, too: the other rows are wanted all the same
         said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -97,6 +100,12 @@ def _joined(texts: Iterable[str]) -> str:
     return "|".join(dict.fromkeys(texts))
 
 
+def _rows(name: str) -> list[Row]:
+    torch.set_num_threads(1)
+    case = CASES[name]
+    return [row(case, dynamic) for dynamic in ((False, True) if case.dims else (False,))]
+
+
 def main(names: Sequence[str]) -> int:
     """Print the table; 1 if any row fails, 2 for a name that is no case."""
     console = Console(width=None if sys.stdout.isatty() else 230)
@@ -106,13 +115,14 @@ def main(names: Sequence[str]) -> int:
         return 2
     table = Table(*COLUMNS, caption=CAPTION)
     rows = []
-    for case in (CASES[name] for name in names or CASES):
-        for dynamic in (False, True) if case.dims else (False,):
-            rows.append(row(case, dynamic))
-            print(f"{case.name}, {'dynamic' if dynamic else 'static'}: {rows[-1].cells[-1]}", file=sys.stderr)
-            table.add_row(*rows[-1].cells)
-        if not case.dims:
-            table.add_row("", f"static: {case.static_because}")
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn"), max_tasks_per_child=10) as pool:
+        for name, made in zip(names or CASES, pool.map(_rows, names or CASES), strict=True):
+            rows += made
+            for each in made:
+                table.add_row(*each.cells)
+            print(f"{name}: {', '.join(each.cells[-1] for each in made)}", file=sys.stderr, flush=True)
+            if not CASES[name].dims:
+                table.add_row("", f"static: {CASES[name].static_because}")
     console.print(table)
     for case in (CASES[name] for name in names or CASES if CASES[name].pending):
         console.print(f"{case.name} is pending: {case.pending}", markup=False, soft_wrap=True)
@@ -122,5 +132,4 @@ def main(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     sys.exit(main(sys.argv[1:]))

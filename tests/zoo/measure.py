@@ -20,7 +20,7 @@ from tpcompiler.report import Collective
 from tpcompiler.verify.compare import Difference, VerifyReport, compare, functional
 from tpcompiler.verify.simulate import flatten_inputs, simulate
 
-WORLDS = {False: (2, 4), True: (2,)}  # of the static export and of the dynamic one, which is run at more sizes instead
+WORLDS = (2, 4)
 FALLBACK = "fallback"
 # The judge allows 8 times a model's float32 noise, which is about 1e-6; a dropped all_reduce gives about 1. A tolerance
 # above this bound would say that the case is too ill-conditioned to judge by.

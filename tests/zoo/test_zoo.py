@@ -15,7 +15,7 @@ from tests.zoo.measure import WORLDS, Measured, alone, compared, exported, is_cu
 pytestmark = pytest.mark.slow
 
 EXPORTS = [(name, dynamic) for name in TESTED for dynamic in (False, True) if CASES[name].dims or not dynamic]
-ON_WORLDS = [(*export, world) for export in EXPORTS for world in WORLDS[export[1]]]
+ON_WORLDS = [(*export, world) for export in EXPORTS for world in WORLDS]
 
 
 @pytest.fixture(scope="module")
