@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.zoo import measure
-from tests.zoo.__main__ import main
 from tests.zoo.index import CASES
+from tests.zoo.table import main
 
 pytestmark = pytest.mark.slow
 
