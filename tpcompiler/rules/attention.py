@@ -8,7 +8,7 @@ from torch import fx
 from tpcompiler._torch import statically_equal, sym_quotient
 from tpcompiler.ir import edit
 from tpcompiler.rules.notation import RuleText
-from tpcompiler.rules.pointwise import broadcast
+from tpcompiler.rules.pointwise import broadcast, is_one
 from tpcompiler.rules.registry import op_rule
 
 aten = torch.ops.aten
@@ -36,21 +36,29 @@ def attention(node: fx.Node) -> RuleText | None:
     out, *others = edit.outputs(node)
     shared = out.shape[:-2]  # batch dims and heads
     heads = [f"b{d}" for d in range(len(shared) - 1)] + ["h"] * bool(shared)
-    queries, grouped = heads, False
+    queries, keys, values = heads, heads, heads
+    factors, kv = {}, [list(shared)] * 2
     if heads and (args["enable_gqa"] if not kernel else not statically_equal(q[-3], k[-3])):
-        if not statically_equal(k[-3], v[-3]) or sym_quotient(q[-3], k[-3]) is None:
-            return None  # keys and values in groups of their own
-        queries, grouped = [*heads[:-1], "(h g)"], True
+        several, few = (k[-3], v[-3]) if sym_quotient(k[-3], v[-3]) is not None else (v[-3], k[-3])
+        times = sym_quotient(several, few)
+        kv = [[*shared[:-1], k[-3]], [*shared[:-1], v[-3]]]
+        names = ["(h g)", "h", "h"]
+        if times is None or sym_quotient(q[-3], several) is None:
+            names = ["q!", "k!", "v!"]  # no common groups
+        elif not is_one(times):  # several heads of values share one of keys, or the other way round
+            factors = {"i": times}
+            names = ["(h i g)", *("(h i)" if statically_equal(size, several) else "h" for size in (k[-3], v[-3]))]
+        queries, keys, values = ([*heads[:-1], name] for name in names)
     s, e = "s!" if kernel or args["is_causal"] else "s", "e!" if kernel else "e"
-    kv = [*shared[:-1], k[-3]] if grouped else list(shared)
     terms = [
         broadcast(q, [*queries, s, "d!"], [*out.shape[:-1], q[-1]]),
-        broadcast(k, [*heads, "t!", "d!"], [*kv, *k[-2:]]),
-        broadcast(v, [*heads, "t!", e], [*kv, *v[-2:]]),
+        broadcast(k, [*keys, "t!", "d!"], [*kv[0], *k[-2:]]),
+        broadcast(v, [*values, "t!", e], [*kv[1], *v[-2:]]),
         *(broadcast(shape, [*queries, s, "t!"], [*out.shape[:-1], k[-2]]) for shape in mask),
     ]
     made = [" ".join([*queries, s, e])]
     for i, value in enumerate(others):
         rest = [f"x{i}{d}!" for d in range(value.ndim - len(queries))]
         made.append(" ".join([*queries, *rest] if i == 0 else [f"x{i}{d}!" for d in range(value.ndim)]))
-    return RuleText(f"{', '.join(terms)} -> {', '.join(made)}", linear=() if kernel else ((2,),))
+    text = f"{', '.join(terms)} -> {', '.join(made)}"
+    return RuleText(text, factors=factors, linear=() if kernel else ((2,),))

@@ -104,7 +104,7 @@ def grouped_mm(node: fx.Node) -> RuleText | None:
         (3, 2): f"g! {m} {k}, {k} t!, g! -> {m} t!",
         (2, 2): f"{m} t!, t! {n}, g! -> g! {m} {n}",
     }[left.ndim, right.ndim]
-    return RuleText(text, factors={f"{f}_": unit for f in sizes})
+    return RuleText(text, factors={f"{f}_": unit for f in sizes}, linear=BILINEAR)
 
 
 @op_rule(aten.matmul.default, shards="any")

@@ -1,4 +1,4 @@
-"""Normalisations: what they average over stays whole. None is linear: they divide by what they measure."""
+"""Normalisations: what they average over stays whole, and is no linear operand; scale and shift are, together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
     aten._fused_rms_norm.default,
     shards="any",
 )
-def layer_norm(node: fx.Node) -> str:
+def layer_norm(node: fx.Node) -> RuleText:
     """ "d0 h!, h!, h! -> d0 h!", beside the kept statistics of the native form."""
     operands = edit.operands(node)
     ndim = operands[0].meta["val"].ndim
@@ -30,7 +30,13 @@ def layer_norm(node: fx.Node) -> str:
     normed = [f"h{d}!" for d in range(inner)]
     terms = [" ".join(outer + normed)] + [" ".join(normed)] * (len(operands) - 1)
     made = [" ".join(outer + normed)] + [" ".join(outer + ["1"] * inner)] * (len(edit.outputs(node)) - 1)
-    return f"{', '.join(terms)} -> {', '.join(made)}"
+    return RuleText(f"{', '.join(terms)} -> {', '.join(made)}", linear=_affine(node))
+
+
+def _affine(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """Scale and shift, where no statistics stand beside the result."""
+    rest = tuple(range(1, len(edit.operands(node))))
+    return (rest,) if rest and len(edit.outputs(node)) == 1 else ()
 
 
 def _groups(value: torch.Tensor, *args: Any, shard: ShardRange, **kwargs: Any) -> torch.Tensor:
@@ -70,7 +76,9 @@ def group_norm(node: fx.Node) -> RuleText:
     made = [term, "n g", "n g"] if native else [term]
     groups = args["group"] if native else args["num_groups"]
     local = {"n": _native_groups, "g": _native_groups} if native else {"g": _groups}
-    return RuleText(f"{', '.join(terms)} -> {', '.join(made)}", factors={"g": groups}, local=local)
+    return RuleText(
+        f"{', '.join(terms)} -> {', '.join(made)}", factors={"g": groups}, local=local, linear=_affine(node)
+    )
 
 
 @op_rule(

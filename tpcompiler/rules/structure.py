@@ -181,10 +181,10 @@ def pad(node: fx.Node) -> RuleText:
 
 
 @op_rule(aten.flip.default, aten.roll.default)
-def in_place_dims(node: fx.Node) -> str:
+def in_place_dims(node: fx.Node) -> RuleText:
     """The dims along which elements meet are whole (all of them for a roll without dims)."""
     ndim = node.meta["val"].ndim
     args = edit.bound(node)
     dims = args["dims"]
     whole = {d % ndim for d in dims} if dims and ndim else set(range(ndim))
-    return f"{dims_text(ndim, whole)} -> {dims_text(ndim, whole)}"
+    return RuleText(f"{dims_text(ndim, whole)} -> {dims_text(ndim, whole)}", linear=((0,),))
