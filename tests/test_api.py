@@ -293,9 +293,9 @@ def test_an_output_class_is_saved_as_a_dict(tmp_path: Path) -> None:
 def test_a_weight_that_its_op_cannot_take_cut() -> None:
     program = exported(torch.nn.Conv1d(4, 15, 3), torch.randn(2, 4, 9))
     with pytest.raises(tpcompiler.ShardingError) as raised:
-        tpcompiler.parallelize(program, 2, {"weight": "S(0)"})
+        tpcompiler.parallelize(program, 16, {"weight": "S(0)"})
     assert str(raised.value).splitlines()[:2] == [
-        "cannot shard 'weight' on dim 0 of 15 by mesh axis 'tp' of 2 for aten.conv1d.default: "
-        "it needs shards of one size, and 15 is not divisible by 2",
+        "cannot shard 'weight' on dim 0 of 15 by mesh axis 'tp' of 16 for aten.conv1d.default: "
+        "it needs shards that are not empty, and 15 over 16 leaves 1 empty",
         "  help: use a degree that divides 15, or pin 'weight' to R in the plan",
     ]

@@ -137,11 +137,11 @@ def test_a_plan_that_does_not_fit(text: str, expected: str, model: Path, tmp_pat
 @pytest.mark.parametrize("plan", [{"conv": "colwise"}, {"conv.weight": "S(0)"}])
 def test_a_size_that_does_not_divide(plan: dict[str, str]) -> None:
     with pytest.raises(ShardingError) as raised:
-        parallelize(export_conv(), 2, plan)
+        parallelize(export_conv(), 16, plan)
     (name, style), *_ = plan.items()
     said = str(raised.value)
     assert said.startswith("cannot shard 'conv.weight' on dim 0")
-    assert "15 is not divisible by 2" in said
+    assert "15 over 16 leaves 1 empty" in said
     assert "or pin 'conv.weight' to R in the plan\n" in said
     assert f'\n  asked by: the plan ("{name}": "{style}")      used at: models.py:' in said
 

@@ -138,6 +138,15 @@ class Wrapped(nn.Module):
         return self.layer(x)
 
 
+class Solve(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.solve_triangular(self.weight, x, upper=True)
+
+
 FIT = "use it on a linear, convolution or embedding layer, or give a parameter an explicit placement"
 
 
@@ -147,9 +156,9 @@ FIT = "use it on a linear, convolution or embedding layer, or give a parameter a
         (nn.LayerNorm(8), "colwise", "no weight of it has output features of its own", FIT),
         (nn.Sequential(nn.Linear(8, 8)), "rowwise", "no weight of it has input features of its own", FIT),
         (
-            nn.Conv1d(8, 8, 3, padding=1, groups=4),
+            Solve(),
             "colwise",
-            "aten.conv1d.default has no rule for its use of 'layer.weight'",
+            "aten.linalg_solve_triangular.default has no rule for its use of 'layer.weight'",
             "use 'replicate' for this layer",
         ),
         (

@@ -206,14 +206,16 @@ def test_a_view_of_what_a_collective_made() -> None:
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         q = x.view(3, 2, 3, 2).transpose(1, 2)
-        return torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(3, 2, 6)
+        made = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return made.transpose(1, 2).reshape(3, 2, 6)
 
-    program = local(Call(forward), (torch.randn(3, 2, 6),), inputs=["S(0)"])
+    program = local(Call(forward), (torch.randn(3, 2, 6),), inputs=["S(1)"])
     calls = [line for line in program_text(program).splitlines() if "view" in line.split("=")[0]]
     assert_expected_inline(
         "\n".join(calls),
         """\
-view: S(0) = view(x, [2, 2, 3, 2])
+view: S(1) = view(x, [3, 1, 3, 2])
+view_2 = view(clone_1, [3, 2, 3, 2])
 view_1: R = view(transpose_1, [3, 2, 6])
 return view_1""",
     )

@@ -9,8 +9,8 @@ from tests.rules.sample import call, distinct, flags, ids, t
 aten = torch.ops.aten
 
 INDEXING = [
-    call(aten.index.Tensor, t(5, 6, 4), [None, ids(3, below=6)], text="d0 d1! d2, i0 -> d0 i0 d2"),
-    call(aten.index.Tensor, t(5, 6), [ids(4, 3, below=5)], text="d0! d1, i0 i1 -> i0 i1 d1"),
+    call(aten.index.Tensor, t(5, 6, 4), [None, ids(3, below=6)], text="d0 d1 d2, i0 -> d0 i0 d2"),
+    call(aten.index.Tensor, t(5, 6), [ids(4, 3, below=5) - 3], text="d0 d1, i0 i1 -> i0 i1 d1"),
     call(
         aten.index.Tensor,
         t(5, 6, 4, 3),
@@ -24,7 +24,7 @@ INDEXING = [
         text="d0! d1 d2!, i0, i0 -> i0 d1",
     ),
     call(aten.index.Tensor, t(5, 6), [flags(5)], text=None),
-    call(aten._unsafe_index.Tensor, t(5, 6), [None, ids(3, below=6)], text="d0 d1!, i0 -> d0 i0"),
+    call(aten._unsafe_index.Tensor, t(5, 6), [None, ids(3, below=6)], text="d0 d1, i0 -> d0 i0"),
     call(
         aten.index_put.default,
         t(5, 6, 4),
@@ -44,8 +44,8 @@ INDEXING = [
     call(aten.index_put.default, t(5, 6), [distinct(4)], t(4, 1), text="d0! d1, i0!, i0! 1 -> d0! d1"),
     call(aten.index_put.default, t(5, 6), [flags(5)], t(), text=None),
     call(aten._unsafe_index_put.default, t(5, 6), [distinct(4)], t(4, 6), text="d0! d1, i0!, i0! d1 -> d0! d1"),
-    call(aten.index_select.default, t(5, 6), 1, ids(4, below=6), text="d0 d1!, i -> d0 i"),
-    call(aten.index_select.default, t(5, 6), -2, ids(4, below=5), text="d0! d1, i -> i d1"),
+    call(aten.index_select.default, t(5, 6), 1, ids(4, below=6), text="d0 d1, i -> d0 i"),
+    call(aten.index_select.default, t(5, 6), -2, ids(4, below=5), text="d0 d1, i -> i d1"),
     call(aten.index_copy.default, t(5, 6, 4), 1, distinct(3), t(5, 3, 4), text="d0 d1! d2, i!, d0 i! d2 -> d0 d1! d2"),
     call(
         aten.index_put.default,
@@ -62,9 +62,14 @@ INDEXING = [
         aten.index_add.default, t(5, 6, 3), -2, ids(4, below=6), t(5, 4, 3), text="+d0 d1! d2, i, d0 i d2 -> d0 d1! d2"
     ),
     call(aten.index_reduce.default, t(5, 6), 0, ids(7, below=5), t(7, 6), "amax", text="d0! d1, i!, i! d1 -> d0! d1"),
-    call(aten.gather.default, t(5, 6), 1, ids(5, 3, below=6), text="d0 d1!, d0 i -> d0 i"),
-    call(aten.gather.default, t(5, 6), 1, ids(4, 3, below=6), text="d0! d1!, i0! i -> i0! i"),
-    call(aten.gather.default, t(5, 6, 4), 0, ids(3, 6, 4, below=5), text="d0! d1 d2, i d1 d2 -> i d1 d2"),
+    call(aten.gather.default, t(5, 6), 1, ids(5, 3, below=6), text="d0 d1, d0 i -> d0 i"),
+    call(aten.index.Tensor, t(5, 6), [None, ids(below=6)], text="d0 d1, -> d0"),
+    call(aten.index.Tensor, distinct(5, 6).short(), [ids(3, below=5)], text="d0! d1, i0 -> i0 d1"),
+    call(aten.index.Tensor, distinct(5, 6), [ids(3, below=5)], text="d0 d1, i0 -> i0 d1"),
+    call(aten.index_select.default, distinct(5, 6).short(), 0, ids(4, below=5), text="d0! d1, i -> i d1"),
+    call(aten.gather.default, distinct(5).short(), 0, ids(3, below=5), text="d0!, i -> i"),
+    call(aten.gather.default, t(5, 6), 1, ids(4, 3, below=6), text="d0! d1, i0! i -> i0! i"),
+    call(aten.gather.default, t(5, 6, 4), 0, ids(3, 6, 4, below=5), text="d0 d1 d2, i d1 d2 -> i d1 d2"),
     call(
         aten.scatter.src,
         t(5, 6),

@@ -23,9 +23,6 @@ PRODUCTS_2 = [
     call(aten.addmv.default, t(1), t(4, 6), t(6), text="+1, m k, k -> m"),
     call(aten.addmv.default, t(), t(5, 6), t(6), alpha=2, text="+, m k, k -> m"),
     call(aten._int_mm.default, ids(4, 6, below=9).char(), ids(6, 5, below=9).char(), text="m k, k n -> m n"),
-    call(aten.bilinear.default, t(3, 4), t(3, 5), t(6, 4, 5), t(6), text="b0 i, b0 j, n i j, +n -> b0 n"),
-    call(aten.bilinear.default, t(2, 3, 4), t(2, 3, 5), t(6, 4, 5), text="b0 b1 i, b0 b1 j, n i j -> b0 b1 n"),
-    call(aten.bilinear.default, t(4), t(5), t(6, 4, 5), None, text="i, j, n i j -> n"),
     call(
         aten._trilinear.default,
         t(3, 4),

@@ -18,6 +18,7 @@ from tests.rules.reduction_samples import ORDERED, REDUCTIONS
 from tests.rules.sample import call, distinct, flags, ids, t
 from tests.rules.space_samples import POOLING, RESIZING, WINDOWS
 from tests.rules.structure_samples import STRUCTURE
+from tests.rules.vector_samples import VECTORS
 from tests.rules.view_samples import VIEWS_2
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import _POINTWISE, _RULES
@@ -181,6 +182,7 @@ SAMPLES = [
     *REDUCTIONS,
     *ORDERED,
     *STRUCTURE,
+    *VECTORS,
     *VIEWS,
     *VIEWS_2,
 ]

@@ -34,9 +34,9 @@ SILENT = {  # calls that show nothing
 }
 
 
-def _listed() -> tuple[set[str], set[str]]:
+def read_list(path: Path) -> tuple[set[str], set[str]]:
     """(what must be found, what may be found)."""
-    lines = [line for line in LIST.read_text().splitlines() if line and not line.startswith("# ")]
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("# ")]
     assert len(lines) == len(set(lines)), "a line stands twice"
     return {line for line in lines if line[0] != "?"}, {line[2:] for line in lines if line[0] == "?"}
 
@@ -68,14 +68,14 @@ _HOME = {str(target): entry.write.__module__.rpartition(".")[2] for target, entr
 @pytest.mark.parametrize("family", sorted({_family(str(sample.target)) for sample in SAMPLES}))
 def test_nothing_is_left_out_but_what_is_listed(family: str) -> None:
     found = _left_out([sample for sample in SAMPLES if _family(str(sample.target)) == family])
-    must, may = ({line for line in each if _family(re.split("[: ]", line)[0]) == family} for each in _listed())
+    must, may = ({line for line in each if _family(re.split("[: ]", line)[0]) == family} for each in read_list(LIST))
     assert sorted(found - must - may) == [], "sound, and not offered: write it into the rule, or here with its reason"
     assert sorted(must - found) == [], "offered now, or not found any more: take it off the list"
 
 
 def test_every_line_is_of_an_op_with_a_sample() -> None:
     ops = {str(sample.target) for sample in SAMPLES}
-    assert {re.split("[: ]", line)[0] for each in _listed() for line in each} <= ops
+    assert {re.split("[: ]", line)[0] for each in read_list(LIST) for line in each} <= ops
 
 
 def test_a_rule_that_leaves_out_a_factor_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_rule_that_leaves_out_a_factor_is_noticed(monkeypatch: pytest.MonkeyPa
 
 
 if __name__ == "__main__":
-    must, may = _listed()
+    must, may = read_list(LIST)
     now = _left_out(SAMPLES)
     print(
         "\n".join([*(f"+ {line}" for line in sorted(now - must - may)), *(f"- {line}" for line in sorted(must - now))])

@@ -1,6 +1,7 @@
-"""Ops that have no rule of their own: what torch makes of them keeps the cut, and all ranks together are right.
+"""Losses, norms, sorts and forms of indexing: cuts are kept through them, and all ranks together are right.
 
-Losses, norms, and forms of indexing: the collectives of each are written out beside it.
+Most have no rule of their own: it is what torch makes of them that keeps the cut. The collectives of each are written
+out beside it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Case:
     collectives: list[str]
     cut: str = "S(0)"  # of every input
     parts: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, str] = field(default_factory=dict)
 
 
 def _labels(x: torch.Tensor) -> torch.Tensor:
@@ -80,6 +82,28 @@ CASES = {
     "largest by label": Case(
         lambda self, x: torch.ones(6, 6).scatter_reduce(0, (x * 3).long().abs().clamp(max=5), x, "amax"), [SUM]
     ),
+    "groups between convolutions": Case(
+        lambda self, x: self.down(torch.relu(self.norm(self.up(x.unsqueeze(-1))))),
+        [SUM],
+        "R",
+        {"up": nn.Conv1d(6, 8, 1), "norm": nn.GroupNorm(4, 8), "down": nn.Conv1d(8, 3, 1)},
+        {"up": "colwise", "down": "rowwise"},
+    ),
+    "bags over cut rows": Case(
+        lambda self, x: self.table(_labels(x).view(6, 4)),
+        [SUM],
+        "R",
+        {"table": nn.EmbeddingBag(7, 3, mode="mean", padding_idx=2)},
+        {"table": "embedding_rowwise"},
+    ),
+    "bags and what is said of them": Case(
+        lambda self, x: torch._embedding_bag(self.w, _labels(x), torch.tensor([0, 9, 9]), mode=1)[:3],
+        [SUM, SUM, SUM],
+        "R",
+        {"w": (7, 3)},
+        {"w": "S(0)"},
+    ),
+    "a table by ids": Case(lambda self, x: self.w[_labels(x)], [SUM], "R", {"w": (7, 3)}, {"w": "S(0)"}),
     "triangle": Case(lambda self, x: x.tril(-9), [OUT]),
 }
 
@@ -90,7 +114,7 @@ def test_the_cut_is_kept(name: str) -> None:
     case = CASES[name]
     module = Call(case.function, y=torch.randint(6, (ROWS,)), **case.parts)
     args = (torch.randn(ROWS, 6),)
-    parallel = tpcompiler.parallelize(export(module, args), 2, {}, inputs=[case.cut])
+    parallel = tpcompiler.parallelize(export(module, args), 2, case.plan, inputs=[case.cut])
     assert [f"{c.kind} {c.why}" for c in parallel.collectives()] == case.collectives
     assert not [note.text for note in parallel.resharded.notes if note.kind == "no rule"]
     report = parallel.verify(args)

@@ -42,9 +42,9 @@ any shards
     copy.default cummax.default cummin.default cumprod.default full_like.default histc.default
     index_reduce.default kthvalue.default layer_norm.default log_softmax.int logcumsumexp.default
     masked_fill.Scalar max.dim median.default median.dim min.dim mode.default nanmedian.default
-    nanmedian.dim native_layer_norm.default rms_norm.default rrelu_with_noise_functional.default
-    scatter.value scatter.value_reduce searchsorted.Tensor softmax.int sort.default sort.stable
-    topk.default var.correction var_mean.correction
+    nanmedian.dim native_layer_norm.default renorm.default rms_norm.default
+    rrelu_with_noise_functional.default scatter.value scatter.value_reduce searchsorted.Tensor
+    softmax.int sort.default sort.stable topk.default var.correction var_mean.correction
 any shards; leaves P(product)
     prod.default prod.dim_int
 any shards; linear in 0
@@ -52,7 +52,7 @@ any shards; linear in 0
     cumsum.default diagonal.default div.Scalar div.Tensor gather.default index.Tensor
     index_select.default mul.Scalar narrow_copy.default neg.default polar.default repeat.default
     select.int select_copy.int slice.Tensor split.Tensor split_with_sizes.default sum.default
-    sum.dim_IntList unbind.int unbind_copy.int
+    sum.dim_IntList trace.default unbind.int unbind_copy.int
 any shards; linear in 0 and 1
     add.Tensor complex.default diagonal_scatter.default select_scatter.default slice_scatter.default
     stack.default sub.Tensor
@@ -62,8 +62,8 @@ any shards; linear in 0 and 2
     _unsafe_index_put.default index_add.default index_copy.default index_put.default
     masked_fill.Tensor scatter.reduce scatter.src scatter_add.default scatter_reduce.two
 any shards; linear in 0 or linear in 1
-    _int_mm.default bmm.default einsum.default linear.default matmul.default mm.default mul.Tensor
-    tensordot.default
+    _int_mm.default bmm.default einsum.default linalg_cross.default linear.default matmul.default
+    mm.default mul.Tensor tensordot.default
 any shards; linear in 0 or linear in 1 or linear in 2
     _trilinear.default
 any shards; linear in 0; counts split_sizes
@@ -72,6 +72,8 @@ any shards; linear in 0; own body for c
     slice_copy.Tensor split_copy.Tensor
 any shards; linear in 0; own body for d0; own body for d1
     triu.default
+any shards; linear in 0; own body for d1
+    _unsafe_index.Tensor gather.default index.Tensor index_select.default
 any shards; linear in 0; own body for d1; own body for d2
     tril.default
 any shards; linear in 0; own body for v

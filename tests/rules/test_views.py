@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch.export import Dim, export
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tests.rules.sample import call, node_of
+from tpcompiler.rules.notation import RuleText, parse
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.rules.views import dim_groups
-from tpcompiler.verify.rule_check import check
+from tpcompiler.verify.rule_check import check, rule_from
 
 aten = torch.ops.aten
 
@@ -117,6 +119,46 @@ def test_every_cut_of_a_reshape_is_right(shapes: tuple[Sequence[int], Sequence[i
     rule = rule_of(node)
     assert rule is not None
     assert "whole" in check(node, rule, degree)
+
+
+@st.composite
+def symbolic_reshapes(draw: st.DrawFn) -> tuple[list[list[str]], list[list[str]]]:
+    """Two shapes that merge the same sequence of symbols and numbers; a dim without any is a 1."""
+    factors = draw(st.lists(st.sampled_from(["m", "n", "2", "3", "4"]), min_size=1, max_size=5))
+    shapes = []
+    for _ in range(2):
+        shape: list[list[str]] = [[]]
+        for factor in factors:
+            shape[-1].append(factor)
+            if draw(st.booleans()):
+                shape.append([])
+        shapes.append(shape)
+    return shapes[0], shapes[1]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(symbolic_reshapes(), st.integers(2, 3), st.integers(2, 3))
+def test_what_symbols_say_holds_for_their_numbers(
+    sizes: tuple[Any, Any], shapes: tuple[list[list[str]], list[list[str]]], m: int, n: int
+) -> None:
+    env = sizes[0].node.shape_env
+    guards = len(env.guards)
+    numbers = {symbol.node.expr: number for symbol, number in zip(sizes, (m, n), strict=True)}
+
+    def read(shape: list[list[str]], symbols: Sequence[Any]) -> list[Any]:
+        known = dict(zip("mn", symbols, strict=True))
+        return [math.prod([known.get(f) or int(f) for f in dim], start=1) for dim in shape]
+
+    text, factors = dim_groups(*(read(shape, sizes) for shape in shapes))
+    assert len(env.guards) == guards
+    assert "!" not in text, "all of these can be told apart"
+    concrete = {
+        name: size if isinstance(size, int) else int(size.node.expr.subs(numbers)) for name, size in factors.items()
+    }
+    source, target = (read(shape, (m, n)) for shape in shapes)
+    node = node_of(call(aten.view.default, torch.arange(math.prod(source)).view(source), target, text=""))
+    rule = rule_from(RuleText(text, sizes={"size": parse(text).outputs[0]}, factors=concrete), node)
+    assert "whole" in check(node, rule, 2)
 
 
 def test_both_shapes_are_spelt_by_the_factors() -> None:

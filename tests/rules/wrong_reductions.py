@@ -28,6 +28,10 @@ def _unmasked(table: torch.Tensor, id_: torch.Tensor, offsets: torch.Tensor, *re
     return aten._embedding_bag.default(table, (id_ - shard.offset).clamp(0, shard.size - 1), offsets, *rest)
 
 
+def _any_row(table: torch.Tensor, indices: list[torch.Tensor], *, shard: ShardRange) -> torch.Tensor:
+    return table[(indices[0] - shard.offset).clamp(0, shard.size - 1)]
+
+
 GIVEN_BAGS = (t(6, 4), ids(5, below=6), torch.tensor([0, 1]), False, 1)
 TWICE = torch.tensor([0, 0, 1, 1, 0, 1])
 
@@ -94,6 +98,10 @@ WRONG_REDUCTIONS = {
     "a Partial through an extremum": (
         call(aten.scatter_reduce.two, t(3), 0, TWICE, t(6), "amax", text=""),
         RuleText("d0!, i!, i! -> d0!", linear=((0, 2),)),
+    ),
+    "rows of other shards": (
+        call(aten.index.Tensor, t(6, 4), [ids(5, below=6)], text=""),
+        RuleText("d0 d1!, i! -> i! d1!", local={"d0": _any_row}),
     ),
     "a triangle of every block": (call(aten.tril.default, t(6, 6), text=""), RuleText("d0 d1! -> d0 d1!")),
     "a diagonal moved the wrong way": (

@@ -15,6 +15,7 @@ from tpcompiler.rules import (
     resize,
     sorting,
     structure,
+    vectors,
     views,
 )
 
@@ -33,5 +34,6 @@ __all__ = [
     "resize",
     "sorting",
     "structure",
+    "vectors",
     "views",
 ]

@@ -51,13 +51,7 @@ def _positions(node: fx.Node, user: fx.Node, rule: Rule, side: str, static: Set[
     active = {f for operand, term in pairs if operand not in static for dim in term for f in dim}
     made = {f for term in rule.pattern.outputs for dim in term for f in dim}
     wanted = rule.reduced - rule.pattern.whole if side == "in" else made - active
-    return {
-        d
-        for operand, term in pairs
-        if operand is node
-        for d, dim in enumerate(term)
-        if len(dim) == 1 and dim[0] in wanted
-    }
+    return {d for operand, term in pairs if operand is node for d, dim in enumerate(term) if wanted.intersection(dim)}
 
 
 def computed_from_leaves(graph: fx.Graph, leaves: Set[fx.Node]) -> Set[fx.Node]:

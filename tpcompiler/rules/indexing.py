@@ -9,7 +9,7 @@ from torch import fx
 
 from tpcompiler._torch import statically_equal
 from tpcompiler.ir import edit
-from tpcompiler.rules.notation import RuleText
+from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.pointwise import is_one
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text
@@ -54,14 +54,51 @@ def _positions(node: fx.Node) -> tuple[list[str], list[str], list[str], list[str
     return dims, result, [broadcast(v.shape, made, sizes) for v in values], made, sizes
 
 
+def _can_look_up(node: fx.Node, dim: int) -> bool:
+    """Whether each rank may look up what it holds of a dim: shards begin at numbers, and any backend sums the dtype."""
+    value = node.meta["val"]
+    summed = value.is_floating_point() or value.dtype in (torch.int32, torch.int64)
+    return summed and isinstance(value.shape[dim], int)
+
+
+def _own(positions: torch.Tensor, total: int, shard: ShardRange) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions within the shard, and which of them lie outside."""
+    local = torch.where(positions < 0, positions + total, positions) - shard.offset
+    outside = (local < 0) | (local >= shard.size)
+    return torch.where(outside, 0, local), outside
+
+
+def _zeros(found: torch.Tensor, outside: torch.Tensor, inner: int = 0) -> torch.Tensor:
+    """Zeros for what lies outside; the last `inner` dims are not positions."""
+    for _ in range(inner):
+        outside = outside.unsqueeze(-1)
+    return found.masked_fill(outside, 0)
+
+
 @op_rule(aten.index.Tensor, aten._unsafe_index.Tensor, shards="any")
 def index(node: fx.Node) -> RuleText | None:
-    """ "d0 d1! d2, i0 -> d0 i0 d2": index tensors broadcast, and stand where they index, or in front when apart."""
+    """ "d0 d1! d2, i0 -> d0 i0 d2": index tensors broadcast, and stand where they index, or in front when apart.
+
+    With one index tensor the dim may be cut, "d0 d1 d2, i0 -> d0 i0 d2": each rank looks up its own, Partial(sum).
+    Linear in what is indexed.
+    """
     found = _positions(node)
     if found is None:
         return None
-    dims, result, terms, _, _ = found
-    return RuleText(f"{', '.join([' '.join(dims), *terms])} -> {' '.join(result)}", linear=((0,),))
+    dims, result, terms, made, _ = found
+    (at, *others) = [d for d, name in enumerate(dims) if name.endswith("!")]
+    total = node.args[0].meta["val"].shape[at]  # type: ignore[union-attr]
+    inner = len(result) - at - len(made)
+
+    def body(values: torch.Tensor, indices: Sequence[torch.Tensor | None], *, shard: ShardRange) -> torch.Tensor:
+        local, outside = _own(next(i for i in indices if i is not None), total, shard)
+        return _zeros(aten.index.Tensor(values, [*[None] * at, local]), outside, inner)
+
+    local = {}
+    if not others and _can_look_up(edit.operands(node)[0], at):
+        dims[at] = f"d{at}"
+        local = {dims[at]: body}
+    return RuleText(f"{', '.join([' '.join(dims), *terms])} -> {' '.join(result)}", linear=((0,),), local=local)
 
 
 @op_rule(aten.index_put.default, aten._unsafe_index_put.default, shards="any")
@@ -90,13 +127,22 @@ def index_put(node: fx.Node) -> RuleText | None:
 
 @op_rule(aten.index_select.default, shards="any")
 def index_select(node: fx.Node) -> RuleText | None:
-    """ "d0 d1! d2, i -> d0 i d2" """
-    values = edit.operands(node)[0].meta["val"]
-    if not values.ndim or not edit.operands(node)[1].meta["val"].ndim:
+    """ "d0 d1 d2, i -> d0 i d2": with the indexed dim cut, each rank looks up its own: Partial(sum)."""
+    operand, positions = edit.operands(node)
+    values = operand.meta["val"]
+    if not values.ndim or not positions.meta["val"].ndim:
         return None
     dim = edit.bound(node)["dim"] % values.ndim
+    total, inner = values.shape[dim], values.ndim - dim - 1
+
+    def body(values: torch.Tensor, dim: int, positions: torch.Tensor, *, shard: ShardRange) -> torch.Tensor:
+        local, outside = _own(positions, total, shard)
+        return _zeros(aten.index_select.default(values, dim, local), outside, inner)
+
+    free = _can_look_up(operand, dim)
     out = " ".join("i" if d == dim else f"d{d}" for d in range(values.ndim))
-    return RuleText(f"{dims_text(values.ndim, {dim})}, i -> {out}", linear=((0,),))
+    text = f"{dims_text(values.ndim, () if free else {dim})}, i -> {out}"
+    return RuleText(text, linear=((0,),), local={f"d{dim}": body} if free else {})
 
 
 @op_rule(aten.index_copy.default, aten.index_add.default, aten.index_reduce.default, shards="any")
@@ -119,16 +165,29 @@ def index_copy(node: fx.Node) -> RuleText | None:
 
 @op_rule(aten.gather.default, shards="any")
 def gather(node: fx.Node) -> RuleText | None:
-    """ "d0 d1!, d0 i1 -> d0 i1": other dims line up where they are of one size; a shorter index needs them whole."""
-    values, positions = (o.meta["val"] for o in edit.operands(node))
-    if not values.ndim or positions.ndim != values.ndim:
+    """ "d0 d1, d0 i1 -> d0 i1": other dims line up where they are of one size; a shorter index needs them whole.
+
+    With the indexed dim cut, each rank looks up its own: Partial(sum). Linear in what is indexed.
+    """
+    operand, positions = edit.operands(node)
+    values = operand.meta["val"]
+    if not values.ndim or positions.meta["val"].ndim != values.ndim:
         return None  # an empty index may be of any order
     dim = edit.bound(node)["dim"] % values.ndim
-    pairs = list(zip(values.shape, positions.shape, strict=True))
+    total = values.shape[dim]
+
+    def body(
+        values: torch.Tensor, dim: int, positions: torch.Tensor, *, sparse_grad: bool = False, shard: ShardRange
+    ) -> torch.Tensor:
+        local, outside = _own(positions, total, shard)
+        return _zeros(aten.gather.default(values, dim, local), outside)
+
+    free = _can_look_up(operand, dim)
+    pairs = zip(values.shape, positions.meta["val"].shape, strict=True)
     same = [d != dim and statically_equal(a, b) for d, (a, b) in enumerate(pairs)]
-    left = " ".join(f"d{d}" if same[d] else f"d{d}!" for d in range(values.ndim))
+    left = " ".join(f"d{d}" if same[d] or (d == dim and free) else f"d{d}!" for d in range(values.ndim))
     right = " ".join(f"d{d}" if same[d] else "i" if d == dim else f"i{d}!" for d in range(values.ndim))
-    return RuleText(f"{left}, {right} -> {right}", linear=((0,),))
+    return RuleText(f"{left}, {right} -> {right}", linear=((0,),), local={f"d{dim}": body} if free else {})
 
 
 @op_rule(

@@ -73,19 +73,12 @@ def addmv(node: fx.Node) -> RuleText:
     return RuleText(f"+{bias}, m k, k -> m", linear=((1,), (2,)))
 
 
-@op_rule(aten.bilinear.default, shards="nonempty")
-def bilinear(node: fx.Node) -> RuleText:
-    """b0 i, b0 j, n i j, +n -> b0 n: both inputs' features are summed."""
-    operands = edit.operands(node)
-    batch = " ".join(f"b{d}" for d in range(operands[0].meta["val"].ndim - 1))
-    bias = ", +n" if len(operands) == 4 else ""
-    return RuleText(f"{batch} i, {batch} j, n i j{bias} -> {batch} n", linear=((0,), (1,), (2,)))
-
-
 @op_rule(aten._trilinear.default, shards="any")
-def trilinear(node: fx.Node) -> RuleText:
-    """d0 d2, d0 d3, d1 d2 d3 -> d0 d1, as core ATen has `bilinear`: an operand lacks the dims it is expanded by."""
+def trilinear(node: fx.Node) -> RuleText | None:
+    """d0 d2, d1 d2 d3, d0 d3 -> d0 d1, what `bilinear` is made of: an operand lacks the dims that it is expanded by."""
     args = edit.bound(node)
+    if any(not isinstance(size, int) for operand in edit.operands(node) for size in operand.meta["val"].shape):
+        return None  # torch 2.13 cannot evaluate it on dynamic sizes
     names = [f"d{d}" for d in range(args["i1"].meta["val"].ndim + len(args["expand1"]))]
 
     def without(dims: Sequence[int]) -> str:

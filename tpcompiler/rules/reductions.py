@@ -18,6 +18,7 @@ aten = torch.ops.aten
 
 INF = float("inf")
 NORMS = {0: "sum", 1: "sum", INF: "max", -INF: "min"}  # order of a norm -> the Partial that norms of shards are
+NO_DIMS = (aten.any.dims, aten.all.dims)  # with an empty list they reduce nothing, all others everything
 
 
 def _reduced(node: fx.Node, mark: str = "") -> tuple[str, list[str]]:
@@ -27,7 +28,9 @@ def _reduced(node: fx.Node, mark: str = "") -> tuple[str, list[str]]:
     args = edit.bound(node)
     dims = args.get("dim")
     chosen = [dims] if isinstance(dims, int) else dims
-    gone = {d % max(ndim, 1) for d in chosen} if chosen else set(range(ndim))
+    gone = {d % max(ndim, 1) for d in chosen or ()}
+    if not chosen and (dims is None or node.target not in NO_DIMS):
+        gone = set(range(ndim))
     taken = " ".join(f"d{d}{mark if d in gone else ''}" for d in range(ndim))
     kept = " ".join("1" if d in gone else f"d{d}" for d in range(ndim) if d not in gone or args.get("keepdim"))
     return f"{taken} -> {', '.join([kept] * len(edit.outputs(node)))}", [f"d{d}" for d in sorted(gone)]

@@ -23,7 +23,7 @@ from tpcompiler.ir.shares import REDUCE
 
 MOST = 2500  # combinations of the operands' placements that are tried one by one
 REDRAWN = 6  # times that the elements are put in another order
-PENDING = tuple(Partial(op) for op in ("sum", "max", "min", "avg"))
+PENDING = tuple(Partial(op) for op in ("sum", "max", "min", "avg", "product"))
 Rewrite = tuple[str, int, int]  # a size argument, its entry, and the unit in which that one is dealt
 
 
@@ -65,7 +65,7 @@ def sound_placements(
         raise RuleError(f"{op} gives no numbers for {shapes}", help="give operands for which it does")
     sizes = [None, *_rewrites(op, args, dict(kwargs or {}), whole)]
     found: dict[Way, Rewrite | None] = {}
-    for inputs in _combinations(operands, degree):
+    for inputs in combinations(operands, degree):
         for rewrite in sizes:
             outputs = call.outcomes(inputs, rewrite, operands, whole, 0)
             found.update((Way(inputs, each, rewrite and rewrite[:2]), rewrite) for each in outputs)
@@ -122,7 +122,7 @@ def _shuffled(value: torch.Tensor, seed: int) -> torch.Tensor:
     return value.flatten()[order].view(value.shape)
 
 
-def _combinations(operands: Sequence[torch.Tensor], degree: int) -> Iterator[tuple[Placement, ...]]:
+def combinations(operands: Sequence[torch.Tensor], degree: int) -> Iterator[tuple[Placement, ...]]:
     """Every combination of the operands' placements; of too many, those that cut dims of one size, or all alike."""
     options: list[list[Placement]] = []
     for value in operands:
@@ -182,7 +182,7 @@ def _joins(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> list[Placement
 def _reduces(placement: Partial, dtype: torch.dtype) -> bool:
     """Whether numbers of this type can be reduced so: complex ones have no order, and integers no average."""
     if dtype.is_complex or dtype == torch.bool:
-        return (placement.reduce_op in ("sum", "avg")) == dtype.is_complex
+        return (placement.reduce_op in ("sum", "avg", "product")) == dtype.is_complex
     return placement.reduce_op != "avg" or dtype.is_floating_point
 
 

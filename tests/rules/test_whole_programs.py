@@ -1,0 +1,110 @@
+"""Rules in whole programs: bodies of their own are traced, sizes are counted, weights are found by their features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.export import Dim, export
+
+import tpcompiler
+from tpcompiler.ir.program import mark_of
+
+
+class Weighted(nn.Module):
+    """A function of an input and a weight."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor], *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5)
+        self.function = forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, self.weight)
+
+
+CASES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, Any], dict[str, Any]]] = {
+    "columns of a grouped convolution": (
+        nn.Conv1d(8, 12, 3, groups=4),
+        torch.randn(2, 8, 9),
+        {"weight": "S(0)"},
+        {"inputs": ["S(1)"]},
+    ),
+    "groups, as many as channels, unevenly": (
+        nn.Conv2d(5, 10, 2, groups=5),
+        torch.randn(2, 5, 4, 4),
+        {},
+        {"inputs": ["S(1)"]},
+    ),
+    "groups of a transposed convolution": (
+        nn.ConvTranspose2d(6, 4, 3, stride=2, groups=2),
+        torch.randn(2, 6, 4, 4),
+        {"weight": "S(0)"},
+        {"inputs": ["S(1)"]},
+    ),
+    "patches": (nn.Conv2d(3, 8, 4, 4), torch.randn(1, 3, 16, 8), {}, {"inputs": ["S(2)"]}),
+    "windows of a size that follows": (nn.AdaptiveAvgPool2d((4, 3)), torch.randn(2, 3, 8, 5), {}, {"inputs": ["S(2)"]}),
+    "two weights between three": (
+        Weighted(lambda x, w: torch.einsum("...k,khd->...hd", x, w), 6, 4, 5),
+        torch.randn(2, 3, 6),
+        {"weight": "S(1)"},
+        {},
+    ),
+    "features of two inputs": (
+        Weighted(lambda x, w: F.bilinear(x, 2 * x, w), 8, 3, 3),
+        torch.randn(4, 3),
+        {"weight": "S(0)"},
+        {},
+    ),
+    "keys that broadcast over heads": (
+        Weighted(
+            lambda x, w: F.scaled_dot_product_attention(
+                (x @ w).view(2, 5, 4, 2).transpose(1, 2), x[:, None, :, :2], x[:, None, :, :2]
+            ),
+            8,
+            8,
+        ),
+        torch.randn(2, 5, 8),
+        {"weight": "S(1)"},
+        {},
+    ),
+    "complex numbers in pairs": (
+        Weighted(
+            lambda x, w: torch.view_as_real(torch.view_as_complex((x @ w).unflatten(2, (4, 2))) * 1j).flatten(2), 6, 8
+        ),
+        torch.randn(2, 3, 6),
+        {"weight": "S(1)"},
+        {},
+    ),
+}
+
+STATIC = ("keys that broadcast over heads", "features of two inputs")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_equal_and_without_a_fallback(name: str, dynamic: bool) -> None:
+    torch.manual_seed(0)
+    module, x, plan, boundary = CASES[name]
+    batch = dynamic and x.shape[0] > 1 and name not in STATIC
+    shapes = ({0: Dim("batch", min=2, max=64)},) if batch else None
+    if isinstance(module, Weighted):
+        shapes = (shapes[0],) if shapes else None
+    program = tpcompiler.parallelize(export(module, (x,), dynamic_shapes=shapes), 2, plan, **boundary)
+    assert [c.reason for c in program.collectives() if c.why == "fallback"] == []
+    report = program.verify((x,))
+    assert report.ok, str(report)
+
+
+def test_columns_of_a_grouped_convolution_are_its_groups() -> None:
+    module = nn.Sequential(nn.Conv1d(8, 16, 3, groups=4), nn.ReLU(), nn.Conv1d(16, 6, 1))
+    x = torch.randn(2, 8, 9)
+    program = tpcompiler.parallelize(export(module, (x,)), 4, {"0": "colwise", "2": "rowwise"})
+    placed = {fqn: mark_of(node).shardings[0].text(program.mesh) for node, fqn in program.resharded.leaves()}
+    assert placed == {"0.weight": "S(0)", "0.bias": "S(0)", "2.weight": "S(1)", "2.bias": "P(sum)"}
+    assert [c.kind for c in program.collectives()] == ["all_reduce"]
+    assert program.verify((x,)).ok
