@@ -37,7 +37,7 @@ def cat(node: fx.Node) -> RuleText | None:
         return None  # the legacy form with an empty 1-d tensor
     dim = edit.bound(node)["dim"] % ndim
     linear = (tuple(range(len(operands))),)
-    if _alike(operands, dim):
+    if _alike(operands, dim) and operands[0].shape[dim] != 0:
         terms = ", ".join([at_dim(ndim, dim, "c")] * len(operands))
         return RuleText(f"{terms} -> {at_dim(ndim, dim, '(n! c)')}", factors={"n": len(operands)}, linear=linear)
     terms = ", ".join(at_dim(ndim, dim, f"c{i}!") for i in range(len(operands)))

@@ -185,7 +185,8 @@ def repeat(node: fx.Node) -> RuleText:
             right.append(f"n{d}!")
         else:
             right.append(f"(r{d}! d{d})")
-    return RuleText(f"{' '.join(left)} -> {' '.join(right)}", linear=((0,),))
+    factors = {f"r{d}": times for d, times in enumerate(edit.bound(node)["repeats"])}  # an empty dim would not tell
+    return RuleText(f"{' '.join(left)} -> {' '.join(right)}", factors=factors, linear=((0,),))
 
 
 @op_rule(aten.view_as_real.default, aten.view_as_complex.default, shards="any", relayout=True)
