@@ -143,7 +143,9 @@ def _put_in_body(
         return [result if part is node else result[part.args[1]] for part in parts]
 
     with mode, torch.no_grad():
-        traced = make_fx(body, tracing_mode="real")(*(i.meta["val"] for i in inputs)).graph
+        # A tracer tells its inputs apart as objects, and slices of one shape may share their fake value.
+        values = [torch.empty_like(i.meta["val"]) if edit.is_tensor(i) else i.meta["val"] for i in inputs]
+        traced = make_fx(body, tracing_mode="real")(*values).graph
     traced.eliminate_dead_code()
     outputs: Any = traced.output_node().args[0]
     if parts == [node]:

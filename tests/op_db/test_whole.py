@@ -35,6 +35,12 @@ def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Counter(o.what for o in run(OPS["softmax"]))["wrong"]
 
 
+def test_two_slices_of_one_shape_are_two_operands() -> None:
+    """Seen wrong: the local body of a group norm took its bias for its weight."""
+    (op,) = ops_named(["nn.functional.group_norm"]).values()
+    assert {"0: S(1)": "right"}.items() <= {o.placed: o.what for o in run(op)}.items()
+
+
 def test_a_refusal_has_its_text() -> None:
     (op,) = ops_named(["to_sparse"]).values()
     (outcome,) = run(op)

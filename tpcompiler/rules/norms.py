@@ -34,9 +34,9 @@ def layer_norm(node: fx.Node) -> RuleText:
 
 
 def _affine(node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    """Scale and shift, where no statistics stand beside the result."""
-    rest = tuple(range(1, len(edit.operands(node))))
-    return (rest,) if rest and len(edit.outputs(node)) == 1 else ()
+    """Scale and shift, where no statistics stand beside the result; a shift alone is added to what is not pending."""
+    scaled = edit.bound(node)["weight"] is not None and len(edit.outputs(node)) == 1
+    return (tuple(range(1, len(edit.operands(node)))),) if scaled else ()
 
 
 def _groups(value: torch.Tensor, *args: Any, shard: ShardRange, **kwargs: Any) -> torch.Tensor:

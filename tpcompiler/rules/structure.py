@@ -39,7 +39,7 @@ def cat(node: fx.Node) -> RuleText:
     dim = edit.bound(node)["dim"] % ndim
     linear = (tuple(range(len(operands))),)
     empty = [o.ndim != ndim for o in operands]
-    if not any(empty) and _alike(operands, dim):
+    if not any(empty) and _alike(operands, dim) and not statically_equal(operands[0].shape[dim], 0):
         terms = ", ".join([at_dim(ndim, dim, "c")] * len(operands))
         return RuleText(f"{terms} -> {at_dim(ndim, dim, '(n! c)')}", factors={"n": len(operands)}, linear=linear)
     terms = ", ".join(f"e{i}!" if gone else at_dim(ndim, dim, f"c{i}!") for i, gone in enumerate(empty))

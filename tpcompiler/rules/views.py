@@ -171,10 +171,12 @@ def expand(node: fx.Node) -> RuleText:
 
 
 @op_rule(aten.repeat.default, shards="any")
-def repeat(node: fx.Node) -> RuleText:
+def repeat(node: fx.Node) -> RuleText | None:
     """ "d0 1 d2 -> d0 n1! (r2! d2)": each repetition is a block, cut as what is repeated; from 1 a dim is made."""
     (operand,) = edit.operands(node)
     source, target = operand.meta["val"].shape, node.meta["val"].shape
+    if any(isinstance(size, int) and size == 0 for size in target):
+        return None  # nothing is repeated
     first = len(target) - len(source)
     left, right = [f"d{d}" for d in range(first, len(target))], []
     for d, times in enumerate(edit.bound(node)["repeats"]):

@@ -203,14 +203,9 @@ def _localized(
     args = tuple(args)
     for name, term in rule.sizes.items():
         given = edit.bound(node)[name]
-        entries = [
-            1
-            if not dim
-            else local[out.index(dim)]
-            if dim in out
-            else old  # -1 cannot be told where a rank holds nothing
-            for dim, old in zip(term, given, strict=True)
-        ]
+        if len(given) == len(local):  # a rank that holds nothing cannot tell what -1 is; a dim of one stays one
+            given = [1 if old == -1 and size == 1 else old for old, size in zip(given, local, strict=True)]
+        entries = [local[out.index(dim)] if dim in out and dim else old for dim, old in zip(term, given, strict=True)]
         if names.index(name) < len(args):
             args = (*args[: names.index(name)], entries, *args[names.index(name) + 1 :])
         else:
