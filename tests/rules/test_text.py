@@ -40,11 +40,11 @@ any shards
     _fused_rms_norm.default _log_softmax.default _safe_softmax.default _softmax.default all.default
     all.dim all.dims any.default any.dim any.dims argmax.default argmin.default bucketize.Tensor
     copy.default cummax.default cummin.default cumprod.default full_like.default histc.default
-    index_reduce.default kthvalue.default layer_norm.default log_softmax.int logcumsumexp.default
-    masked_fill.Scalar max.dim median.default median.dim min.dim mode.default nanmedian.default
-    nanmedian.dim native_layer_norm.default renorm.default rms_norm.default
-    rrelu_with_noise_functional.default scatter.value scatter.value_reduce searchsorted.Tensor
-    softmax.int sort.default sort.stable topk.default var.correction var_mean.correction
+    index_reduce.default kthvalue.default log_softmax.int logcumsumexp.default masked_fill.Scalar
+    max.dim median.default median.dim min.dim mode.default nanmedian.default nanmedian.dim
+    native_layer_norm.default renorm.default rrelu_with_noise_functional.default scatter.value
+    scatter.value_reduce searchsorted.Tensor softmax.int sort.default sort.stable topk.default
+    var.correction var_mean.correction
 any shards; leaves P(product)
     prod.default prod.dim_int
 any shards; linear in 0
@@ -77,12 +77,14 @@ any shards; linear in 0; own body for d1; own body for d2
     tril.default
 any shards; linear in 0; own body for v
     embedding.default
+any shards; linear in 1
+    rms_norm.default
 any shards; linear in 1 and 2
-    where.self
+    layer_norm.default where.self
+any shards; linear in 1 and 2; own body for g
+    group_norm.default
 any shards; linear in 1 or linear in 2
     addbmm.default addmm.default baddbmm.default
-any shards; own body for g
-    group_norm.default
 any shards; own body for n; own body for g
     native_group_norm.default
 any shards; own body for v
@@ -104,9 +106,11 @@ any shards; relayout; linear in 0; own body for f0; own body for f1
     squeeze.default squeeze.dims
 even shards
     _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional.default
-    _native_batch_norm_legit_no_training.default flip.default roll.default
+    _native_batch_norm_legit_no_training.default
+even shards; linear in 0
+    flip.default roll.default
 nonempty shards
-    _cdist_forward.default _grouped_mm.default _scaled_dot_product_flash_attention_for_cpu.default
+    _cdist_forward.default _scaled_dot_product_flash_attention_for_cpu.default
     adaptive_max_pool2d.default adaptive_max_pool3d.default linalg_vector_norm.default
     max_pool1d.default max_pool2d.default max_pool2d_with_indices.default max_pool3d.default
     max_pool3d_with_indices.default
@@ -121,8 +125,8 @@ nonempty shards; linear in 0
     upsample_bilinear2d.default upsample_bilinear2d.vec upsample_nearest2d.vec
     upsample_trilinear3d.default
 nonempty shards; linear in 0 or linear in 1
-    conv1d.default conv1d.padding conv2d.default conv3d.default conv3d.padding conv_tbc.default
-    conv_transpose1d.default conv_transpose3d.input convolution.default
+    _grouped_mm.default conv1d.default conv1d.padding conv2d.default conv3d.default conv3d.padding
+    conv_tbc.default conv_transpose1d.default conv_transpose3d.input convolution.default
 nonempty shards; linear in 0 or linear in 1; own body for g
     conv2d.padding conv_transpose2d.input
 nonempty shards; linear in 0; counts output_size
