@@ -6,7 +6,6 @@ import multiprocessing
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -115,8 +114,8 @@ def main(names: Sequence[str]) -> int:
         return 2
     table = Table(*COLUMNS, caption=CAPTION)
     rows = []
-    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn"), max_tasks_per_child=10) as pool:
-        for name, made in zip(names or CASES, pool.map(_rows, names or CASES), strict=True):
+    with multiprocessing.get_context("spawn").Pool(PROCESSES, maxtasksperchild=10) as pool:
+        for name, made in zip(names or CASES, pool.imap(_rows, names or CASES), strict=True):
             rows += made
             for each in made:
                 table.add_row(*each.cells)
