@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.export import Dim
 
-from tests.zoo.case import Case, Layers, Plan, randomise, token_ids
+from tests.zoo.case import BATCH, Case, Layers, Plan, randomise, token_ids
 from tests.zoo.decoders import ATTENTION, GATED_MLP, KEY_BIAS, LAYER, OUTSIDE, TOKENS, VOCABULARY, VOCABULARY_CUT
 
 TRANSFORMER = "transformer.h.*"
@@ -193,7 +194,7 @@ MPT = _pending(
         d_model=64,
         n_heads=8,
         n_layers=2,
-        max_seq_len=64,
+        max_seq_len=1024,
     ),
     PACKED,
 )
@@ -250,7 +251,7 @@ XGLM = older(
     ffn_dim=96,
     num_layers=2,
     attention_heads=8,
-    max_position_embeddings=64,
+    max_position_embeddings=512,
 )
 BIOGPT = older(
     "biogpt",
@@ -265,6 +266,8 @@ BIOGPT = older(
     num_attention_heads=8,
     max_position_embeddings=64,
 )
+# As many tokens as there are positions, less the one that the export tells apart.
+GPT_NEO = replace(GPT_NEO, dims={"input_ids": {0: BATCH, 1: Dim("sequence", max=63)}})
 XGLM, BIOGPT = (replace(case, inert={"k_proj.bias": KEY_BIAS}) for case in (XGLM, BIOGPT))
 
 CASES = [GPT2, GPT_BIGCODE, GPTJ, CODEGEN, GPT_NEO, BLOOM, FALCON_7B, FALCON_40B, FALCON_RW, PERSIMMON, MPT]
