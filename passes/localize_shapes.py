@@ -188,3 +188,9 @@ def _check(node: fx.Node, mark: Mark, whole: Any, program: LoweredProgram) -> No
                 help="report this with the model and the plan",
                 used_at=edit.source_line(node),
             )
+        if made.dtype != value.dtype:
+            raise InternalError(
+                f"'{node.name}' ({node.target}) on rank {program.rank} is of {made.dtype}, not of {value.dtype}",
+                help="report this with the model and the plan",
+                used_at=edit.source_line(node),
+            )

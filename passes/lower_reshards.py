@@ -73,7 +73,10 @@ def _trace(
                 x = _permuted(x, order)
                 x = x if dense else x.clone(memory_format=torch.contiguous_format)
                 for source, target in steps:
-                    x = _change(x, source, target, _global_shape(x, shape, source, mesh), mesh, rank, over)
+                    if source.is_replicated and change.held_by_first(x.dtype):
+                        x = _held_by_first(x, target, here)
+                    else:
+                        x = _change(x, source, target, _global_shape(x, shape, source, mesh), mesh, rank, over)
                 return _permuted(x, [order.index(dim) for dim in range(x.ndim)])
 
             with mode, torch.no_grad():
@@ -93,7 +96,7 @@ def _position(change: Reshard, value: torch.Tensor, mesh: Mesh, rank: int) -> An
     axes = change.source.axes | change.target.axes
     here = {a: c for a, c in mesh.coordinate(rank).items() if a in axes}
     even = change.source.is_even(value.shape, mesh) and change.target.is_even(value.shape, mesh)
-    return None if even and not change.cuts_a_whole else tuple(here.items())
+    return None if even and not change.cuts_a_whole(value.dtype) else tuple(here.items())
 
 
 def _rename(arg: Any, name: str, mesh: Mesh) -> Any:
@@ -145,6 +148,12 @@ def _change(
     else:
         x = _over_even_shards(x, source, target, shape, mesh, rank, over)
     return x.reshape(local_target) if apart else x
+
+
+def _held_by_first(x: torch.Tensor, target: Sharding, here: int) -> torch.Tensor:
+    """The value on the first rank, and on the others what adds (multiplies) nothing to it."""
+    ((_, op),) = target.partial
+    return torch.full_like(x, 1 if op == "product" else 0) if here else x.clone()
 
 
 def _over_even_shards(

@@ -295,6 +295,6 @@ def _same_on_all_ranks(program: ReshardedProgram) -> bool:
                 return False
         if node.target is reshard:
             change: Reshard = node.meta[RESHARD]
-            if change.cuts_a_whole:
+            if change.cuts_a_whole(node.meta["val"].dtype):
                 return False
     return True

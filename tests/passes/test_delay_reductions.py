@@ -89,3 +89,15 @@ def test_what_would_be_dearer_to_reduce_is_not_delayed() -> None:
     made = tpcompiler.parallelize(torch.export.export(module, (X,)), 2, {"a": "rowwise_split_input"})
     (collective,) = made.collectives()
     assert collective.payload_bytes == 4 * 2 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
+def test_integers_that_wrap_are_summed_up_first(dtype: torch.dtype) -> None:
+    """A sum over rows is of 64 bits: shares that wrap in fewer would not add up to a total that wraps."""
+    largest = torch.iinfo(dtype).max
+    args = (torch.randint(largest // 2, largest, (64, 8), dtype=dtype), torch.randint(1, 100, (8, 4), dtype=dtype))
+    exported = torch.export.export(Call(lambda self, a, b: (a @ b).sum(0)), args)
+    made = tpcompiler.parallelize(exported, 2, {}, inputs=["S(1)", "S(0)"], outputs=["R"])
+    assert [c.kind for c in made.collectives()] == ["all_reduce"]
+    report = made.verify(args)
+    assert report.ok, report

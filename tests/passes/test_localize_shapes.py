@@ -162,9 +162,8 @@ scalar_tensor = scalar_tensor(0, dtype=i64, layout=torch.strided, device=device(
 where = where(bitwise_or, scalar_tensor, sub)
 embedding_1 = embedding(p_embed_weight, where)
 unsqueeze = unsqueeze(bitwise_or, -1)
-scalar_tensor_1 = scalar_tensor(0.0, dtype=f32, layout=torch.strided, device=device(type='cpu'))
-where_1: P(sum) = where(unsqueeze, scalar_tensor_1, embedding_1)
-all_reduce = all_reduce(where_1, 'sum', 'tp=2:tp')
+masked_fill: P(sum) = masked_fill(embedding_1, unsqueeze, 0)
+all_reduce = all_reduce(masked_fill, 'sum', 'tp=2:tp')
 wait_tensor: R = wait_tensor(all_reduce)
 return wait_tensor
 """,

@@ -157,6 +157,13 @@ return div
     )
 
 
+def test_what_has_no_equal_shares_is_held_by_the_first_rank() -> None:
+    assert [text((2, 3), "R", "P(product)", rank=rank).splitlines()[1] for rank in (0, 1)] == [
+        "clone: P(product) = clone(x)",
+        "full_like: P(product) = full_like(x, 1, pin_memory=False)",
+    ]
+
+
 def test_dims_are_exchanged() -> None:
     """With torch, on CPU, this would be a gather: as many times the bytes as there are ranks."""
     assert_expected_inline(
@@ -314,7 +321,7 @@ def test_equal_changes_are_traced_once(source: str, target: str, shape: tuple[in
     assert len(traces) == count
 
 
-KINDS = ("R", "S(0)", "S(1)", "S(2)", "P(sum)", "P(avg)", "P(max)", "P(min)")
+KINDS = ("R", "S(0)", "S(1)", "S(2)", "P(sum)", "P(avg)", "P(max)", "P(min)", "P(product)")
 
 
 @pytest.mark.parametrize("degree", [2, 3])

@@ -108,3 +108,43 @@ def test_columns_of_a_grouped_convolution_are_its_groups() -> None:
     assert placed == {"0.weight": "S(0)", "0.bias": "S(0)", "2.weight": "S(1)", "2.bias": "P(sum)"}
     assert [c.kind for c in program.collectives()] == ["all_reduce"]
     assert program.verify((x,)).ok
+
+
+class Table(nn.Module):
+    """Rows of a table, looked up or added."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.randint(1, 100, (7, 3)).to(dtype))
+        self.function = forward
+
+    def forward(self, at: torch.Tensor) -> torch.Tensor:
+        return self.function(self.rows, at)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "function",
+    {
+        "look-up": lambda rows, at: F.embedding(at, rows),
+        "index": lambda rows, at: rows[at - 7],
+        "gather": lambda rows, at: rows.gather(0, at[:, None].expand(-1, 3)),
+        "add": lambda rows, at: rows.new_ones(8, 3).index_add(0, at, rows),
+        "put": lambda rows, at: rows.new_ones(8, 3).index_put((at,), rows, accumulate=True),
+        "scatter": lambda rows, at: rows.new_ones(8, 3).scatter_add(0, at[:, None].expand(-1, 3), rows),
+    }.values(),
+)
+def test_rows_of_a_table_that_is_cut(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+    """What rows are added to joins the sum on one rank: an integer has no equal shares. 7 rows over 3 are uneven."""
+    args = (torch.tensor([6, 0, 3, 3, 2, 6, 1]),)
+    made = tpcompiler.parallelize(export(Table(function, dtype), args), 3, {"rows": "S(0)"})
+    assert [c.kind for c in made.collectives()] == ["all_reduce"]
+    report = made.verify(args)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16])
+def test_a_table_that_not_every_backend_sums_stays_whole(dtype: torch.dtype) -> None:
+    exported = export(Table(lambda rows, at: F.embedding(at, rows), dtype), (torch.tensor([5, 0]),))
+    with pytest.raises(tpcompiler.ShardingError, match="it needs the dim of 7 whole"):
+        tpcompiler.parallelize(exported, 2, {"rows": "S(0)"})

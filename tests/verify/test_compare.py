@@ -85,6 +85,24 @@ def test_a_collective_that_is_missing_is_named(transformer: Case) -> None:
     ]
 
 
+def test_the_first_wrong_value_beside_uneven_shards() -> None:
+    """Rows go to ranks as 2, 2 and 1: the last rank alone cuts off what pads its sum, and names its next copy apart."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.a(x), (x * 2).sin()
+
+    case = Case(Net(), (torch.randn(5, 6),), 3, {"a": "rowwise_split_input"}, outputs=["S(0)", "S(1)"])
+    (name,) = [n.name for n in case.ranks[0].graph.nodes if n.target is aten.sin.default]
+    report = case.compare([damaged(rank, name, lambda graph, node: node.args[0]) for rank in case.ranks])
+    assert report.first_diverging is not None
+    assert "claimed S(1));" in report.first_diverging
+
+
 def test_an_all_reduce_replaced_by_its_operand(transformer: Case) -> None:
     ranks = [damaged(rank, "all_reduce", lambda graph, node: node.args[0]) for rank in transformer.ranks]
     assert not transformer.compare(ranks).ok

@@ -79,10 +79,15 @@ class Reshard:
         recut = any(a.axes and b.axes and a != b for a, b in zip(self.source.dims, self.target.dims, strict=True))
         return recut or bool(self.target.partial and not self.source.is_replicated)
 
-    @property
-    def cuts_a_whole(self) -> bool:
+    def cuts_a_whole(self, dtype: torch.dtype) -> bool:
         """Whether some of it takes this rank's part of a whole tensor, so that ranks differ."""
-        return (self.source.is_replicated or self.through_whole) and any(dim.axes for dim in self.target.dims)
+        apart = any(dim.axes for dim in self.target.dims) or self.held_by_first(dtype)
+        return apart and (self.source.is_replicated or self.through_whole)
+
+    def held_by_first(self, dtype: torch.dtype) -> bool:
+        """Whether it makes a pending reduction that has no equal shares: a sum of integers, or a product."""
+        exact = not (dtype.is_floating_point or dtype.is_complex)
+        return any(op == "product" or (op == "sum" and exact) for _, op in self.target.partial)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from tpcompiler.ir import edit
+from tpcompiler.rules.indexing import can_look_up
 from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.registry import op_rule
 
@@ -20,15 +21,18 @@ def _own_rows(table: torch.Tensor, indices: torch.Tensor, *args: Any, shard: Sha
     """The rows that this shard of the table holds, zeros for the others, so that the sum over ranks is the look-up."""
     local = indices - shard.offset
     absent = (local < 0) | (local >= shard.size)
-    rows = aten.embedding.default(table, torch.where(absent, 0, local), *args)
-    return torch.where(absent.unsqueeze(-1), 0.0, rows)
+    rows: torch.Tensor = aten.embedding.default(table, torch.where(absent, 0, local), *args)
+    return rows.masked_fill(absent.unsqueeze(-1), 0)
 
 
 @op_rule(aten.embedding.default, shards="any")
 def embedding(node: fx.Node) -> RuleText:
     """ "v d, i0 i1 -> i0 i1 d": with the vocabulary v cut, each rank looks up its own rows: Partial(sum)."""
-    ids = " ".join(f"i{d}" for d in range(edit.operands(node)[1].meta["val"].ndim))
-    return RuleText(f"v d, {ids} -> {ids} d", linear=((0,),), local={"v": _own_rows})
+    table, indices = edit.operands(node)
+    ids = " ".join(f"i{d}" for d in range(indices.meta["val"].ndim))
+    free = can_look_up(table, 0)
+    text = f"{'v' if free else 'v!'} d, {ids} -> {ids} d"
+    return RuleText(text, linear=((0,),), local={"v": _own_rows} if free else {})
 
 
 def _own_bags(

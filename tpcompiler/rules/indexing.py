@@ -54,7 +54,7 @@ def _positions(node: fx.Node) -> tuple[list[str], list[str], list[str], list[str
     return dims, result, [broadcast(v.shape, made, sizes) for v in values], made, sizes
 
 
-def _can_look_up(node: fx.Node, dim: int) -> bool:
+def can_look_up(node: fx.Node, dim: int) -> bool:
     """Whether each rank may look up what it holds of a dim: shards begin at numbers, and any backend sums the dtype."""
     value = node.meta["val"]
     summed = value.is_floating_point() or value.dtype in (torch.int32, torch.int64)
@@ -95,7 +95,7 @@ def index(node: fx.Node) -> RuleText | None:
         return _zeros(aten.index.Tensor(values, [*[None] * at, local]), outside, inner)
 
     local = {}
-    if not others and _can_look_up(edit.operands(node)[0], at):
+    if not others and can_look_up(edit.operands(node)[0], at):
         dims[at] = f"d{at}"
         local = {dims[at]: body}
     return RuleText(f"{', '.join([' '.join(dims), *terms])} -> {' '.join(result)}", linear=((0,),), local=local)
@@ -139,7 +139,7 @@ def index_select(node: fx.Node) -> RuleText | None:
         local, outside = _own(positions, total, shard)
         return _zeros(aten.index_select.default(values, dim, local), outside, inner)
 
-    free = _can_look_up(operand, dim)
+    free = can_look_up(operand, dim)
     out = " ".join("i" if d == dim else f"d{d}" for d in range(values.ndim))
     text = f"{dims_text(values.ndim, () if free else {dim})}, i -> {out}"
     return RuleText(text, linear=((0,),), local={f"d{dim}": body} if free else {})
@@ -182,7 +182,7 @@ def gather(node: fx.Node) -> RuleText | None:
         local, outside = _own(positions, total, shard)
         return _zeros(aten.gather.default(values, dim, local), outside)
 
-    free = _can_look_up(operand, dim)
+    free = can_look_up(operand, dim)
     pairs = zip(values.shape, positions.meta["val"].shape, strict=True)
     same = [d != dim and statically_equal(a, b) for d, (a, b) in enumerate(pairs)]
     left = " ".join(f"d{d}" if same[d] or (d == dim and free) else f"d{d}!" for d in range(values.ndim))

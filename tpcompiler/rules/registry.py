@@ -88,7 +88,14 @@ def rule_of(node: fx.Node) -> Rule | None:
     _check_sizes(pattern, shapes, extent, what)
     # An addend joins the product's sum: with the product pending, it must be pending too.
     linear = tuple(frozenset(group) | pattern.addends for group in written.linear)
+    linear = tuple(group for group in linear if not any(_wraps(tensors[i], edit.outputs(node)) for i in group))
     return Rule(pattern, extent, entry.shards, written.reduce, written.sizes, linear, written.local, entry.relayout)
+
+
+def _wraps(operand: torch.Tensor, made: Sequence[torch.Tensor]) -> bool:
+    """Whether shares of the operand sum up to it in its own dtype alone: integers wrap, and wider ones do not."""
+    exact = not (operand.is_floating_point() or operand.is_complex())
+    return exact and any(value.dtype != operand.dtype for value in made)
 
 
 def _check_sizes(pattern: Pattern, shapes: Sequence[Sequence[Size]], extent: Mapping[str, Size], what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -222,16 +223,18 @@ class _Trial:
 
         exact = Promoted(intermediate, torch.float64)
         simulate([exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise], seen=measure)
-        parts: dict[str, dict[int, Any]] = {}
+        # What pads uneven shards is in some graphs only, so that the nodes behind it bear other names; claims do not.
+        names = [_claimed(program.graph) for program in self.programs]
+        parts: dict[Any, dict[int, Any]] = {}
 
         def collect(rank: int, node: fx.Node, value: Any) -> None:
-            if read_claim(node).get("sharding") and isinstance(value, torch.Tensor):
-                parts.setdefault(node.name, {})[rank] = value.cpu()
+            if node in names[rank] and isinstance(value, torch.Tensor):
+                parts.setdefault(names[rank][node], {})[rank] = value.cpu()
 
         simulate(self.programs, shares, state=self.held, seen=collect)
-        for node in self.programs[0].graph.nodes:
+        for node, name in names[0].items():
             claim = read_claim(node)
-            have = parts.get(node.name, {})
+            have = parts.get(name, {})
             origin = claim.get("origin", "")
             if len(have) != len(self.programs) or origin not in wanted:
                 continue
@@ -249,6 +252,19 @@ class _Trial:
                 reason = claim.get("reshard_reason") or claim.get("reason", "")
                 return f"'{node.name}' ({node.target}, claimed {text}); {reason}"
         return None
+
+
+def _claimed(graph: fx.Graph) -> dict[fx.Node, Any]:
+    """Every node that claims a sharding, and what it is called in the graphs of all ranks."""
+    seen: Counter[Any] = Counter()
+    found = {}
+    for node in graph.nodes:
+        claim = read_claim(node)
+        if claim.get("sharding"):
+            said = (claim["origin"], claim.get("reshard"), *claim["sharding"])
+            found[node] = (*said, seen[said])
+            seen[said] += 1
+    return found
 
 
 def _shares(
