@@ -35,7 +35,7 @@ test test-fast wheel-test: export OMP_NUM_THREADS := 1
 test: venv  ## Run all tests, the slow ones last
 	$(BIN)/$(PYTEST) $(PYTEST_ARGS)
 
-test-fast: venv  ## Run the tests that need neither a real model nor launched processes
+test-fast: venv  ## Run the fast tests: no real models, no launched processes
 	$(BIN)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 check: venv  ## Lint, formatting, types and import directions

@@ -15,6 +15,8 @@ from tpcompiler import advice
 from tpcompiler.errors import ShardingError
 from tpcompiler.plan import Plan
 
+pytestmark = pytest.mark.slow
+
 CHANGE = (
     r"(?:change '([^']+)' from \w+ to (\w+)|pin '([^']+)' to (R)) \((?:saves )?([\d,]+) wire bytes per rank and call"
 )

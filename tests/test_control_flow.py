@@ -27,6 +27,8 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
 from tpcompiler.verify.compare import compare
 
+pytestmark = pytest.mark.slow
+
 
 def choose(self: Any, x: torch.Tensor) -> torch.Tensor:
     y = self.both(x)
@@ -162,7 +164,6 @@ def test_bodies_are_named_for_the_other_device() -> None:
     assert made.verify((X,)).ok
 
 
-@pytest.mark.slow
 def test_in_real_processes(tmp_path: Path) -> None:
     program = program_of(choose_twice)
     tpcompiler.parallelize(program, 2, PLAN).save(tmp_path / "out")

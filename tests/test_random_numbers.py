@@ -26,6 +26,8 @@ from tpcompiler.verify.compare import functional
 from tpcompiler.verify.promote import Promoted
 from tpcompiler.verify.simulate import simulate
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 ALLOWED = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
 

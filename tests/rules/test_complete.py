@@ -20,6 +20,8 @@ from tpcompiler.errors import RuleError
 from tpcompiler.rules.registry import _RULES, rule_of
 from tpcompiler.verify.check_rule import left_out
 
+pytestmark = pytest.mark.slow
+
 LIST = Path(__file__).with_name("left_out.txt")
 DEGREES = (2, 3)
 

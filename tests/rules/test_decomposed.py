@@ -19,6 +19,8 @@ from torch.export import export
 import tpcompiler
 from tests.passes.stages import Call
 
+pytestmark = pytest.mark.slow
+
 ROWS = 24  # enough that gathering them all costs more than reducing one number
 SUM = "all_reduce inherent"
 OUT = "all_gather plan-demanded"  # the program's output is asked for whole

@@ -33,6 +33,8 @@ from tpcompiler.rules.registry import rule_of
 from tpcompiler.verify.check_rule import is_even, is_idle
 from tpcompiler.verify.discover import Way, combinations, sound_placements
 
+pytestmark = pytest.mark.slow
+
 LIST = Path(__file__).with_name("dtensor.txt")
 DEGREE = 2
 

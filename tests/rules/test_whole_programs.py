@@ -14,6 +14,8 @@ from torch.export import Dim, export
 import tpcompiler
 from tpcompiler.ir.program import mark_of
 
+pytestmark = pytest.mark.slow
+
 
 class Weighted(nn.Module):
     """A function of an input and a weight."""

@@ -24,6 +24,8 @@ from tpcompiler.verify.discover import same, sound_placements
 from tpcompiler.verify.discover_rule import DiscoveredRule, discover_rule
 from tpcompiler.verify.rule_check import rule_from
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 
 
