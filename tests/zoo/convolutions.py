@@ -84,6 +84,7 @@ MOBILENET = Case(
 
 REGNET = Case(
     name="regnet",
+    tested="convolutions in groups, squeezed channels",
     build=transformer(
         "RegNet",
         "ForImageClassification",

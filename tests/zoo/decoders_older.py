@@ -130,6 +130,7 @@ BLOOM = older(
     n_layer=2,
     n_head=8,
 )
+BLOOM = replace(BLOOM, tested="heads inside of a merged dim")
 FALCON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "ffn_hidden_size": 96}
 # Attention and MLP are added to each other first, so that one sum serves both.
 FALCON_7B = older(

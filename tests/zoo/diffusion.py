@@ -112,6 +112,7 @@ def _noisy(batch: int, size: int) -> dict[str, torch.Tensor]:
 
 UNET = Case(
     name="unet",
+    tested="norms of groups, resizing, skips that are put beside",
     build=lambda: randomise(UNet()),
     inputs=_noisy,
     dims={"sample": {0: BATCH}, "step": {0: BATCH}, "text": {0: BATCH}},

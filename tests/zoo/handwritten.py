@@ -45,6 +45,7 @@ class EinsumTransformer(nn.Module):
 
 EINSUM = Case(
     name="einsum_transformer",
+    tested="contractions by einsum",
     build=lambda: randomise(EinsumTransformer()),
     inputs=token_ids(VOCABULARY),
     dims={"input_ids": {0: BATCH, 1: SEQUENCE}},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.export import Dim
 
 from tests.zoo.case import BATCH, Layers, token_ids
@@ -46,6 +48,7 @@ DEBERTA = encoder(
     cut=0.96,  # 2,944 of 85,184 numbers whole: relative positions 2,048, norms 640, row-wise biases 256
     inert={"pos_key_proj.bias": KEY_BIAS},
 )
+DEBERTA = replace(DEBERTA, tested="disentangled positions")
 
 MOBILEBERT = encoder(
     "mobilebert",

@@ -67,6 +67,7 @@ def _detr() -> torch.nn.Module:
 CASES = [
     Case(
         name="swin",
+        tested="windows that are shifted",
         build=transformer("Swin", "ForImageClassification", SWIN, **LABELS),
         **IMAGES,
         plan={**PATCHES, **ATTENTION, **MLP, "**.downsample.reduction": "colwise_gather_output", **SCORES},
