@@ -167,6 +167,8 @@ def substituted(value: Any, mode: FakeTensorMode, standing: Mapping[sympy.Symbol
 def sym_multiple(size: torch.SymInt) -> tuple[sympy.Symbol, int] | None:
     """(s, n) of a size that is n * s for one symbol s, else None."""
     expr = size.node.expr
+    if not expr.free_symbols:
+        return None  # a size that export took for dynamic and then found constant
     symbol = next(iter(expr.free_symbols))
     count = expr / symbol
     return (symbol, int(count)) if count.is_Integer else None

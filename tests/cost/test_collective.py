@@ -8,6 +8,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from tpcompiler.cost.collective import KINDS, reshard_wire_bytes, wire_bytes
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.ir.shares import read_sharding
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,13 @@ def test_every_axis_counts() -> None:
     spec = {"dp": Shard(0), "tp": Partial()}
     source, whole = Sharding.of(spec, mesh, 2, "a test"), Sharding.replicated(2)
     assert reshard_wire_bytes(source, whole, (8, 16), 4, mesh) == 256 + 768
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [("S(0, block 4)", "S(0)", 384), ("S(0, block 4)", "S(0, block 4)", 0), ("S(0, block 4)", "S(1)", 96)],
+)
+def test_other_blocks_are_other_elements(source: str, target: str, expected: int) -> None:
+    mesh = Mesh((("tp", 4),))
+    a, b = (read_sharding(text, mesh, 2) for text in (source, target))
+    assert reshard_wire_bytes(a, b, (8, 16), 4, mesh) == expected

@@ -59,6 +59,14 @@ def test_a_unit_is_printed_and_read_back() -> None:
         assert read_sharding(text, TP, 2).text(TP) == text
 
 
+@pytest.mark.parametrize(("block", "even"), [(0, True), (8, True), (4, True), (6, False), (2, False)])
+def test_blocks_are_even_each_by_itself(block: int, even: bool) -> None:
+    """24 elements in blocks, over 4 ranks."""
+    by = DimSharding(("tp",), 1, block)
+    sizes = {by.local_size(24, TP, {"tp": rank}) for rank in range(4)}
+    assert by.is_even(24, TP) is even is (len(sizes) == 1)
+
+
 @pytest.mark.parametrize(
     ("spec", "mesh", "message"),
     [

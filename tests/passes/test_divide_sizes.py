@@ -123,6 +123,17 @@ def test_a_size_that_is_no_multiple_of_a_symbol() -> None:
     )
 
 
+def test_a_size_that_export_found_constant() -> None:
+    """A weight fixes the merged size, and with it the batch: its symbol has no name any more."""
+
+    def rows(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return nn.functional.linear(x.reshape(-1), self.weight), x.unflatten(0, (-1, 1))
+
+    sizes = {"x": {0: Dim.AUTO}}
+    with pytest.raises(UnsupportedError, match="its size 4 is dynamic and need not be a multiple of 3"):
+        divided(Call(rows, weight=(6, 32)), (torch.randn(4, 8),), degree=3, inputs=["S(0)"], dynamic_shapes=sizes)
+
+
 def test_the_notes_count_what_a_size_is_a_multiple_of_already() -> None:
     """Half a batch, cut by 4: that whole is a multiple of 8, and what is one more is no multiple at all."""
 
