@@ -22,7 +22,6 @@ from torch._C._distributed_c10d import (
     _unregister_process_group,
 )
 from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +45,6 @@ __all__ = [
     "OpOverload",
     "TreeSpec",
     "decomposed",
-    "detect_fake_mode",
     "divided_range",
     "divided_sizes",
     "enable_python_dispatcher",

@@ -126,15 +126,15 @@ reshard_1: S(0) -> R; plan-demanded; outputs are R unless outputs= says otherwis
 
 
 def test_an_operand_that_is_used_twice_by_one_op() -> None:
-    module = Call(lambda self, x: torch.cat([x, x], 1))
+    module = Call(lambda self, x: torch.cdist(x, x))
     assert_expected_inline(
         text(module, (X,), inputs=["S(1)"]),
         """\
 x: S(1) = input f32[2, 4]
 reshard: R = reshard(x)
 reshard_1: R = reshard(x)
-cat: R = cat([reshard, reshard_1], 1)
-return cat
+_cdist_forward: R = _cdist_forward(reshard, reshard_1, 2.0, None)
+return _cdist_forward
 """,
     )
 

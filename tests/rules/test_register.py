@@ -15,7 +15,7 @@ from tests.runtime.commands import call, right
 from tpcompiler.errors import RuleError
 from tpcompiler.rules.registry import _RULES
 
-library = torch.library.Library("toy", "DEF")
+library = torch.library.Library("toy_rules", "DEF")
 library.define("gate(Tensor x, Tensor gate, *, float scale=1.0) -> Tensor")
 library.define("norm(Tensor x, Tensor? weight=None) -> Tensor")
 library.define("fill_(Tensor(a!) x) -> ()")
@@ -45,7 +45,7 @@ def twice(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
 
 
-toy = torch.ops.toy
+toy = torch.ops.toy_rules
 
 
 @pytest.fixture(autouse=True)
@@ -63,12 +63,17 @@ def register(op: object, rule: object, **options: object) -> None:
 @pytest.mark.parametrize(
     ("op", "rule", "options", "said"),
     [
-        ("toy::none", "a -> a", {}, "'toy::none' is not an op of torch\n  help: give an op, or a name such as"),
-        ("toy", "a -> a", {}, "'toy' is not an op of torch"),
-        ("toy::gate.out", "a -> a", {}, "'toy::gate.out' is not an op of torch"),
-        ("toy::fill_", "a ->", {}, "toy.fill_.default changes its operands in place"),
+        (
+            "toy_rules::none",
+            "a -> a",
+            {},
+            "'toy_rules::none' is not an op of torch\n  help: give an op, or a name such as",
+        ),
+        ("toy_rules", "a -> a", {}, "'toy_rules' is not an op of torch"),
+        ("toy_rules::gate.out", "a -> a", {}, "'toy_rules::gate.out' is not an op of torch"),
+        ("toy_rules::fill_", "a ->", {}, "toy_rules.fill_.default changes its operands in place"),
         ("aten::linear", "b k, n k -> b n", {}, "aten.linear.default has a rule already"),
-        (toy.gate, "a, a", {}, "the rule of toy.gate.default is malformed: rule 'a, a' needs one '->'"),
+        (toy.gate, "a, a", {}, "the rule of toy_rules.gate.default is malformed: rule 'a, a' needs one '->'"),
         (toy.gate, "a?, a -> a", {}, "malformed: 'a?' in the rule 'a?' is not a factor"),
         (toy.gate, "a -> a", {}, "malformed: 'a -> a' has 1 operands, the op 2"),
         (toy.gate, "a, a -> a, a", {}, "malformed: 'a, a -> a, a' has 2 outputs, the op 1"),
@@ -145,7 +150,7 @@ def test_a_function_may_decline_a_call() -> None:
 )
 def test_a_text_that_does_not_fit_the_tensors(text: str, said: str) -> None:
     register(toy.gate, text)
-    with pytest.raises(RuleError, match=r"the rule of toy\.gate\.default at 'gate'") as error:
+    with pytest.raises(RuleError, match=r"the rule of toy_rules\.gate\.default at 'gate'") as error:
         tpcompiler.parallelize(gated(), 2, PLAN)
     assert said in str(error.value)
 
@@ -168,19 +173,19 @@ def targets(module: nn.Module, shape: tuple[int, ...], placement: str) -> list[s
 
 
 def test_an_op_that_torch_would_decompose_stays_whole() -> None:
-    assert "toy.norm.default" not in targets(One(toy.norm), (4, 6), "S(0)")
+    assert "toy_rules.norm.default" not in targets(One(toy.norm), (4, 6), "S(0)")
     register(toy.norm, "b h! -> b h!")
-    assert targets(One(toy.norm), (4, 6), "S(0)") == ["toy.norm.default"]
+    assert targets(One(toy.norm), (4, 6), "S(0)") == ["toy_rules.norm.default"]
 
 
 def test_a_rule_goes_before_the_pointwise_tag() -> None:
     register(toy.twice, "b! h -> b! h")
-    assert targets(One(toy.twice), (4, 6), "S(1)") == ["toy.twice.default"]
+    assert targets(One(toy.twice), (4, 6), "S(1)") == ["toy_rules.twice.default"]
     assert len(targets(One(toy.twice), (4, 6), "S(0)")) > 1
 
 
 def test_size_arguments_are_the_ranks_own() -> None:
-    @torch.library.register_fake("toy::spread", lib=library)
+    @torch.library.register_fake("toy_rules::spread", lib=library)
     def _(x: torch.Tensor, size: list[int]) -> torch.Tensor:
         return x.new_empty(size)
 

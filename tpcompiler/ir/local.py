@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import FakeTensorMode, detect_fake_mode, shape_facts, statically_equal, sym_hint
+from tpcompiler._torch import FakeTensor, FakeTensorMode, shape_facts, statically_equal, sym_hint
 from tpcompiler.errors import InternalError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding, Size
@@ -17,8 +17,8 @@ from tpcompiler.ir.sharding import Sharding, Size
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """The fake mode that the program's values live in, with its shape environment."""
-    mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
-    return mode if mode is not None else FakeTensorMode()
+    values = (node.meta.get("val") for node in graph.nodes)
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
 
 
 @contextlib.contextmanager
