@@ -17,8 +17,6 @@ from tests.rules.samples import SAMPLES
 from tests.rules.test_complete import NOT_RUN
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
-from tpcompiler.ir.mesh import Mesh
-from tpcompiler.rules.infer import Refusal, options, shardings
 from tpcompiler.rules.notation import Rule, RuleText, parse
 from tpcompiler.rules.registry import _RULES, rule_of
 from tpcompiler.verify.check_rule import offered
@@ -129,7 +127,7 @@ ENOUGH = 30  # ops
 
 
 def _even(rule: Rule, sample: Sample, degree: int) -> set[tuple[Placement, ...]]:
-    """What a rule offers, but for uneven cuts, cuts in blocks, own bodies, and pending integers."""
+    """What a rule offers, but for uneven cuts, factors with a body of their own, and pending integers."""
     operands = [operand.meta["val"] for operand in edit.operands(node_of(sample))]
     own = {(i, d) for i, term in enumerate(rule.pattern.inputs) for d, dim in enumerate(term) if {*dim} & {*rule.local}}
 
@@ -140,19 +138,7 @@ def _even(rule: Rule, sample: Sample, degree: int) -> set[tuple[Placement, ...]]
             return True
         return operands[index].shape[placement.dim] % degree == 0 and (index, placement.dim) not in own
 
-    return {inputs for inputs in _plain(rule, degree) if all(fits(i, p) for i, p in enumerate(inputs))}
-
-
-def _plain(rule: Rule, degree: int) -> set[tuple[Placement, ...]]:
-    """The placements of the operands that a rule offers without a cut in blocks, which no placement of torch says."""
-    mesh = Mesh((("tp", degree),))
-    found = set()
-    for option in options(rule, mesh):
-        both = shardings(rule, option, mesh)
-        assert not isinstance(both, Refusal)
-        if not any(dim.block for side in both for sharding in side for dim in sharding.dims):
-            found.add(tuple(want.placements(mesh)[0] for want in both[0]))
-    return found
+    return {inputs for inputs in offered(rule, degree) if all(fits(i, p) for i, p in enumerate(inputs))}
 
 
 def _proposed(found: DiscoveredRule, sample: Sample) -> Rule:
