@@ -64,7 +64,10 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
                 done = dict(zip(_put_in_body(node, parts, program, mode), wholes, strict=True))
             elif lowered or resized or not local.isdisjoint(node.all_input_nodes):
                 _allow_copy(node)
-                node.meta["val"] = _run(node, mode, results)
+                if mark is not None and isinstance(whole, torch.Tensor) and node.meta.get("unbacked_bindings"):
+                    node.meta["val"] = _run_by_name(node, mark, program, mode)
+                else:
+                    node.meta["val"] = _run(node, mode, results)
         for made, whole in done.items():
             mark = made.meta.get(MARK)
             if mark is not None and mark.shardings:
@@ -173,6 +176,17 @@ def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:
         with mode, torch.no_grad(), enable_python_dispatcher():
             results[known] = node.target(*args, **kwargs)  # type: ignore[operator]
     return results[known]
+
+
+def _run_by_name(node: fx.Node, mark: Mark, program: LoweredProgram, mode: FakeTensorMode) -> torch.Tensor:
+    """The local fake value of an op that makes sizes which depend on data: run anew, it would name them anew."""
+    whole = node.meta["val"]
+    assert mode.shape_env is not None
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        made = _run(node, mode, {})
+    shape = mark.shardings[0].local_shape(whole.shape, program.mesh, program.mesh.coordinate(program.rank))
+    with mode:
+        return torch.empty_strided(shape, made.stride(), dtype=made.dtype, device=made.device)
 
 
 def _check(node: fx.Node, mark: Mark, whole: Any, program: LoweredProgram) -> None:

@@ -6,8 +6,8 @@ import re
 
 # What an op without a rule is, by its name; the first that matches.
 KINDS = {
-    r"fft|stft": "a Fourier transform; its batch dims are gathered",
-    r"linalg|cholesky|lu_|geqrf|ormqr|triangular_solve|svd|eig|qr|det": "linear algebra; its batch dims are gathered",
+    r"linalg_check_errors": "a check of every matrix, which has no result",
+    r"linalg": "linear algebra; its batch dims are gathered",
     r"masked_select|nonzero|unique|repeat_interleave\.Tensor|segment_reduce": "its size depends on the data",
     r"as_strided|set_|resize": "it speaks of memory and not of dims",
     r"sparse": "sparse tensors are refused",

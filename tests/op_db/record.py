@@ -92,6 +92,7 @@ class _Inner:
         self.graph = fx.Graph()
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # ids of dead tensors come back
+        self._stale = set[int]()  # what has been written through another view of its memory
         self._lost = False
 
     def outside(self, func: OpOverload, args: Any, kwargs: Any) -> fx.Node | None:
@@ -141,10 +142,11 @@ class _Inner:
         """What was written, and what shares its memory, is from now on another value."""
         for value in self._alive:
             if any(_shared(value, other) for other in changed) and self._nodes.pop(id(value), None):
-                self._lost |= all(value is not other for other in changed)
+                self._stale.add(id(value))
 
     def _node(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and id(value) not in self._nodes:
+            self._lost |= id(value) in self._stale
             self._name(value, self.graph.placeholder(f"x{len(self._nodes)}"))
         return self._nodes[id(value)] if isinstance(value, torch.Tensor) else value
 
@@ -160,8 +162,15 @@ def functional(func: OpOverload) -> OpOverload | None:
         return func
     name = func._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    found = getattr(packet, func._overloadname, None)
-    return found if isinstance(found, OpOverload) and not found._schema.is_mutable else None
+    for overload in packet.overloads() if packet else ():
+        found = getattr(packet, overload)
+        if not found._schema.is_mutable and _kinds(found) == _kinds(func):
+            return found
+    return None
+
+
+def _kinds(func: OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in func._schema.arguments]
 
 
 def written(func: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:

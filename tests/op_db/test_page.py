@@ -25,12 +25,10 @@ def test_the_figures_are_those_of_the_list() -> None:
 
 
 def test_nothing_is_wrong() -> None:
-    """But what is known: a statistic of bags with a last offset; `tensor_split` at positions that depend on data crashes."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    assert "wrong" not in results["whole"]
-    assert results["whole"].get("crash", 0) <= 2
-    assert "crash" not in results["calls"]
-    assert results["calls"].get("wrong", 0) <= 1
+    for part in (results["whole"], results["calls"]):
+        assert part["right"] > 1000
+        assert {"wrong", "crash"}.isdisjoint(part)
 
 
 def test_a_rule_that_changed_has_no_figure() -> None:

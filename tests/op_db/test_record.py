@@ -80,7 +80,15 @@ def test_a_write_through_a_view_is_not_tracked() -> None:
     assert padded.tracked
 
 
+def test_a_write_is_tracked_where_only_what_is_written_is_used_later() -> None:
+    x = torch.randn(4)
+    (call,) = record(lambda: aten.diff.default(x, 0))
+    assert call.tracked
+    assert [node.target for node in call.inside.nodes][-1] is aten.copy.default
+
+
 def test_functional_forms() -> None:
+    assert functional(aten.transpose_.default) is aten.transpose.int
     assert functional(aten.add_.Tensor) is aten.add.Tensor
     assert functional(aten.add.Tensor) is aten.add.Tensor
     assert functional(aten.add.out) is None

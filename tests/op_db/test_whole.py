@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.opinfo.core import SampleInput
 
 from tests.op_db.database import WHOLE, ops_named
 from tests.op_db.whole import largest, outcomes
@@ -41,6 +42,14 @@ def test_two_slices_of_one_shape_are_two_operands() -> None:
     """Seen wrong: the local body of a group norm took its bias for its weight."""
     (op,) = ops_named(["nn.functional.group_norm"]).values()
     assert {"0: S(1)": "right"}.items() <= {o.placed: o.what for o in run(op)}.items()
+
+
+def test_sizes_that_depend_on_data_keep_their_names() -> None:
+    """Seen crashing: a slice on a shard was given a new name for its size, which nothing else knew."""
+    (op,) = ops_named(["tensor_split"]).values()
+    sample = SampleInput(torch.randn(5, 5, 4), args=(torch.tensor([1, 3]), 0))
+    found = {o.placed: o.what for o in outcomes(op.op, sample)}
+    assert found == {"0: S(0)": "gathered", "0: S(1)": "gathered", "0: S(2)": "gathered", "1: S(0)": "gathered"}
 
 
 def test_a_refusal_has_its_text() -> None:

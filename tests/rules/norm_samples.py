@@ -120,6 +120,14 @@ BAGS = [
         mode=1,
         text="v d, i!, o! -> b! d, x0!, x1!, x2!",
     ),
+    call(
+        aten._embedding_bag_forward_only.default,
+        t(7, 5),
+        ids(6, below=7),
+        torch.tensor([0, 3, 6]),
+        include_last_offset=True,
+        text="v d, i!, o! -> b! d, x0!, x1!, x2!",
+    ),
 ]
 
 TRIANGLES = [

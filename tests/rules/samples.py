@@ -11,6 +11,7 @@ from torch import fx
 from tests.rules.attention_samples import ATTENTION
 from tests.rules.convolution_samples import CONVOLUTIONS
 from tests.rules.indexing_samples import INDEXING
+from tests.rules.linalg_samples import FOURIER, FRACTIONAL, LINALG
 from tests.rules.norm_samples import BAGS, GROUPED, TRIANGLES
 from tests.rules.pointwise_samples import ELEMENTWISE
 from tests.rules.product_samples import CONTRACTIONS, PRODUCTS_2
@@ -183,6 +184,9 @@ SAMPLES = [
     *ORDERED,
     *STRUCTURE,
     *VECTORS,
+    *LINALG,
+    *FOURIER,
+    *FRACTIONAL,
     *VIEWS,
     *VIEWS_2,
 ]

@@ -110,20 +110,27 @@ even shards
 even shards; linear in 0
     flip.default roll.default
 nonempty shards
-    _cdist_forward.default _scaled_dot_product_flash_attention_for_cpu.default
-    adaptive_max_pool2d.default adaptive_max_pool3d.default linalg_vector_norm.default
-    max_pool1d.default max_pool2d.default max_pool2d_with_indices.default max_pool3d.default
-    max_pool3d_with_indices.default
+    _cdist_forward.default _linalg_det.default _linalg_eigh.default _linalg_eigvals.default
+    _linalg_slogdet.default _linalg_solve_ex.default _linalg_svd.default
+    _scaled_dot_product_flash_attention_for_cpu.default adaptive_max_pool2d.default
+    adaptive_max_pool3d.default cholesky.default cholesky_inverse.default
+    fractional_max_pool2d.default fractional_max_pool3d.default geqrf.default
+    linalg_cholesky_ex.default linalg_eig.default linalg_householder_product.default
+    linalg_inv_ex.default linalg_ldl_factor_ex.default linalg_lu.default linalg_lu_factor_ex.default
+    linalg_matrix_exp.default linalg_pinv.atol_rtol_tensor linalg_qr.default
+    linalg_vector_norm.default lu_unpack.default max_pool1d.default max_pool2d.default
+    max_pool2d_with_indices.default max_pool3d.default max_pool3d_with_indices.default
+    triangular_solve.default
 nonempty shards; leaves P(max)
     amax.default max.default
 nonempty shards; leaves P(min)
     amin.default min.default
 nonempty shards; linear in 0
-    _upsample_bicubic2d_aa.default _upsample_bilinear2d_aa.default avg_pool1d.default
-    avg_pool2d.default avg_pool3d.default col2im.default grid_sampler_2d.default
-    grid_sampler_3d.default im2col.default unfold.default upsample_bicubic2d.default
-    upsample_bilinear2d.default upsample_bilinear2d.vec upsample_nearest2d.vec
-    upsample_trilinear3d.default
+    _fft_c2c.default _fft_c2r.default _fft_r2c.default _upsample_bicubic2d_aa.default
+    _upsample_bilinear2d_aa.default avg_pool1d.default avg_pool2d.default avg_pool3d.default
+    cholesky_solve.default col2im.default grid_sampler_2d.default grid_sampler_3d.default
+    im2col.default unfold.default upsample_bicubic2d.default upsample_bilinear2d.default
+    upsample_bilinear2d.vec upsample_nearest2d.vec upsample_trilinear3d.default
 nonempty shards; linear in 0 or linear in 1
     _grouped_mm.default conv1d.default conv1d.padding conv2d.default conv3d.default conv3d.padding
     conv_tbc.default conv_transpose1d.default conv_transpose3d.input convolution.default
@@ -135,9 +142,12 @@ nonempty shards; linear in 0; own body for d0; own body for d1
     mean.default
 nonempty shards; linear in 0; own body for d1
     mean.dim
+nonempty shards; linear in 1
+    linalg_solve_triangular.default
 nonempty shards; linear in 1 or linear in 2
     addmv.default
 nonempty shards; linear in 2
+    linalg_ldl_solve.default linalg_lu_solve.default ormqr.default
     scaled_dot_product_attention.default
 nonempty shards; relayout
     view.dtype view_copy.dtype

@@ -19,7 +19,7 @@ def _triangle(value: torch.Tensor, *, shard: ShardRange) -> torch.Tensor:
 
 def _bags_everywhere(*args: Any, shard: ShardRange) -> Any:
     """Every rank holds the statistics, so they are summed up once per rank."""
-    bags, *_ = _own_bags(*args, shard=shard)
+    bags, *_ = _own_bags(aten._embedding_bag.default, *args, shard=shard)
     return bags, *aten._embedding_bag.default(args[0].new_zeros(6, 1), *args[1:])[1:]
 
 

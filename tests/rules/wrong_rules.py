@@ -101,4 +101,16 @@ WRONG_ON_SPACE_AND_STRUCTURE = {
         call(aten.view_as_complex.default, t(4, 2), text=""),
         RuleText("d0 p -> d0"),
     ),
+    "a transformed dim cut": (
+        call(aten._fft_c2c.default, torch.complex(t(4, 6), t(4, 6)), [1], 0, True, text=""),
+        RuleText("d0 d1 -> d0 d1"),
+    ),
+    "equations of one matrix apart": (
+        call(aten.linalg_solve_triangular.default, t(3, 4, 4).abs() + 1, t(3, 4, 5), upper=False, text=""),
+        RuleText("b m n, b m k -> b m k"),
+    ),
+    "a factorization of a sum": (
+        call(aten.linalg_matrix_exp.default, t(3, 4, 4), text=""),
+        RuleText("b m! n! -> b m! n!", linear=((0,),)),
+    ),
 }

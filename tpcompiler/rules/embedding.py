@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
 from tpcompiler.rules.indexing import can_look_up
 from tpcompiler.rules.notation import RuleText, ShardRange
@@ -36,6 +38,7 @@ def embedding(node: fx.Node) -> RuleText:
 
 
 def _own_bags(
+    look_up: OpOverload,
     table: torch.Tensor,
     ids: torch.Tensor,
     offsets: torch.Tensor,
@@ -48,12 +51,11 @@ def _own_bags(
     *,
     shard: ShardRange,
 ) -> tuple[torch.Tensor, ...]:
-    """This shard's part of every bag: ids of other shards, and padding, weigh nothing.
+    """This shard's part of every bag, by `look_up`: ids of other shards, and padding, weigh nothing.
 
-    The statistics do not depend on the table; the first shard holds them, the others hold zeros. A mean is divided by
-    the ids that they count.
+    The statistics do not depend on the table, and their sizes on the look-up; the first shard holds them, the others
+    hold zeros. A mean is divided by the ids that they count.
     """
-    look_up = aten._embedding_bag.default
     padding = ids == padding_idx if padding_idx >= 0 else torch.zeros_like(ids, dtype=torch.bool)
     last = (include_last_offset, 1 if padding_idx >= 0 else -1)
     _, bag_of_id, counts, rows = look_up(
@@ -70,7 +72,10 @@ def _own_bags(
     return bags, *(part * (shard.offset == 0) for part in (bag_of_id, counts, rows))
 
 
-@op_rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default, shards="any")
+_BODIES = {op: partial(_own_bags, op) for op in (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)}
+
+
+@op_rule(*_BODIES, shards="any")
 def bags(node: fx.Node) -> RuleText:
     """ "v d, i!, o! -> b d, ..": with rows cut, each rank sums up its own: Partial(sum). A maximum needs all rows.
 
@@ -83,4 +88,5 @@ def bags(node: fx.Node) -> RuleText:
     made = ["b! d", *(f"x{i}!" for i in range(len(edit.outputs(node)) - 1))]
     if largest:
         made[-1] = "b! d"
-    return RuleText(f"{', '.join(terms)} -> {', '.join(made)}", local={} if largest else {"v": _own_bags})
+    body = _BODIES[node.target]  # type: ignore[index]
+    return RuleText(f"{', '.join(terms)} -> {', '.join(made)}", local={} if largest else {"v": body})

@@ -104,3 +104,15 @@ def unfold(node: fx.Node) -> RuleText:
     left, right = list(names), [*names, "k"]
     left[dim], right[dim] = "(n k!)" if alone else "s!", "n"
     return RuleText(f"{' '.join(left)} -> {' '.join(right)}", linear=((0,),))
+
+
+@op_rule(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default, shards="nonempty")
+def fractional_pool(node: fx.Node) -> str:
+    """ "n c s0! s1!, n c r! -> n c o0 o1": every channel has windows of its own, where its random numbers say."""
+    value = edit.operands(node)[0].meta["val"]
+    space = 2 if node.target is aten.fractional_max_pool2d.default else 3
+    free = ["n", "c"][space + 2 - value.ndim :]
+    inside, made = (" ".join(f"{letter}{d}!" for d in range(space)) for letter in "so")
+    images = "n" if len(free) == 2 else "r0!"
+    out = f"{' '.join(free)} {made}"
+    return f"{' '.join(free)} {inside}, {images} c r! -> {out}, {out}"

@@ -104,7 +104,10 @@ def left_out(
 
 
 def offered(rule: Rule | None, degree: int) -> set[tuple[Placement, ...]]:
-    """The placements of the operands that a rule offers on one axis; without a rule only whole ones."""
+    """The placements of the operands that a rule offers on one axis; without a rule only whole ones.
+
+    Not those with a cut in blocks, which no placement of torch says.
+    """
     if rule is None:
         return set()
     mesh = Mesh((("tp", degree),))
@@ -112,7 +115,8 @@ def offered(rule: Rule | None, degree: int) -> set[tuple[Placement, ...]]:
     for option in options(rule, mesh):
         both = shardings(rule, option, mesh)
         assert not isinstance(both, Refusal)
-        found.add(tuple(want.placements(mesh)[0] for want in both[0]))
+        if not any(dim.block for side in both for sharding in side for dim in sharding.dims):
+            found.add(tuple(want.placements(mesh)[0] for want in both[0]))
     return found
 
 
