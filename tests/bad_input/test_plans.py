@@ -138,13 +138,13 @@ class Wrapped(nn.Module):
         return self.layer(x)
 
 
-class Solve(nn.Module):
+class Distances(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.solve_triangular(self.weight, x, upper=True)
+        return x.sum() + torch.pdist(self.weight)
 
 
 FIT = "use it on a linear, convolution or embedding layer, or give a parameter an explicit placement"
@@ -156,9 +156,9 @@ FIT = "use it on a linear, convolution or embedding layer, or give a parameter a
         (nn.LayerNorm(8), "colwise", "no weight of it has output features of its own", FIT),
         (nn.Sequential(nn.Linear(8, 8)), "rowwise", "no weight of it has input features of its own", FIT),
         (
-            Solve(),
+            Distances(),
             "colwise",
-            "aten.linalg_solve_triangular.default has no rule for its use of 'layer.weight'",
+            "aten._pdist_forward.default has no rule for its use of 'layer.weight'",
             "use 'replicate' for this layer",
         ),
         (

@@ -57,9 +57,9 @@ DLRM = Case(
         "top.2": "rowwise",
     },
     layers=(),
-    # One sum for each of two large tables and of two networks. The small tables cut the features, over which the
-    # products of pairs are summed.
-    outside={"all_reduce": 5},
+    # One sum for each of two networks. The small tables cut the features, over which the products of pairs are summed;
+    # so the sums of the two large tables' bags are wanted cut too, and scattered.
+    outside={"all_reduce": 3, "reduce_scatter": 2},
     cut=0.99,  # all but the biases of row-wise layers, 16 and 1
 )
 
