@@ -14,6 +14,8 @@ import tpcompiler
 from tests.passes.stages import Call
 from tpcompiler.ir.program import mark_of
 
+pytestmark = pytest.mark.slow
+
 X = torch.randn(4, 6, 5)
 
 
