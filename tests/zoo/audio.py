@@ -77,7 +77,7 @@ HUBERT = Case(
     # 10,664 of 70,184 numbers whole: 8,200 of positions, first convolutions 1,312, norms 768, biases 320, a mask 64
     cut=0.84,
     inert={"k_proj.bias": KEY_BIAS, "masked_spec_embed": "nothing is masked"},
-    flops=0.86,
+    flops=0.85,
 )
 
 WAVLM = Case(
