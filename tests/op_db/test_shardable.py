@@ -10,6 +10,8 @@ from tests.op_db.page import read_lines
 from tests.op_db.record import Call, record
 from tests.op_db.shardable import cuts, declined, sound
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 OPS = ops_named(RISKY)
 

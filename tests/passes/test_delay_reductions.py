@@ -15,6 +15,8 @@ import tpcompiler
 from tests.passes.stages import Call, delayed
 from tpcompiler.ir.text import program_text
 
+pytestmark = pytest.mark.slow
+
 X = torch.randn(4, 8)
 A = {"**.a": "rowwise_split_input"}
 ROWS = {**A, "**.b": "rowwise_split_input"}
