@@ -29,7 +29,7 @@ def delay_reductions(program: ReshardedProgram) -> ReshardedProgram:
     """
     graph = edit.copy_graph(program.graph)
     for node in edit.calls(graph):
-        if node.target is not reshard and edit.is_tensor(node) and mark_of(node).local is None:
+        if node.target is not reshard and edit.is_tensor(node):
             _delay(node, program.mesh)
     return ReshardedProgram(program.source, graph, program.mesh, program.notes)
 
@@ -39,7 +39,7 @@ def _delay(node: fx.Node, mesh: Mesh) -> None:
     reductions = {i: o.meta[RESHARD] for i, o in enumerate(operands) if _is_reduction(o, node)}
     rule = rule_of(node) if reductions else None
     mark = mark_of(node)
-    if rule is None or not mark.shardings[0].is_replicated:
+    if rule is None:
         return
     first = next(iter(reductions))
     ((axis, op),) = reductions[first].source.partial
