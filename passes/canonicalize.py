@@ -9,11 +9,11 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import OpOverload, decomposed
+from tpcompiler._torch import decomposed
 from tpcompiler.errors import ProgramError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
-from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape
+from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unused
 from tpcompiler.ir.local import fake_mode_of, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.refused import refuse_calls, refuse_values
@@ -52,7 +52,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
             edit.erase(node)  # it states sizes that no shard has
     with no_new_guards(graph):
         _draw_whole(graph)
-    graph.eliminate_dead_code(is_impure_node=_is_impure)
+    remove_unused(graph)
     refuse_calls(source, graph)
     for node in graph.nodes:
         node.meta.pop("custom", None)  # annotations of the exporter; claims take their place
@@ -124,9 +124,3 @@ def _size(node: fx.Node, value: fx.Node, dim: int) -> int | fx.Node:
     made = edit.insert_before(node, aten.sym_size.int, (value, dim), "size")
     made.meta["val"] = size
     return made
-
-
-def _is_impure(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output") or draws(node):
-        return True  # what is drawn next depends on it
-    return (isinstance(node.target, OpOverload) and node.target._schema.is_mutable) or "assert" in str(node.target)

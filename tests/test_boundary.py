@@ -14,6 +14,8 @@ from tests.launch import called
 from tpcompiler import ParallelProgram
 from tpcompiler.api import verify_artifact
 
+pytestmark = pytest.mark.slow
+
 Given = dict[str, str]
 
 
@@ -76,7 +78,6 @@ def converted(program: ExportedProgram, name: str, world: int) -> ParallelProgra
     return tpcompiler.parallelize(program, world, plan, inputs=ins, outputs=outs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDARIES)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("sizes", ["static", "dynamic"])
@@ -132,7 +133,6 @@ def test_a_size_that_the_ranks_do_not_divide(programs: dict[str, ExportedProgram
         converted(programs["dynamic"], "outputs only", 2).verify(inputs(5, 4))
 
 
-@pytest.mark.slow
 def test_every_rank_gives_and_gets_its_own_rows(programs: dict[str, ExportedProgram], tmp_path: Path) -> None:
     """In real processes: batch-sharded inputs of two sizes, outputs sharded, whole, and a number."""
     converted(programs["dynamic"], "both inputs and the outputs", 2).save(tmp_path / "out")

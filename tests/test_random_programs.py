@@ -23,6 +23,8 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.program import MARK, Mark, reshard
 from tpcompiler.ir.text import op_name
 
+pytestmark = pytest.mark.slow
+
 Shape = tuple[int, ...]
 REFUSALS = (tpcompiler.PlanError, tpcompiler.ShardingError, tpcompiler.UnsupportedError)
 ROWS = 11  # of an embedding: over 2 to 4 ranks never even
@@ -350,7 +352,6 @@ def test_random_programs() -> None:
     assert sum(tally.refused.values()) <= 2
 
 
-@pytest.mark.slow
 def test_many_random_programs() -> None:
     tally = _run(150)
     assert tally.counted >= 130

@@ -28,6 +28,7 @@ from passes.canonicalize import canonicalize
 from passes.delay_reductions import delay_reductions
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
+from passes.join_branches import join_branches
 from passes.mark_placements import mark_placements
 from passes.shard_state import shard_state
 from tpcompiler.ir.mesh import Mesh
@@ -91,7 +92,7 @@ def main() -> None:
         with part("canonicalize"):
             canonical = canonicalize(program)
         with part("mark"):
-            marked = mark_placements(apply_plan(canonical, Plan.of(PLAN), Mesh.of(chosen.ranks)))
+            marked = mark_placements(join_branches(apply_plan(canonical, Plan.of(PLAN), Mesh.of(chosen.ranks))))
         with part("partition"):
             resharded = fold_reshards(delay_reductions(insert_reshards(marked)))
             made = ParallelProgram(program, resharded, Plan.of(PLAN), "cpu")

@@ -20,6 +20,7 @@ from passes.delay_reductions import delay_reductions
 from passes.divide_sizes import divide_sizes
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
+from passes.join_branches import join_branches
 from passes.mark_placements import mark_placements
 from tpcompiler.advice import advised, remembered, without_gather
 from tpcompiler.errors import ArtifactError, MeshError, PlanError, ShardingError
@@ -75,7 +76,8 @@ def parallelize(
     def mark(plan: Plan, after: Callable[[Any, str], Any]) -> MarkedProgram:
         with no_new_guards(program.graph):
             planned = after(apply_plan(program, plan, mesh, *boundary), "apply_plan")
-            divided = after(divide_sizes(planned), "divide_sizes")
+            joined = after(join_branches(planned), "join_branches")
+            divided = after(divide_sizes(joined), "divide_sizes")
         with no_new_guards(divided.graph):
             marked: MarkedProgram = after(mark_placements(divided), "mark_placements")
         return marked

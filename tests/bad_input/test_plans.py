@@ -214,6 +214,7 @@ def views(shape: tuple[int, ...], hidden: int) -> Net:
     return Net(lambda self, x: self.down((self.up(x).view(*shape) * 2).reshape(4, hidden)), hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "hidden"),
     [((4, 3, 4), 12), ((4, 2, 6), 12), ((48,), 12), ((2, 24), 12), ((4, 3, 2, 2), 12), ((8, 6), 12), ((4, 5, 3), 15)],

@@ -18,6 +18,7 @@ from passes.delay_reductions import delay_reductions
 from passes.divide_sizes import divide_sizes
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
+from passes.join_branches import join_branches
 from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
 from passes.mark_placements import mark_placements
@@ -107,7 +108,7 @@ def _specs(given: Given) -> Any:
 
 
 def divided(*args: Any, **kwargs: Any) -> PlannedProgram:
-    return _checked(divide_sizes(planned(*args, **kwargs)))
+    return _checked(divide_sizes(join_branches(planned(*args, **kwargs))))
 
 
 def marked(*args: Any, **kwargs: Any) -> MarkedProgram:

@@ -15,6 +15,8 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.verify.compare import VerifyReport, compare
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 
 
@@ -46,7 +48,6 @@ def judged(programs: Sequence[ExportedProgram], name: str) -> VerifyReport:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["llama_dynamic", "odd", "conv_cut", "views", "counting"])
 def test_what_is_made_of_it_is_still_equal(name: str, change: str) -> None:

@@ -17,6 +17,8 @@ from tpcompiler.ir.local import local_strides
 from tpcompiler.verify.compare import run_single
 from tpcompiler.verify.simulate import simulate
 
+pytestmark = pytest.mark.slow
+
 
 def meant(value: torch.Tensor, strides: Sequence[int]) -> list[int]:
     """The strides that say where elements lie: none of a tensor without elements, none of a dim of one element."""

@@ -219,18 +219,16 @@ STABLELM = older(
     use_parallel_residual=True,
     **STABLELM_SIZES,
 )
-STABLELM_2 = _pending(
-    older(
-        "stablelm_2",
-        "StableLm",
-        STABLELM_PLAN,
-        LAYER,
-        {"all_gather (fallback)": 2, **SUMS},
-        0.98,  # 76,800 of 77,824 numbers: not 640 of norms, 384 of those of heads
-        qk_layernorm=True,
-        **STABLELM_SIZES,
-    ),
-    "no gather: each head's norm is a module of its own, for which the heads are split apart and put together again",
+# Each head's norm is a module of its own, for which the heads are split apart and put together again.
+STABLELM_2 = older(
+    "stablelm_2",
+    "StableLm",
+    STABLELM_PLAN,
+    LAYER,
+    SUMS,
+    0.98,  # 76,800 of 77,824 numbers: not 640 of norms, 384 of those of heads
+    qk_layernorm=True,
+    **STABLELM_SIZES,
 )
 
 TWO_LINEARS = {

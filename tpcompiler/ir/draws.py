@@ -1,4 +1,4 @@
-"""Ops that draw random numbers: which they are, and which of them read nothing of their operand but its shape."""
+"""Ops that draw random numbers, and other calls that must stay though nobody uses what they make."""
 
 from __future__ import annotations
 
@@ -41,3 +41,14 @@ def draws_for_a_shape(node: fx.Node) -> bool:
     if node.target is aten.bernoulli.p:
         return True
     return isinstance(node.target, OpOverload) and node.target.overloadpacket in _SHAPED
+
+
+def remove_unused(graph: fx.Graph) -> None:
+    """Erase calls that nobody uses, but for those that write, assert or draw (what is drawn next depends on them)."""
+    graph.eliminate_dead_code(is_impure_node=_must_stay)
+
+
+def _must_stay(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output") or draws(node):
+        return True
+    return (isinstance(node.target, OpOverload) and node.target._schema.is_mutable) or "assert" in str(node.target)
