@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import fx
+from torch.distributed.tensor import Placement
 from torch.export.graph_signature import OutputKind
 
 from tpcompiler.errors import PlanError, ShardingError
@@ -96,7 +97,8 @@ def _seeds(
     for fqn, node in inside.items():
         ndim = node.meta["val"].ndim
         if style.placement is not None:
-            found[node.name] = Seed(Sharding.of(style.placement, mesh, ndim, f"'{fqn}'", entry.where), entry.where)
+            spec = _over_axes(style.placement, mesh)
+            found[node.name] = Seed(Sharding.of(spec, mesh, ndim, f"'{fqn}'", entry.where), entry.where)
         elif style.whole:
             found[node.name] = Seed(Sharding.replicated(ndim), entry.where)
         elif style.cut is not None:
@@ -113,8 +115,8 @@ def _seeds(
                 )
             for dim in features:
                 dims = list(Sharding.replicated(ndim).dims)
-                dims[dim] = DimSharding((mesh.names[-1],))
-                found[node.name] = Seed(Sharding(tuple(dims)), entry.where)
+                dims[dim] = DimSharding.by(mesh.model_axis)
+                found[node.name] = Seed(Sharding(tuple(dims)), entry.where, loose=True)
     if style.cut is not None and not found:
         why, help = _misfit(style, {fqn: aliases[node.name] for fqn, node in inside.items()})
         raise PlanError(f"style '{style.name}' does not fit '{name}': {why}", help=help, asked_by=entry.where)
@@ -153,13 +155,18 @@ def _misfit(style: Style, inside: Mapping[str, Sequence[fx.Node]]) -> tuple[str,
     )
 
 
-def _pin(value: fx.Node, sharding: Sharding, asked_by: str, before: fx.Node, owner: fx.Node) -> fx.Node:
+def _over_axes(spec: PlacementSpec, mesh: Mesh) -> Mapping[str, Placement]:
+    """A placement that names no axis is over the one that splits layers."""
+    return spec if isinstance(spec, Mapping) else {mesh.model_axis: spec}
+
+
+def _pin(value: fx.Node, seed: Seed, before: fx.Node, owner: fx.Node) -> fx.Node:
     """A pin in the module of `owner`, so that a layer's output pin stays outside of the layer that takes the output."""
     made = edit.insert_before(before, pin, (value,), "pin")
     made.meta.clear()
     edit.inherit_meta(made, owner)
     made.meta["val"] = value.meta["val"]
-    made.meta[PIN] = Seed(sharding, asked_by)
+    made.meta[PIN] = seed
     return made
 
 
@@ -183,10 +190,12 @@ def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Nod
         for value, spec in zip(values, specs, strict=False):
             if spec is None:
                 continue
+            spec = _over_axes(spec, mesh)
             sharding = _sharding(spec, mesh, value.meta["val"], f"the {what} of '{name}'", entry.where)
             users = [u for u in value.users if (u in members) == (what == "input")]
             before = min(users)
-            made = _pin(value, sharding, entry.where, before, owner=before if what == "input" else value)
+            seed = Seed(sharding, entry.where, () if len(mesh.axes) == 1 else tuple(spec))
+            made = _pin(value, seed, before, owner=before if what == "input" else value)
             for user in users:
                 user.replace_input_with(value, made)
 
@@ -281,7 +290,7 @@ def _pin_outputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> None
         sharding = Sharding.replicated(value.meta["val"].ndim)
         if name in wanted:
             sharding = _sharding(wanted[name], mesh, value.meta["val"], f"output '{name}'", asked_by)
-        values[position] = _pin(value, sharding, asked_by, output, owner=value)
+        values[position] = _pin(value, Seed(sharding, asked_by), output, owner=value)
     output.args = (tuple(values),)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import re
 from typing import Any
 
@@ -94,7 +93,7 @@ def _local_examples(program: ShardedProgram) -> Any:
         if isinstance(value, torch.Tensor):
             local, sharding = next(feed)
             for dim, by in enumerate(sharding.dims):
-                pieces = math.prod(program.mesh.degree(axis) for axis in by.axes)
+                pieces = program.mesh.size(by.axes)
                 if not isinstance(local.shape[dim], int) and value.shape[dim] % pieces:
                     return None
             value = cut(value, sharding, program.mesh, program.rank)

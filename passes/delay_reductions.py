@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from tpcompiler.cost.collective import reshard_wire_bytes
+from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import MARK, RESHARD, Mark, Reshard, ReshardedProgram, mark_of, reshard

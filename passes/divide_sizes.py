@@ -46,7 +46,7 @@ def divide_sizes(program: PlannedProgram) -> PlannedProgram:
     given = symbols_of(node.meta["val"] for node in program.user_inputs())  # others depend on data: nobody chooses them
     for what, value, sharding, asked_by in _placed(program):
         for dim, cut in enumerate(sharding.dims):
-            degree = math.prod(program.mesh.degree(axis) for axis in cut.axes)
+            degree = program.mesh.size(cut.axes)
             size = value.shape[dim]
             if not cut.axes or isinstance(size, int) or sym_quotient(size, degree) is not None:
                 continue

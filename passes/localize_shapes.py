@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,6 @@ from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
 from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, RESHARD, LocalProgram, LoweredProgram, Mark
-from tpcompiler.ir.sharding import chunk
 from tpcompiler.rules.notation import ShardRange
 
 aten = torch.ops.aten
@@ -63,6 +61,8 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
                 wholes = [part.meta["val"] for part in parts]
                 done = dict(zip(_put_in_body(node, parts, program, mode), wholes, strict=True))
             elif lowered or resized or not local.isdisjoint(node.all_input_nodes):
+                if mark is not None and mark.skips_empty and not lowered:
+                    _make_empty(node, mark, program)
                 _allow_copy(node)
                 if mark is not None and isinstance(whole, torch.Tensor) and node.meta.get("unbacked_bindings"):
                     node.meta["val"] = _run_by_name(node, mark, program, mode)
@@ -94,18 +94,22 @@ def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
                 entries[at] = size
                 changed = True
             elif axes and isinstance(entries[at], fx.Node):
-                entries[at] = _divide(entries[at], math.prod(program.mesh.degree(axis) for axis in axes), node)
+                entries[at] = _divide(entries[at], program.mesh.size(axes), node)
                 changed = True
         if changed:
             edit.set_argument(node, argument, entries)
-    return changed
+    for argument, groups in mark.counts.items():
+        own = [sum(cut.local_size(size, program.mesh, here) for size, cut in group) for group in groups]
+        is_list = isinstance(edit.bound(node)[argument], (list, tuple))
+        edit.set_argument(node, argument, own if is_list else own[0])
+    return changed or bool(mark.counts)
 
 
 def _degree(node: fx.Node, mark: Mark, program: LoweredProgram) -> int:
     """By how much the size that a `sym_size` reads off a shard is smaller than the global one."""
     _, dim = node.args
     assert isinstance(dim, int)
-    return math.prod(program.mesh.degree(axis) for axis in mark.wants[0].dims[dim].axes)
+    return program.mesh.size(mark.wants[0].dims[dim].axes)
 
 
 def _multiply(node: fx.Node, degree: int) -> None:
@@ -135,9 +139,8 @@ def _put_in_body(
     """
     share = node.meta[MARK].local
     inputs = node.all_input_nodes
-    index, degree = program.mesh.coordinate(program.rank)[share.axis], program.mesh.degree(share.axis)
-    offset, size = chunk(share.total, degree, index, share.unit)
-    fraction = size / share.total if isinstance(share.total, int) else 1 / degree
+    offset, size = share.cut.share(share.total, program.mesh, program.mesh.coordinate(program.rank))
+    fraction = size / share.total if isinstance(share.total, int) else 1 / program.mesh.size(share.cut.axes)
 
     def body(*values: Any) -> list[torch.Tensor]:
         given = dict(zip(inputs, values, strict=True))
@@ -159,6 +162,15 @@ def _put_in_body(
     for result, part in zip(results, parts, strict=True):
         result.meta.update({MARK: part.meta[MARK], ORIGIN: part.name})
     return results
+
+
+def _make_empty(node: fx.Node, mark: Mark, program: LoweredProgram) -> None:
+    """Replace an op that cannot take an empty share, where this rank's is one."""
+    value = edit.outputs(node)[0]
+    shape = mark.shardings[0].local_shape(value.shape, program.mesh, program.mesh.coordinate(program.rank))
+    if 0 in shape:
+        node.target = aten.full.default
+        node.args, node.kwargs = (list(shape), 0), {"dtype": value.dtype, "device": value.device}
 
 
 def _allow_copy(node: fx.Node) -> None:

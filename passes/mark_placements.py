@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from tpcompiler.cost.collective import reshard_wire_bytes
+from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.cost.program import changes
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir import edit
@@ -20,6 +20,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import (
     MARK,
     PIN,
+    Counts,
     LocalShare,
     Mark,
     MarkedProgram,
@@ -30,16 +31,26 @@ from tpcompiler.ir.program import (
     pin,
     tied,
 )
-from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.sharding import WHOLE, Sharding
 from tpcompiler.ir.text import op_name
-from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, pull_back, shardings
+from tpcompiler.rules.infer import Option, Refusal, combined, follow, pass_through, pull_back, shardings
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 
 SIZE_OPS = (torch.ops.aten.sym_size.int,)
 
 
-def mark_placements(program: PlannedProgram) -> MarkedProgram:
+@dataclass(frozen=True)
+class Gathered:
+    """A cut operand that a node cannot take: what it would have to be, and the option that the node runs by."""
+
+    node: fx.Node
+    index: int
+    want: Sharding
+    option: Option
+
+
+def mark_placements(program: PlannedProgram, gathered: list[Gathered] | None = None) -> MarkedProgram:
     """Put a Mark on every node.
 
     Before    x, w1, w2, b1                         seeds: w1: S(0), w2: S(1)
@@ -57,21 +68,24 @@ def mark_placements(program: PlannedProgram) -> MarkedProgram:
     because cutting it there is a local slice. Leaves that the program writes, and that would be placed otherwise than
     the value written back, are tried as that value is, all together: a cache follows what is put in it.
 
+    Args:
+        gathered: a list that takes every operand that is gathered; a planned leaf may then be among them.
+
     Raises:
         ShardingError: a planned leaf cannot be used as it was cut.
     """
-    marked = _marked(program, {})
+    marked = _marked(program, {}, gathered)
     if written := _as_written(marked, program.seeds):
-        again = _marked(program, written)
+        again = _marked(program, written, None if gathered is None else [])
         if _wire_bytes(again) < _wire_bytes(marked):
             return again
     return marked
 
 
-def _marked(program: PlannedProgram, written: Mapping[str, Sharding]) -> MarkedProgram:
+def _marked(program: PlannedProgram, written: Mapping[str, Sharding], gathered: list[Gathered] | None) -> MarkedProgram:
     graph = edit.copy_graph(program.graph)
     marked = MarkedProgram(program.source, graph, program.mesh, program.notes)
-    walk = _Walk(program.mesh, {node.name: fqn for node, fqn in marked.leaves()}, tied(marked))
+    walk = _Walk(program.mesh, {node.name: fqn for node, fqn in marked.leaves()}, tied(marked), gathered)
     leaf_names = walk.fqns.keys()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -130,6 +144,7 @@ class _Walk:
     mesh: Mesh
     fqns: dict[str, str]
     ties: dict[str, str]
+    gathered: list[Gathered] | None
     free: set[fx.Node] = field(default_factory=set)  # leaves that the plan does not name, and what only rearranges them
     pinned: dict[fx.Node, Seed] = field(default_factory=dict)  # planned leaves, and what only rearranges them
     wanted: dict[str, list[Sharding]] = field(default_factory=dict)  # by (first tied) placeholder
@@ -164,8 +179,9 @@ def _place(node: fx.Node, sharding: Sharding, reason: str) -> None:
 def _mark_call(node: fx.Node, walk: _Walk) -> None:
     operands = edit.operands(node)
     if node.target is pin:
-        seed = node.meta[PIN]
-        node.meta[MARK] = Mark((seed.sharding,), (seed.sharding,), (seed.sharding,), seed.asked_by, "plan-demanded")
+        seed, have = node.meta[PIN], walk.seen(operands[0])
+        wish = seed.sharding if have is None else seed.over(have)
+        node.meta[MARK] = Mark((wish,), (wish,), (wish,), seed.asked_by, "plan-demanded")
     elif node.target is operator.getitem and edit.is_tensor(node):
         node.meta[MARK] = _element(node)
     elif not edit.outputs(node):
@@ -219,30 +235,39 @@ def _choose(node: fx.Node, rule: Rule | None, walk: _Walk) -> Mark:
     candidates = [_Candidate(Option(), whole, made, frozenset())]
     refusals: dict[int, str] = {}
     if rule is not None:
-        options: dict[int, Option] = {}
-        for index, (term, sharding) in enumerate(zip(rule.pattern.inputs, seen, strict=True)):
+        options: list[tuple[int, Option]] = []
+        for index, sharding in enumerate(seen):
             if sharding is None or sharding.is_replicated:
                 continue
-            found = follow(rule, term, sharding, walk.mesh)
-            for axis, reduce_op in sharding.partial:
-                through = pass_through(rule, index, axis, reduce_op)
-                found = through if not isinstance(found, Refusal) and isinstance(through, Option) else found
-                if isinstance(through, Refusal):
-                    found = through
-            if isinstance(found, Refusal):
-                refusals[index] = found.text
-            else:
-                options[index] = found
-        combined = merge(list(options.values()))
-        tries = [({i}, o) for i, o in options.items()] + ([(set(options), combined)] if combined and options else [])
-        for follows, option in tries:
+            found = _keeping(rule, index, sharding, walk.mesh)
+            if isinstance(found, Option):
+                options.append((index, found))
+                continue
+            refusals[index] = found.text
+            for axis in walk.mesh.ordered(sharding.axes) if len(sharding.axes) > 1 else ():
+                found = _keeping(rule, index, sharding.only(axis), walk.mesh)
+                options += [(index, found)] if isinstance(found, Option) else []
+        for option in combined([own for _, own in options], walk.mesh):
             result = shardings(rule, option, walk.mesh)
+            same = [i for i, own in options if own == option]
+            follows = same[:1] or [i for i, own in options if option.includes(own)]
             if isinstance(result, Refusal):
                 refusals.update(dict.fromkeys(follows, result.text))
             else:
                 candidates.append(_Candidate(option, *result, frozenset(follows)))
     best = min(candidates, key=lambda c: (*_bytes(node, c, seen, walk), -len(c.option.cuts) - len(c.option.through)))
     return _mark(node, rule, best, seen, refusals, walk)
+
+
+def _keeping(rule: Rule, index: int, sharding: Sharding, mesh: Mesh) -> Option | Refusal:
+    """The option that takes an operand as it is."""
+    found = follow(rule, rule.pattern.inputs[index], sharding, mesh)
+    for axis, reduce_op in sharding.partial:
+        through = pass_through(rule, index, axis, reduce_op)
+        if isinstance(found, Refusal) or isinstance(through, Refusal):
+            return through if isinstance(through, Refusal) else found
+        found = Option(found.cuts, {**found.through, **through.through})
+    return found
 
 
 def _bytes(node: fx.Node, candidate: _Candidate, seen: Sequence[Sharding | None], walk: _Walk) -> tuple[int, int]:
@@ -282,7 +307,10 @@ def _mark(
         cost = reshard_wire_bytes(have, want, value.shape, value.element_size(), walk.mesh)
         if not cost:
             continue
-        if operand in walk.pinned:
+        if walk.gathered is not None:
+            if not have.partial:
+                walk.gathered.append(Gathered(node, index, want, best.option))
+        elif operand in walk.pinned:
             unsaid = "other operands are cut differently" if rule is not None else _unruled(node)
             _refuse(node, operand, have, refusals.get(index, unsaid), walk)
         if rule is None:
@@ -297,8 +325,21 @@ def _mark(
         sizes = {name: tuple(out.index(dim) if dim else -1 for dim in term) for name, term in rule.sizes.items()}
         for factor, cut in best.option.cuts.items():
             if factor in rule.local:
-                local = LocalShare(rule.local[factor], cut.axes[0], cut.unit, rule.extent[factor])
-    return Mark(best.made, settled, best.wants, reason, why, sizes, local)  # type: ignore[arg-type]
+                local = LocalShare(rule.local[factor], cut, rule.extent[factor])
+    counts = _counts(rule, best.option)
+    skips = rule is not None and rule.skips_empty
+    return Mark(best.made, settled, best.wants, reason, why, sizes, local, counts, skips)  # type: ignore[arg-type]
+
+
+def _counts(rule: Rule | None, option: Option) -> Counts:
+    """The arguments that count elements of factors of which one is cut."""
+    if rule is None:
+        return {}
+    return {
+        name: tuple(tuple((rule.extent[f], option.cuts.get(f, WHOLE)) for f in group) for group in groups)
+        for name, groups in rule.counts.items()
+        if any(f in option.cuts for group in groups for f in group)
+    }
 
 
 def _unruled(node: fx.Node) -> str:
@@ -308,7 +349,7 @@ def _unruled(node: fx.Node) -> str:
 def _reason(node: fx.Node, rule: Rule | None, best: _Candidate, refusals: dict[int, str]) -> str:
     if rule is None:
         return _unruled(node) if has_bodies(node) else "the op has no rule"
-    cuts = [f"{factor} is cut by {cut.axes[0]}" for factor, cut in best.option.cuts.items()]
+    cuts = [f"{factor} is cut by {' and '.join(cut.axes)}" for factor, cut in best.option.cuts.items()]
     through = [f"a pending {op} over {axis} passes through" for axis, (op, _) in best.option.through.items()]
     refused = [f"{op_name(node)}: {text}" for text in dict.fromkeys(refusals.values())]
     return "; ".join([*cuts, *through, *refused]) or "operands are replicated"
@@ -324,10 +365,10 @@ def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: _W
     what = f"cannot use '{fqn}' as {seed.sharding.text(walk.mesh)}: {node.target} says: {why}"
     for dim, cut in enumerate(seed.sharding.dims):
         if cut.axes:
-            axis, size = cut.axes[0], value.shape[dim]
-            what = f"cannot shard '{fqn}' on dim {dim} of {size} by mesh axis '{axis}' of {walk.mesh.degree(axis)}"
+            axis, size, degree = "' and '".join(cut.axes), value.shape[dim], walk.mesh.size(cut.axes)
+            what = f"cannot shard '{fqn}' on dim {dim} of {size} by mesh axis '{axis}' of {degree}"
             what += f" for {node.target}: {why}"
-            if size % walk.mesh.degree(axis):
+            if size % degree:
                 help = f"use a degree that divides {size}, or {help}"
     error = ShardingError(what, help=help, asked_by=seed.asked_by, used_at=edit.source_line(node))
     beside = [_behind(operand) for operand in edit.operands(node) if operand in walk.pinned]

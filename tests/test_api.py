@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-import passes.lower_reshards as lower_reshards
+from passes import _collectives
 import tpcompiler
 from tests.zoo.case import randomise
 from tpcompiler.ir.claims import read_claim
@@ -61,9 +61,9 @@ def test_a_size_that_torch_would_fix_is_noticed(monkeypatch: pytest.MonkeyPatch)
     """Negative control: torch pads uneven shards in a way that fixes the batch to the example's."""
 
     def torchs_own(x: torch.Tensor, source, target, shape, mesh, rank, over) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        return lower_reshards.redistribute(x, over, source.placements(mesh), target.placements(mesh), shape)
+        return _collectives.redistribute(x, over, source.placements(mesh), target.placements(mesh), shape)
 
-    monkeypatch.setattr(lower_reshards, "_over_even_shards", torchs_own)
+    monkeypatch.setattr(_collectives, "_over_even_shards", torchs_own)
     sizes = ({0: torch.export.Dim("batch")},)
     program = tpcompiler.parallelize(
         exported(Mlp(18), torch.randn(5, 4), dynamic_shapes=sizes), 4, {"up": "colwise_gather_output"}
@@ -221,13 +221,14 @@ def test_dump_writes_a_numbered_text_after_every_pass(tmp_path: Path) -> None:
         "01_apply_plan.txt",
         "02_join_branches.txt",
         "03_divide_sizes.txt",
-        "04_mark_placements.txt",
-        "05_insert_reshards.txt",
-        "06_delay_reductions.txt",
-        "07_fold_reshards.txt",
-        "08_lowered_rank_0.txt",
+        "04_recut_leaves.txt",
+        "05_mark_placements.txt",
+        "06_insert_reshards.txt",
+        "07_delay_reductions.txt",
+        "08_fold_reshards.txt",
+        "09_lowered_rank_0.txt",
     ]
-    assert (tmp_path / "08_lowered_rank_0.txt").read_text() == (
+    assert (tmp_path / "09_lowered_rank_0.txt").read_text() == (
         "p_up_weight: S(0) = up.weight f32[4, 4]\n"
         "p_up_bias: S(0) = up.bias f32[4]\n"
         "p_down_weight: S(1) = down.weight f32[4, 4]\n"
@@ -295,11 +296,11 @@ def test_an_output_class_is_saved_as_a_dict(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_its_op_cannot_take_cut() -> None:
-    program = exported(torch.nn.Conv1d(4, 15, 3), torch.randn(2, 4, 9))
+    program = exported(torch.nn.Conv1d(15, 4, 3), torch.randn(2, 15, 9))
     with pytest.raises(tpcompiler.ShardingError) as raised:
-        tpcompiler.parallelize(program, 16, {"weight": "S(0)"})
+        tpcompiler.parallelize(program, 16, {"weight": "S(1)"})
     assert str(raised.value).splitlines()[:2] == [
-        "cannot shard 'weight' on dim 0 of 15 by mesh axis 'tp' of 16 for aten.conv1d.default: "
+        "cannot shard 'weight' on dim 1 of 15 by mesh axis 'tp' of 16 for aten.conv1d.default: "
         "it needs shards that are not empty, and 15 over 16 leaves 1 empty",
         "  help: use a degree that divides 15, or pin 'weight' to R (0 wire bytes per rank and call)",
     ]

@@ -43,4 +43,4 @@ def test_the_named_commands_exist() -> None:
     for target in re.findall(r"^make (\S+)", README.read_text(), re.MULTILINE):
         assert f"\n{target}:" in makefile
     name = "register_process_group"
-    assert f'{name}("{tpcompiler.Mesh.of(2).group_name("tp")}"' in README.read_text()
+    assert f'{name}("{tpcompiler.Mesh.of(2).group_name(("tp",))}"' in README.read_text()

@@ -172,7 +172,7 @@ def compiled(table: Table, model: str, made: ParallelProgram) -> None:
     """Whether AOTInductor takes the program of a rank; running it would take the other ranks."""
     program = made.rank_program(1)
     place_state(program, made.device_type)
-    (group,) = (made.mesh.group_name(axis) for axis in made.mesh.names)
+    (group,) = (made.mesh.group_name((axis,)) for axis in made.mesh.names)
     with tempfile.TemporaryDirectory() as folder, fake_group(group, 1, made.world_size, made.device_type):
         package = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder) / "rank_1.pt2"))
         size = Path(package).stat().st_size

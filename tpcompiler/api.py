@@ -22,6 +22,7 @@ from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
 from passes.join_branches import join_branches
 from passes.mark_placements import mark_placements
+from passes.recut_leaves import recut_leaves
 from tpcompiler.advice import advised, remembered, without_gather
 from tpcompiler.errors import ArtifactError, MeshError, PlanError, ShardingError
 from tpcompiler.ir import edit
@@ -79,7 +80,8 @@ def parallelize(
             joined = after(join_branches(planned), "join_branches")
             divided = after(divide_sizes(joined), "divide_sizes")
         with no_new_guards(divided.graph):
-            marked: MarkedProgram = after(mark_placements(divided), "mark_placements")
+            recut = after(recut_leaves(divided), "recut_leaves")
+            marked: MarkedProgram = after(mark_placements(recut), "mark_placements")
         return marked
 
     trial = remembered(lambda plan: mark(plan, lambda made, _: made))

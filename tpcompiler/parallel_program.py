@@ -20,6 +20,7 @@ from passes.lower_reshards import lower_reshards
 from passes.move_device import move_device
 from passes.shard_state import shard_state
 from tpcompiler._torch import forget_index
+from tpcompiler.cost.program import differs_by_rank
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.devices import device_types, values
@@ -138,7 +139,7 @@ class ParallelProgram:
         ]
         return Manifest(
             mesh=dict(self.mesh.axes),
-            groups={axis: self.mesh.group_name(axis) for axis in self.mesh.names},
+            groups=self._groups(),
             device_type=self.device_type,
             plan=self.plan.to_data(),
             tensors=tensors,
@@ -149,6 +150,11 @@ class ParallelProgram:
             output_type=None,
             versions=versions(),
         )
+
+    def _groups(self) -> dict[str, list[list[int]]]:
+        """Those over single axes, and those that collectives over several axes use."""
+        used = [(axis,) for axis in self.mesh.names] + [tuple(c.axis.split(".")) for c in self.collectives()]
+        return {self.mesh.group_name(axes): [list(ranks) for ranks in self.mesh.groups(axes)] for axes in used}
 
     def save(self, directory: str | os.PathLike[str], *, force: bool = False, keep_output_types: bool = False) -> None:
         """Write `manifest.json` and one `rank_N.pt2` per rank, all or nothing.
@@ -295,6 +301,6 @@ def _same_on_all_ranks(program: ReshardedProgram) -> bool:
                 return False
         if node.target is reshard:
             change: Reshard = node.meta[RESHARD]
-            if change.cuts_a_whole(node.meta["val"].dtype):
+            if differs_by_rank(change, node.meta["val"], program.mesh):
                 return False
     return True

@@ -56,13 +56,13 @@ def collectives_of(program: LocalProgram) -> list[Collective]:
         if edit.is_collective(node):
             change: Reshard = node.meta[RESHARD]
             kind = KIND_OF[str(node.target).split(".")[1]]
-            (axis,) = change.source.axes or program.mesh.names
-            size = program.mesh.degree(axis)
+            axes = program.mesh.axes_of(str(node.args[-1]))
+            size = program.mesh.size(axes)
             payload = _bytes((node if kind == "all_gather" else edit.operands(node)[0]).meta["val"])
             out.append(
                 Collective(
                     kind=kind,
-                    axis=axis,
+                    axis=".".join(axes),
                     payload_bytes=payload,
                     group_size=size,
                     wire_bytes=wire_bytes(kind, payload, size),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tpcompiler.errors import MeshError, UnsupportedError
+from tpcompiler.errors import MeshError
 from tpcompiler.ir.mesh import Mesh
 
 GRID = Mesh((("dp", 2), ("tp", 3)))
@@ -28,13 +28,13 @@ def test_coordinates_are_those_of_an_array_of_ranks() -> None:
 
 
 def test_groups_are_the_lines_of_the_array() -> None:
-    assert [GRID.group("tp", rank) for rank in (0, 4)] == [(0, 1, 2), (3, 4, 5)]
-    assert [GRID.group("dp", rank) for rank in (0, 4)] == [(0, 3), (1, 4)]
+    assert [GRID.group(("tp",), rank) for rank in (0, 4)] == [(0, 1, 2), (3, 4, 5)]
+    assert [GRID.group(("dp",), rank) for rank in (0, 4)] == [(0, 3), (1, 4)]
 
 
 def test_group_names_tell_meshes_apart() -> None:
-    assert Mesh.of(4).group_name("tp") == "tp=4:tp" != Mesh.of(2).group_name("tp")
-    assert Mesh(Mesh.of(4).axes, group_of_world="0").group_name("tp") == "0"
+    assert Mesh.of(4).group_name(("tp",)) == "tp=4:tp" != Mesh.of(2).group_name(("tp",))
+    assert Mesh(Mesh.of(4).axes, group_of_world="0").group_name(("tp",)) == "0"
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,6 @@ def test_malformed(axes: Any, message: str) -> None:
         Mesh(axes)
     assert error.value.message == message
     assert error.value.help
-
-
-def test_several_axes_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="mesh dp=2,tp=3 has 2 axes"):
-        Mesh.of({"dp": 2, "tp": 3})
 
 
 @pytest.mark.parametrize("rank", [-1, 6, True, "0"])

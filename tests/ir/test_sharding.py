@@ -53,7 +53,7 @@ def test_text(spec: PlacementSpec, mesh: Mesh, text: str) -> None:
 
 
 def test_a_unit_is_printed_and_read_back() -> None:
-    sharding = Sharding((WHOLE, DimSharding(("tp",), 4)))
+    sharding = Sharding((WHOLE, DimSharding.by("tp", unit=4)))
     assert sharding.text(TP) == "S(1, unit 4)"
     for text in ("R", "S(1)", "P(sum)", "S(1, unit 4)", "S(1, block 8)", "S(1, unit 2, block 6)"):
         assert read_sharding(text, TP, 2).text(TP) == text
@@ -62,7 +62,7 @@ def test_a_unit_is_printed_and_read_back() -> None:
 @pytest.mark.parametrize(("block", "even"), [(0, True), (8, True), (4, True), (6, False), (2, False)])
 def test_blocks_are_even_each_by_itself(block: int, even: bool) -> None:
     """24 elements in blocks, over 4 ranks."""
-    by = DimSharding(("tp",), 1, block)
+    by = DimSharding.by("tp", block=block)
     sizes = {by.local_size(24, TP, {"tp": rank}) for rank in range(4)}
     assert by.is_even(24, TP) is even is (len(sizes) == 1)
 
@@ -121,8 +121,8 @@ def test_the_outer_axis_cuts_first() -> None:
         (Sharding.of(Shard(0), TP, 2, ""), (8, 3), True),
         (Sharding.of(Shard(0), TP, 2, ""), (6, 4), False),
         (Sharding.of(Shard(1), TP, 2, ""), (6, 4), True),
-        (Sharding((DimSharding(("tp",), 2), WHOLE)), (8, 3), True),
-        (Sharding((DimSharding(("tp",), 4), WHOLE)), (8, 3), False),
+        (Sharding((DimSharding.by("tp", unit=2), WHOLE)), (8, 3), True),
+        (Sharding((DimSharding.by("tp", unit=4), WHOLE)), (8, 3), False),
         (Sharding.of({"dp": Shard(0), "tp": Shard(0)}, GRID, 1, ""), (12,), False),
         (Sharding.replicated(1), (7,), True),
     ],

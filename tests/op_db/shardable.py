@@ -88,7 +88,7 @@ def declined(call: Call, cut: Cut) -> str:
     mesh = Mesh((("tp", cut.degree),))
     operand = edit.operands(call.node)[cut.operand]
     dims = [WHOLE] * operand.meta["val"].ndim
-    dims[cut.dim] = DimSharding(mesh.names)
+    dims[cut.dim] = DimSharding.by(*mesh.names)
     known: dict[fx.Node, list[Sharding]] = {}
     for node in call.inside.nodes:
         if node.op == "placeholder":

@@ -287,7 +287,7 @@ def test_a_claim_that_does_not_hold() -> None:
     module = Call(lambda self, x: self.up(x).relu(), up=nn.Linear(4, 6))
     program = lower_reshards(folded(module, (X,), {"up": "colwise"}, outputs=["S(1)"]), 0, {})
     node = next(node for node in program.graph.nodes if node.name == "relu")
-    lie = Sharding((DimSharding(("tp",)), WHOLE))
+    lie = Sharding((DimSharding.by("tp"), WHOLE))
     node.meta[MARK] = replace(node.meta[MARK], shardings=(lie,), settled=(lie,))
     with pytest.raises(InternalError) as error:
         localize_shapes(program, {})

@@ -11,6 +11,7 @@ from torch import nn
 from tests.passes.models import HEADS, MEGATRON, Attention, Mlp, Tied
 from tests.passes.stages import Call, marked
 from tpcompiler.ir.program import mark_of
+from tpcompiler.ir.sharding import DimSharding
 from tpcompiler.ir.text import program_text
 
 X, Y = torch.randn(2, 4), torch.randn(2, 4)
@@ -256,7 +257,7 @@ return pin
     )
     (share,) = [mark_of(node).local for node in program.graph.nodes if node.name == "embedding"]
     assert share is not None
-    assert (share.axis, share.unit, share.total) == ("tp", 1, 8)
+    assert (share.cut, share.total) == (DimSharding.by("tp"), 8)
 
 
 def test_ops_with_several_outputs() -> None:

@@ -18,7 +18,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import WHOLE, Sharding
 from tpcompiler.rules.attention import KERNELS
 from tpcompiler.rules.infer import Refusal, options, pull_back, shardings
-from tpcompiler.rules.notation import RuleText
+from tpcompiler.rules.notation import RuleText, dim_size
 from tpcompiler.rules.registry import _RULES, rule_of
 from tpcompiler.verify.rule_check import Mismatch, check, rule_from
 
@@ -53,7 +53,7 @@ def test_sizes_agree_wherever_a_factor_stands(sample: Sample) -> None:
     tensors = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
     for term, value in zip((*rule.pattern.inputs, *rule.pattern.outputs), tensors, strict=True):
         for dim, size in zip(term, value.shape, strict=True):
-            assert torch.Size([rule.extent[f] for f in dim]).numel() == size
+            assert dim_size(dim, rule.extent) == size
 
 
 @pytest.mark.parametrize("sample", [s for s in RULED if _RULES.get(s.target) and _RULES[s.target].relayout], ids=str)

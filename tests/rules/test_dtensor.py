@@ -97,7 +97,7 @@ def _offered(rule: Rule | None) -> dict[tuple[Placement, ...], tuple[Placement, 
         both = shardings(rule, option, mesh)  # type: ignore[arg-type]
         assert not isinstance(both, Refusal)
         inputs, outputs = (tuple(each.placements(mesh)[0] for each in side) for side in both)
-        if not any(dim.block for side in both for sharding in side for dim in sharding.dims):
+        if not any(dim.block or dim.parts for side in both for sharding in side for dim in sharding.dims):
             found[inputs] = outputs  # a cut in blocks is none that a placement says
     return found
 

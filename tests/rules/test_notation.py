@@ -12,7 +12,7 @@ from tpcompiler.rules.notation import Pattern, Rule, extents, parse
 
 def rule(text: str, *shapes: tuple[int, ...], **known: int) -> Rule:
     pattern = parse(text)
-    return Rule(pattern, extents(pattern, shapes, known, "a test"), "any", "sum", {}, (), {}, False)
+    return Rule(pattern, extents(pattern, shapes, known, "a test"), "any", "sum", {}, (), {}, False, {})
 
 
 @pytest.mark.parametrize(

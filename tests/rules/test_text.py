@@ -50,8 +50,8 @@ any shards; leaves P(product)
 any shards; linear in 0
     _conj.default chunk.default conj_physical.default constant_pad_nd.default cumsum.default
     diagonal.default div.Scalar div.Tensor mul.Scalar narrow_copy.default neg.default polar.default
-    repeat.default select.int select_copy.int slice.Tensor split.Tensor split_with_sizes.default
-    sum.default sum.dim_IntList trace.default unbind.int unbind_copy.int
+    repeat.default select.int select_copy.int slice.Tensor split.Tensor sum.default sum.dim_IntList
+    trace.default unbind.int unbind_copy.int
 any shards; linear in 0 and 1
     add.Tensor complex.default diagonal_scatter.default select_scatter.default slice_scatter.default
     stack.default sub.Tensor
@@ -66,9 +66,11 @@ any shards; linear in 0 or linear in 1
 any shards; linear in 0 or linear in 1 or linear in 2
     _trilinear.default
 any shards; linear in 0; counts split_sizes
-    split_with_sizes_copy.default
+    split_with_sizes.default split_with_sizes_copy.default
+any shards; linear in 0; counts start; counts end
+    slice_copy.Tensor
 any shards; linear in 0; own body for c
-    slice_copy.Tensor split_copy.Tensor
+    split_copy.Tensor
 any shards; linear in 0; own body for d0; own body for d1
     triu.default
 any shards; linear in 0; own body for d1
@@ -161,6 +163,6 @@ def _besides(sample: Sample) -> str:
     parts = [f"{entry.shards} shards", "relayout" * entry.relayout]
     parts.append(" or ".join("linear in " + " and ".join(map(str, group)) for group in written.linear))
     parts.append(f"leaves P({written.reduce})" * (written.reduce != "sum"))
-    parts += [f"counts {argument}" for argument in written.sizes]
+    parts += [f"counts {argument}" for argument in (*written.sizes, *written.counts)]
     parts += [f"own body for {factor}" for factor in written.local]
     return "; ".join(part for part in parts if part)

@@ -17,7 +17,7 @@ ROW = {"name": "w", "kind": "parameter", "shape": [4], "dtype": "f32", "sharding
 def manifest(**fields: object) -> Manifest:
     plain = {
         "mesh": {"tp": 2},
-        "groups": {"tp": "tp=2:tp"},
+        "groups": {"tp=2:tp": [[0, 1]]},
         "device_type": "cpu",
         "plan": {"w": "S(0)"},
         "tensors": [ROW],

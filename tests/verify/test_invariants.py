@@ -17,7 +17,7 @@ from tpcompiler.ir.program import MARK, LocalProgram, LoweredProgram, MarkedProg
 from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
 from tpcompiler.verify.invariants import check_invariants
 
-ROWS = Sharding((DimSharding(("tp",)), WHOLE))
+ROWS = Sharding((DimSharding.by("tp"), WHOLE))
 HELP = "\n  help: report this with the model and the plan"
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
-from tpcompiler.cost.collective import reshard_wire_bytes
+from tpcompiler._torch import sym_hint
+from tpcompiler.cost.path import Step, cheapest_path, reshard_wire_bytes
 from tpcompiler.ir import edit
-from tpcompiler.ir.program import MarkedProgram, Why, mark_of
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import MarkedProgram, Reshard, Why, mark_of
 from tpcompiler.ir.sharding import Sharding
 
 
@@ -34,3 +37,15 @@ def changes(program: MarkedProgram) -> Iterator[Change]:
         for (value, have, want, why), tensor in zip(found, tensors, strict=True):
             cost = reshard_wire_bytes(have, want, tensor.shape, tensor.element_size(), program.mesh)
             yield Change(value, want, why, cost)
+
+
+def steps_of(change: Reshard, value: torch.Tensor, mesh: Mesh) -> tuple[Step, ...]:
+    """The collectives, and what is done without one, that make this change of a global value."""
+    sizes = tuple(sym_hint(size) for size in value.shape)
+    return cheapest_path(change.source, change.target, sizes, value.element_size(), mesh)
+
+
+def differs_by_rank(change: Reshard, value: torch.Tensor, mesh: Mesh) -> bool:
+    """Whether some of it takes this rank's part of what all have, so that ranks differ though their shards are even."""
+    kinds = {step.kind for step in steps_of(change, value, mesh)}
+    return "slice" in kinds or ("hold" in kinds and change.held_by_first(value.dtype))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from tpcompiler.errors import MeshError, UnsupportedError
+from tpcompiler.errors import MeshError
 
 MAX_RANKS = 1 << 16  # more than any group has; a slip such as a hidden size in place of a degree would run for hours
 
@@ -46,23 +48,10 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: Mesh | int | Mapping[str, int]) -> Mesh:
-        """Read a mesh as users write it: an int is one axis named `tp`.
-
-        Raises:
-            UnsupportedError: more than one axis (until programs over several axes work).
-        """
+        """Read a mesh as users write it: an int is one axis named `tp`."""
         if isinstance(mesh, Mesh):
-            made = mesh
-        elif isinstance(mesh, Mapping):
-            made = cls(tuple(mesh.items()))
-        else:
-            made = cls((("tp", mesh),))
-        if len(made.axes) > 1:
-            raise UnsupportedError(
-                f"mesh {made} has {len(made.axes)} axes; programs over more than one axis are not supported yet",
-                help="give one axis, e.g. --tp 4 or {'tp': 4}",
-            )
-        return made
+            return mesh
+        return cls(tuple(mesh.items()) if isinstance(mesh, Mapping) else (("tp", mesh),))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,6 +63,11 @@ class Mesh:
         for _, degree in self.axes:
             size *= degree
         return size
+
+    @property
+    def model_axis(self) -> str:
+        """The axis over which a plan's styles cut layers: `tp`, or else the last one."""
+        return "tp" if "tp" in self.names else self.names[-1]
 
     def degree(self, axis: str) -> int:
         return dict(self.axes)[axis]
@@ -94,18 +88,61 @@ class Mesh:
             rank, position[name] = divmod(rank, degree)
         return {name: position[name] for name in self.names}
 
-    def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks that share every coordinate of `rank` but the one on `axis`, in order."""
+    def split(self, axis: str, outer: int) -> Mesh:
+        """The same ranks with an axis as two: `tp=8` as `tp_0=2,tp_1=4`."""
+        axes = []
+        for name, degree in self.axes:
+            axes += [(f"{name}_0", outer), (f"{name}_1", degree // outer)] if name == axis else [(name, degree)]
+        return Mesh(tuple(axes), self.group_of_world)
+
+    def ordered(self, axes: Collection[str]) -> tuple[str, ...]:
+        """These axes in the mesh's order."""
+        return tuple(name for name in self.names if name in axes)
+
+    def index(self, axes: Sequence[str], rank: int) -> int:
+        """The place of `rank` among the ranks of its group over these axes, the last axis running fastest."""
+        here, place = self.coordinate(rank), 0
+        for axis in axes:
+            place = place * self.degree(axis) + here[axis]
+        return place
+
+    def size(self, axes: Sequence[str]) -> int:
+        """How many ranks a group over these axes has."""
+        return math.prod(self.degree(axis) for axis in axes)
+
+    def group(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
+        """The ranks that share every coordinate of `rank` but those on `axes`, in order."""
         here = self.coordinate(rank)
         return tuple(
             other
             for other in range(self.world_size)
-            if all(c == here[name] or name == axis for name, c in self.coordinate(other).items())
+            if all(c == here[name] or name in axes for name, c in self.coordinate(other).items())
         )
 
-    def group_name(self, axis: str) -> str:
+    def groups(self, axes: Collection[str]) -> tuple[tuple[int, ...], ...]:
+        """All groups over these axes."""
+        return tuple(dict.fromkeys(self.group(axes, rank) for rank in range(self.world_size)))
+
+    def group_name(self, axes: Sequence[str]) -> str:
         """The logical process-group name in the graphs; it tells apart meshes that live in one process."""
-        return self.group_of_world or f"{self}:{axis}"
+        return self.group_of_world or f"{self}:{'.'.join(axes)}"
+
+    def axes_of(self, group_name: str) -> tuple[str, ...]:
+        """The axes of a group that `group_name` named."""
+        if group_name == self.group_of_world:
+            return self.names
+        return tuple(group_name.rpartition(":")[2].split("."))
 
     def __str__(self) -> str:
         return ",".join(f"{name}={degree}" for name, degree in self.axes)
+
+
+@lru_cache
+def groups_named(name: str) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks that bear a name which `Mesh.group_name` made; none for another name."""
+    text, _, axes = name.rpartition(":")
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(axis.isidentifier() and degree.isdecimal() for axis, _, degree in pairs):
+        return ()
+    mesh = Mesh(tuple((axis, int(degree)) for axis, _, degree in pairs))
+    return mesh.groups(tuple(axes.split(".")))

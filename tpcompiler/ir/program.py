@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 
 from tpcompiler._torch import tree_names
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import Sharding, Size
+from tpcompiler.ir.sharding import DimSharding, Sharding, Size
 
 MARK = "tpcompiler_mark"
 ORIGIN = "tpcompiler_origin"
@@ -30,13 +30,15 @@ Why = Literal["inherent", "plan-demanded", "fallback"]
 LEAF_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
+Counts = Mapping[str, tuple[tuple[tuple[Size, DimSharding], ...], ...]]
+
+
 @dataclass(frozen=True)
 class LocalShare:
     """A body that computes one shard's share, and the factor of `total` elements that it needs the range of."""
 
     body: Callable[..., Any]
-    axis: str
-    unit: int
+    cut: DimSharding
     total: Size
 
 
@@ -52,6 +54,8 @@ class Mark:
         why: the kind of the changes of sharding that its operands need.
         sizes: size argument -> for each of its entries the dim of the first output that it counts.
         local: set when a plain local run of the op would be wrong.
+        skips_empty: an empty share of what it makes is made without it.
+        counts: argument -> for each of its entries the factors that it counts together, with their sizes and cuts.
     """
 
     shardings: tuple[Sharding, ...]
@@ -61,6 +65,8 @@ class Mark:
     why: Why = "fallback"
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     local: LocalShare | None = None
+    counts: Counts = field(default_factory=dict)
+    skips_empty: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,17 +79,6 @@ class Reshard:
     why: Why
     reason: str
 
-    @property
-    def through_whole(self) -> bool:
-        """Whether it takes two changes: to a Partial, or where one dim is cut in two different ways."""
-        recut = any(a.axes and b.axes and a != b for a, b in zip(self.source.dims, self.target.dims, strict=True))
-        return recut or bool(self.target.partial and not self.source.is_replicated)
-
-    def cuts_a_whole(self, dtype: torch.dtype) -> bool:
-        """Whether some of it takes this rank's part of a whole tensor, so that ranks differ."""
-        apart = any(dim.axes for dim in self.target.dims) or self.held_by_first(dtype)
-        return apart and (self.source.is_replicated or self.through_whole)
-
     def held_by_first(self, dtype: torch.dtype) -> bool:
         """Whether it makes a pending reduction that has no equal shares: a sum of integers, or a product."""
         exact = not (dtype.is_floating_point or dtype.is_complex)
@@ -92,17 +87,27 @@ class Reshard:
 
 @dataclass(frozen=True)
 class Seed:
-    """A placement that the user gave, to a leaf (`PlannedProgram.seeds`) or to a value (meta[PIN] of a `pin` node)."""
+    """A placement that the user gave, to a leaf (`PlannedProgram.seeds`) or to a value (meta[PIN] of a `pin` node).
+
+    `axes`: those that it speaks of (none: all of them); over the others a value stays as it is. `loose`: a style's,
+    which names the dim that is cut; where in it the cuts lie is for its uses to say.
+    """
 
     sharding: Sharding
     asked_by: str
+    axes: tuple[str, ...] = ()
+    loose: bool = False
+
+    def over(self, have: Sharding) -> Sharding:
+        """What a value that is placed as `have` is to become."""
+        return self.sharding.beside(have, self.axes) if self.axes else self.sharding
 
 
 @dataclass(frozen=True)
 class Note:
     """What a pass declined, gave up or could not use, for the report."""
 
-    kind: Literal["untouched", "no rule", "size", "random"]
+    kind: Literal["untouched", "no rule", "size", "random", "recut"]
     text: str
 
 

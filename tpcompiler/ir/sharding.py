@@ -7,10 +7,9 @@ in which blocks. Torch's form is read at the boundary and printed where it is th
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
@@ -40,37 +39,169 @@ def divides(size: Size, pieces: int) -> bool:
     return sym_quotient(size, pieces) is not None
 
 
-@dataclass(frozen=True)
-class DimSharding:
-    """How one tensor dim is cut: by these mesh axes, outermost first, between units of `unit` elements.
+class Level(NamedTuple):
+    """One axis that cuts a dim between units of `unit` elements.
 
-    With a `block` the dim is a row of blocks of that many elements, each of them cut so (0: the dim is one block).
+    With a block it cuts every block of that many elements; with 0 it cuts the piece that the axis before it has left,
+    the first axis all of the dim.
     """
 
-    axes: tuple[str, ...] = ()
-    unit: int = 1
+    axis: str
     block: int = 0
+    unit: int = 1
 
-    def blocks(self, size: Size) -> Size:
-        """How many blocks a dim of `size` elements has."""
-        return size // self.block if self.block else 1
+
+@dataclass(frozen=True)
+class DimSharding:
+    """How one tensor dim is cut: by the axes of its levels, outermost first.
+
+    A dim in `parts` has no levels: it is pieces one after the other, each of so many elements and cut in its own way.
+    """
+
+    levels: tuple[Level, ...] = ()
+    parts: tuple[tuple[int, DimSharding], ...] = ()
+
+    @classmethod
+    def by(cls, *axes: str, block: int = 0, unit: int = 1) -> DimSharding:
+        """Cut by these axes, nested, all of them between such units; the first in such blocks."""
+        return cls(tuple(Level(axis, 0 if i else block, unit) for i, axis in enumerate(axes)))
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[tuple[int, DimSharding]]) -> DimSharding:
+        """The cut of a dim of these pieces in a row, in its simplest form: alike pieces are blocks."""
+        runs: list[tuple[int, DimSharding, int]] = []  # size, how it is cut, its block
+        for size, cut in (piece for length, whole in parts for piece in (whole.parts or ((length, whole),))):
+            block = cut.block or size
+            before, how, its = runs[-1] if runs else (0, cut, 0)
+            if runs and not how.axes and not cut.axes:
+                runs[-1] = (before + size, how, before + size)
+            elif runs and its == block and how.of_block(0) == cut.of_block(0):
+                runs[-1] = (before + size, how, its)
+            else:
+                runs.append((size, cut, block))
+        made = [(size, cut.of_block(block if block < size else 0)) for size, cut, block in runs]
+        return made[0][1] if len(made) == 1 else cls(parts=tuple(made))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Of all levels, and of all parts."""
+        inside = (axis for _, cut in self.parts for axis in cut.axes)
+        return tuple(level.axis for level in self.levels) + tuple(dict.fromkeys(inside))
+
+    @property
+    def block(self) -> int:
+        """Of the outermost axis."""
+        return self.levels[0].block if self.levels else 0
+
+    def level(self, axis: str) -> Level:
+        return next(level for level in self.levels if level.axis == axis)
+
+    def of_block(self, block: int) -> DimSharding:
+        """The same cut with this block for the outermost axis."""
+        return replace(self, levels=(self.levels[0]._replace(block=block), *self.levels[1:])) if self.levels else self
+
+    def between(self, start: int, stop: int, size: int) -> DimSharding | None:
+        """How the elements from `start` to `stop` of a dim of `size` are cut; None where that is no cut of its own."""
+        if not self.axes or start == stop:
+            return WHOLE
+        if self.parts:
+            found, at = [], 0
+            for length, cut in self.parts:
+                low, high = max(start, at), min(stop, at + length)
+                if low < high:
+                    piece = cut.between(low - at, high - at, length)
+                    if piece is None:
+                        return None
+                    found.append((high - low, piece))
+                at += length
+            return DimSharding.of_parts(found)
+        block = self.block or size
+        if start % block or stop % block:
+            return None
+        return self.of_block(block if stop - start > block else 0)
+
+    def scaled(self, times: int, size: int, mesh: Mesh) -> DimSharding:
+        """The cut of a dim of `size` elements when every element is `times` elements in a row."""
+        if self.parts:
+            return DimSharding.of_parts([(n * times, cut.scaled(times, n, mesh)) for n, cut in self.parts])
+        unit = 1 if self.is_even(size, mesh) else times
+        return DimSharding(tuple(Level(a, block * times, own * unit) for a, block, own in self.levels))
+
+    def divided(self, by: int, size: int, mesh: Mesh) -> DimSharding | None:
+        """What `scaled` gives this cut; None where a cut lies inside of such a run of elements."""
+        if self.parts:
+            parts = [(n // by, cut.divided(by, n, mesh)) for n, cut in self.parts]
+            if any(n % by for n, _ in self.parts) or any(cut is None for _, cut in parts):
+                return None
+            return DimSharding.of_parts([(n, cut) for n, cut in parts if cut is not None])
+        made = DimSharding(tuple(Level(a, block // by, max(unit // by, 1)) for a, block, unit in self.levels))
+        return made if size % by == 0 and made.scaled(by, size // by, mesh) == self else None
+
+    def without(self, axis: str) -> DimSharding:
+        """What the other axes cut."""
+        parts = [(size, cut.without(axis)) for size, cut in self.parts]
+        kept = DimSharding(tuple(level for level in self.levels if level.axis != axis))
+        return DimSharding.of_parts(parts) if parts else kept
+
+    def only(self, axis: str) -> DimSharding:
+        """What this axis cuts."""
+        parts = [(size, cut.only(axis)) for size, cut in self.parts]
+        kept = DimSharding(tuple(level for level in self.levels if level.axis == axis))
+        return DimSharding.of_parts(parts) if parts else kept
+
+    def over(self, axis: str, both: tuple[str, str]) -> DimSharding:
+        """The same cut on a mesh of which the axis is two, one inside of the other."""
+        levels: list[Level] = []
+        for level in self.levels:
+            inner = Level(both[1], 0, level.unit)
+            levels += [level._replace(axis=both[0]), inner] if level.axis == axis else [level]
+        return DimSharding(tuple(levels), tuple((size, cut.over(axis, both)) for size, cut in self.parts))
+
+    def inside(self, inner: DimSharding) -> DimSharding:
+        """This cut, each piece of which is cut by the axes of `inner` in turn; this one where its parts are others."""
+        if self.parts or inner.parts:
+            if [size for size, _ in self.parts] != [size for size, _ in inner.parts]:
+                return self
+            pairs = zip(self.parts, inner.parts, strict=True)
+            return DimSharding.of_parts([(size, cut.inside(by)) for (size, cut), (_, by) in pairs])
+        return DimSharding((*self.levels, *inner.levels))
+
+    def pieces(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> Iterator[tuple[Level, Size, Size]]:
+        """Level by level, how many blocks there are, and the size of the piece of each that lies at `coordinate`."""
+        count, piece = 1, size
+        for level in self.levels:
+            if level.block:
+                count, piece = count * (piece // level.block), level.block
+            piece = chunk(piece, mesh.degree(level.axis), coordinate[level.axis], level.unit)[1]
+            yield level, count, piece
 
     def share(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[Size, Size]:
-        """(offset, size) of the shard at `coordinate` in each block of a dim of `size` elements."""
+        """(offset, size) of the shard at `coordinate`, of a dim that is cut in one piece."""
+        assert not self.parts
         offset: Size = 0
-        size = self.block or size
-        for axis in self.axes:
-            start, size = chunk(size, mesh.degree(axis), coordinate[axis], self.unit)
+        for axis, block, unit in self.levels:
+            assert not block
+            start, size = chunk(size, mesh.degree(axis), coordinate[axis], unit)
             offset = offset + start
         return offset, size
 
     def local_size(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> Size:
-        return self.blocks(size) * self.share(size, mesh, coordinate)[1]
+        if self.parts:
+            return sum(cut.local_size(length, mesh, coordinate) for length, cut in self.parts)
+        for _, count, piece in self.pieces(size, mesh, coordinate):
+            size = count * piece
+        return size
 
     def is_even(self, size: Size, mesh: Mesh) -> bool:
         """Whether every rank holds equally many elements."""
-        pieces = math.prod(mesh.degree(axis) for axis in self.axes) * self.unit
-        return not self.axes or divides(self.block or size, pieces)
+        if self.parts:
+            return all(cut.is_even(length, mesh) for length, cut in self.parts)
+        for axis, block, unit in self.levels:
+            degree = mesh.degree(axis)
+            if not divides(block or size, degree * unit):
+                return False
+            size = (block or size) // degree
+        return True
 
 
 WHOLE = DimSharding()
@@ -123,7 +254,7 @@ class Sharding:
                         asked_by=asked_by,
                     )
                 dim = placement.dim % ndim
-                dims[dim] = replace(dims[dim], axes=(*dims[dim].axes, axis))
+                dims[dim] = dims[dim].inside(DimSharding.by(axis))
             elif type(placement) is Partial:
                 partial.append((axis, placement.reduce_op))
             elif type(placement) is not Replicate:
@@ -149,6 +280,26 @@ class Sharding:
         """The sharding of `tensor.permute(order)`."""
         return Sharding(tuple(self.dims[dim] for dim in order), self.partial)
 
+    def over(self, axis: str, both: tuple[str, str]) -> Sharding:
+        """The same layout on a mesh of which the axis is two."""
+        partial = [(a, op) for old, op in self.partial for a in (both if old == axis else (old,))]
+        return Sharding(tuple(dim.over(axis, both) for dim in self.dims), tuple(sorted(partial)))
+
+    def only(self, axis: str) -> Sharding:
+        """What of it is over this axis."""
+        return Sharding(tuple(dim.only(axis) for dim in self.dims), tuple(p for p in self.partial if p[0] == axis))
+
+    def beside(self, other: Sharding, axes: Collection[str]) -> Sharding:
+        """This sharding over `axes`, inside of what the other is over all others."""
+        dims = []
+        for own, its in zip(self.dims, other.dims, strict=True):
+            kept = its
+            for axis in [a for a in its.axes if a in axes]:
+                kept = kept.without(axis)
+            dims.append(kept.inside(own) if own.axes else kept)
+        partial = [(a, op) for a, op in other.partial if a not in axes] + list(self.partial)
+        return Sharding(tuple(dims), tuple(sorted(partial)))
+
     def settled(self) -> Sharding:
         """The same cut with every pending reduction done."""
         return Sharding(self.dims)
@@ -161,7 +312,7 @@ class Sharding:
         return all(dim.is_even(size, mesh) for dim, size in zip(self.dims, shape, strict=True))
 
     def placements(self, mesh: Mesh) -> tuple[Placement, ...]:
-        """torch's form, one placement per mesh axis (units and blocks are not expressible there)."""
+        """torch's form, one placement per mesh axis (units, blocks and parts are not expressible there)."""
         out: list[Placement] = []
         partial = dict(self.partial)
         for axis in mesh.names:
@@ -170,13 +321,34 @@ class Sharding:
         return tuple(out)
 
     def text(self, mesh: Mesh) -> str:
-        """`S(1)` on one axis, `[S(0), R]` on several; beside what torch cannot say: `S(2, unit 4, block 24)`."""
+        """`S(1)` on one axis, `[S(0), R]` on several; beside what torch cannot say: `S(2, unit 4, block 24)`.
+
+        `S(0, parts 16 8 8r)`: three pieces in a row, of which the axis leaves the last whole. `S(0, outside dp)`: the
+        axis `dp`, which the mesh names first, cuts what this one has left.
+        """
         parts = []
-        for placement in self.placements(mesh):
+        for axis, placement in zip(mesh.names, self.placements(mesh), strict=True):
             part = format_placement(placement)
             if type(placement) is Shard:
                 dim = self.dims[placement.dim]
-                said = [f"{name} {n}" for name, n in (("unit", dim.unit), ("block", dim.block)) if n > 1]
-                part = f"S({', '.join([str(placement.dim), *said])})"
+                part = f"S({', '.join([str(placement.dim), *_words(dim, axis, mesh)])})"
             parts.append(part)
         return parts[0] if len(parts) == 1 else f"[{', '.join(parts)}]"
+
+
+def _words(dim: DimSharding, axis: str, mesh: Mesh) -> list[str]:
+    """What torch's `S(dim)` leaves unsaid of the cut of a dim by one of its axes."""
+    if dim.parts:
+        return [f"parts {' '.join(_part(size, cut, axis) for size, cut in dim.parts)}"]
+    inner = dim.axes[dim.axes.index(axis) + 1 :]
+    earlier = [a for a in inner if mesh.names.index(a) < mesh.names.index(axis)]
+    _, block, unit = dim.level(axis)
+    said = [("unit", unit), ("block", block)]
+    return [f"outside {a}" for a in earlier[:1]] + [f"{name} {n}" for name, n in said if n > 1]
+
+
+def _part(size: int, cut: DimSharding, axis: str) -> str:
+    if axis not in cut.axes:
+        return f"{size}r"
+    _, block, unit = cut.level(axis)
+    return f"{size}{f'u{unit}' * (unit > 1)}{f'b{block}' * (block > 1)}"

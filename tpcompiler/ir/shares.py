@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.placements import parse_placement
-from tpcompiler.ir.sharding import DimSharding, Sharding
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Level, Sharding, chunk
 
 REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
@@ -30,10 +29,7 @@ def cut(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch
         return value
     here, whole = mesh.coordinate(rank), value
     for dim, by in enumerate(sharding.dims):
-        if by.axes:
-            offset, size = by.share(value.shape[dim], mesh, here)
-            rows = torch.unflatten(value, dim, (by.blocks(value.shape[dim]), by.block or value.shape[dim]))
-            value = rows.narrow(dim + 1, offset, size).flatten(dim, dim + 1)
+        value = cut_dim(value, dim, by, mesh, here)
     for axis, op in sharding.partial:
         if here[axis] and op in ("sum", "product"):
             value = torch.full_like(value, 0 if op == "sum" else 1)
@@ -41,8 +37,44 @@ def cut(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch
     return value if value.stride() == tuple(strides) else value.new_empty_strided(value.shape, strides).copy_(value)
 
 
+def cut_dim(value: torch.Tensor, dim: int, by: DimSharding, mesh: Mesh, coordinate: Mapping[str, int]) -> torch.Tensor:
+    """The part of one dim that lies at `coordinate`; a view where it is one piece."""
+    if not by.axes:
+        return value
+    if by.parts:
+        pieces = torch.split(value, [size for size, _ in by.parts], dim)
+        held = [cut_dim(p, dim, how, mesh, coordinate) for p, (_, how) in zip(pieces, by.parts, strict=True)]
+        return torch.cat(held, dim)
+    size = value.shape[dim]
+    rows = value.unsqueeze(dim)
+    for axis, block, unit in by.levels:
+        if block and size != block:
+            rows, size = torch.unflatten(rows.flatten(dim, dim + 1), dim, (-1 if size else 0, block)), block
+        start, size = chunk(size, mesh.degree(axis), coordinate[axis], unit)
+        rows = rows.narrow(dim + 1, start, size)
+    return rows.flatten(dim, dim + 1)
+
+
+def join_dim(pieces: Sequence[torch.Tensor], dim: int, by: DimSharding, size: int, mesh: Mesh) -> torch.Tensor:
+    """One dim of `size` elements made of what every rank of a mesh of one axis has of it."""
+    if not by.axes:
+        return pieces[0]
+    if by.parts:
+        lengths = [
+            [how.local_size(length, mesh, mesh.coordinate(rank)) for length, how in by.parts]
+            for rank in range(len(pieces))
+        ]
+        split = [torch.split(piece, sizes, dim) for piece, sizes in zip(pieces, lengths, strict=True)]
+        held = zip(by.parts, zip(*split, strict=True), strict=True)
+        return torch.cat([join_dim(own, dim, how, length, mesh) for (length, how), own in held], dim)
+    if by.block:
+        rows = [torch.unflatten(piece, dim, (size // by.block, -1)) for piece in pieces]
+        return torch.cat(rows, dim + 1).flatten(dim, dim + 1)
+    return torch.cat(list(pieces), dim)
+
+
 def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> list[torch.Tensor]:
-    """Every whole tensor that the ranks' shares make: one per rank where they are replicas, one where they are shards.
+    """Every whole tensor that the ranks' shares make: one for each coordinate on the axes that hold replicas.
 
     Raises:
         ValueError: shares whose shapes are not those of the sharding.
@@ -50,22 +82,67 @@ def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: S
     for rank, part in enumerate(parts):
         if tuple(part.shape) != sharding.local_shape(shape, mesh, mesh.coordinate(rank)):
             raise ValueError(f"rank {rank} holds {list(part.shape)} of {list(shape)} as {sharding.text(mesh)}")
-    if sharding.is_replicated:
-        return list(parts)
-    if sharding.partial:
-        ((_, op),) = sharding.partial
-        return [REDUCE[op](torch.stack(list(parts)))]
-    dim, by = next((d, by) for d, by in enumerate(sharding.dims) if by.axes)
-    shares = [by.share(shape[dim], mesh, mesh.coordinate(rank))[1] for rank in range(len(parts))]
-    rows = [torch.unflatten(part, dim, (by.blocks(shape[dim]), size)) for part, size in zip(parts, shares, strict=True)]
-    return [torch.cat(rows, dim + 1).flatten(dim, dim + 1)]
+    pending = dict(sharding.partial)
+    wholes: dict[tuple[int, ...], dict[tuple[int, ...], torch.Tensor]] = {}
+    for rank, part in enumerate(parts):
+        here = mesh.coordinate(rank)
+        replica = tuple(c for axis, c in here.items() if axis not in sharding.axes)
+        share = tuple(here[axis] for axis in pending)
+        made = wholes.setdefault(replica, {})
+        if share not in made:
+            made[share] = part if not any(by.axes for by in sharding.dims) else part.new_empty(tuple(shape))
+        if made[share] is not part:
+            made[share].view(-1)[_places(sharding, shape, mesh, here)] = part.reshape(-1)
+    return [_reduced(shares, list(pending.values())) for shares in wholes.values()]
+
+
+def _places(sharding: Sharding, shape: Sequence[int], mesh: Mesh, here: Mapping[str, int]) -> torch.Tensor:
+    """Where in the whole tensor the elements at a coordinate lie, flat."""
+    places = torch.zeros((), dtype=torch.int64)
+    for dim, by in enumerate(sharding.dims):
+        own = cut_dim(torch.arange(shape[dim]), 0, by, mesh, here)
+        places = (places * shape[dim]).unsqueeze(-1) + own
+    return places.reshape(-1)
+
+
+def _reduced(shares: Mapping[tuple[int, ...], torch.Tensor], ops: Sequence[str]) -> torch.Tensor:
+    """One tensor of those at every coordinate on the axes that are pending, reduced axis by axis."""
+    for op in reversed(ops):
+        groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for at, value in shares.items():
+            groups.setdefault(at[:-1], []).append(value)
+        shares = {at: REDUCE[op](torch.stack(values)) for at, values in groups.items()}
+    (whole,) = shares.values()
+    return whole
 
 
 def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:
-    """Read back what `Sharding.text` printed, for a mesh of one axis."""
-    found = re.fullmatch(r"S\((\d+)(?:, unit (\d+))?(?:, block (\d+))?\)", text)
-    if found is None:
-        return Sharding.of(parse_placement(text), mesh, ndim, "a value")
+    """Read back what `Sharding.text` printed."""
+    items = re.findall(r"[RSP](?:\([^)]*\))?", text)
     dims = list(Sharding.replicated(ndim).dims)
-    dims[int(found[1])] = DimSharding(mesh.names, int(found[2] or 1), int(found[3] or 0))
-    return Sharding(tuple(dims))
+    partial = []
+    for axis, item in zip(mesh.names, items, strict=True):
+        cut_by = re.fullmatch(r"S\((\d+)((?:, [^,]+)*)\)", item)
+        if cut_by is None:
+            partial += [(axis, op) for op in re.findall(r"P\((\w+)\)", item)]
+            continue
+        words = dict(word.split(" ", 1) for word in cut_by[2].split(", ")[1:])
+        at = int(cut_by[1])
+        dims[at] = _with_axis(dims[at], axis, words)
+    return Sharding(tuple(dims), tuple(sorted(partial)))
+
+
+def _with_axis(dim: DimSharding, axis: str, words: Mapping[str, str]) -> DimSharding:
+    if "parts" in words:
+        before = dim.parts or [(0, WHOLE)] * len(words["parts"].split())
+        parts = []
+        for word, (_, how) in zip(words["parts"].split(), before, strict=True):
+            found = re.fullmatch(r"(\d+)(r?)(?:u(\d+))?(?:b(\d+))?", word)
+            assert found is not None
+            by = {"unit": found[3] or "1", "block": found[4] or "0"}
+            parts.append((int(found[1]), how if found[2] else _with_axis(how, axis, by)))
+        return DimSharding(parts=tuple(parts))
+    levels = list(dim.levels)
+    at = [level.axis for level in levels].index(words["outside"]) if "outside" in words else len(levels)
+    levels.insert(at, Level(axis, int(words.get("block", 0)), int(words.get("unit", 1))))
+    return DimSharding(tuple(levels))

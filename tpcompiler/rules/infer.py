@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from tpcompiler._torch import statically_equal
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size, chunk, divides
-from tpcompiler.rules.notation import Dim, Rule, Term
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Level, Sharding, Size, divides
+from tpcompiler.rules.notation import Dim, Joined, Rule, Term
 
 INNER = "it would cut two parts of one dim, or a dynamic number of blocks unevenly, or blocks of a dynamic size"
 
@@ -23,6 +25,11 @@ class Option:
     cuts: Mapping[str, DimSharding] = field(default_factory=dict)
     through: Mapping[str, tuple[str, frozenset[int]]] = field(default_factory=dict)
 
+    def includes(self, other: Option) -> bool:
+        """Whether it does what the other does on one of that one's axes at least."""
+        axes = {axis for cut in other.cuts.values() for axis in cut.axes} | set(other.through)
+        return any(restricted(other, axis) == restricted(self, axis) for axis in axes)
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -31,38 +38,88 @@ class Refusal:
     text: str
 
 
-def _minor(rule: Rule, dim: Dim, factor: str) -> Size:
-    """The product of the factors inside `factor` in a compound dim."""
+def _product(sizes: Iterable[Size]) -> Size:
     product: Size = 1
-    for inner in dim[dim.index(factor) + 1 :]:
-        product = product * rule.extent[inner]
+    for size in sizes:
+        product = product * size
     return product
+
+
+def _is_one(size: Size) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _taken_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str, DimSharding] | Refusal:
+    """How this cut of a dim cuts its factors, axis by axis, outermost first."""
+    if isinstance(dim, Joined):
+        return _between(rule, dim, cut)
+    if cut.parts:
+        factor = _outer(rule, dim)
+        minor = _product(rule.extent[f] for f in dim[dim.index(factor) + 1 :]) if factor is not None else None
+        if factor is not None and isinstance(minor, int) and minor:
+            parts = cut.divided(minor, rule.extent[factor] * minor, mesh)
+            if parts is not None:
+                return {factor: parts}
+        return Refusal("is cut in parts, which the op takes apart otherwise")
+    made: dict[str, DimSharding] = {}
+    left = {factor: rule.extent[factor] for factor in dim}  # by the axes so far, in one piece
+    first = 0  # factors outside of this one are not cut any more
+    for axis, block, its in cut.levels:
+        found = _cut_factor(dim[first:] if not block else dim, left, block)
+        if isinstance(found, Refusal):
+            return found
+        factor, own = found
+        size, degree = own or left[factor], mesh.degree(axis)
+        minor = _product(left[f] for f in dim[dim.index(factor) + 1 :])
+        if its == 1 and divides(size, degree):
+            unit = 1
+        elif isinstance(minor, int) and its % minor == 0:
+            unit = its // minor
+        else:
+            return Refusal(f"splits into {size} x {minor}, and {size} is not divisible by {degree}")
+        made[factor] = DimSharding((*made.get(factor, WHOLE).levels, Level(axis, own, unit)))
+        left[factor] = size // degree if divides(size, degree) else -(-size // degree)
+        first = dim.index(factor)
+    return made
+
+
+def _between(rule: Rule, dim: Joined, cut: DimSharding) -> dict[str, DimSharding] | Refusal:
+    """How every factor of those in a row is cut."""
+    made, at, size = {}, 0, sum(rule.extent[factor] for factor in dim)
+    for factor in dim:
+        found = cut.between(at, at + rule.extent[factor], size)
+        if found is None:
+            return Refusal(f"is cut across the parts of {', '.join(str(rule.extent[f]) for f in dim)} in it")
+        at += rule.extent[factor]
+        if found.axes:
+            made[factor] = found
+    return made
 
 
 def _outer(rule: Rule, dim: Dim) -> str | None:
     """The outermost factor of more than one element: only it can be cut without striding."""
-    return next((f for f in dim if not (isinstance(rule.extent[f], int) and rule.extent[f] == 1)), None)
+    return next((f for f in dim if not _is_one(rule.extent[f])), None)
 
 
-def _cut_factor(rule: Rule, dim: Dim, cut: DimSharding) -> tuple[str, int] | Refusal:
-    """The factor that this cut of a merged dim cuts, and the block of the factor in which it does (0: all of it)."""
-    if not cut.block:
-        factor = _outer(rule, dim)
-        return (factor, 0) if factor is not None else Refusal("it has one element")
+def _cut_factor(dim: Dim, left: Mapping[str, Size], block: int) -> tuple[str, int] | Refusal:
+    """The factor that an axis cuts by cutting a merged dim so, and the block of the factor in which it does."""
+    if not block:
+        factor = next((f for f in dim if not _is_one(left[f])), dim[0] if dim else None)
+        return (factor, 0) if factor is not None else Refusal("has one element")
     inside: Size = 1
     for factor in reversed(dim):
-        size = rule.extent[factor]
-        block, rest = divmod(cut.block, inside)
+        size = left[factor]
+        own, rest = divmod(block, inside)
         if rest:
             break
-        if statically_equal(size, block):
+        if statically_equal(size, own):
             return factor, 0
-        if block > 1 and divides(size, block):
-            return factor, block
+        if own > 1 and divides(size, own):
+            return factor, own
         if not isinstance(size, int):
             break
         inside *= size
-    return Refusal(f"it is cut in blocks of {cut.block}, which the op takes apart otherwise")
+    return Refusal(f"is cut in blocks of {block}, which the op takes apart otherwise")
 
 
 def follow(rule: Rule, term: Term, sharding: Sharding, mesh: Mesh) -> Option | Refusal:
@@ -71,42 +128,58 @@ def follow(rule: Rule, term: Term, sharding: Sharding, mesh: Mesh) -> Option | R
     for position, (dim, cut) in enumerate(zip(term, sharding.dims, strict=True)):
         if not cut.axes:
             continue
-        found = _cut_factor(rule, dim, cut)
+        found = _taken_apart(rule, dim, cut, mesh)
         if isinstance(found, Refusal):
-            return Refusal(f"dim {position}: {found.text}")
-        factor, block = found
-        degree = mesh.degree(cut.axes[0])
-        minor = _minor(rule, dim, factor)
-        size = block or rule.extent[factor]
-        if cut.unit == 1 and divides(size, degree):
-            cuts[factor] = DimSharding(cut.axes, 1, block)
-        elif isinstance(minor, int) and cut.unit % minor == 0:
-            cuts[factor] = DimSharding(cut.axes, cut.unit // minor, block)
-        else:
-            return Refusal(f"dim {position} splits into {size} x {minor}, and {size} is not divisible by {degree}")
-        if refusal := _check(rule, factor, cuts[factor], mesh):
-            return refusal
+            return Refusal(f"dim {position} {found.text}")
+        cuts.update(found)
+        for factor in found:
+            if refusal := _check(rule, factor, cuts[factor], mesh):
+                return refusal
     return Option(cuts)
 
 
 def _check(rule: Rule, factor: str, cut: DimSharding, mesh: Mesh) -> Refusal | None:
     size = rule.extent[factor]
-    degree = mesh.degree(cut.axes[0])
+    degree = mesh.size(cut.axes)
     if factor in rule.pattern.whole:
         return Refusal(f"it needs the dim of {size} whole")
-    if cut.block and factor in rule.local:
-        return Refusal(f"its own body takes no dim that is cut in blocks of {cut.block}")
+    if factor in rule.local and (cut.parts or any(level.block for level in cut.levels)):
+        return Refusal("its own body takes no dim that is cut in blocks or parts")
+    if factor in rule.reduced and any(set(how.axes) != set(cut.axes) for _, how in cut.parts):
+        return Refusal(f"it sums over the dim of {size}, parts of which are on several ranks at once")
     if not isinstance(size, int):
         if cut.is_even(size, mesh):
             return None
-        return Refusal(f"the dim of {size} is dynamic, and need not be a multiple of {degree * cut.unit}")
-    pieces = [chunk(cut.block or size, degree, index, cut.unit)[1] for index in range(degree)]
+        multiple = degree * max(level.unit for level in cut.levels)
+        return Refusal(f"the dim of {size} is dynamic, and need not be a multiple of {multiple}")
+    pieces = [cut.local_size(size, mesh, here) for here in _coordinates(cut.axes, mesh)]
     policy = "nonempty" if factor in rule.local and rule.shards == "any" else rule.shards
     if policy == "even" and len(set(pieces)) > 1:
         return Refusal(f"it needs shards of one size, and {cut.block or size} is not divisible by {degree}")
-    if policy == "nonempty" and 0 in pieces:
+    if policy == "nonempty" and 0 in pieces and not (rule.skips_empty and factor in rule.made):
         return Refusal(f"it needs shards that are not empty, and {size} over {degree} leaves {pieces.count(0)} empty")
     return None
+
+
+@lru_cache
+def _coordinates(axes: tuple[str, ...], mesh: Mesh) -> list[dict[str, int]]:
+    places = itertools.product(*(range(mesh.degree(axis)) for axis in axes))
+    return [dict(zip(axes, place, strict=True)) for place in places]
+
+
+def natural_cut(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> DimSharding | None:
+    """The dim cut by the same axes where the op can take it: between its factors' elements, each rank with some."""
+    taken = _taken_apart(rule, dim, cut, mesh) if cut.axes else {}
+    if not isinstance(taken, Refusal) and not any(_check(rule, f, c, mesh) for f, c in taken.items()):
+        return cut
+    free = [f for f in dim if f not in rule.pattern.whole and not _is_one(rule.extent[f])]
+    chosen = free if isinstance(dim, Joined) else free[:1]
+    plain = DimSharding.by(*cut.axes)
+    for factor in chosen:
+        size = rule.extent[factor]
+        if not isinstance(size, int):
+            return None
+    return _cut(rule, dim, Option(dict.fromkeys(chosen, plain)), mesh) if chosen else None
 
 
 def pass_through(rule: Rule, index: int, axis: str, reduce_op: str) -> Option | Refusal:
@@ -118,37 +191,60 @@ def pass_through(rule: Rule, index: int, axis: str, reduce_op: str) -> Option | 
 
 
 def merge(options: Sequence[Option]) -> Option | None:
-    """Options on different axes taken together; None when they collide."""
+    """Options taken together; None when they say different things of a factor."""
     cuts: dict[str, DimSharding] = {}
     through: dict[str, tuple[str, frozenset[int]]] = {}
     for option in options:
         for factor, cut in option.cuts.items():
             if cuts.setdefault(factor, cut) != cut:
                 return None
-        through.update(option.through)
-    axes = [axis for cut in cuts.values() for axis in cut.axes] + list(through)
-    return Option(cuts, through) if len(axes) == len(set(axes)) else None
+        for axis, passed in option.through.items():
+            if through.setdefault(axis, passed) != passed:
+                return None
+    return Option(cuts, through)
 
 
-def _cut(rule: Rule, term: Term, option: Option, mesh: Mesh) -> tuple[DimSharding, ...] | None:
+def _cut(rule: Rule, dim: Dim, option: Option, mesh: Mesh) -> DimSharding | None:
+    """How a dim is cut when its factors are."""
+    if isinstance(dim, Joined):
+        return DimSharding.of_parts([(rule.extent[f], option.cuts.get(f, WHOLE)) for f in dim])
+    levels: list[Level] = []
+    outer: Size = 1  # what the axes so far have left of the factors outside, at the first coordinate
+    even = True
+    for position, factor in enumerate(dim):
+        cut, left = option.cuts.get(factor, WHOLE), rule.extent[factor]
+        minor = _product(rule.extent[f] for f in dim[position + 1 :])
+        if cut.parts:
+            alone = not levels and _is_one(outer) and option.cuts.keys().isdisjoint(dim[position + 1 :])
+            return cut.scaled(minor, left, mesh) if alone and isinstance(minor, int) else None
+        for axis, own, unit in cut.levels:
+            first = left is rule.extent[factor]
+            block = 0 if not own and (not first or (_is_one(outer) and even)) else (own or left) * minor
+            piece, degree = own or left, mesh.degree(axis)
+            fits = unit == 1 and divides(piece, degree)
+            if not isinstance(block, int) or not (fits or isinstance(minor, int)):
+                return None
+            levels.append(Level(axis, block, 1 if fits else unit * minor))
+            even = even and fits
+            left = piece // degree if fits else -(-piece // degree)
+        outer = outer * left
+    blocked = any(level.block for level in levels)
+    if blocked and not even and not all(isinstance(rule.extent[factor], int) for factor in dim):
+        return None  # from an empty shard nobody could tell how many blocks there are
+    return DimSharding(tuple(levels))
+
+
+def _sharding(rule: Rule, term: Term, option: Option, partial: Mapping[str, str], mesh: Mesh) -> Sharding | Refusal:
     dims = []
     for dim in term:
-        inside = [f for f in dim if f in option.cuts]
-        if not inside:
-            dims.append(WHOLE)
-            continue
-        factor = inside[0]
-        cut, minor = option.cuts[factor], _minor(rule, dim, factor)
-        block = cut.block * minor
-        if factor != _outer(rule, dim):
-            block = (cut.block or rule.extent[factor]) * minor
-        even = cut.unit == 1 and divides(cut.block or rule.extent[factor], mesh.degree(cut.axes[0]))
-        if len(inside) > 1 or not isinstance(block, int):
-            return None
-        if block and not even and not all(isinstance(rule.extent[f], int) for f in dim):
-            return None  # from an empty shard nobody could tell how many blocks there are
-        dims.append(DimSharding(cut.axes, 1 if even or not isinstance(minor, int) else cut.unit * minor, block))
-    return tuple(dims)
+        cut = _cut(rule, dim, option, mesh)
+        if cut is None:
+            return Refusal(INNER)
+        dims.append(cut)
+    axes = [axis for cut in dims for axis in cut.axes] + list(partial)
+    if len(axes) != len(set(axes)):
+        return Refusal("one mesh axis would cut two dims of a tensor")
+    return Sharding(tuple(dims), tuple(sorted(partial.items())))
 
 
 def shardings(rule: Rule, option: Option, mesh: Mesh) -> tuple[tuple[Sharding, ...], tuple[Sharding, ...]] | Refusal:
@@ -159,34 +255,66 @@ def shardings(rule: Rule, option: Option, mesh: Mesh) -> tuple[tuple[Sharding, .
     pending = {axis: rule.reduce for factor, cut in option.cuts.items() if factor in rule.reduced for axis in cut.axes}
     if any(op != "sum" for op in pending.values()) and rule.pattern.addends:
         return Refusal("an addend beside a reduction other than sum")
-    wants = []
+    passed = {axis: op for axis, (op, _) in option.through.items()}
+    wants, made = [], []
     for index, term in enumerate(rule.pattern.inputs):
-        dims = _cut(rule, term, option, mesh)
-        if dims is None:
-            return Refusal(INNER)
         partial = {axis: op for axis, op in pending.items() if index in rule.pattern.addends}
         partial.update({axis: op for axis, (op, group) in option.through.items() if index in group})
-        wants.append(Sharding(dims, tuple(sorted(partial.items()))))
-    made = []
+        wants.append(_sharding(rule, term, option, partial, mesh))
     for term in rule.pattern.outputs:
-        dims = _cut(rule, term, option, mesh)
-        if dims is None:
-            return Refusal(INNER)
-        partial = {**pending, **{axis: op for axis, (op, _) in option.through.items()}}
-        made.append(Sharding(dims, tuple(sorted(partial.items()))))
-    return tuple(wants), tuple(made)
+        made.append(_sharding(rule, term, option, {**pending, **passed}, mesh))
+    for each in (*wants, *made):
+        if isinstance(each, Refusal):
+            return each
+    return tuple(wants), tuple(made)  # type: ignore[arg-type]
 
 
 def options(rule: Rule, mesh: Mesh) -> Iterator[Option]:
-    """Every way to run the op on a mesh of one axis: whole, one factor cut, or one linear group passed through."""
+    """Every way to run the op over one axis: whole, one factor cut, or one linear group passed through."""
     yield Option()
     for axis in mesh.names:
         for factor in rule.factors:
-            option = Option({factor: DimSharding((axis,))})
+            option = Option({factor: DimSharding.by(axis)})
             if not isinstance(shardings(rule, option, mesh), Refusal):
                 yield option
         for group in rule.linear:
             yield Option(through={axis: ("sum", group)})
+
+
+def restricted(option: Option, axis: str) -> Option:
+    """What of the option is over this axis."""
+    cuts = {factor: only for factor, cut in option.cuts.items() if (only := cut.only(axis)).axes}
+    return Option(cuts, {a: passed for a, passed in option.through.items() if a == axis})
+
+
+def combined(options: Sequence[Option], mesh: Mesh) -> list[Option]:
+    """The ways to choose, for every axis by itself, one of the options or none; each once, the whole op first.
+
+    Where several axes cut one factor, those that the mesh names first are the outer ones.
+    """
+    per_axis = []
+    for axis in mesh.names:
+        parts = [restricted(option, axis) for option in options]
+        both = merge(parts)
+        per_axis.append(_each_once([Option(), *parts, *([both] if both is not None else [])]))
+    found = []
+    for chosen in itertools.product(*per_axis):
+        cuts: dict[str, DimSharding] = {}
+        through: dict[str, tuple[str, frozenset[int]]] = {}
+        for option in chosen:
+            through.update(option.through)
+            for factor, cut in option.cuts.items():
+                cuts[factor] = cuts[factor].inside(cut) if factor in cuts else cut
+        found.append(Option(cuts, through))
+    return _each_once([*found, *options])
+
+
+def _each_once(options: Iterable[Option]) -> list[Option]:
+    unique: list[Option] = []
+    for option in options:
+        if option not in unique:
+            unique.append(option)
+    return unique
 
 
 def pull_back(rule: Rule, sharding: Sharding, mesh: Mesh) -> Sharding | None:

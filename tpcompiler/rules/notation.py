@@ -4,6 +4,8 @@
     "d0 d1! -> d0 d1!"           softmax over the last dim: it must stay whole
     "b (k g) s d, b k t d -> .." a compound dim, outer factor first (grouped queries)
     "a 1 -> a b"                 1: a broadcast dim of size 1
+    "a [q k] -> a q, a k"        a dim of factors in a row, each cut by itself (a split, a cat)
+    "a [_x c] -> a c"            _x: left out, and so neither reduced nor made
 
 Operands are the tensor operands in order, separated by commas; nothing between commas is a 0-d tensor. A factor that
 stands on the left only is reduced: sharding it leaves Partial. A factor that stands on the right only is made there.
@@ -11,6 +13,7 @@ stands on the left only is reduced: sharding it leaves Partial. A factor that st
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +26,16 @@ from tpcompiler.ir.sharding import Size
 Shards = Literal["any", "nonempty", "even"]
 Dim = tuple[str, ...]  # factors, outermost first; () is a dim of size 1
 Term = tuple[Dim, ...]
+
+
+class Joined(Dim):
+    """The factors of a dim in which they stand in a row: their sizes add up."""
+
+
+def dim_size(dim: Dim, extent: Mapping[str, Size]) -> Size:
+    """The size of a dim of these factors."""
+    sizes = [extent[factor] for factor in dim]
+    return sum(sizes) if isinstance(dim, Joined) else math.prod(sizes)
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,8 @@ class RuleText:
         linear: sets of operands in which the op is jointly linear, so that Partial may pass through.
         local: for a factor that a plain local run gets wrong, the body that computes one shard's share: it is called
             as the op is, with `shard=ShardRange(...)` of that factor besides.
+        counts: arguments that count elements of factors, which the first output need not have: argument -> for each of
+            its entries the factors that it counts together.
     """
 
     text: str
@@ -54,6 +69,7 @@ class RuleText:
     reduce: str = "sum"
     linear: tuple[tuple[int, ...], ...] = ()
     local: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    counts: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,11 +93,22 @@ class Rule:
     linear: tuple[frozenset[int], ...]  # sets of operands in which the op is jointly linear
     local: Mapping[str, Callable[..., Any]]  # factor -> body that computes one shard's share
     relayout: bool  # moves or casts data only: leaves are looked up backwards through it
+    counts: Mapping[str, tuple[tuple[str, ...], ...]]
+
+    @property
+    def skips_empty(self) -> bool:
+        """Whether a rank with an empty share of what is made makes that without the op, which cannot take it."""
+        static = all(isinstance(self.extent[factor], int) for factor in self.made)
+        return self.shards == "nonempty" and len(self.pattern.outputs) == 1 and static
+
+    @property
+    def made(self) -> frozenset[str]:
+        return frozenset(factor for term in self.pattern.outputs for dim in term for factor in dim)
 
     @property
     def reduced(self) -> frozenset[str]:
-        made = {factor for term in self.pattern.outputs for dim in term for factor in dim}
-        return frozenset(f for term in self.pattern.inputs for dim in term for f in dim if f not in made)
+        given = {factor for term in self.pattern.inputs for dim in term for factor in dim}
+        return frozenset(factor for factor in given - self.made if not factor.startswith("_"))
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -92,9 +119,9 @@ class Rule:
 
 def _term(text: str, whole: set[str]) -> Term:
     dims: list[Dim] = []
-    for group, single in re.findall(r"\(([^)]*)\)|(\S+)", text):
+    for group, row, single in re.findall(r"\(([^)]*)\)|\[([^]]*)\]|(\S+)", text):
         names = []
-        for name in (group or single).split():
+        for name in (group or row or single).split():
             if name.endswith("!"):
                 name = name[:-1]
                 whole.add(name)
@@ -102,7 +129,7 @@ def _term(text: str, whole: set[str]) -> Term:
                 raise RuleError(f"{name!r} in the rule {text!r} is not a factor", help="use names, 1, ! and ( )")
             if name != "1":
                 names.append(name)
-        dims.append(tuple(names))
+        dims.append(Joined(names) if row else tuple(names))
     return tuple(dims)
 
 
@@ -154,7 +181,7 @@ def extents(
             found.setdefault(dim[0], size)
     for dim, size in pairs:
         missing = [f for f in dim if f not in found]
-        if len(missing) == 1:
+        if len(missing) == 1 and not isinstance(dim, Joined):
             rest: Size = 1
             for factor in dim:
                 rest = rest * found.get(factor, 1)

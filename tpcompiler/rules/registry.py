@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,7 +14,7 @@ from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.sharding import Size
-from tpcompiler.rules.notation import Pattern, Rule, RuleText, Shards, extents, parse
+from tpcompiler.rules.notation import Pattern, Rule, RuleText, Shards, dim_size, extents, parse
 
 Written = Callable[[fx.Node], "str | RuleText | None"]
 W = TypeVar("W", bound=Written)
@@ -89,7 +88,8 @@ def rule_of(node: fx.Node) -> Rule | None:
     # An addend joins the product's sum: with the product pending, it must be pending too.
     linear = tuple(frozenset(group) | pattern.addends for group in written.linear)
     linear = tuple(group for group in linear if not any(_wraps(tensors[i], edit.outputs(node)) for i in group))
-    return Rule(pattern, extent, entry.shards, written.reduce, written.sizes, linear, written.local, entry.relayout)
+    how = (entry.shards, written.reduce, written.sizes, linear, written.local, entry.relayout, written.counts)
+    return Rule(pattern, extent, *how)
 
 
 def _wraps(operand: torch.Tensor, made: Sequence[torch.Tensor]) -> bool:
@@ -102,7 +102,7 @@ def _check_sizes(pattern: Pattern, shapes: Sequence[Sequence[Size]], extent: Map
     """A factor of two sizes would be cut in two places: a dim that broadcasts, and is not written 1."""
     for term, shape in zip((*pattern.inputs, *pattern.outputs), shapes, strict=True):
         for dim, size in zip(term, shape, strict=True):
-            made = math.prod(extent[factor] for factor in dim)
+            made = dim_size(dim, extent)
             if not pattern.whole.issuperset(dim) and isinstance(made, int) and isinstance(size, int) and made != size:
                 raise RuleError(
                     f"the rule of {what} gives {' '.join(dim)!r} the size {made}, and a tensor has {size} there",

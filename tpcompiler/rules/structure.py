@@ -1,9 +1,8 @@
-"""Ops that take dims apart or put them together: parts of one size are blocks, which can be cut alike."""
+"""Ops that take dims apart or put them together: every part is cut by itself, parts of one size also alike."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +29,10 @@ def at_dim(ndim: int, dim: int, word: str) -> str:
 
 @op_rule(aten.cat.default, shards="any")
 def cat(node: fx.Node) -> RuleText:
-    """ "d0 c, d0 c -> d0 (n c)": parts of one size are blocks of what is made; others, c0! and c1!, are whole.
+    """ "d0 c, d0 c -> d0 (n c)": parts of one size are blocks of what is made; others stand in a row, "d0 [c0 c1]".
 
-    An empty 1-d tensor may stand among tensors of any shape, as an empty cache does: "e0!, d0 c1! -> d0 c!".
+    An empty 1-d tensor may stand among tensors of any shape, as an empty cache does: "e0!, d0 c1! -> d0 c!". Parts of a
+    dynamic size are whole too.
     """
     operands = [o.meta["val"] for o in edit.operands(node)]
     ndim = node.meta["val"].ndim
@@ -42,6 +42,10 @@ def cat(node: fx.Node) -> RuleText:
     if not any(empty) and _alike(operands, dim) and not statically_equal(operands[0].shape[dim], 0):
         terms = ", ".join([at_dim(ndim, dim, "c")] * len(operands))
         return RuleText(f"{terms} -> {at_dim(ndim, dim, '(n! c)')}", factors={"n": len(operands)}, linear=linear)
+    if not any(empty) and all(isinstance(operand.shape[dim], int) for operand in operands):
+        terms = ", ".join(at_dim(ndim, dim, f"c{i}") for i in range(len(operands)))
+        row = " ".join(f"c{i}" for i in range(len(operands)))
+        return RuleText(f"{terms} -> {at_dim(ndim, dim, f'[{row}]')}", linear=linear)
     terms = ", ".join(f"e{i}!" if gone else at_dim(ndim, dim, f"c{i}!") for i, gone in enumerate(empty))
     return RuleText(f"{terms} -> {at_dim(ndim, dim, 'c!')}", linear=linear)
 
@@ -75,12 +79,19 @@ def _own_split(value: torch.Tensor, size: Size, dim: int = 0, *, shard: ShardRan
     shards="any",
 )
 def split(node: fx.Node) -> RuleText:
-    """ "d0 (n! c) -> d0 c, d0 c": parts of one size are blocks, cut alike; others are made of a whole dim."""
+    """ "d0 (n! c) -> d0 c, d0 c": parts of one size are blocks, cut alike; others stand in a row, "d0 [c0 c1]".
+
+    Where sizes are dynamic, or follow from one size or a count, other parts are made of a whole dim.
+    """
     (operand,) = edit.operands(node)
     ndim, made = operand.meta["val"].ndim, edit.outputs(node)
     dim = edit.bound(node)["dim"] % ndim
     if not _alike(made, dim):
         parts = ", ".join(at_dim(ndim, dim, f"c{i}") for i in range(len(made)))
+        if "split_sizes" in edit.bound(node) and all(isinstance(part.shape[dim], int) for part in made):
+            row = " ".join(f"c{i}" for i in range(len(made)))
+            counts = {"split_sizes": tuple((f"c{i}",) for i in range(len(made)))}
+            return RuleText(f"{at_dim(ndim, dim, f'[{row}]')} -> {parts}", counts=counts, linear=((0,),))
         return RuleText(f"{at_dim(ndim, dim, f'd{dim}!')} -> {parts}", linear=((0,),))
     text = f"{at_dim(ndim, dim, '(n! c)')} -> {', '.join([at_dim(ndim, dim, 'c')] * len(made))}"
     counted = "split_sizes" in edit.bound(node)
@@ -105,9 +116,9 @@ def unbind(node: fx.Node) -> RuleText:
 
 @op_rule(aten.slice.Tensor, aten.slice_copy.Tensor, shards="any")
 def slice_(node: fx.Node) -> RuleText:
-    """ "d0 d1! -> d0 c"; all of it, "d0 d1 -> d0 d1"; one of each k, "d0 (c k!) -> d0 c"; one of k blocks, "d0 (k! c)".
+    """ "d0 [_x c _z] -> d0 c": what is left out on either side may be cut as well.
 
-    Which block it is, unlike where it begins, is the same on every shard.
+    All of it, "d0 d1 -> d0 d1"; one of each k, "d0 (c k!) -> d0 c"; of a dynamic dim, "d0 d1! -> d0 c".
     """
     (operand,) = edit.operands(node)
     args = edit.bound(node)
@@ -115,7 +126,7 @@ def slice_(node: fx.Node) -> RuleText:
     dim = args["dim"] % ndim
     size, made = operand.meta["val"].shape[dim], node.meta["val"].shape[dim]
     start, end, step = args["start"] or 0, args["end"], args["step"]
-    word, factors, local = f"d{dim}!", {}, {}
+    word, factors, counts = f"d{dim}!", {}, {}
     # An end at or behind the last element cuts nothing on a shorter shard either.
     if end is None or (isinstance(end, int) and end >= (size if isinstance(size, int) else 2**62)):
         if start == 0 and step == 1:
@@ -127,16 +138,14 @@ def slice_(node: fx.Node) -> RuleText:
             and sym_quotient(size, step) is not None
         ):
             word, factors = "(c k!)", {"k": step}
-    if step == 1 and isinstance(start, int) and isinstance(size, int) and isinstance(made, int) and made > 1:
-        at, rest = divmod(max(start + size if start < 0 else start, 0), made)
-        if size % made == 0 and not rest:
-            word, factors, local = "(k! c)", {"k": size // made}, {"c": partial(_own_block, node.target, dim, at)}
+    if step == 1 and isinstance(start, int) and isinstance(size, int) and isinstance(made, int) and made:
+        first = min(max(start + size if start < 0 else start, 0), size)
+        row = {"_x": first, "c": made, "_z": size - first - made}
+        before = ("_x",) * (first > 0)
+        word, factors = f"[{' '.join(name for name in row if row[name])}]", row
+        counts = {"start": (before,), "end": ((*before, "c"),)}
     text = f"{at_dim(ndim, dim, word)} -> {at_dim(ndim, dim, 'c')}"
-    return RuleText(text, factors=factors, linear=((0,),), local=local)
-
-
-def _own_block(target: Any, dim: int, at: int, value: torch.Tensor, *args: Any, shard: ShardRange) -> Any:
-    return target(value, dim, at * shard.size, (at + 1) * shard.size)
+    return RuleText(text, factors=factors, linear=((0,),), counts=counts)
 
 
 @op_rule(aten.narrow_copy.default, shards="any")

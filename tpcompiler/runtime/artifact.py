@@ -32,7 +32,7 @@ class Manifest:
 
     Attributes:
         mesh: axis -> degree.
-        groups: axis -> the process-group name that the graphs use.
+        groups: process-group name in the graphs -> the groups of ranks that have it, which share no rank.
         plan: the plan, as a plan file would say it.
         tensors: name, kind, shape, dtype, sharding (and `tied_to`) of every parameter, buffer and constant, global.
         inputs, outputs: name, shape, dtype, sharding of the user's tensors, global; a symbolic size is its text.
@@ -44,7 +44,7 @@ class Manifest:
     """
 
     mesh: dict[str, int]
-    groups: dict[str, str]
+    groups: dict[str, list[list[int]]]
     device_type: str
     plan: dict[str, Any]
     tensors: list[dict[str, Any]]

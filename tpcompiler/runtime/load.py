@@ -113,13 +113,16 @@ def _same_world(size: int, manifest: Manifest) -> None:
 
 
 def _register_groups(manifest: Manifest) -> None:
-    """One axis spans the world; an equal registration by another artifact is used again."""
-    for name in manifest.groups.values():
+    """Every name stands for this rank's own group; an equal registration by another artifact is used again."""
+    for name, groups in manifest.groups.items():
+        own = next(ranks for ranks in groups if dist.get_rank() in ranks)
         if not group_is_registered(name):
             world = dist.group.WORLD
             assert world is not None
-            register_group(name, world)
-        elif resolve_group(name).size() != dist.get_world_size():
+            # Every rank makes every group, in the same order, as new_group asks for.
+            made = [world if len(ranks) == dist.get_world_size() else dist.new_group(ranks) for ranks in groups]
+            register_group(name, made[groups.index(own)])
+        elif resolve_group(name).size() != len(own):
             raise LaunchError(
                 f"the process-group name {name!r} is taken by a group of {resolve_group(name).size()} ranks",
                 help="load this artifact in another process",

@@ -115,7 +115,7 @@ def offered(rule: Rule | None, degree: int) -> set[tuple[Placement, ...]]:
     for option in options(rule, mesh):
         both = shardings(rule, option, mesh)
         assert not isinstance(both, Refusal)
-        if not any(dim.block for side in both for sharding in side for dim in sharding.dims):
+        if not any(dim.block or dim.parts for side in both for sharding in side for dim in sharding.dims):
             found.add(tuple(want.placements(mesh)[0] for want in both[0]))
     return found
 

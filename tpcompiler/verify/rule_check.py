@@ -13,10 +13,10 @@ from tpcompiler._torch import OpOverload, tree_map
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import DimSharding, Sharding
-from tpcompiler.ir.shares import cut, join
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.ir.shares import cut, cut_dim, join
 from tpcompiler.rules.infer import Option, Refusal, follow, options, shardings
-from tpcompiler.rules.notation import Rule, RuleText, ShardRange, Shards, extents, parse
+from tpcompiler.rules.notation import Rule, RuleText, ShardRange, Shards, Term, dim_size, extents, parse
 from tpcompiler.verify.discover import same
 
 
@@ -47,7 +47,8 @@ def rule_from(written: RuleText, node: fx.Node, shards: Shards = "any") -> Rule:
     shapes = [tuple(o.meta["val"].shape) for o in edit.operands(node)] + [tuple(v.shape) for v in edit.outputs(node)]
     linear = tuple(frozenset(group) | pattern.addends for group in written.linear)
     extent = extents(pattern, shapes, written.factors, str(node.target))
-    return Rule(pattern, extent, shards, written.reduce, written.sizes, linear, written.local, False)
+    how = (shards, written.reduce, written.sizes, linear, written.local, False, written.counts)
+    return Rule(pattern, extent, *how)
 
 
 def every_option(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
@@ -62,7 +63,7 @@ def every_option(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
             blocks = (size // count for count in (2, 3) if size % count == 0 and size > count)
             for unit, block in itertools.product((1, 2, 3), (0, *blocks)):
                 dims = list(Sharding.replicated(len(term)).dims)
-                dims[dim] = DimSharding(mesh.names, unit, block)
+                dims[dim] = DimSharding.by(*mesh.names, block=block, unit=unit)
                 fits = (block or size) % unit == 0
                 found = follow(rule, term, Sharding(tuple(dims)), mesh) if fits else Refusal("")
                 if isinstance(found, Option) and not isinstance(both := shardings(rule, found, mesh), Refusal):
@@ -138,19 +139,17 @@ def _difference(got: torch.Tensor, whole: torch.Tensor, sharding: Sharding, rank
 
 
 def _holds(sharding: Sharding, shape: Sequence[int], mesh: Mesh, rank: int, place: Sequence[int]) -> bool:
-    for dim, size, at in zip(sharding.dims, shape, place, strict=True):
-        start, held = dim.share(size, mesh, mesh.coordinate(rank))
-        if not start <= at % (dim.block or size) < start + held:
-            return False
-    return True
+    here = mesh.coordinate(rank)
+    held = [cut_dim(torch.arange(size), 0, by, mesh, here) for by, size in zip(sharding.dims, shape, strict=True)]
+    return all(bool((own == at).any()) for own, at in zip(held, place, strict=True))
 
 
 def edit_outputs(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else [v for v in value if isinstance(v, torch.Tensor)]
 
 
-def _shape(rule: Rule, term: Sequence[Sequence[str]]) -> list[int]:
-    return [torch.Size([rule.extent[f] for f in dim]).numel() for dim in term]
+def _shape(rule: Rule, term: Term) -> list[int]:
+    return [dim_size(dim, rule.extent) for dim in term]
 
 
 def _layout(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> list[Any]:
@@ -166,14 +165,18 @@ def _run(
     results = []
     for rank in range(mesh.world_size):
         args, kwargs = edit.map_operands(node, lambda index, _, at=rank: shares[index][at])  # type: ignore[misc]
-        args, kwargs = _localized(node, rule, args, kwargs, made[0], mesh, rank)
-        body = node.target
+        args, kwargs = _localized(node, rule, option, args, kwargs, made[0], mesh, rank)
+        body: Any = node.target
+        local = made[0].local_shape(edit.outputs(node)[0].shape, mesh, mesh.coordinate(rank))
+        if rule.skips_empty and 0 in local:
+            results.append(edit.outputs(node)[0].new_zeros(local))
+            continue
         for factor, by in option.cuts.items():
             if factor in rule.local:
                 total = rule.extent[factor]
                 offset, size = by.share(total, mesh, mesh.coordinate(rank))
                 body, kwargs = rule.local[factor], {**kwargs, "shard": ShardRange(offset, size, size / total)}
-        results.append(body(*args, **kwargs))  # type: ignore[operator]
+        results.append(body(*args, **kwargs))
     return results
 
 
@@ -194,20 +197,34 @@ def _noise(value: torch.Tensor) -> torch.Tensor:
 
 
 def _localized(
-    node: fx.Node, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sharding, mesh: Mesh, rank: int
+    node: fx.Node,
+    rule: Rule,
+    option: Option,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    made: Sharding,
+    mesh: Mesh,
+    rank: int,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Size arguments that the rule names, as this rank's own."""
     out = rule.pattern.outputs[0]
     local = made.local_shape(edit.outputs(node)[0].shape, mesh, mesh.coordinate(rank))
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    args = tuple(args)
+    args, own = tuple(args), {}
     for name, term in rule.sizes.items():
         given = edit.bound(node)[name]
         if len(given) == len(local):  # a rank that holds nothing cannot tell what -1 is; a dim of one stays one
             given = [1 if old == -1 and size == 1 else old for old, size in zip(given, local, strict=True)]
-        entries = [local[out.index(dim)] if dim in out and dim else old for dim, old in zip(term, given, strict=True)]
+        own[name] = [local[out.index(dim)] if dim in out and dim else old for dim, old in zip(term, given, strict=True)]
+    here = mesh.coordinate(rank)
+    for name, groups in rule.counts.items():
+        entries = [
+            sum(option.cuts.get(f, WHOLE).local_size(rule.extent[f], mesh, here) for f in group) for group in groups
+        ]
+        own[name] = entries if isinstance(edit.bound(node)[name], (list, tuple)) else entries[0]
+    for name, value in own.items():
         if names.index(name) < len(args):
-            args = (*args[: names.index(name)], entries, *args[names.index(name) + 1 :])
+            args = (*args[: names.index(name)], value, *args[names.index(name) + 1 :])
         else:
-            kwargs = {**kwargs, name: entries}
+            kwargs = {**kwargs, name: value}
     return args, kwargs

@@ -1,7 +1,7 @@
 """Run all ranks of a program in lock step, in one process, without process groups.
 
 Each rank is a generator that runs its own graph until it comes to a collective, hands over its operand and waits; when
-all ranks of the group wait at the same collective, it is computed and everyone goes on. Graphs may differ by rank.
+all ranks of its group wait at the same collective, it is computed and they go on. Graphs may differ by rank.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from tpcompiler._torch import tree_flatten
 from tpcompiler.errors import InputsError, InternalError
 from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import groups_named
 from tpcompiler.ir.shares import REDUCE
 from tpcompiler.runtime.inputs import check_tensor
 from tpcompiler.verify.promote import Promoted
@@ -53,7 +54,7 @@ def simulate(
     Every rank draws random numbers as if the caller's seed were its own, and the caller's generators stay as they are.
 
     Args:
-        programs: one per rank of one group that spans them all.
+        programs: one per rank. A group's name says which ranks it has (`mesh.groups_named`); others span them all.
         flat_inputs: per rank, the flattened user inputs (`flatten_inputs`).
         state: per rank, buffers that take the place of the program's own: what a call before this one has written.
         seen: called as `seen(rank, node, value)` for every value made.
@@ -66,24 +67,24 @@ def simulate(
         for rank, (program, inputs) in enumerate(zip(programs, flat_inputs, strict=True))
     ]
     results: list[RankResult | None] = [None] * len(runs)
-    answers: list[torch.Tensor | None] = [None] * len(runs)
+    answers: dict[int, torch.Tensor] = {}
+    waiting: dict[int, _Waiting] = {}
     now = random_state()
     drawn = [now] * len(runs)
     try:
         with torch.no_grad():
             while True:
-                waiting: dict[int, _Waiting] = {}
                 for rank, run in enumerate(runs):
-                    if results[rank] is None:
+                    if results[rank] is None and rank not in waiting:
                         set_random_state(drawn[rank])
                         try:
-                            waiting[rank] = run.send(answers[rank])
+                            waiting[rank] = run.send(answers.get(rank))
                         except StopIteration as stop:
                             results[rank] = stop.value
                         drawn[rank] = random_state()
                 if not waiting:
                     return [r for r in results if r is not None]
-                answers = _collective(waiting, len(runs))
+                answers = _collectives(waiting, len(runs))
     finally:
         set_random_state(now)
 
@@ -223,19 +224,40 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return out
 
 
-def _collective(waiting: Mapping[int, _Waiting], world: int) -> list[torch.Tensor | None]:
-    ranks = sorted(waiting)
-    first = waiting[ranks[0]]
-    for rank in range(world):
-        if rank not in waiting or _call(waiting[rank]) != _call(first):
-            at = f"{_call(waiting[rank])} ('{waiting[rank].node}')" if rank in waiting else "the end"
-            raise InternalError(
-                f"ranks disagree: rank {ranks[0]} is at {_call(first)} ('{first.node}'), rank {rank} at {at}",
-                help="the written programs do not belong together; convert the model again",
-            )
-    values = [waiting[rank].value for rank in ranks]
+def _collectives(waiting: dict[int, _Waiting], world: int) -> dict[int, torch.Tensor]:
+    """The answers for all ranks whose group has come to one collective; these do not wait any more."""
+    answers: dict[int, torch.Tensor] = {}
+    for rank, call in waiting.items():
+        group = _group(call, rank, world)
+        if rank not in answers and all(r in waiting and _call(waiting[r]) == _call(call) for r in group):
+            answers.update(zip(group, _collective([waiting[r] for r in group]), strict=True))
+    if not answers:
+        first = min(waiting)
+        other = next(
+            r
+            for r in _group(waiting[first], first, world)
+            if r not in waiting or _call(waiting[r]) != _call(waiting[first])
+        )
+        at = f"{_call(waiting[other])} ('{waiting[other].node}')" if other in waiting else "the end"
+        raise InternalError(
+            f"ranks disagree: rank {first} is at {_call(waiting[first])} ('{waiting[first].node}'), "
+            f"rank {other} at {at}",
+            help="the written programs do not belong together; convert the model again",
+        )
+    for rank in answers:
+        del waiting[rank]
+    return answers
+
+
+def _group(call: _Waiting, rank: int, world: int) -> Sequence[int]:
+    groups = groups_named(str(call.details[-1])) or [range(world)]
+    return next((group for group in groups if rank in group), range(world))
+
+
+def _collective(waiting: Sequence[_Waiting]) -> list[torch.Tensor]:
+    first, values = waiting[0], [call.value for call in waiting]
     if first.kind == "all_to_all_single":
-        return _all_to_all([waiting[rank] for rank in ranks])
+        return _all_to_all(waiting)
     shapes = {tuple(v.shape) for v in values}
     if len(shapes) > 1:
         raise InternalError(
@@ -243,11 +265,11 @@ def _collective(waiting: Mapping[int, _Waiting], world: int) -> list[torch.Tenso
         )
     if first.kind == "all_reduce":
         reduced = REDUCE[first.details[0]](torch.stack(values))
-        return [reduced.clone() for _ in ranks]
+        return [reduced.clone() for _ in values]
     if first.kind == "all_gather_into_tensor":
-        return [torch.cat(values) for _ in ranks]
+        return [torch.cat(values) for _ in values]
     if first.kind == "reduce_scatter_tensor":
-        parts = REDUCE[first.details[0]](torch.stack(values)).chunk(len(ranks))
+        parts = REDUCE[first.details[0]](torch.stack(values)).chunk(len(values))
         return [part.clone() for part in parts]
     raise InternalError(f"'{first.node}': the simulator does not know {first.kind}", help="report this")
 
@@ -258,7 +280,7 @@ def _call(waiting: _Waiting) -> str:
     return f"{waiting.kind}({', '.join(map(str, (str(waiting.value.dtype), *details)))})"
 
 
-def _all_to_all(waiting: Sequence[_Waiting]) -> list[torch.Tensor | None]:
+def _all_to_all(waiting: Sequence[_Waiting]) -> list[torch.Tensor]:
     for to, w in enumerate(waiting):
         sizes = [other.details[1][to] for other in waiting]
         if list(w.details[0]) != sizes:

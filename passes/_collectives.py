@@ -1,0 +1,215 @@
+"""The body of one collective step over a line of ranks, for make_fx to trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from tpcompiler._torch import DeviceMesh, redistribute
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size, chunk
+from tpcompiler.ir.shares import cut_dim, join_dim
+
+LINE = "line"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step as a change over a mesh of one axis, of that part of the tensor that the ranks of a group hold together.
+
+    `shape`: of that part; a symbolic size is read off the local tensor when it is needed.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    source: Sharding
+    target: Sharding
+    shape: tuple[Size, ...]
+    mesh: Mesh
+    here: int
+
+
+def change_on_line(x: torch.Tensor, line: Line, over: DeviceMesh) -> torch.Tensor:
+    source, target, mesh, rank = line.source, line.target, line.mesh, line.here
+    degree = mesh.world_size
+    # Symbolic sizes are computed from the local tensor, as the traced graph must.
+    shape = tuple(
+        size if isinstance(size, int) else x.shape[d] * (degree if source.dims[d].axes else 1)
+        for d, size in enumerate(line.shape)
+    )
+    if any(dim.parts for dim in (*source.dims, *target.dims)):
+        return _in_parts(x, source, target, shape, mesh, rank, over)
+    here = mesh.coordinate(rank)
+    local_target = target.local_shape(shape, mesh, here)
+    ways = [a if a.axes else b for a, b in zip(source.dims, target.dims, strict=True)]
+    blocks = [way.block for way in ways]
+    apart = any(_unit(way) > 1 or way.block for way in ways)
+    if apart:
+        # For torch, a dim of blocks that are dealt in units is three: of blocks, of units, and of a unit's elements.
+        counts = [size // block if block else 1 for size, block in zip(shape, blocks, strict=True)]
+        held = [
+            dim.of_block(0).share(block, mesh, here)[1] if block else size
+            for dim, block, size in zip(source.dims, blocks, x.shape, strict=True)
+        ]
+        x = x.reshape(_apart(held, counts, ways))
+        shape = tuple(_apart([block or size for block, size in zip(blocks, shape, strict=True)], counts, ways))
+        source, target = _by_unit(source, ways), _by_unit(target, ways)
+    before = [d for d, dim in enumerate(source.dims) if dim.axes]
+    after = [d for d, dim in enumerate(target.dims) if dim.axes]
+    if before and after:
+        x = _all_to_all(x, before[0], after[0], shape, mesh, rank, over.get_group(0).group_name)
+    else:
+        x = _over_even_shards(x, source, target, shape, mesh, rank, over)
+    return x.reshape(local_target) if apart else x
+
+
+def held_by_first(x: torch.Tensor, target: Sharding, here: int) -> torch.Tensor:
+    """The value on the first rank, and on the others what adds (multiplies) nothing to it."""
+    ((_, op),) = target.partial
+    return torch.full_like(x, 1 if op == "product" else 0) if here else x.clone()
+
+
+def _over_even_shards(
+    x: torch.Tensor,
+    source: Sharding,
+    target: Sharding,
+    shape: tuple[Size, ...],
+    mesh: Mesh,
+    rank: int,
+    over: DeviceMesh,
+) -> torch.Tensor:
+    """torch's own change, with a dim that a collective works on padded to even shards and cut again.
+
+    torch pads uneven shards by itself, but in a way that makes the example's sizes of dynamic dims fixed.
+    """
+    (axis,) = mesh.names
+    gathered = [d for d, dim in enumerate(source.dims) if dim.axes and not target.dims[d].axes]
+    scattered = [d for d, dim in enumerate(target.dims) if dim.axes and source.partial]
+    sliced = [d for d, dim in enumerate(target.dims) if dim.axes and source.is_replicated]
+    dynamic = any(not isinstance(shape[d], int) for d in gathered + scattered + sliced)
+    padded, wanted = list(shape), list(target.local_shape(shape, mesh, mesh.coordinate(rank)))
+    for dim in gathered + scattered if not dynamic else ():
+        step = chunk(shape[dim], mesh.degree(axis), 0)[1]
+        padded[dim] = step * mesh.degree(axis)
+        x = _pad(x, dim, step if dim in gathered else padded[dim])
+    if sliced and dynamic:
+        # A view in one row per rank raises on a size that is no multiple of the degree; a slice would drop the rest.
+        (dim,) = sliced
+        rows = _rows(x, dim, mesh.degree(axis))
+        x = rows.select(dim, mesh.coordinate(rank)[axis]).clone(memory_format=torch.contiguous_format)
+    elif scattered and dynamic:
+        # Scattered as a first dim of one row per rank: torch would chunk a dynamic size, and guard on it.
+        (dim,) = scattered
+        rows = _rows(x, dim, mesh.degree(axis)).movedim(dim, 0)
+        rows = rows.clone(memory_format=torch.contiguous_format)
+        x = redistribute(rows, over, source.placements(mesh), [Shard(0)], list(rows.shape)).squeeze(0)
+    elif gathered and (gathered[0] > 0 or dynamic):
+        # Gathered as a new first dim and moved into place: torch would split by a dynamic size, and guard on it.
+        (dim,) = gathered
+        whole = [mesh.degree(axis), *x.shape]
+        x = redistribute(x.unsqueeze(0), over, [Shard(0)], [Replicate()], whole)
+        x = (x.movedim(0, dim).clone(memory_format=torch.contiguous_format) if dim else x).view(padded)
+    else:
+        x = redistribute(x, over, source.placements(mesh), target.placements(mesh), padded)
+    for dim in gathered + scattered if not dynamic else ():
+        if x.shape[dim] != wanted[dim]:
+            x = x.narrow(dim, 0, wanted[dim]).clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _rows(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
+    """A dim as `degree` equal rows of a dim of their own."""
+    return x.reshape([*x.shape[:dim], degree, x.shape[dim] // degree, *x.shape[dim + 1 :]])
+
+
+def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    missing = size - x.shape[dim]
+    if not missing:
+        return x
+    return torch.cat([x, x.new_zeros([missing if d == dim else s for d, s in enumerate(x.shape)])], dim)
+
+
+def _apart(sizes: Sequence[Size], counts: Sequence[Size], ways: Sequence[DimSharding]) -> list[Size]:
+    """Every size of (a block of) a dim as the dims of its blocks, its units and a unit's elements."""
+    out: list[Size] = []
+    for size, count, way in zip(sizes, counts, ways, strict=True):
+        out += [count] * bool(way.block) + ([size // unit, unit] if (unit := _unit(way)) > 1 else [size])
+    return out
+
+
+def _unit(way: DimSharding) -> int:
+    return way.levels[0].unit if way.levels else 1
+
+
+def _by_unit(sharding: Sharding, ways: Sequence[DimSharding]) -> Sharding:
+    dims: list[DimSharding] = []
+    for dim, way in zip(sharding.dims, ways, strict=True):
+        dims += [WHOLE] * bool(way.block) + [DimSharding.by(*dim.axes)] + [WHOLE] * (_unit(way) > 1)
+    return Sharding(tuple(dims), sharding.partial)
+
+
+def _in_parts(
+    x: torch.Tensor,
+    source: Sharding,
+    target: Sharding,
+    shape: tuple[Size, ...],
+    mesh: Mesh,
+    rank: int,
+    over: DeviceMesh,
+) -> torch.Tensor:
+    """A change of a dim in parts: what each rank holds of it lies in several places of the whole."""
+    ranks = [{LINE: other} for other in range(mesh.world_size)]
+    before = next((d for d, dim in enumerate(source.dims) if dim.axes), None)
+    after = next((d for d, dim in enumerate(target.dims) if dim.axes), None)
+    own: list[torch.Tensor] = []
+    if after is not None:
+        own = [cut_dim(x, after, target.dims[after], mesh, other) for other in ranks]
+    if before is None:
+        assert after is not None
+        if source.partial:
+            most = max(part.shape[after] for part in own)
+            rows = torch.stack([_pad(part, after, most) for part in own])
+            got = redistribute(rows, over, source.placements(mesh), [Shard(0)], list(rows.shape)).squeeze(0)
+            return got.narrow(after, 0, own[rank].shape[after]).clone(memory_format=torch.contiguous_format)
+        return own[rank].clone(memory_format=torch.contiguous_format)
+    by = source.dims[before]
+    sizes = [by.local_size(shape[before], mesh, other) for other in ranks]
+    if after is not None:
+        pieces = _exchanged(own, before, sizes, rank, over.get_group(0).group_name)
+    else:
+        padded = _pad(x, before, max(sizes)).unsqueeze(0)
+        rows = redistribute(padded, over, [Shard(0)], [Replicate()], [mesh.world_size, *padded.shape[1:]])
+        pieces = [rows.select(0, other).narrow(before, 0, size) for other, size in enumerate(sizes)]
+    return join_dim(pieces, before, by, shape[before], mesh)
+
+
+def _all_to_all(
+    x: torch.Tensor, before: int, after: int, shape: Sequence[Size], mesh: Mesh, rank: int, group: str
+) -> torch.Tensor:
+    """Send each rank its part of dim `after`, receive our part from everyone's rows of dim `before`."""
+    parts, rows = (
+        [chunk(shape[dim], mesh.world_size, other)[1] for other in range(mesh.world_size)] for dim in (after, before)
+    )
+    return torch.cat(_exchanged(torch.split(x, parts, dim=after), before, rows, rank, group), dim=before)
+
+
+def _exchanged(
+    sent: Sequence[torch.Tensor], before: int, rows: Sequence[Size], rank: int, group: str
+) -> list[torch.Tensor]:
+    """What all ranks send to this one, each with its own number of rows of dim `before`."""
+    received = [[*sent[rank].shape[:before], size, *sent[rank].shape[before + 1 :]] for size in rows]
+    sizes_out = [_numel(piece) for piece in received]
+    flat = torch.cat([piece.reshape(-1) for piece in sent])
+    got = torch.ops._c10d_functional.all_to_all_single(flat, sizes_out, [_numel(piece.shape) for piece in sent], group)
+    got = torch.ops._c10d_functional.wait_tensor(got)
+    return [p.reshape(piece) for p, piece in zip(torch.split(got, sizes_out), received, strict=True)]
+
+
+def _numel(shape: Sequence[Size]) -> Size:
+    total: Size = 1
+    for size in shape:
+        total = total * size
+    return total

@@ -1,0 +1,241 @@
+"""Where in its dim a style's cut lies is read off the ops that use what the layer makes."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.mark_placements import Gathered, mark_placements
+from tpcompiler.cost.program import changes
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import PIN, MarkedProgram, PlannedProgram, Seed, mark_of, pin, tied
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.rules.infer import Option, Refusal, follow, natural_cut, shardings
+from tpcompiler.rules.registry import rule_of
+
+Wish = tuple[fx.Node, Sharding]
+MOST_TRIES = 16  # markings from which others are tried: a packed layer takes one, heads that few ranks share up to four
+
+
+def recut_leaves(program: PlannedProgram) -> PlannedProgram:
+    """Cut what a style cuts in the parts, blocks and units in which it is used, so that nothing is gathered for them.
+
+    Before    seeds: qkv.weight: S(0)               16 + 8 + 8 rows, by 2 ranks
+              h = linear(x, qkv.weight)
+              q, k, v = split(h, [16, 8, 8], -1)
+    After     seeds: qkv.weight: S(0, parts 16 8 8)
+
+    A first marking says what is gathered. What the op would take instead is followed back to the leaves: the parts of a
+    split (packed weights), whole heads where they are not as many as the ranks divide, or fewer ranks where there are
+    fewer heads than ranks. For these an axis becomes two, of which one cuts the heads and the other only what each of
+    them is used for. A change that does not spare bytes on the wire is not made. Explicit placements stay as they are.
+    """
+    if not any(seed.loose for seed in program.seeds.values()):
+        return program
+    serial = itertools.count()
+    first = _tried(program)
+    best, seen, queue = first, {_key(program)}, [(first.cost, next(serial), first)]
+    for _ in range(MOST_TRIES):
+        if not queue or best.is_settled:
+            break
+        *_, trial = heapq.heappop(queue)
+        best = min(best, trial, key=lambda t: t.cost)
+        for other in _others(trial):
+            if _key(other) not in seen:
+                seen.add(_key(other))
+                made = _tried(other)
+                heapq.heappush(queue, (made.cost, next(serial), made))
+    best = min([best, *(trial for *_, trial in queue)], key=lambda t: t.cost)
+    return best.program if best.cost < first.cost else program
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A program with certain cuts, what it gathers, and its cost.
+
+    `cost`: bytes on the wire of one call, then the bytes of the leaves on the rank that holds most of them.
+    """
+
+    program: PlannedProgram
+    marked: MarkedProgram
+    gathered: tuple[Gathered, ...]
+    cost: tuple[int, int]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no other cut can be better: nothing is gathered, and all ranks hold the same."""
+        mesh = self.program.mesh
+        return not self.gathered and all(
+            mark_of(leaf).settled[0].is_even(leaf.meta["val"].shape, mesh) for leaf, _ in self.marked.leaves()
+        )
+
+
+def _tried(program: PlannedProgram) -> _Trial:
+    gathered: list[Gathered] = []
+    marked = mark_placements(program, gathered)
+    wire = sum(change.wire_bytes for change in changes(marked))
+    return _Trial(program, marked, tuple(gathered), (wire, _held(marked)))
+
+
+def _held(marked: MarkedProgram) -> int:
+    """Bytes of the leaves on the rank that holds most."""
+    held = [0] * marked.mesh.world_size
+    for leaf, _ in marked.leaves():
+        value = leaf.meta["val"]
+        for rank in range(marked.mesh.world_size):
+            local = mark_of(leaf).settled[0].local_shape(value.shape, marked.mesh, marked.mesh.coordinate(rank))
+            held[rank] += torch.Size(local).numel() * value.element_size()
+    return max(held)
+
+
+def _key(program: PlannedProgram) -> tuple[Any, ...]:
+    return program.mesh, tuple(program.seeds.items())
+
+
+def _others(trial: _Trial) -> Iterator[PlannedProgram]:
+    """The program with other cuts: whatever spares one kind of gather, for all of that kind."""
+    program = trial.program
+    kinds = (_as_the_op_takes_it, _shared, _kept)
+    for ways in (kinds, *((kind,) for kind in kinds)):
+        wishes: dict[str, Sharding] = {}
+        for one, way in itertools.product(trial.gathered, ways):
+            found = _pulled(list(way(one, program.mesh)), trial)
+            if found and all(wishes.get(name, wish) == wish for name, wish in found.items()):
+                wishes.update(found)
+        if wishes:
+            yield replace(program, seeds=_with(wishes, program))
+    yield from _over_two_axes(trial)
+
+
+def _pulled(wishes: Sequence[Wish], trial: _Trial) -> dict[str, Sharding]:
+    """The cuts of loose leaves that make all of these values what is wished; none where that cannot be."""
+    found: dict[str, Sharding] = {}
+    loose = {name for name, seed in trial.program.seeds.items() if seed.loose}
+    return found if all(_pull(value, wish, trial.marked, loose, found) for value, wish in wishes) else {}
+
+
+def _with(wishes: Mapping[str, Sharding], program: PlannedProgram) -> dict[str, Seed]:
+    """The seeds with other cuts; tied leaves stay tied."""
+    first_of = tied(program)
+    by_first = {first_of[name]: wish for name, wish in wishes.items()}
+    return {
+        name: replace(seed, sharding=by_first.get(first_of[name], seed.sharding))
+        for name, seed in program.seeds.items()
+    }
+
+
+def _as_the_op_takes_it(one: Gathered, mesh: Mesh) -> Iterator[Wish]:
+    """The operand cut by the same axes on the same dims, where the op's rule lets the cuts lie."""
+    rule = rule_of(one.node)
+    if rule is None:
+        return
+    have, term = mark_of(edit.operands(one.node)[one.index]).settled[0], rule.pattern.inputs[one.index]
+    dims = [natural_cut(rule, dim, cut, mesh) for dim, cut in zip(term, have.dims, strict=True)]
+    yield edit.operands(one.node)[one.index], Sharding(tuple(cut or have.dims[d] for d, cut in enumerate(dims)))
+
+
+def _shared(one: Gathered, mesh: Mesh) -> Iterator[Wish]:
+    """The operand as the op takes it while it runs over the axis all the same, because others are cut."""
+    lost = mark_of(edit.operands(one.node)[one.index]).settled[0].axes - one.want.axes
+    if lost and lost <= {axis for cut in one.option.cuts.values() for axis in cut.axes}:
+        yield edit.operands(one.node)[one.index], one.want
+
+
+def _kept(one: Gathered, mesh: Mesh) -> Iterator[Wish]:
+    """The other operands as they must be for this one to stay."""
+    rule, have = rule_of(one.node), mark_of(edit.operands(one.node)[one.index]).settled[0]
+    option = follow(rule, rule.pattern.inputs[one.index], have, mesh) if rule is not None else Refusal("")
+    both = shardings(rule, option, mesh) if rule is not None and isinstance(option, Option) else Refusal("")
+    if not isinstance(both, Refusal):
+        yield from zip(edit.operands(one.node), both[0], strict=True)
+
+
+def _over_two_axes(trial: _Trial) -> Iterator[PlannedProgram]:
+    """The program on a mesh of which an axis is two: as many ranks as there are heads, and those that share one."""
+    program, seen = trial.program, set()
+    for one in trial.gathered:
+        rule = rule_of(one.node)
+        have = edit.operands(one.node)[one.index]
+        for dim, cut in zip(
+            rule.pattern.inputs[one.index] if rule else (), mark_of(have).settled[0].dims, strict=False
+        ):
+            for factor in dim:
+                size = rule.extent[factor] if rule else 0
+                for axis in cut.axes:
+                    degree = program.mesh.degree(axis)
+                    heads = math.gcd(size, degree) if isinstance(size, int) else 1
+                    if 1 < heads < degree and size < degree * 2 and (axis, heads) not in seen:
+                        seen.add((axis, heads))
+                        yield _split(program, axis, heads)
+
+
+def _split(program: PlannedProgram, axis: str, outer: int) -> PlannedProgram:
+    mesh = program.mesh.split(axis, outer)
+    both = (f"{axis}_0", f"{axis}_1")
+
+    def renamed(sharding: Sharding) -> Sharding:
+        return sharding.over(axis, both)
+
+    graph = edit.copy_graph(program.graph)
+    for node in edit.calls(graph):
+        if node.target is pin:
+            seed: Seed = node.meta[PIN]
+            axes = tuple(a for old in seed.axes for a in (both if old == axis else (old,)))
+            node.meta[PIN] = replace(seed, sharding=renamed(seed.sharding), axes=axes)
+    return replace(
+        program,
+        graph=graph,
+        mesh=mesh,
+        seeds={name: replace(seed, sharding=renamed(seed.sharding)) for name, seed in program.seeds.items()},
+        input_shardings={name: renamed(sharding) for name, sharding in program.input_shardings.items()},
+    )
+
+
+def _pull(value: fx.Node, wish: Sharding, marked: MarkedProgram, loose: set[str], found: dict[str, Sharding]) -> bool:
+    """Whether other cuts of loose leaves make the value what is wished; they are put into `found`."""
+    have = mark_of(value).settled[0]
+    if have == wish or have.is_replicated:
+        return True  # to cut what is whole is a local slice
+    if value.op == "placeholder":
+        same_dims = all(bool(cut.axes) >= bool(new.axes) for cut, new in zip(have.dims, wish.dims, strict=True))
+        return value.name in loose and same_dims and found.setdefault(value.name, wish) == wish
+    source, term = _made_by(value)
+    rule = rule_of(source) if source is not None else None
+    if source is None or rule is None or term is None:
+        return False
+    option = follow(rule, rule.pattern.outputs[term], wish, marked.mesh)
+    if isinstance(option, Refusal):
+        return False
+    spoken = {factor for dim in rule.pattern.outputs[term] for factor in dim}
+    cuts = dict(option.cuts)
+    for operand, given in zip(edit.operands(source), rule.pattern.inputs, strict=True):
+        now = follow(rule, given, mark_of(operand).settled[0], marked.mesh)
+        if isinstance(now, Option):  # what the wish does not speak of, such as a split's other parts, stays
+            cuts.update({factor: cut for factor, cut in now.cuts.items() if factor not in spoken})
+    both = shardings(rule, Option(cuts), marked.mesh)
+    if isinstance(both, Refusal):
+        return False
+    return all(
+        _pull(operand, want, marked, loose, found) for operand, want in zip(edit.operands(source), both[0], strict=True)
+    )
+
+
+def _made_by(value: fx.Node) -> tuple[fx.Node | None, int | None]:
+    """The call that makes a value, and which of its outputs that is."""
+    if value.target is pin or value.op != "call_function":
+        return None, None
+    if value.target is operator.getitem:
+        source, index = value.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
+        return source, index
+    return value, 0
