@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from passes import _collectives
 import tpcompiler
+from passes import _collectives
 from tests.zoo.case import randomise
 from tpcompiler.ir.claims import read_claim
 
