@@ -17,8 +17,9 @@ from passes.mark_placements import Gathered, mark_placements
 from tpcompiler.cost.program import changes
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import PIN, MarkedProgram, PlannedProgram, Seed, mark_of, pin, tied
+from tpcompiler.ir.program import MarkedProgram, PlannedProgram, Seed, mark_of, pin, tied
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.split_axis import on_split_axis
 from tpcompiler.rules.infer import Option, Refusal, follow, natural_cut, shardings
 from tpcompiler.rules.registry import rule_of
 
@@ -175,29 +176,7 @@ def _over_two_axes(trial: _Trial) -> Iterator[PlannedProgram]:
                     heads = math.gcd(size, degree) if isinstance(size, int) else 1
                     if 1 < heads < degree and size < degree * 2 and (axis, heads) not in seen:
                         seen.add((axis, heads))
-                        yield _split(program, axis, heads)
-
-
-def _split(program: PlannedProgram, axis: str, outer: int) -> PlannedProgram:
-    mesh = program.mesh.split(axis, outer)
-    both = (f"{axis}_0", f"{axis}_1")
-
-    def renamed(sharding: Sharding) -> Sharding:
-        return sharding.over(axis, both)
-
-    graph = edit.copy_graph(program.graph)
-    for node in edit.calls(graph):
-        if node.target is pin:
-            seed: Seed = node.meta[PIN]
-            axes = tuple(a for old in seed.axes for a in (both if old == axis else (old,)))
-            node.meta[PIN] = replace(seed, sharding=renamed(seed.sharding), axes=axes)
-    return replace(
-        program,
-        graph=graph,
-        mesh=mesh,
-        seeds={name: replace(seed, sharding=renamed(seed.sharding)) for name, seed in program.seeds.items()},
-        input_shardings={name: renamed(sharding) for name, sharding in program.input_shardings.items()},
-    )
+                        yield on_split_axis(program, axis, heads)
 
 
 def _pull(value: fx.Node, wish: Sharding, marked: MarkedProgram, loose: set[str], found: dict[str, Sharding]) -> bool:

@@ -1,4 +1,7 @@
-"""One rank: load the artifact, make this rank's calls in order, write every result."""
+"""One rank: load the artifact, make this rank's calls in order, write every result.
+
+Of an artifact of several programs the first argument of a call names the program.
+"""
 
 import sys
 from pathlib import Path
@@ -15,6 +18,7 @@ rank = torch.distributed.get_rank()
 results = []
 with torch.no_grad():
     for args in torch.load(directory / f"{rank}.calls"):
-        results.append(tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, module(*args)))
+        made = module[args[0]](*args[1:]) if isinstance(module, dict) else module(*args)
+        results.append(tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, made))
 torch.save(results, directory / f"{rank}.results")
 exit_together()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh as Mesh
     from tpcompiler.parallel_program import ParallelProgram as ParallelProgram
     from tpcompiler.plan import Plan as Plan
+    from tpcompiler.program_set import ProgramSet as ProgramSet
     from tpcompiler.report import Collective as Collective
     from tpcompiler.rules.notation import RuleText as RuleText
     from tpcompiler.rules.register import register_rule as register_rule
@@ -37,6 +38,7 @@ _HOME = {
     "Mesh": "tpcompiler.ir.mesh",
     "ParallelProgram": "tpcompiler.parallel_program",
     "Plan": "tpcompiler.plan",
+    "ProgramSet": "tpcompiler.program_set",
     "RuleCheck": "tpcompiler.verify.check_rule",
     "VerifyReport": "tpcompiler.verify.compare",
     "check_rule": "tpcompiler.verify.check_rule",

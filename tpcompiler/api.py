@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -14,36 +14,27 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.export import ExportedProgram
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from passes.apply_plan import apply_plan
 from passes.canonicalize import canonicalize
-from passes.delay_reductions import delay_reductions
-from passes.divide_sizes import divide_sizes
-from passes.fold_reshards import fold_reshards
-from passes.insert_reshards import insert_reshards
-from passes.join_branches import join_branches
-from passes.mark_placements import mark_placements
-from passes.recut_leaves import recut_leaves
-from tpcompiler.advice import advised, remembered, without_gather
-from tpcompiler.errors import ArtifactError, MeshError, PlanError, ShardingError
+from tpcompiler.errors import ArtifactError, MeshError, PlanError, ProgramError
 from tpcompiler.ir import edit
-from tpcompiler.ir.devices import device_type_for
-from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
-from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, Program
+from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.shares import read_sharding
-from tpcompiler.ir.text import program_text
-from tpcompiler.parallel_program import ParallelProgram, compared, layout_of
+from tpcompiler.parallel_program import ParallelProgram, compared_calls, layout_of
+from tpcompiler.pipeline import Conversion, finished_together
 from tpcompiler.plan import Plan
+from tpcompiler.program_set import ProgramSet
 from tpcompiler.runtime.artifact import checked_file, read_manifest
 from tpcompiler.runtime.model_file import read_model
 from tpcompiler.runtime.place import place_state
-from tpcompiler.verify.compare import VerifyReport
-from tpcompiler.verify.invariants import check_invariants
+from tpcompiler.verify.compare import Subject, VerifyReport
 
 Given = Mapping[str, Any] | Sequence[Any] | None
+Programs = Mapping[str, ExportedProgram] | Sequence[tuple[str, ExportedProgram]]
 
 
+@overload
 def parallelize(
     exported_program: ExportedProgram,
     mesh: int | Mapping[str, int] | Mesh,
@@ -53,51 +44,90 @@ def parallelize(
     outputs: Given = None,
     device_type: str | None = None,
     dump: str | os.PathLike[str] | None = None,
-) -> ParallelProgram:
+) -> ParallelProgram: ...
+
+
+@overload
+def parallelize(
+    exported_program: Programs,
+    mesh: int | Mapping[str, int] | Mesh,
+    plan: Plan | Mapping[str, object] | str | os.PathLike[str],
+    *,
+    inputs: Given = None,
+    outputs: Given = None,
+    device_type: str | None = None,
+    dump: str | os.PathLike[str] | None = None,
+) -> ProgramSet: ...
+
+
+def parallelize(
+    exported_program: ExportedProgram | Programs,
+    mesh: int | Mapping[str, int] | Mesh,
+    plan: Plan | Mapping[str, object] | str | os.PathLike[str],
+    *,
+    inputs: Given = None,
+    outputs: Given = None,
+    device_type: str | None = None,
+    dump: str | os.PathLike[str] | None = None,
+) -> ParallelProgram | ProgramSet:
     """Turn a single-device exported program into one program per rank. Needs no GPU and no launched process.
 
     Args:
-        exported_program: from `torch.export.export`, decomposed or not. It is not changed.
+        exported_program: from `torch.export.export`, decomposed or not. It is not changed. Or several by name, such as
+            prefill and decode, that share weights and caches: these are placed alike in all of them.
         mesh: the degree of the one axis `tp`, or `{axis: degree}`.
         plan: a `Plan`, `{FQN pattern: style}`, or the path of a YAML file with such a mapping.
-        inputs, outputs: placements at the boundary, by name or in order: "R" (the default), "S(0)", torch placements.
+        inputs, outputs: placements at the boundary, by name or in order: "R" (the default), "S(0)", torch placements;
+            of several programs, {program's name: these}.
         device_type: "cpu" or "cuda", for which no device need be at hand; by default where the program's tensors are.
         dump: a directory for a numbered text of the program after every pass.
 
     Raises:
         PlanError, MeshError, ShardingError, ProgramError, UnsupportedError: what, where, the numbers, one action.
     """
-    mesh = Mesh.of(mesh)
-    plan = Plan.of(plan)
-    after = _Dump(dump)
-    program = after(canonicalize(exported_program), "canonicalize")
-    device = device_type_for(program, device_type)
-    boundary = _specs(inputs, "inputs="), _specs(outputs, "outputs=")
-
-    def mark(plan: Plan, after: Callable[[Any, str], Any]) -> MarkedProgram:
-        with no_new_guards(program.graph):
-            planned = after(apply_plan(program, plan, mesh, *boundary), "apply_plan")
-            joined = after(join_branches(planned), "join_branches")
-            divided = after(divide_sizes(joined), "divide_sizes")
-        with no_new_guards(divided.graph):
-            recut = after(recut_leaves(divided), "recut_leaves")
-            marked: MarkedProgram = after(mark_placements(recut), "mark_placements")
-        return marked
-
-    trial = remembered(lambda plan: mark(plan, lambda made, _: made))
-    try:
-        marked = mark(plan, after)
-    except ShardingError as error:
-        raise advised(error, plan, trial) from None
-    with no_new_guards(marked.graph):
-        resharded = after(insert_reshards(marked), "insert_reshards")
-        delayed = after(delay_reductions(resharded), "delay_reductions")
-        folded = after(fold_reshards(delayed), "fold_reshards")
-    made = ParallelProgram(
-        exported_program, folded, plan, device, lambda value: without_gather(value, marked, plan, trial)
+    mesh, plan = Mesh.of(mesh), Plan.of(plan)
+    if not isinstance(exported_program, Mapping | list | tuple):
+        boundary = _specs(inputs, "inputs="), _specs(outputs, "outputs=")
+        one: Any = exported_program  # what is no program is refused by the first pass
+        return Conversion.of(one, mesh, plan, boundary, device_type, dump).finished()
+    return ProgramSet(
+        finished_together(
+            {
+                name: Conversion.of(
+                    program,
+                    mesh,
+                    plan,
+                    (_specs(_of(inputs, name), "inputs="), _specs(_of(outputs, name), "outputs=")),
+                    device_type,
+                    dump and Path(dump) / name,
+                )
+                for name, program in _named(exported_program).items()
+            }
+        )
     )
-    after(made.local_program(0), "lowered_rank_0")
-    return made
+
+
+def _named(programs: Programs) -> dict[str, ExportedProgram]:
+    pairs = list(programs.items() if isinstance(programs, Mapping) else programs)
+    names = [pair[0] if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
+    if not names or len(set(names)) < len(names) or not all(str(name).isidentifier() for name in names):
+        raise ProgramError(
+            f"several programs need a name each, got {names}",
+            help='give {"prefill": exported_program, "decode": exported_program}',
+        )
+    return dict(pairs)
+
+
+def _of(given: Given, name: str) -> Given:
+    """What is given for one of several programs."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise PlanError(
+            f"placements {given!r} do not say of which program they are", help="write {program's name: {...}}"
+        )
+    found: Given = given.get(name)
+    return found
 
 
 def tensor_parallel_transformation(
@@ -167,17 +197,15 @@ def verify_artifact(
         )
     programs = [read_model(checked_file(directory, manifest, rank)) for rank in range(manifest.world_size)]
     shardings = {name: read_sharding(row["sharding"], mesh, len(row["shape"])) for name, row in rows.items()}
-    return compared(
+    subject = Subject(
         original,
         programs,
-        args,
-        kwargs or {},
         layout_of(shardings, mesh),
         [row["name"] for row in manifest.inputs],
         canonical.output_names(),
-        intermediate=canonical.source,
-        then=then,
+        canonical.source,
     )
+    return compared_calls({"": subject}, [("", args, kwargs or {}), *(("", *call) for call in then)])
 
 
 def _boundary_and_leaves(program: CanonicalProgram) -> dict[str, list[int] | None]:
@@ -218,20 +246,3 @@ def _placement(placement: Any, asked_by: str) -> Placement:
         return parse_placement(placement if isinstance(placement, str) else repr(placement))
     except PlanError as error:
         raise PlanError(error.message, help=error.help, asked_by=asked_by) from None
-
-
-class _Dump:
-    """Checks each stage, and writes its text where a directory was given."""
-
-    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
-        self.directory = None if directory is None else Path(directory)
-        self.count = 0
-
-    def __call__(self, program: Any, name: str) -> Any:
-        if self.directory is not None:
-            assert isinstance(program, Program)
-            check_invariants(program)
-            self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / f"{self.count:02}_{name}.txt").write_text(program_text(program), encoding="utf-8")
-            self.count += 1
-        return program

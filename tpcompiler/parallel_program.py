@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -35,8 +36,9 @@ from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
 from tpcompiler.report import Collective, collectives_of, report_text
 from tpcompiler.runtime.artifact import VERSION, Manifest, write_artifact
-from tpcompiler.runtime.place import place_state
-from tpcompiler.verify.compare import Layout, VerifyReport, compare, functional
+from tpcompiler.runtime.place import leave_out, place_state
+from tpcompiler.verify.compare import Subject, VerifyReport, compare_calls, functional
+from tpcompiler.verify.judge import Layout
 
 
 class ParallelProgram:
@@ -167,6 +169,16 @@ class ParallelProgram:
             UnsupportedError: an output is text, which torch's file format writes and cannot read back.
             ProgramError: the program was exported without weights.
         """
+        manifest, write_rank = self.writer(keep_output_types=keep_output_types)
+        write_artifact(directory, manifest, write_rank, force=force)
+
+    def writer(
+        self, *, keep_output_types: bool = False, elsewhere: Mapping[str, str] | None = None
+    ) -> tuple[Manifest, Callable[[int, Path], None]]:
+        """The manifest, and what writes the file of a rank.
+
+        `elsewhere`: leaf -> the program whose files hold it; in these files it has a shape and no values.
+        """
         refuse_hollow(self.original, "written")
         refuse_unwritable(self.resharded.graph)
         for name, value in zip(self.resharded.output_names(), self._user_outputs(), strict=True):
@@ -183,6 +195,8 @@ class ParallelProgram:
 
         def write_rank(rank: int, path: Path) -> None:
             program = self.rank_program(rank)
+            for fqn in elsewhere or {}:
+                leave_out(program, fqn)
             place_state(program, "cpu")  # a file that says cuda:0 would be read to cuda:0 by every rank
             graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
             for _, value in (pair for graph in graphs for pair in values(graph)):
@@ -192,11 +206,15 @@ class ParallelProgram:
                 assert signature is not None
                 signature.out_spec = plain_outputs(signature.out_spec)[0]
             try:
-                torch.export.save(program, path)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "No complete tensor found")  # of leaves that are left out
+                    torch.export.save(program, path)
             except RuntimeError as error:  # torch's archive writer makes one of a failed write
                 raise OSError(str(error)) from error
 
-        write_artifact(directory, Manifest(**{**asdict(manifest), "output_type": replaced}), write_rank, force=force)
+        tensors = [{**row, "stored_in": (elsewhere or {}).get(row["name"])} for row in manifest.tensors]
+        tensors = [{key: value for key, value in row.items() if value is not None} for row in tensors]
+        return replace(manifest, output_type=replaced, tensors=tensors), write_rank
 
     def verify(
         self,
@@ -217,17 +235,22 @@ class ParallelProgram:
         Raises:
             InputsError: arguments that the program does not take.
         """
-        return compared(
+        return compared_calls({"": self.subject()}, [("", args, kwargs or {}), *(("", *call) for call in then)])
+
+    def subject(self) -> Subject:
+        """The programs of all ranks beside the single device's, to be compared."""
+        return Subject(
             self._reference,
             [self.rank_program(rank) for rank in range(self.world_size)],
-            args,
-            kwargs or {},
             self.layout(),
             [node.name for node in self.resharded.user_inputs()],
             self.resharded.output_names(),
-            intermediate=self.resharded.source,
-            then=then,
+            self.resharded.source,
         )
+
+    def leaf_names(self) -> set[str]:
+        """The FQNs of parameters, buffers and constants."""
+        return {fqn for _, fqn in self.resharded.leaves()}
 
     @cached_property
     def _reference(self) -> ExportedProgram:
@@ -271,19 +294,22 @@ def layout_of(shardings: Mapping[str, Sharding], mesh: Mesh) -> Layout:
     return Layout(lambda name, value, rank: cut(value, shardings[name], mesh, rank), joined)
 
 
-def compared(original: ExportedProgram, programs: Sequence[ExportedProgram], *rest: Any, **named: Any) -> VerifyReport:
-    """`compare`, with the programs moved to where the original's tensors are."""
-    there = [kind for kind in device_types(original.graph) if kind != "cpu"] or ["cpu"]
-    moved = [move_device(program, there[0]) for program in programs]
-    for program in moved:
-        place_state(program, there[0])
-    report = compare(original, moved, *rest, **named)
-    made_for = {kind for program in programs for kind in device_types(program.graph)} - {there[0]}
-    if not made_for:
-        return report
-    return replace(
-        report, note=f"run on {there[0]}: the same graphs as those for {made_for.pop()}, with the device renamed"
-    )
+def compared_calls(
+    subjects: Mapping[str, Subject], calls: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]]
+) -> VerifyReport:
+    """`compare_calls`, with the programs moved to where the originals' tensors are."""
+    notes, moved = [], {}
+    for name, subject in subjects.items():
+        there = next((kind for kind in device_types(subject.reference.graph) if kind != "cpu"), "cpu")
+        programs = [move_device(program, there) for program in subject.programs]
+        for program in programs:
+            place_state(program, there)
+        moved[name] = replace(subject, programs=programs)
+        made_for = {kind for program in subject.programs for kind in device_types(program.graph)} - {there}
+        if made_for:
+            notes.append(f"run on {there}: the same graphs as those for {made_for.pop()}, with the device renamed")
+    report = compare_calls(moved, calls)
+    return replace(report, note=notes[0]) if notes else report
 
 
 def versions() -> dict[str, str]:

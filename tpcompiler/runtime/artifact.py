@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from tpcompiler.errors import ArtifactError
 VERSION = "0.1.0"
 FORMAT = 1
 MANIFEST = "manifest.json"
+SET = "programs.json"
 NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
     "untouched": "layers that no plan entry touches",
     "no rule": "ops without a rule",
     "size": "dynamic sizes that the mesh must divide",
     "random": "ops that draw random numbers",
+    "mesh": "axes that run as two",
 }
 
 
@@ -34,7 +36,8 @@ class Manifest:
         mesh: axis -> degree.
         groups: process-group name in the graphs -> the groups of ranks that have it, which share no rank.
         plan: the plan, as a plan file would say it.
-        tensors: name, kind, shape, dtype, sharding (and `tied_to`) of every parameter, buffer and constant, global.
+        tensors: name, kind, shape, dtype, sharding of every parameter, buffer and constant, global; `tied_to` another
+            one, `stored_in` the files of another program beside this one.
         inputs, outputs: name, shape, dtype, sharding of the user's tensors, global; a symbolic size is its text.
         collectives: the records of `ParallelProgram.collectives()`.
         notes: kind and text of what the compiler declined or could not use.
@@ -78,7 +81,7 @@ def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Pa
     target = Path(directory)
     if target.exists() and not force:
         raise ArtifactError(f"{target} exists already", help="choose another directory, or pass force=True (--force)")
-    if target.exists() and not (target / MANIFEST).is_file():
+    if target.exists() and not any((target / name).is_file() for name in (MANIFEST, SET)):
         raise ArtifactError(
             f"{target} exists and is not an artifact (it has no {MANIFEST})", help="choose another directory"
         )
@@ -97,19 +100,48 @@ def write_artifact(
     Raises:
         ArtifactError: the directory exists and `force` is not set, or a file cannot be written; nothing is left behind.
     """
-    target = free_target(directory, force=force)
+    with _in_place_of(free_target(directory, force=force)) as temporary:
+        _write(temporary, manifest, write_rank)
+
+
+def write_set(
+    directory: str | os.PathLike[str],
+    programs: Mapping[str, tuple[Manifest, Callable[[int, Path], None]]],
+    *,
+    force: bool = False,
+) -> None:
+    """Write an artifact for each program into a directory of its name, and the list of them, all or nothing.
+
+    Raises:
+        ArtifactError: as `write_artifact`.
+    """
+    with _in_place_of(free_target(directory, force=force)) as temporary:
+        for name, (manifest, write_rank) in programs.items():
+            (temporary / name).mkdir()
+            _write(temporary / name, manifest, write_rank)
+        text = json.dumps({"format": FORMAT, "programs": list(programs)}, indent=1)
+        (temporary / SET).write_text(text + "\n", encoding="utf-8")
+
+
+def _write(directory: Path, manifest: Manifest, write_rank: Callable[[int, Path], None]) -> None:
+    files = {}
+    for rank in range(manifest.world_size):
+        write_rank(rank, directory / rank_file(rank))
+        files[rank_file(rank)] = sha256(directory / rank_file(rank))
+    text = json.dumps(dataclasses.asdict(dataclasses.replace(manifest, files=files)), indent=1, sort_keys=True)
+    (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _in_place_of(target: Path) -> Iterator[Path]:
+    """A directory to write into, which becomes the target when all is written."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise ArtifactError(f"cannot write {target}: {error}", help="choose a directory that can be written") from error
     try:
-        files = {}
-        for rank in range(manifest.world_size):
-            write_rank(rank, temporary / rank_file(rank))
-            files[rank_file(rank)] = sha256(temporary / rank_file(rank))
-        text = json.dumps(dataclasses.asdict(dataclasses.replace(manifest, files=files)), indent=1, sort_keys=True)
-        (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
+        yield temporary
         temporary.chmod(0o755)
         _move_into_place(temporary, target)
     except OSError as error:
@@ -143,6 +175,11 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         ArtifactError: no artifact there, unreadable, of another format version, or with fields missing.
     """
     path = Path(directory) / MANIFEST
+    if programs := programs_in(directory):
+        raise ArtifactError(
+            f"{directory} holds the programs {', '.join(programs)}",
+            help=f"give one of them: {path.parent / programs[0]}",
+        )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -173,6 +210,25 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             help="convert the model again",
         )
     return manifest
+
+
+def programs_in(directory: str | os.PathLike[str]) -> list[str]:
+    """The names of the programs that `write_set` wrote there, in order; none where there is no such list.
+
+    Raises:
+        ArtifactError: a list that cannot be read.
+    """
+    path = Path(directory) / SET
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        names = data["programs"] if data["format"] == FORMAT else None
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}", help="convert the models again") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) and name.isidentifier() for name in names):
+        raise ArtifactError(f"{path} is damaged, or of another format than {FORMAT}", help="convert the models again")
+    return names
 
 
 def _malformed(manifest: Manifest) -> str | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.export import ExportedProgram
 
 from tpcompiler._torch import group_is_registered, register_group, resolve_group
-from tpcompiler.errors import LaunchError
-from tpcompiler.runtime.artifact import Manifest, checked_file, read_manifest
+from tpcompiler.errors import ArtifactError, LaunchError
+from tpcompiler.runtime.artifact import Manifest, checked_file, programs_in, read_manifest
 from tpcompiler.runtime.model_file import read_model
 from tpcompiler.runtime.place import place_state
 
@@ -29,14 +31,31 @@ def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
 
     Returns:
         The module: call it as the model was called; it records no gradients. Its `exported_program` is the rank's
-        `ExportedProgram`.
+        `ExportedProgram`. Of a directory with several programs a dict of modules by name, over one set of weights and
+        buffers: what one writes into a cache the others read.
 
     Raises:
         ArtifactError: no artifact, or a damaged one.
         LaunchError: not started by torchrun, another world size or rank, a group name that is taken, or no GPU for
             this process.
     """
+    names = programs_in(directory)
+    if not names:
+        return _module(_exported(directory, rank, {}))
+    stored: dict[str, torch.Tensor] = {}
+    made = {name: _exported(Path(directory) / name, rank, stored) for name in names}
+    return {name: _module(exported) for name, exported in made.items()}
+
+
+def _exported(directory: str | os.PathLike[str], rank: int | None, stored: dict[str, torch.Tensor]) -> ExportedProgram:
+    """This rank's program on its device; what its file leaves out is taken from `stored`, what it holds put there."""
     manifest = read_manifest(directory)
+    left_out = {row["name"] for row in manifest.tensors if "stored_in" in row}
+    if missing := left_out - stored.keys():
+        raise ArtifactError(
+            f"{os.fspath(directory)} leaves {len(missing)} tensors to the program beside it, such as {min(missing)!r}",
+            help=f"load {Path(directory).parent}, which gives all of its programs",
+        )
     device = _own_device(manifest)
     _join_world(manifest)
     here = dist.get_rank() if rank is None else rank
@@ -46,7 +65,16 @@ def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
         )
     _register_groups(manifest)
     exported = read_model(checked_file(directory, manifest, here))
+    for held in (exported.state_dict, exported.constants):
+        held.update({name: stored[name] for name in held.keys() & left_out})
     place_state(exported, device)
+    for row in manifest.tensors:
+        name = row["name"]
+        stored[name] = exported.state_dict[name] if name in exported.state_dict else exported.constants[name]
+    return exported
+
+
+def _module(exported: ExportedProgram) -> Any:
     module = exported.module()
     # A backward would run and give wrong gradients: sums over the ranks of a loss that is the same on all, and parts
     # that nothing adds up. Without a record of the forward it raises.

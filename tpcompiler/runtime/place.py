@@ -44,3 +44,11 @@ def _placed(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if isinstance(value, torch.nn.Parameter):
         return torch.nn.Parameter(moved, requires_grad=value.requires_grad)
     return moved.requires_grad_(value.requires_grad)
+
+
+def leave_out(program: ExportedProgram, fqn: str) -> None:
+    """Put a tensor of the same shape in the place of a leaf that takes no room in a file."""
+    held = program.state_dict if fqn in program.state_dict else program.constants
+    value = held[fqn]
+    hollow = torch.zeros((), dtype=value.dtype).expand(value.shape)
+    held[fqn] = torch.nn.Parameter(hollow, value.requires_grad) if isinstance(value, torch.nn.Parameter) else hollow

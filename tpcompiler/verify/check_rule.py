@@ -106,7 +106,7 @@ def left_out(
 def offered(rule: Rule | None, degree: int) -> set[tuple[Placement, ...]]:
     """The placements of the operands that a rule offers on one axis; without a rule only whole ones.
 
-    Not those with a cut in blocks, which no placement of torch says.
+    Not those with a cut in blocks, parts or units, which no placement of torch says.
     """
     if rule is None:
         return set()
@@ -115,7 +115,8 @@ def offered(rule: Rule | None, degree: int) -> set[tuple[Placement, ...]]:
     for option in options(rule, mesh):
         both = shardings(rule, option, mesh)
         assert not isinstance(both, Refusal)
-        if not any(dim.block or dim.parts for side in both for sharding in side for dim in sharding.dims):
+        dims = [dim for side in both for sharding in side for dim in sharding.dims]
+        if not any(dim.parts or any(level.block or level.unit > 1 for level in dim.levels) for dim in dims):
             found.add(tuple(want.placements(mesh)[0] for want in both[0]))
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,40 +17,22 @@ from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.refused import refuse_hollow
+from tpcompiler.verify.judge import (
+    FLOOR,
+    SPREAD,
+    Difference,
+    Layout,
+    difference,
+    is_rounded,
+    largest_difference,
+    scale_and_noise,
+)
 from tpcompiler.verify.promote import Promoted, promoted
 from tpcompiler.verify.simulate import RankResult, flatten_inputs, simulate
 
-# A sum of the same terms in another order has a rounding error of the same size as the first order's. The error of
-# one order is measured (float32 against float64); 8 allows for the spread of the maximum over a few outputs. A wrong
-# shard or a missing reduction is off by about 1, five orders of magnitude above.
-SPREAD = 8.0
-FLOOR = 16.0  # units of machine epsilon: below this an order of summation cannot be told from another
-# Where rounding decides between two branches, float32 and float64 may differ by anything. What is off by more than half
-# of the output's scale is wrong all the same.
-CEILING = 0.5
-# A mask's -1e9 beside logits of 10: relative to that scale, no logit could be wrong. Values this far apart, the larger
-# ones at least LARGE, are judged apart.
-GAP, LARGE = 1e3, 1e4
 # In bfloat16 those bounds are 0.06 to 0.13, and leaving one all_reduce of 8 layers out changes the logits by 0.14. So a
 # program in less than float32 is compared once more with all of it in float32, where they are about 1e-5.
 WIDE = torch.float32
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One output (or value written back): the largest difference over all ranks, absolute and relative.
-
-    `rel` is an absolute difference over the largest magnitude of the reference, where it is largest beside its
-    `tolerance` (`_bands`). `counted` says that it is made of integers or booleans, and `abs` and `rel` how many are
-    wrong.
-    """
-
-    name: str
-    abs: float
-    rel: float
-    tolerance: float
-    ok: bool
-    counted: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,17 +63,6 @@ class VerifyReport:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How tensors are laid out over the ranks, asked for by name.
-
-    `cut(name, value, rank)` gives a rank's share of a global tensor; `join(name, parts, shape)` puts shares together.
-    """
-
-    cut: Callable[[str, torch.Tensor, int], torch.Tensor]
-    join: Callable[[str, Sequence[torch.Tensor], torch.Size], list[torch.Tensor]]
-
-
 def compare(
     reference: ExportedProgram,
     programs: Sequence[ExportedProgram],
@@ -120,31 +91,53 @@ def compare(
         MeshError: not one program per rank.
         ProgramError: weights without values.
     """
-    if not programs:
-        raise MeshError("there is no rank program to compare", help="give one program per rank")
-    refuse_hollow(reference, "run")
-    reference = functional(reference)
-    trials = [_Trial(reference, programs, layout, output_names)]
-    if narrow := _is_narrow(reference):
-        wide = [Promoted(program, WIDE) for program in programs]
-        trials.append(_Trial(Promoted(reference, WIDE), wide, layout, output_names, WIDE))
-        intermediate = intermediate and Promoted(intermediate, WIDE)  # type: ignore[assignment]
+    subject = Subject(reference, programs, layout, input_names, output_names, intermediate)
+    return compare_calls({"": subject}, [("", args, kwargs), *(("", *call) for call in then)])
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A single-device program, its ranks' programs, and what `compare` wants to know of them."""
+
+    reference: ExportedProgram
+    programs: Sequence[ExportedProgram]
+    layout: Layout
+    input_names: Sequence[str]
+    output_names: Sequence[str]
+    intermediate: ExportedProgram | None = None
+
+
+def compare_calls(
+    subjects: Mapping[str, Subject], calls: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]]
+) -> VerifyReport:
+    """`compare` for several programs that share their buffers.
+
+    Each call, (name, args, kwargs), goes on with what those before wrote.
+    """
+    trials = {name: [_Trial(subject)] for name, subject in subjects.items()}
+    if narrow := any(_is_narrow(each[0].reference) for each in trials.values()):
+        for name, subject in subjects.items():
+            trials[name].append(_Trial(subject, WIDE))
+    for each in zip(*trials.values(), strict=True):
+        for trial in each[1:]:
+            trial.share(each[0])
     differences: list[Difference] = []
     own: list[Difference] = []  # of the program in its own dtype
     first = None
-    for number, (given, named) in enumerate([(args, kwargs), *then]):
-        flat = flatten_inputs(reference, given, named)
-        shares = _shares(flat, programs, layout, input_names)
-        for trial in trials:
+    for number, (name, given, named) in enumerate(calls):
+        flat = flatten_inputs(trials[name][0].reference, given, named)
+        shares = _shares(flat, subjects[name].programs, subjects[name].layout, subjects[name].input_names)
+        for trial in trials[name]:
             found = trial.call(flat, shares)
             own += found if trial.dtype is None else []
             if narrow and trial.dtype is None:
                 # Rounding decides between near equals there: what is counted or chosen is judged in float32.
                 found = [replace(d, ok=True) if d.counted and d.abs < float("inf") else d for d in found]
-            elif first is None and intermediate is not None and not all(d.ok for d in found):
-                first = trial.first_diverging(intermediate, flat, shares)
+            elif first is None and not all(d.ok for d in found):
+                first = trial.first_diverging(flat, shares)
             trial.remember()
-            differences += [replace(d, name=f"call {number + 1}: {d.name}") if then else d for d in found]
+            of = f"call {number + 1}{f' ({name})' if name else ''}: " if len(calls) > 1 else ""
+            differences += [replace(d, name=f"{of}{d.name}") for d in found]
     worst = max((d.abs for d in own), default=0.0), max((d.rel for d in own), default=0.0)
     return VerifyReport(all(d.ok for d in differences), *worst, differences, first)
 
@@ -155,19 +148,26 @@ class _Trial:
     Each goes on with the buffers that it has written itself. With a `dtype`, all floating-point inputs are in it.
     """
 
-    def __init__(
-        self,
-        reference: Any,
-        programs: Sequence[Any],
-        layout: Layout,
-        output_names: Sequence[str],
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.reference, self.exact, self.programs = reference, Promoted(reference, torch.float64), programs
-        self.layout, self.output_names, self.dtype = layout, output_names, dtype
+    def __init__(self, subject: Subject, dtype: torch.dtype | None = None) -> None:
+        if not subject.programs:
+            raise MeshError("there is no rank program to compare", help="give one program per rank")
+        refuse_hollow(subject.reference, "run")
+        self.dtype, self.layout, self.output_names = dtype, subject.layout, subject.output_names
+        self.reference: Any = functional(subject.reference)
+        self.programs: Sequence[Any] = subject.programs
+        self.intermediate: Any = subject.intermediate
+        if dtype is not None:
+            self.reference = Promoted(self.reference, dtype)
+            self.programs = [Promoted(program, dtype) for program in subject.programs]
+            self.intermediate = self.intermediate and Promoted(self.intermediate, dtype)
+        self.exact = Promoted(self.reference, torch.float64)
         self.known: dict[str, torch.Tensor] = {}
         self.precise: dict[str, torch.Tensor] = {}
-        self.held: list[dict[str, torch.Tensor]] = [{} for _ in programs]
+        self.held: list[dict[str, torch.Tensor]] = [{} for _ in subject.programs]
+
+    def share(self, other: _Trial) -> None:
+        """Go on with what the other program's calls write."""
+        self.known, self.precise, self.held = other.known, other.precise, other.held
 
     def call(self, flat: Sequence[Any], shares: Sequence[Sequence[Any]]) -> list[Difference]:
         flat, shares = self._cast(flat), [self._cast(share) for share in shares]
@@ -192,7 +192,7 @@ class _Trial:
             (name, want, self.best.mutated[name], [r.mutated[name] for r in self.got])
             for name, want in self.expected.mutated.items()
         ]
-        found = [_difference(*triple, self.layout) for triple in triples]
+        found = [difference(*triple, self.layout) for triple in triples]
         return [replace(d, name=f"{d.name} in float32") for d in found] if self.dtype is not None else found
 
     def remember(self) -> None:
@@ -205,8 +205,10 @@ class _Trial:
     def _cast(self, values: Sequence[Any]) -> list[Any]:
         return [promoted(v, self.dtype) for v in values] if self.dtype is not None else list(values)
 
-    def first_diverging(self, intermediate: Any, flat: Sequence[Any], shares: Sequence[Sequence[Any]]) -> str | None:
+    def first_diverging(self, flat: Sequence[Any], shares: Sequence[Sequence[Any]]) -> str | None:
         """The first value whose claim (origin and sharding) does not hold, by name and source."""
+        if (intermediate := self.intermediate) is None:
+            return None
         flat, shares = self._cast(flat), [self._cast(share) for share in shares]
         wanted: dict[str, torch.Tensor] = {}
         found: dict[str, tuple[float, float]] = {}
@@ -218,8 +220,8 @@ class _Trial:
         simulate([intermediate], [flat], state=[self.known], seen=keep)
 
         def measure(_: int, node: fx.Node, value: Any) -> None:
-            if node.name in wanted and _is_rounded(wanted[node.name]):
-                found[node.name] = _scale_and_noise(wanted[node.name], value.cpu())
+            if node.name in wanted and is_rounded(wanted[node.name]):
+                found[node.name] = scale_and_noise(wanted[node.name], value.cpu())
 
         exact = Promoted(intermediate, torch.float64)
         simulate([exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise], seen=measure)
@@ -248,7 +250,7 @@ class _Trial:
                 continue
             scale, noise = found.get(origin, (1.0, 0.0))
             limit = max(SPREAD * noise, FLOOR * 1.2e-7)
-            if any(_largest(w, want) / scale > limit for w in whole):
+            if any(largest_difference(w, want) / scale > limit for w in whole):
                 reason = claim.get("reshard_reason") or claim.get("reason", "")
                 return f"'{node.name}' ({node.target}, claimed {text}); {reason}"
         return None
@@ -319,65 +321,3 @@ def run_single(program: ExportedProgram, flat: Sequence[Any], dtype: torch.dtype
     if dtype is None:
         return simulate([program], [flat])[0]
     return simulate([Promoted(program, dtype)], [[promoted(v, dtype) for v in flat]])[0]
-
-
-def _difference(name: str, want: Any, exact: Any, parts: Sequence[Any], layout: Layout) -> Difference:
-    if not isinstance(want, torch.Tensor):
-        same = all(part == want for part in parts)
-        return Difference(name, 0.0 if same else float("inf"), 0.0 if same else float("inf"), 0.0, same)
-    want, exact, parts = want.cpu(), exact.cpu(), [part.cpu() for part in parts]  # a program may have two devices
-    try:
-        whole = layout.join(name, parts, want.shape)
-    except (RuntimeError, ValueError):
-        return Difference(name, float("inf"), float("inf"), 0.0, False)
-    if any(w.shape != want.shape or w.dtype != want.dtype for w in whole):
-        return Difference(name, float("inf"), float("inf"), 0.0, False)
-    if not want.numel():
-        return Difference(name, 0.0, 0.0, 0.0, True)
-    if not _is_rounded(want):
-        wrong = max(float((w != want).sum()) for w in whole)
-        return Difference(name, wrong, wrong, 0.0, wrong == 0, counted=True)
-    largest, verdicts = 0.0, []
-    for band in _bands(exact):
-        scale, noise = _scale_and_noise(want[band], exact[band])
-        tolerance = min(max(SPREAD * noise, FLOOR * torch.finfo(want.dtype).eps), CEILING)
-        off = max(_largest(w[band], want[band]) for w in whole)
-        largest = max(largest, off)
-        verdicts.append((off / scale / tolerance, off / scale, tolerance))
-    _, rel, tolerance = max(verdicts)
-    return Difference(name, largest, rel, tolerance, rel <= tolerance)
-
-
-def _bands(exact: torch.Tensor) -> list[torch.Tensor]:
-    """Masks of the elements that are judged together: one, or several where magnitudes leave a `GAP`."""
-    size = exact.abs().nan_to_num(nan=0.0, posinf=0.0)
-    if size.amax() < LARGE:
-        return [torch.full_like(size, True, dtype=torch.bool)]
-    rising = size.flatten().sort().values
-    above = rising[1:][(rising[1:] >= LARGE) & (rising[1:] > GAP * rising[:-1])]
-    number = torch.bucketize(size, above, right=True)
-    return [number == band for band in range(len(above) + 1)]
-
-
-def _scale_and_noise(want: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    """The largest magnitude, and the rounding error relative to it, of what is finite."""
-    finite = want.isfinite() & exact.isfinite()
-    if not finite.any():
-        return 1.0, 0.0
-    scale = float(exact[finite].abs().amax()) or 1.0
-    return scale, float((_wide(want[finite]) - _wide(exact[finite])).abs().amax()) / scale
-
-
-def _largest(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest difference; equal infinities and NaNs in the same places are equal."""
-    same = (got == want) | (got.isnan() & want.isnan())
-    apart = torch.where(same, 0.0, (_wide(got) - _wide(want)).abs())
-    return float(apart.nan_to_num(nan=float("inf")).amax())
-
-
-def _is_rounded(value: torch.Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
-
-
-def _wide(value: torch.Tensor) -> torch.Tensor:
-    return value.to(torch.complex128 if value.is_complex() else torch.float64)

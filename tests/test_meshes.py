@@ -1,0 +1,146 @@
+"""Meshes of several axes: layers cut over one, the batch over another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.export import Dim, ExportedProgram, export
+
+import tpcompiler
+from tests.launch import called
+from tests.runtime.commands import right
+from tests.zoo.case import randomise
+from tpcompiler.ir.shares import cut, read_sharding
+
+pytestmark = pytest.mark.slow
+
+PLAN = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise", "up": "colwise", "down": "rowwise"}
+X = torch.randn(4, 3, 16)
+BATCH: dict[str, Any] = {"inputs": {"x": {"dp": "S(0)"}}, "outputs": [{"dp": "S(0)"}]}
+
+
+class Layer(nn.Module):
+    """Attention of 4 heads and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (4, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(x)))
+
+
+@cache
+def exported(dynamic: bool = False, core: bool = False) -> ExportedProgram:
+    sizes = {"x": {0: Dim("batch", max=64), 1: Dim("tokens", max=64)}} if dynamic else None
+    program = export(randomise(Layer()), (X,), dynamic_shapes=sizes)
+    return program.run_decompositions() if core else program
+
+
+def wire(program: tpcompiler.ParallelProgram) -> Counter[tuple[str, str]]:
+    counted: Counter[tuple[str, str]] = Counter()
+    for c in program.collectives():
+        counted[c.kind, c.axis] += c.wire_bytes
+    return counted
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("core", [False, True])
+@pytest.mark.parametrize(
+    "mesh", [{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"dp": 2, "tp": 4}, {"dp": 2, "ep": 2, "tp": 2}]
+)
+def test_two_sums_of_half_the_batch_each(mesh: dict[str, int], core: bool, dynamic: bool) -> None:
+    """2 (n - 1) / n of [2, 3, 16] floats over the n ranks of tp, twice a layer, and nothing over dp."""
+    program = tpcompiler.parallelize(exported(dynamic, core), mesh, PLAN, **BATCH)
+    n = mesh["tp"]
+    assert wire(program) == {("all_reduce", "tp"): 2 * 2 * (n - 1) * 2 * 3 * 16 * 4 // n}
+    assert [c.kind for c in program.collectives()] == ["all_reduce"] * 2
+    report = program.verify((X,), then=[((torch.randn(2, 1, 16),), {})] if dynamic else [])
+    assert report.ok, str(report)
+
+
+def test_styles_speak_of_tp_alone() -> None:
+    """A pin of a style over tp leaves the batch as it is cut over dp."""
+    program = tpcompiler.parallelize(
+        exported(), {"dp": 2, "tp": 2}, {**PLAN, "up": "colwise_gather_output", "down": "replicate"}, **BATCH
+    )
+    assert {(c.kind, c.axis) for c in program.collectives()} == {("all_reduce", "tp"), ("all_gather", "tp")}
+    assert program.verify((X,)).ok
+
+
+def test_one_gather_of_what_both_axes_cut() -> None:
+    """The rows lie over both axes: their gather at the end runs over one flattened group."""
+    program = tpcompiler.parallelize(exported(), {"dp": 2, "tp": 2}, PLAN, inputs={"x": {"dp": "S(0)", "tp": "S(0)"}})
+    assert program.verify((X,)).ok
+    last = program.collectives()[-1]
+    assert (last.kind, last.axis, last.group_size, last.wire_bytes) == (
+        "all_gather",
+        "dp.tp",
+        4,
+        3 * 4 * 3 * 16 * 4 // 4,
+    )
+
+
+def test_sums_over_two_axes_are_one_collective() -> None:
+    """Rows of a weight over tp, and the features of its input over dp: what is pending over both is reduced at once."""
+    program = tpcompiler.parallelize(
+        export(randomise(nn.Linear(16, 6, bias=False)), (X,)),
+        {"dp": 2, "tp": 2},
+        {"weight": {"dp": "S(1)", "tp": "S(1)"}},
+    )
+    assert [(c.kind, c.axis, c.group_size) for c in program.collectives()] == [("all_reduce", "dp.tp", 4)]
+    assert program.verify((X,)).ok
+
+
+@pytest.mark.parametrize(
+    "inputs", [{"dp": "S(1)"}, {"dp": "S(0)", "tp": "S(1)"}, {"tp": "S(2)"}, {"dp": "S(2)", "tp": "S(2)"}]
+)
+@pytest.mark.parametrize("sizes", [(5, 3, 16), (1, 2, 16), (4, 4, 16)])
+def test_uneven_and_empty_shards(inputs: dict[str, str], sizes: tuple[int, ...]) -> None:
+    x = torch.randn(sizes)
+    program = tpcompiler.parallelize(export(randomise(Layer()), (x,)), {"dp": 2, "tp": 2}, PLAN, inputs={"x": inputs})
+    report = program.verify((x,))
+    assert report.ok, str(report)
+
+
+def test_real_processes_from_a_saved_artifact(tmp_path: Path) -> None:
+    """Four processes, groups of two of them, and rank 3's part of the batch."""
+    program = tpcompiler.parallelize(exported(), {"dp": 2, "tp": 2}, PLAN, **BATCH)
+    program.save(tmp_path / "out")
+    manifest = program.manifest()
+    assert manifest.groups == {"dp=2,tp=2:dp": [[0, 2], [1, 3]], "dp=2,tp=2:tp": [[0, 1], [2, 3]]}
+    rows = read_sharding("[S(0), R]", program.mesh, 3)
+    results = called([[(cut(X, rows, program.mesh, rank),)] for rank in range(4)], tmp_path)
+    expected = randomise(Layer())(X).detach()
+    for rank, (got,) in enumerate(results):
+        want = cut(expected, rows, program.mesh, rank)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(expected.abs().max()))
+        other = cut(expected, rows, program.mesh, (rank + 2) % 4)
+        assert not torch.allclose(got, other, atol=1e-2)
+
+
+def test_the_command_line_takes_several_axes(tmp_path: Path) -> None:
+    torch.export.save(exported(), tmp_path / "model.pt2")
+    (tmp_path / "plan.yaml").write_text("".join(f"{name}: {style}\n" for name, style in PLAN.items()))
+    said = right(
+        "convert",
+        tmp_path / "model.pt2",
+        "--mesh",
+        "dp=2,tp=2",
+        "--plan",
+        tmp_path / "plan.yaml",
+        "-o",
+        tmp_path / "out",
+    )
+    assert "mesh dp=2,tp=2, 4 ranks" in said
+    assert right("verify", tmp_path / "out", "--against", tmp_path / "model.pt2")

@@ -1,0 +1,129 @@
+"""Several programs over one set of weights: a prompt and a step of one model with a cache."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import ExportedProgram, export
+
+import tpcompiler
+from tests.launch import called
+from tests.passes.stages import Call
+from tests.state.models import PLAN, Llama, call
+from tests.zoo.case import randomise
+from tpcompiler import ArtifactError, InputsError, PlanError, ProgramError, ProgramSet
+from tpcompiler.runtime.artifact import read_manifest
+
+pytestmark = pytest.mark.slow
+
+PROMPT, *STEPS = call(2, 0, 4), call(2, 4, 1), call(2, 5, 1)
+CALLS = [("prefill", *PROMPT), *(("decode", *step) for step in STEPS)]
+
+
+@cache
+def exported() -> dict[str, ExportedProgram]:
+    model = randomise(Llama(2, "index_copy"))
+    return {"prefill": export(model, PROMPT[0]), "decode": export(model, STEPS[0][0])}
+
+
+@cache
+def converted(world: int) -> ProgramSet:
+    return tpcompiler.parallelize(exported(), world, PLAN)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_the_step_reads_what_the_prompt_wrote(world: int) -> None:
+    """8 ranks share 4 kv heads, in both programs alike."""
+    programs = converted(world)
+    report = programs.verify(CALLS)
+    assert report.ok, str(report)
+    assert {d.name.partition(":")[0] for d in report.outputs} == {
+        "call 1 (prefill)",
+        "call 2 (decode)",
+        "call 3 (decode)",
+    }
+    for name, program in programs.items():
+        kinds = [c.kind for c in program.collectives()]
+        assert kinds == ["all_reduce"] * 5 + ["all_gather"], name
+    prefill, decode = (program.manifest_shardings() for program in programs.values())
+    leaves = programs["prefill"].leaf_names()
+    assert {fqn: decode[fqn] for fqn in leaves} == {fqn: prefill[fqn] for fqn in leaves}
+
+
+def test_a_step_without_its_prompt_is_another_answer() -> None:
+    """Negative control: were the cache not shared, the first step's answer would show it."""
+    model = randomise(Llama(2, "index_copy"))
+    alone, after = copy.deepcopy(model), copy.deepcopy(model)
+    after(*PROMPT[0])
+    assert not torch.allclose(alone(*STEPS[0][0]), after(*STEPS[0][0]), atol=1e-2)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_one_directory_on_real_processes(world: int, tmp_path: Path) -> None:
+    programs = converted(world)
+    programs.save(tmp_path / "out")
+    sizes = {name: (tmp_path / "out" / name / "rank_0.pt2").stat().st_size for name in programs}
+    _, held = programs["prefill"].parameter_bytes()
+    assert sizes["prefill"] > held[0]
+    assert sizes["decode"] < sizes["prefill"] - 0.9 * held[0]  # its weights are in the other file
+    model = randomise(Llama(2, "index_copy"))
+    with torch.no_grad():
+        expected = [model(*args) for _, args, *_ in CALLS]
+    results = called([[(name, *args) for name, args, *_ in CALLS]] * world, tmp_path)
+    for own in results:
+        for got, want in zip(own, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
+
+
+def test_one_of_them_by_itself_lacks_its_weights(tmp_path: Path) -> None:
+    converted(2).save(tmp_path / "out")
+    with pytest.raises(ArtifactError, match=r"decode leaves \d+ tensors to the program beside it"):
+        tpcompiler.load(tmp_path / "out" / "decode")
+    with pytest.raises(ArtifactError, match="holds the programs prefill, decode"):
+        read_manifest(tmp_path / "out")
+    with pytest.raises(ArtifactError, match="exists already"):
+        converted(2).save(tmp_path / "out")
+    converted(2).save(tmp_path / "out", force=True)
+
+
+def test_a_free_leaf_that_two_programs_want_otherwise_is_placed_alike() -> None:
+    """Alone, the second program would cut the table by its columns."""
+    table = nn.Parameter(torch.randn(8, 8))
+
+    def looks(self: Any, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(self.up(x) * self.scale)
+        return made
+
+    def adds(self: Any, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(self.up(x)) * self.scale[:8].sum() + self.scale.mean()
+        return made
+
+    parts = {"up": nn.Linear(8, 12), "down": nn.Linear(12, 8), "scale": nn.Parameter(torch.randn(12)), "table": table}
+    x = torch.randn(3, 8)
+    models = {name: randomise(Call(forward, **parts)) for name, forward in (("one", looks), ("two", adds))}
+    plan = {"up": "colwise", "down": "rowwise"}
+    programs = {name: export(model, (x,)) for name, model in models.items()}
+    alone = [tpcompiler.parallelize(program, 2, plan).manifest_shardings()["scale"] for program in programs.values()]
+    assert alone[0] != alone[1]
+    together = tpcompiler.parallelize(programs, 2, plan)
+    assert len({program.manifest_shardings()["scale"] for program in together.values()}) == 1
+    assert together.verify([("one", (x,)), ("two", (x,))]).ok
+
+
+def test_what_is_refused() -> None:
+    programs = exported()
+    with pytest.raises(ProgramError, match="several programs need a name each, got \\['a', 'a'\\]"):
+        tpcompiler.parallelize([("a", programs["prefill"]), ("a", programs["decode"])], 2, PLAN)
+    other = export(randomise(Llama(2, "index_copy"), seed=1), STEPS[0][0])
+    with pytest.raises(ProgramError, match=r"'.*' is \[.*\] of torch.float32 in program 'prefill' and"):
+        tpcompiler.parallelize({"prefill": programs["prefill"], "decode": other}, 2, PLAN)
+    with pytest.raises(PlanError, match="do not say of which program they are"):
+        tpcompiler.parallelize(programs, 2, PLAN, inputs=["R"])
+    with pytest.raises(InputsError, match="there is no program 'encode'\n  help: call one of prefill, decode"):
+        converted(2).verify([("encode", PROMPT[0])])

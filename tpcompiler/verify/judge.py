@@ -1,0 +1,111 @@
+"""Whether one output of all ranks is the single device's, at a tolerance that the program itself sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# A sum of the same terms in another order has a rounding error of the same size as the first order's. The error of
+# one order is measured (float32 against float64); 8 allows for the spread of the maximum over a few outputs. A wrong
+# shard or a missing reduction is off by about 1, five orders of magnitude above.
+SPREAD = 8.0
+FLOOR = 16.0  # units of machine epsilon: below this an order of summation cannot be told from another
+# Where rounding decides between two branches, float32 and float64 may differ by anything. What is off by more than half
+# of the output's scale is wrong all the same.
+CEILING = 0.5
+# A mask's -1e9 beside logits of 10: relative to that scale, no logit could be wrong. Values this far apart, the larger
+# ones at least LARGE, are judged apart.
+GAP, LARGE = 1e3, 1e4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One output (or value written back): the largest difference over all ranks, absolute and relative.
+
+    `rel` is an absolute difference over the largest magnitude of the reference, where it is largest beside its
+    `tolerance` (`_bands`). `counted` says that it is made of integers or booleans, and `abs` and `rel` how many are
+    wrong.
+    """
+
+    name: str
+    abs: float
+    rel: float
+    tolerance: float
+    ok: bool
+    counted: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tensors are laid out over the ranks, asked for by name.
+
+    `cut(name, value, rank)` gives a rank's share of a global tensor; `join(name, parts, shape)` puts shares together.
+    """
+
+    cut: Callable[[str, torch.Tensor, int], torch.Tensor]
+    join: Callable[[str, Sequence[torch.Tensor], torch.Size], list[torch.Tensor]]
+
+
+def difference(name: str, want: Any, exact: Any, parts: Sequence[Any], layout: Layout) -> Difference:
+    if not isinstance(want, torch.Tensor):
+        same = all(part == want for part in parts)
+        return Difference(name, 0.0 if same else float("inf"), 0.0 if same else float("inf"), 0.0, same)
+    want, exact, parts = want.cpu(), exact.cpu(), [part.cpu() for part in parts]  # a program may have two devices
+    try:
+        whole = layout.join(name, parts, want.shape)
+    except (RuntimeError, ValueError):
+        return Difference(name, float("inf"), float("inf"), 0.0, False)
+    if any(w.shape != want.shape or w.dtype != want.dtype for w in whole):
+        return Difference(name, float("inf"), float("inf"), 0.0, False)
+    if not want.numel():
+        return Difference(name, 0.0, 0.0, 0.0, True)
+    if not is_rounded(want):
+        wrong = max(float((w != want).sum()) for w in whole)
+        return Difference(name, wrong, wrong, 0.0, wrong == 0, counted=True)
+    largest, verdicts = 0.0, []
+    for band in _bands(exact):
+        scale, noise = scale_and_noise(want[band], exact[band])
+        tolerance = min(max(SPREAD * noise, FLOOR * torch.finfo(want.dtype).eps), CEILING)
+        off = max(largest_difference(w[band], want[band]) for w in whole)
+        largest = max(largest, off)
+        verdicts.append((off / scale / tolerance, off / scale, tolerance))
+    _, rel, tolerance = max(verdicts)
+    return Difference(name, largest, rel, tolerance, rel <= tolerance)
+
+
+def _bands(exact: torch.Tensor) -> list[torch.Tensor]:
+    """Masks of the elements that are judged together: one, or several where magnitudes leave a `GAP`."""
+    size = exact.abs().nan_to_num(nan=0.0, posinf=0.0)
+    if size.amax() < LARGE:
+        return [torch.full_like(size, True, dtype=torch.bool)]
+    rising = size.flatten().sort().values
+    above = rising[1:][(rising[1:] >= LARGE) & (rising[1:] > GAP * rising[:-1])]
+    number = torch.bucketize(size, above, right=True)
+    return [number == band for band in range(len(above) + 1)]
+
+
+def scale_and_noise(want: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """The largest magnitude, and the rounding error relative to it, of what is finite."""
+    finite = want.isfinite() & exact.isfinite()
+    if not finite.any():
+        return 1.0, 0.0
+    scale = float(exact[finite].abs().amax()) or 1.0
+    return scale, float((_wide(want[finite]) - _wide(exact[finite])).abs().amax()) / scale
+
+
+def largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference; equal infinities and NaNs in the same places are equal."""
+    same = (got == want) | (got.isnan() & want.isnan())
+    apart = torch.where(same, 0.0, (_wide(got) - _wide(want)).abs())
+    return float(apart.nan_to_num(nan=float("inf")).amax())
+
+
+def is_rounded(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
