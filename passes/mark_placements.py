@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,9 +13,9 @@ from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.cost.program import changes
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import all_calls, has_bodies
-from tpcompiler.ir.draws import draws
+from tpcompiler.ir.bodies import has_bodies
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.notes import notes_of
 from tpcompiler.ir.program import (
     MARK,
     PIN,
@@ -113,14 +112,7 @@ def _marked(program: PlannedProgram, written: Mapping[str, Sharding], gathered: 
         if node in walk.free:
             _mark_call(node, walk)
     _mark_output(marked)
-    return MarkedProgram(program.source, graph, program.mesh, (*program.notes, *walk.notes, *_random(graph)))
-
-
-def _random(graph: fx.Graph) -> tuple[Note, ...]:
-    """What the ranks must do so that they draw the same numbers."""
-    drawing = Counter(op_name(node) for node in all_calls(graph) if draws(node))
-    ops = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in drawing.items())
-    return (Note("random", f"{ops}: seed every rank alike, torch.manual_seed"),) if drawing else ()
+    return MarkedProgram(program.source, graph, program.mesh, (*program.notes, *walk.notes, *notes_of(marked)))
 
 
 def _as_written(program: MarkedProgram, planned: Container[str]) -> dict[str, Sharding]:

@@ -209,7 +209,7 @@ def test_a_weight_that_would_be_cut_through_its_heads() -> None:
     assert_expected_inline(
         error(module, (X,), {"w": "S(0)"}),
         """\
-cannot shard 'w' on dim 0 of 12 by mesh axis 'tp' of 2 for aten.view.default: dim 0 splits into 3 x 4, and 3 is not divisible by 2
+cannot shard 'w' on dim 0 of 12 by mesh axis 'tp' of 2 for aten.view.default: dim 0 splits into 3 x 4, and 3 is not divisible by 2 (it is by 3; padded to 4 it would be 1.33 times as large)
   help: pin 'w' to R in the plan
   asked by: the plan ("w": "S(0)")""",
     )

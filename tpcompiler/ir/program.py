@@ -107,7 +107,7 @@ class Seed:
 class Note:
     """What a pass declined, gave up or could not use, for the report."""
 
-    kind: Literal["untouched", "no rule", "size", "random", "recut", "mesh"]
+    kind: Literal["untouched", "no rule", "size", "random", "mesh", "cut"]
     text: str
 
 

@@ -76,11 +76,21 @@ def _taken_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str
         elif isinstance(minor, int) and its % minor == 0:
             unit = its // minor
         else:
-            return Refusal(f"splits into {size} x {minor}, and {size} is not divisible by {degree}")
+            return Refusal(f"splits into {size} x {minor}, and {_not_divisible(size, degree)}")
         made[factor] = DimSharding((*made.get(factor, WHOLE).levels, Level(axis, own, unit)))
         left[factor] = size // degree if divides(size, degree) else -(-size // degree)
         first = dim.index(factor)
     return made
+
+
+def _not_divisible(size: Size, degree: int) -> str:
+    """With the degrees that would do, and what padding would cost."""
+    text = f"{size} is not divisible by {degree}"
+    if not isinstance(size, int):
+        return text
+    works = [str(d) for d in range(2, size + 1) if size % d == 0]
+    padded = -(-size // degree) * degree
+    return f"{text} (it is by {', '.join(works) or 'none'}; padded to {padded} it would be {padded / size:.2f} times as large)"
 
 
 def _between(rule: Rule, dim: Joined, cut: DimSharding) -> dict[str, DimSharding] | Refusal:
@@ -155,7 +165,7 @@ def _check(rule: Rule, factor: str, cut: DimSharding, mesh: Mesh) -> Refusal | N
     pieces = [cut.local_size(size, mesh, here) for here in _coordinates(cut.axes, mesh)]
     policy = "nonempty" if factor in rule.local and rule.shards == "any" else rule.shards
     if policy == "even" and len(set(pieces)) > 1:
-        return Refusal(f"it needs shards of one size, and {cut.block or size} is not divisible by {degree}")
+        return Refusal(f"it needs shards of one size, and {_not_divisible(cut.block or size, degree)}")
     if policy == "nonempty" and 0 in pieces and not (rule.skips_empty and factor in rule.made):
         return Refusal(f"it needs shards that are not empty, and {size} over {degree} leaves {pieces.count(0)} empty")
     return None

@@ -1,0 +1,54 @@
+"""What the report says of a marked program besides its collectives."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import torch
+from torch import fx
+
+from tpcompiler.ir.bodies import all_calls
+from tpcompiler.ir.draws import draws
+from tpcompiler.ir.program import MarkedProgram, Note, mark_of, tied
+from tpcompiler.ir.sharding import DimSharding
+from tpcompiler.ir.text import op_name
+
+
+def notes_of(program: MarkedProgram) -> tuple[Note, ...]:
+    """Ops that draw random numbers, and leaves that are cut in a way of their own or unevenly."""
+    return (*_random(program.graph), *_cuts(program))
+
+
+def _random(graph: fx.Graph) -> tuple[Note, ...]:
+    """What the ranks must do so that they draw the same numbers."""
+    drawing = Counter(op_name(node) for node in all_calls(graph) if draws(node))
+    ops = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in drawing.items())
+    return (Note("random", f"{ops}: seed every rank alike, torch.manual_seed"),) if drawing else ()
+
+
+def _cuts(program: MarkedProgram) -> tuple[Note, ...]:
+    """Leaves in parts, blocks or units, and what an uneven cut costs the rank that holds most; `*` for repeated."""
+    mesh, first_of = program.mesh, tied(program)
+    folded: Counter[str] = Counter()
+    for leaf, fqn in program.leaves():
+        sharding, shape = mark_of(leaf).settled[0], leaf.meta["val"].shape
+        if first_of[leaf.name] != leaf.name:
+            continue
+        said = []
+        if any(_is_special(cut) for cut in sharding.dims):
+            said.append(sharding.text(mesh))
+        if not sharding.is_even(shape, mesh):
+            held = [
+                torch.Size(sharding.local_shape(shape, mesh, mesh.coordinate(rank))).numel()
+                for rank in range(mesh.world_size)
+            ]
+            said.append(f"the largest share is {max(held) * len(held) / sum(held):.2f} times an even one")
+        if said:
+            repeated = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn)
+            folded[f"{repeated}: {', '.join(said)}"] += 1
+    return tuple(Note("cut", f"{text} (x {count})" if count > 1 else text) for text, count in folded.items())
+
+
+def _is_special(cut: DimSharding) -> bool:
+    return bool(cut.parts) or any(level.block or level.unit > 1 for level in cut.levels)
