@@ -23,6 +23,8 @@ from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.model_file import read_model
 from tpcompiler.verify.compare import compare
 
+pytestmark = pytest.mark.slow
+
 
 @dataclasses.dataclass
 class Batch:
@@ -154,14 +156,12 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_any_tree(name: str, tmp_path: Path) -> None:
     forward, args = CASES[name]
     check(exported(forward, args), tmp_path / "out", (args, {}))
 
 
-@pytest.mark.slow
 def test_keyword_arguments_in_any_order(tmp_path: Path) -> None:
     """Also the keys of a dict: the program finds them by name."""
     first = (X,), {"c": Y, "d": {"p": W, "q": Y}}

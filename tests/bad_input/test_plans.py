@@ -242,6 +242,7 @@ class Attention(nn.Module):
 HEADS = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "world"), [(6, 6, 3), (6, 2, 2), (6, 6, 4), (6, 2, 3), (6, 2, 8), (6, 1, 2)]
 )

@@ -10,6 +10,8 @@ from tests.zoo.case import randomise
 from tests.zoo.faults import collectives_of, without_collective
 from tpcompiler.verify.compare import compare
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("rows", [4, 5], ids=["even shards", "uneven shards"])
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ def _not_divisible(size: Size, degree: int) -> str:
         return text
     works = [str(d) for d in range(2, size + 1) if size % d == 0]
     padded = -(-size // degree) * degree
-    return f"{text} (it is by {', '.join(works) or 'none'}; padded to {padded} it would be {padded / size:.2f} times as large)"
+    more = f"padded to {padded} it would be {padded / size:.2f} times as large"
+    return f"{text} (it is by {', '.join(works) or 'none'}; {more})"
 
 
 def _between(rule: Rule, dim: Joined, cut: DimSharding) -> dict[str, DimSharding] | Refusal:
