@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
 from tests.launch import called
-from tests.runtime.commands import right
+from tests.runtime.commands import refused, right
 from tests.zoo.case import randomise
 from tpcompiler.ir.shares import cut, read_sharding
 
@@ -144,3 +145,17 @@ def test_the_command_line_takes_several_axes(tmp_path: Path) -> None:
     )
     assert "mesh dp=2,tp=2, 4 ranks" in said
     assert right("verify", tmp_path / "out", "--against", tmp_path / "model.pt2")
+
+
+def test_the_command_line_takes_placements_of_the_boundary(tmp_path: Path) -> None:
+    torch.export.save(exported(), tmp_path / "model.pt2")
+    (tmp_path / "plan.yaml").write_text("".join(f"{name}: {style}\n" for name, style in PLAN.items()))
+    words = ("convert", tmp_path / "model.pt2", "--mesh", "dp=2,tp=2", "--plan", tmp_path / "plan.yaml", "--dry-run")
+    data = json.loads(right(*words, "--input", "x=dp:S(0)", "--output", "output=dp:S(0)", "--json"))
+    assert sum(c["wire_bytes"] for c in data["collectives"]) == 2 * 384  # of half the batch
+    assert refused(*words, "--input", "x") == (
+        "--input x names no placement\n  help: write --input x=S(0), or x=dp:S(0),tp:R\n"
+    )
+    assert refused(*words, "--input", "y=S(0)").startswith("the program has no tensor input 'y'")
+    assert refused(*words, "--input", "x=pp:S(0)").startswith("input 'x' names mesh axis 'pp'")
+    assert refused(*words, "--input", "x=S(0)").startswith("input 'x' has one placement, S(0), on a mesh of 2 axes")

@@ -16,7 +16,7 @@ from rich.status import Status
 from rich.text import Text
 from typer.core import TyperGroup
 
-from tpcompiler.errors import InputsError, MeshError, TpCompilerError
+from tpcompiler.errors import InputsError, MeshError, PlanError, TpCompilerError
 
 if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh
@@ -137,7 +137,14 @@ def convert(
     plan: Annotated[Path, typer.Option("--plan", metavar="PLAN.yaml", help="Which layers are cut, and how.")],
     tp: Annotated[int | None, typer.Option("--tp", metavar="N", help="The number of ranks.")] = None,
     mesh: Annotated[
-        str | None, typer.Option("--mesh", metavar="AXIS=N", help="The same with a named axis: tp=2.")
+        str | None, typer.Option("--mesh", metavar="AXIS=N,..", help="The same with named axes: dp=2,tp=4.")
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="NAME=PLACEMENT", help="How an input is cut: x=S(0), or by axis x=dp:S(0)."),
+    ] = None,
+    outputs: Annotated[
+        list[str] | None, typer.Option("--output", metavar="NAME=PLACEMENT", help="The same of an output.")
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", metavar="OUT", help="The directory to write.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report: write nothing.")] = False,
@@ -161,7 +168,7 @@ def convert(
     \b
     Example:
       tpcompiler convert model.pt2 --tp 2 --plan plan.yaml -o out
-      tpcompiler convert model.pt2 --mesh tp=4 --plan plan.yaml --dry-run
+      tpcompiler convert model.pt2 --mesh dp=2,tp=4 --plan plan.yaml --input "x=dp:S(0)" --dry-run
       tpcompiler convert model.pt2 --tp 8 --plan plan.yaml --device cuda -o out
     """
     if (tp is None) == (mesh is None):
@@ -182,7 +189,14 @@ def convert(
         status.update(Text(f"reading {model}"))
         exported = read_model(model, imports or ())
         status.update("placing and cutting")
-        made = parallelize(exported, over, chosen, device_type=device_type.value if device_type else None)
+        made = parallelize(
+            exported,
+            over,
+            chosen,
+            inputs=_placements(inputs, "--input"),
+            outputs=_placements(outputs, "--output"),
+            device_type=device_type.value if device_type else None,
+        )
         if out is not None and not dry_run:
             status.update(Text(f"writing {made.world_size} programs to {out}"))
             made.save(out, force=force, keep_output_types=keep_output_types)
@@ -330,6 +344,19 @@ def _format(asked: _Format | None, file: Path | None) -> _Format:
 def _progress(text: str) -> Status:
     """A spinner on standard error; nothing where that is a file."""
     return Console(stderr=True).status(Text(text))  # no str: rich would read the brackets of a path as markup
+
+
+def _placements(texts: list[str] | None, option: str) -> dict[str, Any] | None:
+    """`x=S(0)`, or by axis `x=dp:S(0),tp:R`."""
+    found: dict[str, Any] = {}
+    for text in texts or ():
+        name, _, said = text.partition("=")
+        pairs = [part.partition(":") for part in said.split(",")]
+        if not name or not said or (len(pairs) > 1 and not all(placement for _, _, placement in pairs)):
+            raise PlanError(f"{option} {text} names no placement", help=f"write {option} x=S(0), or x=dp:S(0),tp:R")
+        by_axis = {axis.strip(): placement.strip() for axis, _, placement in pairs}
+        found[name.strip()] = by_axis if pairs[0][2] else said.strip()
+    return found or None
 
 
 def _mesh(tp: int | None, text: str | None) -> Mesh:

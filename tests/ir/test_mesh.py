@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tpcompiler.errors import MeshError
-from tpcompiler.ir.mesh import Mesh
+from tpcompiler.errors import MeshError, UnsupportedError
+from tpcompiler.ir.mesh import Mesh, groups_named
 
 GRID = Mesh((("dp", 2), ("tp", 3)))
 
@@ -35,6 +35,24 @@ def test_groups_are_the_lines_of_the_array() -> None:
 def test_group_names_tell_meshes_apart() -> None:
     assert Mesh.of(4).group_name(("tp",)) == "tp=4:tp" != Mesh.of(2).group_name(("tp",))
     assert Mesh(Mesh.of(4).axes, group_of_world="0").group_name(("tp",)) == "0"
+
+
+def test_a_running_group_is_not_divided() -> None:
+    halves = Mesh(Mesh.of(4).axes, group_of_world="0").split("tp", 2)
+    assert halves.axes == (("tp_0", 2), ("tp_1", 2))
+    assert halves.group_name(("tp_0", "tp_1")) == "0"
+    assert halves.axes_of("0") == ("tp_0", "tp_1")
+    with pytest.raises(UnsupportedError, match=r"over tp_1 of mesh tp_0=2,tp_1=2 needs groups inside of the running"):
+        halves.group_name(("tp_1",))
+
+
+def test_names_say_which_ranks_are_in_a_group() -> None:
+    assert groups_named("dp=2,tp=3:dp") == ((0, 3), (1, 4), (2, 5)) == GRID.groups(("dp",))
+    assert groups_named(GRID.group_name(("dp", "tp"))) == ((0, 1, 2, 3, 4, 5),)
+    assert groups_named("0") == groups_named("default_pg") == ()
+    assert [GRID.index(("dp", "tp"), rank) for rank in range(6)] == list(range(6))
+    assert [GRID.index(("tp", "dp"), rank) for rank in range(6)] == [0, 2, 4, 1, 3, 5]
+    assert GRID.axes_of("dp=2,tp=3:dp.tp") == GRID.ordered({"tp", "dp"}) == ("dp", "tp")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tpcompiler.errors import MeshError
+from tpcompiler.errors import MeshError, UnsupportedError
 
 MAX_RANKS = 1 << 16  # more than any group has; a slip such as a hidden size in place of a degree would run for hours
 
@@ -124,8 +124,19 @@ class Mesh:
         return tuple(dict.fromkeys(self.group(axes, rank) for rank in range(self.world_size)))
 
     def group_name(self, axes: Sequence[str]) -> str:
-        """The logical process-group name in the graphs; it tells apart meshes that live in one process."""
-        return self.group_of_world or f"{self}:{'.'.join(axes)}"
+        """The logical process-group name in the graphs; it tells apart meshes that live in one process.
+
+        Raises:
+            UnsupportedError: a part of the running group, which nobody has made a group of.
+        """
+        if self.group_of_world is None:
+            return f"{self}:{'.'.join(axes)}"
+        if self.size(axes) < self.world_size:
+            raise UnsupportedError(
+                f"a collective over {'.'.join(axes)} of mesh {self} needs groups inside of the running process group",
+                help="use tpcompiler.parallelize and tpcompiler.load, which makes them",
+            )
+        return self.group_of_world
 
     def axes_of(self, group_name: str) -> tuple[str, ...]:
         """The axes of a group that `group_name` named."""

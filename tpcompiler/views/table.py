@@ -9,6 +9,7 @@ from tpcompiler.views.items import Item, seen_from
 from tpcompiler.views.outline import Group, counted, outline_of, wire
 
 GUTTER = 14  # wide enough for `P(sum) -> S(1)` on one axis, so that changes of sharding are easy to find
+WIDEST = 44  # what lies in many parts may stand out
 
 
 def artifact_text(directory: str | os.PathLike[str], rank: int = 0) -> str:
@@ -18,28 +19,33 @@ def artifact_text(directory: str | os.PathLike[str], rank: int = 0) -> str:
         ArtifactError: no artifact, a damaged one, or a rank outside its world.
     """
     outline = outline_of(directory, rank)
-    manifest = outline.manifest
+    manifest, widest = outline.manifest, _widest(outline.root)
     lines = [
         f"mesh {outline.mesh}, rank {rank} of {manifest.world_size}",
         f"parameter bytes: {outline.bytes_here:,} of {outline.bytes_whole:,}",
         f"per call: {counted(manifest.collectives)}; {wire(manifest.collectives):,} wire bytes",
         "",
-        *_rows(outline.root, 0),
+        *_rows(outline.root, 0, GUTTER if widest <= GUTTER else min(widest + 2, WIDEST)),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _rows(group: Group, depth: int) -> Iterator[str]:
+def _widest(group: Group) -> int:
+    return max((len(m.sharding) if isinstance(m, Item) else _widest(m) for m in group.members), default=0)
+
+
+def _rows(group: Group, depth: int, gutter: int) -> Iterator[str]:
     for member in group.members:
         if isinstance(member, Item):
-            yield f"{member.sharding:{GUTTER}}{'  ' * depth}{_item(member, group.path)}"
+            gap = "  " * (len(member.sharding) >= gutter > GUTTER)
+            yield f"{member.sharding:{gutter}}{gap}{'  ' * depth}{_item(member, group.path)}"
             continue
         title = seen_from(group.path, member.title)
         if member.count > 1:
             records = member.records()
             title += f"  each: {counted(records)}; {wire(records):,} wire bytes"
-        yield " " * GUTTER + "  " * depth + title
-        yield from _rows(member, depth + 1)
+        yield " " * gutter + "  " * depth + title
+        yield from _rows(member, depth + 1, gutter)
 
 
 def _item(item: Item, path: str) -> str:
