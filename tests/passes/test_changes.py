@@ -68,8 +68,7 @@ def test_a_few_blocks_and_parts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [SQUARE, WIDE], ids=str)
-@pytest.mark.parametrize("shape", [(12, 6), (5, 3), (1, 7)], ids=str)
+@pytest.mark.parametrize(("mesh", "shape"), [(SQUARE, (12, 6)), (SQUARE, (1, 7)), (WIDE, (5, 3))], ids=str)
 def test_every_plain_change(mesh: Mesh, shape: tuple[int, ...]) -> None:
     """Even, uneven, and with ranks that hold nothing."""
     assert wrong([*PLAIN, *NESTED], mesh, shape) == []

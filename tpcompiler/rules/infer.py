@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from tpcompiler._torch import statically_equal
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Level, Sharding, Size, commute, divides
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Level, Sharding, Size, divides
 from tpcompiler.rules.notation import Dim, Joined, Rule, Term
 
 INNER = "it would cut two parts of one dim, or a dynamic number of blocks unevenly, or blocks of a dynamic size"
@@ -244,8 +244,6 @@ def _sharding(rule: Rule, term: Term, option: Option, partial: Mapping[str, str]
     axes = [axis for cut in dims for axis in cut.axes] + list(partial)
     if len(axes) != len(set(axes)):
         return Refusal("one mesh axis would cut two dims of a tensor")
-    if not commute(partial.values()):
-        return Refusal("reductions over several axes that do not commute")
     return Sharding(tuple(dims), tuple(sorted(partial.items())))
 
 
