@@ -66,10 +66,10 @@ def change_on_line(x: torch.Tensor, line: Line, over: DeviceMesh) -> torch.Tenso
     return x.reshape(local_target) if apart else x
 
 
-def held_by_first(x: torch.Tensor, target: Sharding, here: int) -> torch.Tensor:
+def on_first(x: torch.Tensor, line: Line) -> torch.Tensor:
     """The value on the first rank, and on the others what adds (multiplies) nothing to it."""
-    ((_, op),) = target.partial
-    return torch.full_like(x, 1 if op == "product" else 0) if here else x.clone()
+    ((_, op),) = line.target.partial
+    return torch.full_like(x, 1 if op == "product" else 0) if line.here else x.clone()
 
 
 def _over_even_shards(

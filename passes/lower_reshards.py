@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._collectives import LINE, Line, change_on_line, held_by_first
+from passes._collectives import LINE, Line, change_on_line, on_first
 from tpcompiler._torch import FakeTensorMode, fake_group, make_fx, traced_mesh
 from tpcompiler.cost.path import Step
-from tpcompiler.cost.program import differs_by_rank, steps_of
+from tpcompiler.cost.program import differs_by_rank, held_by_first, steps_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, memory_order
 from tpcompiler.ir.mesh import Mesh
@@ -63,10 +63,13 @@ def _trace(
     with mode:
         local = torch.empty(local.shape, dtype=local.dtype, device=local.device)
     name = f"tpcompiler_trace_{next(_serial)}"
-    steps = [_on_a_line(step, value.shape, mesh, rank, order) for step in steps_of(change, value, mesh)]
+    steps = [
+        (_on_a_line(step, value.shape, mesh, rank, order), held_by_first(step, value.dtype))
+        for step in steps_of(change, value, mesh)
+    ]
     with contextlib.ExitStack() as groups:
         over = {}
-        for line in steps:
+        for line, _ in steps:
             group = f"{name}_{'.'.join(line.axes)}"
             if line.axes not in over:
                 groups.enter_context(fake_group(group, line.here, line.mesh.world_size, local.device.type))
@@ -77,11 +80,8 @@ def _trace(
             # Collectives read memory in order: the dims are changed as they lie there, and lie so again after it.
             x = _permuted(x, order)
             x = x if dense else x.clone(memory_format=torch.contiguous_format)
-            for line in steps:
-                if line.kind == "hold" and change.held_by_first(x.dtype):
-                    x = held_by_first(x, line.target, line.here)
-                else:
-                    x = change_on_line(x, line, over[line.axes])
+            for line, first in steps:
+                x = on_first(x, line) if first else change_on_line(x, line, over[line.axes])
             return _permuted(x, [order.index(dim) for dim in range(x.ndim)])
 
         with mode, torch.no_grad():
@@ -101,8 +101,7 @@ def _position(change: Reshard, value: torch.Tensor, mesh: Mesh, rank: int) -> An
     """What of the rank the traced graph depends on."""
     axes = change.source.axes | change.target.axes
     here = {a: c for a, c in mesh.coordinate(rank).items() if a in axes}
-    even = change.source.is_even(value.shape, mesh) and change.target.is_even(value.shape, mesh)
-    return None if even and not differs_by_rank(change, value, mesh) else tuple(here.items())
+    return tuple(here.items()) if differs_by_rank(change, value, mesh) else None
 
 
 def _on_a_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order: list[int]) -> Line:

@@ -1,14 +1,20 @@
-"""Every change of sharding on one axis, at the boundary of a real program: even, uneven, empty; static and dynamic."""
+"""Every change of sharding at the boundary of a real program: even, uneven, empty; static and dynamic; real groups."""
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
 import tpcompiler
+from tests.launch import called
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.program import mark_of
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import cut, join
 
 PLACEMENTS = ["R", "S(1)", "S(2)", "P(sum)"]
 
@@ -84,3 +90,81 @@ def _feeding_first(program: tpcompiler.ParallelProgram) -> set[str]:
         seen.add(node.name)
         stack.extend(node.all_input_nodes)
     return seen
+
+
+SQUARE = Mesh((("dp", 2), ("tp", 2)))
+
+
+def on_both(text: str) -> PlacementSpec:
+    """`R S(1)`: the placements over the two axes."""
+    return dict(zip(SQUARE.names, map(parse_placement, text.split()), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("S(0) P(sum)", "S(0) R"),
+        ("S(0) P(sum)", "S(0) S(1)"),
+        ("S(0) P(sum)", "R R"),
+        ("P(sum) S(0)", "S(0) S(1)"),
+        ("S(0) S(1)", "S(2) S(0)"),
+        ("S(1) R", "S(0) P(sum)"),
+    ],
+)
+def test_a_dynamic_dim_on_two_axes(source: str, target: str) -> None:
+    """Its size is a multiple of 2, not of 4: nothing on the way may cut it by both axes, though 8 of the example is."""
+    sizes = ({0: torch.export.Dim("batch")},)
+    exported = torch.export.export(Doubled(), (torch.randn(8, 7, 3),), dynamic_shapes=sizes)
+    program = tpcompiler.parallelize(exported, SQUARE, {}, inputs=[on_both(source)], outputs=[on_both(target), None])
+    for batch in (2, 6, 8):
+        assert program.verify((torch.randn(batch, 7, 3),)).ok
+
+
+CHANGES = [
+    ("S(0) R", "R R"),  # all_gather over dp
+    ("R S(1)", "R R"),  # over tp, uneven
+    ("S(0) S(0)", "R R"),  # over both as one group
+    ("P(sum) R", "R R"),  # all_reduce
+    ("R P(max)", "R R"),
+    ("P(sum) P(sum)", "R R"),
+    ("P(sum) R", "S(1) R"),  # reduce_scatter
+    ("P(sum) P(sum)", "S(0) S(0)"),
+    ("R S(0)", "R S(2)"),  # all_to_all, uneven
+    ("S(0) S(0)", "S(1) S(1)"),
+    ("S(0) S(1)", "S(1) S(0)"),  # several steps
+    ("R R", "S(0) S(1)"),  # slices
+    ("R R", "P(sum) R"),  # held
+    ("R R", "R P(product)"),
+]
+
+
+class Same(torch.nn.Module):
+    def forward(self, xs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(x * 2 for x in xs)
+
+
+@pytest.mark.slow
+def test_every_kind_over_real_subgroups(tmp_path: Path) -> None:
+    """Four gloo processes as 2 x 2: groups of two over each axis, and of four over both."""
+    value = torch.arange(4.0 * 5 * 6).reshape(4, 5, 6) - 20
+    values = [value + i for i in range(len(CHANGES))]
+    inputs, outputs = ([on_both(pair[end]) for pair in CHANGES] for end in (0, 1))
+    program = tpcompiler.parallelize(torch.export.export(Same(), (values,)), SQUARE, {}, inputs=inputs, outputs=outputs)
+    program.save(tmp_path / "out")
+    assert {c.kind for c in program.collectives()} == {"all_gather", "all_reduce", "reduce_scatter", "all_to_all"}
+    assert program.manifest().groups == {
+        "dp=2,tp=2:dp": [[0, 2], [1, 3]],
+        "dp=2,tp=2:tp": [[0, 1], [2, 3]],
+        "dp=2,tp=2:dp.tp": [[0, 1, 2, 3]],
+    }
+    for rank in range(4):
+        graph = program.rank_program(rank).graph
+        assert {arg for n in graph.nodes for arg in n.args if ":" in str(arg)} == set(program.manifest().groups)
+
+    froms, tos = ([Sharding.of(spec, SQUARE, 3, "a test") for spec in specs] for specs in (inputs, outputs))
+    calls = [[([cut(v, s, SQUARE, r) for v, s in zip(values, froms, strict=True)],)] for r in range(4)]
+    got = [results[0] for results in called(calls, tmp_path)]
+    for at, (v, to) in enumerate(zip(values, tos, strict=True)):
+        for whole in join([own[at] for own in got], to, SQUARE, v.shape):
+            assert torch.equal(whole, v * 2), CHANGES[at]

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from tpcompiler.errors import ShardingError, UnsupportedError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec
+from tpcompiler.ir.program import Seed
 from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, chunk
 from tpcompiler.ir.shares import cut, join, read_sharding
 
@@ -46,6 +47,7 @@ def test_chunks_in_units_cover_everything_once(units: int, degree: int, unit: in
         ({"tp": Shard(0)}, GRID, "[R, S(0)]"),
         ({"tp": Partial(), "dp": Shard(2)}, GRID, "[S(2), P(sum)]"),
         ({"tp": Shard(0), "dp": Shard(0)}, GRID, "[S(0), S(0)]"),
+        ({"tp": Partial(), "dp": Partial("avg")}, GRID, "[P(avg), P(sum)]"),
     ],
 )
 def test_text(spec: PlacementSpec, mesh: Mesh, text: str) -> None:
@@ -55,7 +57,7 @@ def test_text(spec: PlacementSpec, mesh: Mesh, text: str) -> None:
 def test_a_unit_is_printed_and_read_back() -> None:
     sharding = Sharding((WHOLE, DimSharding.by("tp", unit=4)))
     assert sharding.text(TP) == "S(1, unit 4)"
-    for text in ("R", "S(1)", "P(sum)", "S(1, unit 4)", "S(1, block 8)", "S(1, unit 2, block 6)"):
+    for text in ("R", "S(1)", "P(sum)", "S(1, unit 4)", "S(1, block 1)", "S(1, block 8)", "S(1, unit 2, block 6)"):
         assert read_sharding(text, TP, 2).text(TP) == text
 
 
@@ -85,6 +87,12 @@ def test_blocks_are_even_each_by_itself(block: int, even: bool) -> None:
             GRID,
             "a test has one placement, S(0), on a mesh of 2 axes (dp=2,tp=4)\n"
             "  help: give one placement per axis, {axis: placement}\n  asked by: line 4",
+        ),
+        (
+            {"dp": Partial(), "tp": Partial("max")},
+            GRID,
+            "a test cannot be P(sum) over 'dp' and P(max) over 'tp': what that is depends on the order of the reductions\n"
+            "  help: reduce over one of the axes first: place it as R there\n  asked by: line 4",
         ),
     ],
 )
@@ -186,3 +194,23 @@ def test_shares_of_another_shape_are_refused() -> None:
 def test_placements_are_torchs() -> None:
     sharding = Sharding.of({"dp": Shard(1), "tp": Partial("avg")}, GRID, 2, "a test")
     assert sharding.placements(GRID) == (Shard(1), Partial("avg"))
+
+
+def test_a_pin_on_one_axis_beside_what_waits_on_another() -> None:
+    have = Sharding.of({"dp": Partial()}, GRID, 1, "a test")
+    for op, text in (("avg", "[P(sum), P(avg)]"), ("max", None)):
+        seed = Seed(Sharding.of({"tp": Partial(op)}, GRID, 1, "a test"), "line 4", axes=("tp",))
+        if text is None:
+            with pytest.raises(
+                ShardingError, match=r"P\(sum\) over 'dp' and P\(max\) over 'tp'.*\n.*\n  asked by: line 4"
+            ):
+                seed.over(have)
+        else:
+            assert seed.over(have).text(GRID) == text
+
+
+def test_the_nesting_of_axes_in_parts_is_printed_and_read_back() -> None:
+    inner = DimSharding.by("tp", "dp")
+    sharding = Sharding((DimSharding.of_parts([(16, inner), (8, DimSharding.by("tp"))]),))
+    assert sharding.text(GRID) == "[S(0, parts 16 8r), S(0, parts 16<dp 8)]"
+    assert read_sharding(sharding.text(GRID), GRID, 1) == sharding

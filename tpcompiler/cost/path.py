@@ -19,7 +19,7 @@ from tpcompiler._torch import sym_hint
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_placement
-from tpcompiler.ir.sharding import DimSharding, Sharding, Size
+from tpcompiler.ir.sharding import DimSharding, Sharding, Size, commute
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "hold"]
 
@@ -36,15 +36,19 @@ class Step(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def cheapest_path(
-    source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh
+    source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh, dynamic: frozenset[int]
 ) -> tuple[Step, ...]:
-    """The steps from `source` to `target` of a global tensor of `shape`, in order."""
+    """The steps from `source` to `target` of a global tensor of `shape`, in order.
+
+    Dims in `dynamic` have that size in the example only: on the way they are cut as source or target cut them, for what
+    divides them in the example may not in every run.
+    """
     if source == target:
         return ()
     graph: nx.DiGraph[Sharding] = nx.DiGraph()
     seen, open_ = {source}, [source]
     while open_:
-        for step in _steps(state := open_.pop(), source, target, shape, itemsize, mesh):
+        for step in _steps(state := open_.pop(), source, target, shape, itemsize, mesh, dynamic):
             known = graph.get_edge_data(state, step.target)
             weight = (len(mesh.axes) + 2) ** 3 * step.wire_bytes + 1
             if known is None or weight < known["weight"]:
@@ -58,10 +62,17 @@ def cheapest_path(
 
 def reshard_wire_bytes(source: Sharding, target: Sharding, shape: Sequence[Size], itemsize: int, mesh: Mesh) -> int:
     """Wire bytes per rank of one change of sharding; symbolic sizes count as in the example."""
+    return sum(step.wire_bytes for step in steps_between(source, target, shape, itemsize, mesh))
+
+
+def steps_between(
+    source: Sharding, target: Sharding, shape: Sequence[Size], itemsize: int, mesh: Mesh
+) -> tuple[Step, ...]:
+    """The cheapest path of a value some of whose sizes may be symbolic."""
     if source == target:
-        return 0
-    sizes = tuple(sym_hint(size) for size in shape)
-    return sum(step.wire_bytes for step in cheapest_path(source, target, sizes, itemsize, mesh))
+        return ()
+    dynamic = frozenset(d for d, size in enumerate(shape) if not isinstance(size, int))
+    return cheapest_path(source, target, tuple(sym_hint(size) for size in shape), itemsize, mesh, dynamic)
 
 
 def path_text(steps: Sequence[Step], mesh: Mesh) -> str:
@@ -71,9 +82,15 @@ def path_text(steps: Sequence[Step], mesh: Mesh) -> str:
 
 
 def _steps(
-    state: Sharding, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh
+    state: Sharding,
+    source: Sharding,
+    target: Sharding,
+    shape: tuple[int, ...],
+    itemsize: int,
+    mesh: Mesh,
+    dynamic: frozenset[int],
 ) -> Iterator[Step]:
-    """Every step that may be part of a shortest path."""
+    """Every step over the axes and dims that source or target cut; a way round by other dims is not looked for."""
     pending, wanted = dict(state.partial), dict(target.partial)
     dims = [d for d in range(state.ndim) if source.dims[d].axes or target.dims[d].axes]
     used = mesh.ordered(source.axes | target.axes)
@@ -89,7 +106,7 @@ def _steps(
         if axes[0] in pending:
             rest = Sharding(state.dims, tuple((a, op) for a, op in state.partial if a not in axes))
             yield step("all_reduce", axes, rest)
-            for made in _grown(rest, axes, dims, target, shape, mesh):
+            for made in _grown(rest, axes, dims, target, shape, mesh, dynamic):
                 yield step("reduce_scatter", axes, made)
         elif not state.axes.isdisjoint(axes):
             for dim in dims:
@@ -98,12 +115,12 @@ def _steps(
                     continue
                 rest = _with(state, dim, stripped)
                 yield step("all_gather", axes, rest)
-                for made in _grown(rest, axes, [d for d in dims if d != dim], target, shape, mesh):
+                for made in _grown(rest, axes, [d for d in dims if d != dim], target, shape, mesh, dynamic):
                     yield step("all_to_all", axes, made)
         elif len(axes) == 1:
-            for made in _grown(state, axes, dims, target, shape, mesh):
+            for made in _grown(state, axes, dims, target, shape, mesh, dynamic):
                 yield step("slice", axes, made)
-            if axes[0] in wanted:
+            if axes[0] in wanted and commute([wanted[axes[0]], *pending.values()]):
                 partial = tuple(sorted((*state.partial, (axes[0], wanted[axes[0]]))))
                 yield step("hold", axes, replace(state, partial=partial))
 
@@ -140,12 +157,19 @@ def _flat(cut: DimSharding, first: int, size: int, mesh: Mesh) -> bool:
 
 
 def _grown(
-    state: Sharding, axes: tuple[str, ...], dims: Sequence[int], target: Sharding, shape: Sequence[int], mesh: Mesh
+    state: Sharding,
+    axes: tuple[str, ...],
+    dims: Sequence[int],
+    target: Sharding,
+    shape: Sequence[int],
+    mesh: Mesh,
+    dynamic: frozenset[int],
 ) -> Iterator[Sharding]:
     """The state with a dim cut by these axes too, inside of the axes that cut it: as in the target, or plainly."""
     for dim in dims:
         have = state.dims[dim]
-        for cut in dict.fromkeys((_toward(have, target.dims[dim], axes, shape[dim], mesh), _plain(have, axes))):
+        plain = _plain(have, axes) if dim not in dynamic else None
+        for cut in dict.fromkeys((_toward(have, target.dims[dim], axes, shape[dim], mesh), plain)):
             if cut is not None and (cut.parts or _flat(cut, len(have.axes), shape[dim], mesh)):
                 yield _with(state, dim, cut)
 

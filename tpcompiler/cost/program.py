@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from tpcompiler._torch import sym_hint
-from tpcompiler.cost.path import Step, cheapest_path, reshard_wire_bytes
+from tpcompiler.cost.path import Step, reshard_wire_bytes, steps_between
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import MarkedProgram, Reshard, Why, mark_of
@@ -41,11 +40,18 @@ def changes(program: MarkedProgram) -> Iterator[Change]:
 
 def steps_of(change: Reshard, value: torch.Tensor, mesh: Mesh) -> tuple[Step, ...]:
     """The collectives, and what is done without one, that make this change of a global value."""
-    sizes = tuple(sym_hint(size) for size in value.shape)
-    return cheapest_path(change.source, change.target, sizes, value.element_size(), mesh)
+    return steps_between(change.source, change.target, value.shape, value.element_size(), mesh)
 
 
 def differs_by_rank(change: Reshard, value: torch.Tensor, mesh: Mesh) -> bool:
-    """Whether some of it takes this rank's part of what all have, so that ranks differ though their shards are even."""
-    kinds = {step.kind for step in steps_of(change, value, mesh)}
-    return "slice" in kinds or ("hold" in kinds and change.held_by_first(value.dtype))
+    """Whether ranks do it differently: uneven shards, also on the way, or a rank's own part of what all have."""
+    steps = steps_of(change, value, mesh)
+    own = any(step.kind == "slice" or held_by_first(step, value.dtype) for step in steps)
+    even = all(state.is_even(value.shape, mesh) for state in (change.source, *(step.target for step in steps)))
+    return own or not even
+
+
+def held_by_first(step: Step, dtype: torch.dtype) -> bool:
+    """Whether it makes a pending reduction that has no equal shares: a sum of integers, or a product."""
+    op = dict(step.target.partial).get(step.axes[0]) if step.kind == "hold" else None
+    return op == "product" or (op == "sum" and not (dtype.is_floating_point or dtype.is_complex))

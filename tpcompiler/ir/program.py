@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 
 from tpcompiler._torch import tree_names
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import DimSharding, Sharding, Size
+from tpcompiler.ir.sharding import DimSharding, Sharding, Size, refuse_mixed
 
 MARK = "tpcompiler_mark"
 ORIGIN = "tpcompiler_origin"
@@ -79,11 +79,6 @@ class Reshard:
     why: Why
     reason: str
 
-    def held_by_first(self, dtype: torch.dtype) -> bool:
-        """Whether it makes a pending reduction that has no equal shares: a sum of integers, or a product."""
-        exact = not (dtype.is_floating_point or dtype.is_complex)
-        return any(op == "product" or (op == "sum" and exact) for _, op in self.target.partial)
-
 
 @dataclass(frozen=True)
 class Seed:
@@ -99,8 +94,14 @@ class Seed:
     loose: bool = False
 
     def over(self, have: Sharding) -> Sharding:
-        """What a value that is placed as `have` is to become."""
-        return self.sharding.beside(have, self.axes) if self.axes else self.sharding
+        """What a value that is placed as `have` is to become.
+
+        Raises:
+            ShardingError: reductions that wait over other axes do not commute with its own.
+        """
+        made = self.sharding.beside(have, self.axes) if self.axes else self.sharding
+        refuse_mixed(made.partial, "a value", self.asked_by)
+        return made
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ in which blocks. Torch's form is read at the boundary and printed where it is th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -207,9 +207,25 @@ class DimSharding:
 WHOLE = DimSharding()
 
 
+def commute(ops: Iterable[str]) -> bool:
+    """Whether reductions over several axes give the same in any order: all of one kind, or sums and averages."""
+    return len({"sum" if op == "avg" else op for op in ops}) <= 1
+
+
+def refuse_mixed(partial: Iterable[tuple[str, str]], what: str, asked_by: str) -> None:
+    """Raise a ShardingError where pending reductions do not commute: a max of sums is no sum of maxima."""
+    if not commute(op for _, op in partial):
+        said = " and ".join(f"P({op}) over '{axis}'" for axis, op in partial)
+        raise ShardingError(
+            f"{what} cannot be {said}: what that is depends on the order of the reductions",
+            help="reduce over one of the axes first: place it as R there",
+            asked_by=asked_by,
+        )
+
+
 @dataclass(frozen=True)
 class Sharding:
-    """The layout of one tensor: a `DimSharding` per tensor dim, and at most one pending reduction per axis."""
+    """The layout of one tensor: a `DimSharding` per tensor dim, and pending reductions, which commute, one per axis."""
 
     dims: tuple[DimSharding, ...]
     partial: tuple[tuple[str, str], ...] = ()  # (axis, reduce op), sorted by axis
@@ -223,7 +239,7 @@ class Sharding:
         """Read placements for a tensor of order `ndim`; `what` and `asked_by` name it in errors.
 
         Raises:
-            ShardingError: an unknown axis, or a dim that the tensor does not have.
+            ShardingError: an unknown axis, a dim that the tensor does not have, or reductions that do not commute.
         """
         by_axis: Mapping[str, Placement]
         if isinstance(spec, Mapping):
@@ -261,6 +277,7 @@ class Sharding:
                 raise UnsupportedError(
                     f"placement {placement} of {what} is not supported", help="use R, S(dim) or P(op)"
                 )
+        refuse_mixed(partial, what, asked_by)
         return cls(tuple(dims), tuple(sorted(partial)))
 
     @property
@@ -324,7 +341,7 @@ class Sharding:
         """`S(1)` on one axis, `[S(0), R]` on several; beside what torch cannot say: `S(2, unit 4, block 24)`.
 
         `S(0, parts 16 8 8r)`: three pieces in a row, of which the axis leaves the last whole. `S(0, outside dp)`: the
-        axis `dp`, which the mesh names first, cuts what this one has left.
+        axis `dp`, which the mesh names first, cuts what this one has left; of one piece: `16<dp`.
         """
         parts = []
         for axis, placement in zip(mesh.names, self.placements(mesh), strict=True):
@@ -339,16 +356,21 @@ class Sharding:
 def _words(dim: DimSharding, axis: str, mesh: Mesh) -> list[str]:
     """What torch's `S(dim)` leaves unsaid of the cut of a dim by one of its axes."""
     if dim.parts:
-        return [f"parts {' '.join(_part(size, cut, axis) for size, cut in dim.parts)}"]
-    inner = dim.axes[dim.axes.index(axis) + 1 :]
-    earlier = [a for a in inner if mesh.names.index(a) < mesh.names.index(axis)]
+        return [f"parts {' '.join(_part(size, cut, axis, mesh) for size, cut in dim.parts)}"]
     _, block, unit = dim.level(axis)
-    said = [("unit", unit), ("block", block)]
-    return [f"outside {a}" for a in earlier[:1]] + [f"{name} {n}" for name, n in said if n > 1]
+    said = [f"outside {a}" for a in _earlier(dim, axis, mesh)]
+    return said + [f"unit {unit}"] * (unit > 1) + [f"block {block}"] * (block > 0)
 
 
-def _part(size: int, cut: DimSharding, axis: str) -> str:
+def _part(size: int, cut: DimSharding, axis: str, mesh: Mesh) -> str:
     if axis not in cut.axes:
         return f"{size}r"
     _, block, unit = cut.level(axis)
-    return f"{size}{f'u{unit}' * (unit > 1)}{f'b{block}' * (block > 1)}"
+    outside = "".join(f"<{a}" for a in _earlier(cut, axis, mesh))
+    return f"{size}{f'u{unit}' * (unit > 1)}{f'b{block}' * (block > 0)}{outside}"
+
+
+def _earlier(cut: DimSharding, axis: str, mesh: Mesh) -> list[str]:
+    """The first axis, if any, that cuts what this one has left and that the mesh names before it."""
+    inner = cut.axes[cut.axes.index(axis) + 1 :]
+    return [a for a in inner if mesh.names.index(a) < mesh.names.index(axis)][:1]

@@ -137,9 +137,9 @@ def _with_axis(dim: DimSharding, axis: str, words: Mapping[str, str]) -> DimShar
         before = dim.parts or [(0, WHOLE)] * len(words["parts"].split())
         parts = []
         for word, (_, how) in zip(words["parts"].split(), before, strict=True):
-            found = re.fullmatch(r"(\d+)(r?)(?:u(\d+))?(?:b(\d+))?", word)
+            found = re.fullmatch(r"(\d+)(r?)(?:u(\d+))?(?:b(\d+))?(?:<(\w+))?", word)
             assert found is not None
-            by = {"unit": found[3] or "1", "block": found[4] or "0"}
+            by = {"unit": found[3] or "1", "block": found[4] or "0", **({"outside": found[5]} if found[5] else {})}
             parts.append((int(found[1]), how if found[2] else _with_axis(how, axis, by)))
         return DimSharding(parts=tuple(parts))
     levels = list(dim.levels)

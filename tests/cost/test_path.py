@@ -1,0 +1,188 @@
+"""The cheapest path between shardings, against torch's own plan of the same change."""
+
+from __future__ import annotations
+
+import itertools
+from functools import lru_cache
+from typing import cast
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Placement, Shard
+
+# Private, and only here: nothing public says which steps `redistribute` takes.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cached, _TransformInfo
+
+from tests.ir.drawn import GRID, Cut, cuts, levels
+from tpcompiler._torch import DeviceMesh, traced_mesh
+from tpcompiler.cost.collective import wire_bytes
+from tpcompiler.cost.path import cheapest_path, path_text, reshard_wire_bytes, steps_between
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.ir.shares import read_sharding
+
+SHAPE, ITEM = (16, 24, 8), 4
+MESHES = [Mesh((("dp", 2), ("tp", 2))), Mesh((("dp", 2), ("tp", 4)))]
+KINDS = ("R", "S(0)", "S(1)", "S(2)", "P(sum)")
+TEXTS = [f"[{dp}, {tp}]" for dp in KINDS for tp in KINDS] + [f"[S({d}), S({d}, outside dp)]" for d in range(3)]
+
+
+@lru_cache
+def torchs(mesh: Mesh) -> DeviceMesh:
+    return traced_mesh("cpu", mesh.names, [degree for _, degree in mesh.axes], 0, mesh.names)
+
+
+def spec(sharding: Sharding, mesh: Mesh) -> DTensorSpec:
+    order = tuple(
+        ShardOrderEntry(d, tuple(mesh.names.index(axis) for axis in cut.axes))
+        for d, cut in enumerate(sharding.dims)
+        if cut.axes
+    )
+    meta = TensorMeta(torch.Size(SHAPE), torch.empty(SHAPE, device="meta").stride(), torch.float32)
+    return DTensorSpec(torchs(mesh), sharding.placements(mesh), meta, shard_order=cast(ShardOrder, order))
+
+
+def torch_wire_bytes(source: Sharding, target: Sharding, mesh: Mesh, *, searched: bool) -> int:
+    """What torch's steps send: its default plan, or the shortest path that it searches when told to."""
+    steps = _gen_transform_infos_non_cached(spec(source, mesh), spec(target, mesh), searched)
+    now, total = list(source.placements(mesh)), 0
+    for step in steps:
+        before = local_bytes(now, mesh)
+        assert now[step.mesh_dim] == step.src_dst_placements[0]
+        now[step.mesh_dim] = step.src_dst_placements[1]
+        kind = kind_of(step)
+        if kind is not None:
+            payload = local_bytes(now, mesh) if kind == "all_gather" else before
+            total += wire_bytes(kind, payload, mesh.axes[step.mesh_dim][1])
+    assert tuple(now) == target.placements(mesh)
+    return total
+
+
+def kind_of(step: _TransformInfo) -> str | None:
+    """The collective of a step; S(i) -> S(j) as torch does it on a GPU (on CPU it gathers)."""
+    source, target = step.src_dst_placements
+    if isinstance(source, Partial):
+        return "reduce_scatter" if isinstance(target, Shard) else "all_reduce" if target.is_replicate() else None
+    if isinstance(source, Shard):
+        return "all_to_all" if isinstance(target, Shard) else "all_gather"
+    return None
+
+
+def local_bytes(placements: list[Placement], mesh: Mesh) -> int:
+    here = Sharding.of(dict(zip(mesh.names, placements, strict=True)), mesh, len(SHAPE), "a test")
+    return torch.Size(here.local_shape(SHAPE, mesh, mesh.coordinate(0))).numel() * ITEM
+
+
+def more_than_torch(mesh: Mesh, ours: dict[tuple[str, str], int]) -> list[str]:
+    """The changes for which torch sends less than we do."""
+    found = []
+    for (a, b), sent in ours.items():
+        source, target = read_sharding(a, mesh, 3), read_sharding(b, mesh, 3)
+        for searched in (False, True):
+            its = torch_wire_bytes(source, target, mesh, searched=searched)
+            if sent > its:
+                found.append(f"{a} -> {b}: {sent}, torch {'searched' if searched else 'by default'} {its}")
+    return found
+
+
+def all_bytes(mesh: Mesh) -> dict[tuple[str, str], int]:
+    states = {text: read_sharding(text, mesh, 3) for text in TEXTS}
+    pairs = itertools.product(TEXTS, repeat=2)
+    return {(a, b): reshard_wire_bytes(states[a], states[b], SHAPE, ITEM, mesh) for a, b in pairs}
+
+
+@pytest.mark.parametrize("mesh", [MESHES[0], pytest.param(MESHES[1], marks=pytest.mark.slow)], ids=str)
+def test_never_more_bytes_than_torch(mesh: Mesh) -> None:
+    assert more_than_torch(mesh, all_bytes(mesh)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(5, 3, 7), (1, 3, 2)], ids=str)
+def test_nor_of_uneven_and_empty_shards(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.SHAPE", shape)
+    assert more_than_torch(MESHES[0], all_bytes(MESHES[0])) == []
+
+
+def test_a_path_that_sends_more_is_found() -> None:
+    """Negative control: a gather where torch exchanges (unless it searches), a reduction where it scatters."""
+    through_whole = {("[S(0), R]", "[S(1), R]"): 6144, ("[R, P(sum)]", "[R, S(0)]"): 12288}
+    assert more_than_torch(MESHES[0], through_whole) == [
+        "[S(0), R] -> [S(1), R]: 6144, torch by default 3072",
+        "[R, P(sum)] -> [R, S(0)]: 12288, torch by default 6144",
+        "[R, P(sum)] -> [R, S(0)]: 12288, torch searched 6144",
+    ]
+
+
+def described(source: str, target: str, mesh: Mesh = MESHES[1], shape: tuple[int, ...] = SHAPE) -> str:
+    a, b = (read_sharding(text, mesh, len(shape)) for text in (source, target))
+    steps = steps_between(a, b, shape, ITEM, mesh)
+    kinds = ", ".join(f"{step.kind} over {'.'.join(step.axes)} ({step.wire_bytes})" for step in steps)
+    return f"{path_text(steps, mesh)}\n    {kinds}\n"
+
+
+def test_paths() -> None:
+    pairs = [
+        ("[S(0), S(0)]", "[R, R]"),
+        ("[S(0), S(0)]", "[R, S(0)]"),
+        ("[S(0), S(0)]", "[S(0), S(0, outside dp)]"),
+        ("[S(0), S(1)]", "[S(1), S(0)]"),
+        ("[P(sum), P(sum)]", "[R, R]"),
+        ("[P(sum), P(sum)]", "[S(0), S(1)]"),
+        ("[P(sum), P(avg)]", "[R, R]"),
+        ("[S(0), P(sum)]", "[R, S(0)]"),
+        ("[S(0), R]", "[R, P(sum)]"),
+    ]
+    assert_expected_inline(
+        "".join(described(*pair) for pair in pairs),
+        """\
+S(0)S(0)->RR
+    all_gather over dp.tp (10752)
+S(0)S(0)->RR->RS(0)
+    all_gather over dp.tp (10752), slice over tp (0)
+S(0)S(0)->RR->RS(0)->S(0)S(0)
+    all_gather over dp.tp (10752), slice over tp (0), slice over dp (0)
+S(0)S(1)->S(0)S(0)->S(1)S(1)->S(1)S(0)
+    all_to_all over tp (1152), all_to_all over dp.tp (1344), all_to_all over tp (1152)
+P(sum)P(sum)->RR
+    all_reduce over dp.tp (21504)
+P(sum)P(sum)->S(0)P(sum)->S(0)S(1)
+    reduce_scatter over dp (6144), reduce_scatter over tp (4608)
+P(sum)P(avg)->RP(avg)->RR
+    all_reduce over dp (12288), all_reduce over tp (18432)
+S(0)P(sum)->RP(sum)->RS(0)
+    all_gather over dp (6144), reduce_scatter over tp (9216)
+S(0)R->S(0)P(sum)->RP(sum)
+    hold over tp (0), all_gather over dp (6144)
+""",
+    )
+
+
+def test_a_dynamic_dim_is_cut_as_its_ends_cut_it() -> None:
+    """8 of the example is a multiple of 4, 2 s is not: what a static dim may be cut by on the way, this one may not."""
+    mesh, shape = MESHES[0], (8, 6)
+    source, target = (read_sharding(text, mesh, 2) for text in ("[S(0), P(sum)]", "[R, R]"))
+    static = cheapest_path(source, target, shape, ITEM, mesh, frozenset())
+    dynamic = cheapest_path(source, target, shape, ITEM, mesh, frozenset({0}))
+    assert path_text(static, mesh) == "S(0)P(sum)->S(0)S(0)->RR"
+    assert path_text(dynamic, mesh) == "S(0)P(sum)->S(0)R->RR"
+    assert sum(step.wire_bytes for step in dynamic) == sum(step.wire_bytes for step in static)
+
+
+@settings(deadline=None)
+@given(cuts(), st.data())
+def test_every_cut_is_reached_and_left(drawn: Cut, data: st.DataObject) -> None:
+    """Another cut of the same dim, the whole, and another dim, from and to; beside pending sums."""
+    size, by = drawn
+    other = data.draw(levels(size, data.draw(st.permutations(GRID.names))))
+    free = [axis for axis in GRID.names if axis not in by.axes]
+    source = Sharding((WHOLE, by), tuple((axis, "sum") for axis in free))
+    for target in (Sharding((WHOLE, other)), Sharding.replicated(2), Sharding((DimSharding.by(*GRID.names), WHOLE))):
+        for ends in ((source, target), (target, source)):
+            steps = steps_between(*ends, (6, size), ITEM, GRID)
+            states = [ends[0], *(step.target for step in steps)]
+            assert [step.source for step in steps] == states[:-1]
+            assert states[-1] == ends[1]

@@ -1,0 +1,126 @@
+"""What a cut of one dim means, said in elements: which of them every rank holds."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.ir.drawn import GRID, Cut, cuts
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.ir.shares import cut, cut_dim, join, read_sharding
+
+DP, TP = DimSharding.by("dp"), DimSharding.by("tp")
+
+
+def held(by: DimSharding, size: int, mesh: Mesh = GRID) -> list[list[int]]:
+    """By rank, the elements that it holds."""
+    ranks = range(mesh.world_size)
+    return [cut_dim(torch.arange(size), 0, by, mesh, mesh.coordinate(rank)).tolist() for rank in ranks]
+
+
+@given(cuts())
+def test_every_element_is_held_equally_often(drawn: Cut) -> None:
+    """By one coordinate of the axes that cut its part, whatever the others are; and sizes count what is held."""
+    size, by = drawn
+    mine = held(by, size)
+    assert [len(own) for own in mine] == [by.local_size(size, GRID, GRID.coordinate(rank)) for rank in range(6)]
+    times = torch.bincount(torch.tensor([at for own in mine for at in own]), minlength=size).tolist()
+    parts = by.parts or ((size, by),)
+    assert times == [6 // GRID.size(how.axes) for length, how in parts for _ in range(length)]
+
+
+@given(cuts())
+def test_even_is_equally_many(drawn: Cut) -> None:
+    """It may be so by chance where parts are uneven in turn, but not the other way round."""
+    size, by = drawn
+    if by.is_even(size, GRID):
+        assert len({len(own) for own in held(by, size)}) == 1
+
+
+@given(cuts(), cuts())
+def test_text_is_read_back(first: Cut, second: Cut) -> None:
+    for by in (first[1], second[1]):
+        sharding = Sharding((WHOLE, by))
+        assert read_sharding(sharding.text(GRID), GRID, 2) == sharding
+    if set(first[1].axes).isdisjoint(second[1].axes):
+        sharding = Sharding((first[1], second[1]))
+        assert read_sharding(sharding.text(GRID), GRID, 2) == sharding
+
+
+@given(cuts())
+def test_shares_are_joined(drawn: Cut) -> None:
+    size, by = drawn
+    value, sharding = torch.arange(2 * size).reshape(2, size), Sharding((WHOLE, by))
+    for whole in join([cut(value, sharding, GRID, rank) for rank in range(6)], sharding, GRID, value.shape):
+        assert torch.equal(whole, value)
+
+
+@given(st.data())
+def test_alike_pieces_are_blocks(data: st.DataObject) -> None:
+    """`of_parts` says the same in fewer words, and of the same elements."""
+    pieces = data.draw(st.lists(cuts(), min_size=1, max_size=3))
+    by = DimSharding.of_parts(pieces)
+    at, want = 0, [[] for _ in range(6)]  # type: list[int], list[list[int]]
+    for size, how in pieces:
+        for rank, own in enumerate(held(how, size)):
+            want[rank] += [at + i for i in own]
+        at += size
+    assert held(by, at) == want
+    assert DimSharding.of_parts(by.parts or [(at, by)]) == by
+
+
+@given(cuts(), st.data())
+def test_between_is_what_of_a_range_is_held(drawn: Cut, data: st.DataObject) -> None:
+    size, by = drawn
+    start, stop = sorted(data.draw(st.lists(st.integers(0, size), min_size=2, max_size=2)))
+    piece = by.between(start, stop, size)
+    if piece is not None and start < stop:
+        inside = [[at - start for at in own if start <= at < stop] for own in held(by, size)]
+        assert held(piece, stop - start) == inside
+    assert by.between(0, size, size) == by
+
+
+@given(cuts(), st.integers(2, 4))
+def test_scaled_and_divided(drawn: Cut, times: int) -> None:
+    size, by = drawn
+    wide = by.scaled(times, size, GRID)
+    assert held(wide, size * times) == [[at * times + i for at in own for i in range(times)] for own in held(by, size)]
+    back = wide.divided(times, size * times, GRID)
+    needless = any(how.is_even(n, GRID) and how.levels[0].unit > 1 for n, how in by.parts or [drawn] if how.levels)
+    assert back is not None or needless  # units that even cuts do not need are not found again
+    assert back is None or held(back, size) == held(by, size)
+    narrow = by.divided(times, size, GRID)
+    if narrow is not None:
+        want = [[at * times + i for at in own for i in range(times)] for own in held(narrow, size // times)]
+        assert held(by, size) == want
+
+
+@given(cuts())
+def test_an_axis_with_and_without(drawn: Cut) -> None:
+    _, by = drawn
+    for axis in GRID.names:
+        assert set(by.without(axis).axes) == set(by.axes) - {axis}
+        assert set(by.only(axis).axes) == set(by.axes) & {axis}
+        assert by.without(axis).only(axis) == WHOLE
+
+
+def test_inside_is_a_cut_of_what_is_left() -> None:
+    assert DP.inside(TP) == DimSharding.by("dp", "tp") != TP.inside(DP)
+    assert held(DP.inside(TP), 6) == [[0], [1], [2], [3], [4], [5]]
+    assert held(TP.inside(DP), 6) == [[0], [2], [4], [1], [3], [5]]
+    assert WHOLE.inside(TP) == TP == TP.inside(WHOLE)
+    parts = DimSharding.of_parts([(6, DP), (3, WHOLE)])
+    assert parts.inside(DimSharding.of_parts([(6, TP), (3, TP)])) == DimSharding.of_parts([(6, DP.inside(TP)), (3, TP)])
+    assert parts.inside(DimSharding.of_parts([(5, TP), (4, WHOLE)])) == parts
+
+
+def test_an_axis_that_is_two() -> None:
+    """Even cuts are the same elements; of three axes, the ones made of `tp` lie where it lay."""
+    mesh = Mesh((("dp", 2), ("tp", 4)))
+    split = mesh.split("tp", 2)
+    for by in (TP, DP.inside(TP), TP.inside(DP), DimSharding.by("tp", block=8, unit=2)):
+        assert held(by.over("tp", ("tp_0", "tp_1")), 16, split) == held(by, 16, mesh)
+    parts = DimSharding.of_parts([(8, TP), (8, DP)])
+    assert held(parts.over("tp", ("tp_0", "tp_1")), 16, split) == held(parts, 16, mesh)
