@@ -115,12 +115,31 @@ def _seeds(
                 )
             for dim in features:
                 dims = list(Sharding.replicated(ndim).dims)
-                dims[dim] = DimSharding.by(mesh.model_axis)
-                found[node.name] = Seed(Sharding(tuple(dims)), entry.where, loose=True)
+                dims[dim] = _cut(fqn, dim, node.meta["val"].shape[dim], entry, mesh)
+                unsaid = style.packed and not style.sizes
+                found[node.name] = Seed(Sharding(tuple(dims)), entry.where, loose=True, packed=unsaid)
     if style.cut is not None and not found:
         why, help = _misfit(style, {fqn: aliases[node.name] for fqn, node in inside.items()})
         raise PlanError(f"style '{style.name}' does not fit '{name}': {why}", help=help, asked_by=entry.where)
     return found
+
+
+def _cut(fqn: str, dim: int, size: int, entry: PlanEntry, mesh: Mesh) -> DimSharding:
+    """A dim in one piece, or in the parts that a packed style gives the sizes of."""
+    sizes, cut, style = entry.style.sizes, DimSharding.by(mesh.model_axis), entry.style
+    if not sizes:
+        return cut
+    if len(sizes) == 1:
+        sizes = (size // sizes[0],) * sizes[0]
+    if sum(sizes) != size:
+        equal = f"{size} is no multiple of {len(sizes)}"
+        given = f"{' + '.join(map(str, sizes))} = {sum(sizes)}, and not {size}"
+        raise PlanError(
+            f"style '{style.written}' does not fit dim {dim} of '{fqn}': {equal if len(style.sizes) == 1 else given}",
+            help=f"give sizes that add up to {size}, or write '{style.name}', which reads them off the uses",
+            asked_by=entry.where,
+        )
+    return DimSharding.of_parts([(part, cut) for part in sizes])
 
 
 def _borrowed(name: str, leaves: Mapping[str, fx.Node]) -> dict[str, fx.Node]:

@@ -15,10 +15,10 @@ from torch import fx
 
 from passes.mark_placements import Gathered, mark_placements
 from tpcompiler.cost.program import changes
+from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
-from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import MarkedProgram, PlannedProgram, Seed, mark_of, pin, tied
-from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
 from tpcompiler.ir.split_axis import on_split_axis
 from tpcompiler.rules.infer import Option, Refusal, follow, natural_cut, shardings
 from tpcompiler.rules.registry import rule_of
@@ -39,6 +39,9 @@ def recut_leaves(program: PlannedProgram) -> PlannedProgram:
     split (packed weights), whole heads where they are not as many as the ranks divide, or fewer ranks where there are
     fewer heads than ranks. For these an axis becomes two, of which one cuts the heads and the other only what each of
     them is used for. A change that does not spare bytes on the wire is not made. Explicit placements stay as they are.
+
+    Raises:
+        PlanError: a packed style, without sizes, of a leaf whose uses show no parts.
     """
     if not any(seed.loose for seed in program.seeds.values()):
         return program
@@ -53,22 +56,40 @@ def recut_leaves(program: PlannedProgram) -> PlannedProgram:
         for other in _others(trial):
             if _key(other) not in seen:
                 seen.add(_key(other))
-                made = _tried(other)
+                made = _tried(other, first.sums)
                 heapq.heappush(queue, (made.cost, next(serial), made))
     best = min([best, *(trial for *_, trial in queue)], key=lambda t: t.cost)
-    return best.program if best.cost < first.cost else program
+    chosen = best.program if best.cost < first.cost else program
+    _refuse_without_parts(chosen)
+    return chosen
+
+
+def _refuse_without_parts(program: PlannedProgram) -> None:
+    for leaf, fqn in program.leaves():
+        seed = program.seeds.get(leaf.name)
+        if seed is None or not seed.packed or program.mesh.size(tuple(seed.sharding.axes)) == 1:
+            continue
+        if not any(cut.parts or any(level.block for level in cut.levels) for cut in seed.sharding.dims):
+            raise PlanError(
+                f"'{fqn}' is to be cut in parts, but its uses show none",
+                help="use the style without 'packed_', or give the sizes of the parts, as in 'packed_colwise:64,16,16'",
+                asked_by=seed.asked_by,
+            )
 
 
 @dataclass(frozen=True)
 class _Trial:
     """A program with certain cuts, what it gathers, and its cost.
 
-    `cost`: bytes on the wire of one call, then the bytes of the leaves on the rank that holds most of them.
+    `sums`: bytes on the wire of one call for the plan's own sums. `cost`: bytes for all changes, then the bytes of the
+    leaves on the rank that holds most of them. Fewer ranks would sum at less cost, each with more to do: that is no
+    gain, so sums count for as much as those of the first marking at least.
     """
 
     program: PlannedProgram
     marked: MarkedProgram
     gathered: tuple[Gathered, ...]
+    sums: int
     cost: tuple[int, int]
 
     @property
@@ -80,11 +101,13 @@ class _Trial:
         )
 
 
-def _tried(program: PlannedProgram) -> _Trial:
+def _tried(program: PlannedProgram, least: int = 0) -> _Trial:
     gathered: list[Gathered] = []
     marked = mark_placements(program, gathered)
-    wire = sum(change.wire_bytes for change in changes(marked))
-    return _Trial(program, marked, tuple(gathered), (wire, _held(marked)))
+    wire = {True: 0, False: 0}
+    for change in changes(marked):
+        wire[change.why == "inherent"] += change.wire_bytes
+    return _Trial(program, marked, tuple(gathered), wire[True], (wire[False] + max(wire[True], least), _held(marked)))
 
 
 def _held(marked: MarkedProgram) -> int:
@@ -105,11 +128,11 @@ def _key(program: PlannedProgram) -> tuple[Any, ...]:
 def _others(trial: _Trial) -> Iterator[PlannedProgram]:
     """The program with other cuts: whatever spares one kind of gather, for all of that kind."""
     program = trial.program
-    kinds = (_as_the_op_takes_it, _shared, _kept)
+    kinds = (_as_the_op_takes_it, _moved, _shared, _kept)
     for ways in (kinds, *((kind,) for kind in kinds)):
         wishes: dict[str, Sharding] = {}
         for one, way in itertools.product(trial.gathered, ways):
-            found = _pulled(list(way(one, program.mesh)), trial)
+            found = _pulled(list(way(one, trial)), trial)
             if found and all(wishes.get(name, wish) == wish for name, wish in found.items()):
                 wishes.update(found)
         if wishes:
@@ -120,8 +143,10 @@ def _others(trial: _Trial) -> Iterator[PlannedProgram]:
 def _pulled(wishes: Sequence[Wish], trial: _Trial) -> dict[str, Sharding]:
     """The cuts of loose leaves that make all of these values what is wished; none where that cannot be."""
     found: dict[str, Sharding] = {}
-    loose = {name for name, seed in trial.program.seeds.items() if seed.loose}
-    return found if all(_pull(value, wish, trial.marked, loose, found) for value, wish in wishes) else {}
+    seeds = trial.program.seeds
+    free = {leaf.name for leaf, _ in trial.marked.leaves() if leaf.name not in seeds or seeds[leaf.name].loose}
+    made = all(_pull(value, wish, trial.marked, free, found) for value, wish in wishes)
+    return {name: wish for name, wish in found.items() if name in seeds} if made else {}
 
 
 def _with(wishes: Mapping[str, Sharding], program: PlannedProgram) -> dict[str, Seed]:
@@ -134,25 +159,47 @@ def _with(wishes: Mapping[str, Sharding], program: PlannedProgram) -> dict[str, 
     }
 
 
-def _as_the_op_takes_it(one: Gathered, mesh: Mesh) -> Iterator[Wish]:
+def _as_the_op_takes_it(one: Gathered, trial: _Trial) -> Iterator[Wish]:
     """The operand cut by the same axes on the same dims, where the op's rule lets the cuts lie."""
     rule = rule_of(one.node)
     if rule is None:
         return
+    mesh = trial.program.mesh
     have, term = mark_of(edit.operands(one.node)[one.index]).settled[0], rule.pattern.inputs[one.index]
     dims = [natural_cut(rule, dim, cut, mesh) for dim, cut in zip(term, have.dims, strict=True)]
     yield edit.operands(one.node)[one.index], Sharding(tuple(cut or have.dims[d] for d, cut in enumerate(dims)))
 
 
-def _shared(one: Gathered, mesh: Mesh) -> Iterator[Wish]:
-    """The operand as the op takes it while it runs over the axis all the same, because others are cut."""
-    lost = mark_of(edit.operands(one.node)[one.index]).settled[0].axes - one.want.axes
+def _moved(one: Gathered, trial: _Trial) -> Iterator[Wish]:
+    """The operand cut on another dim, which is of the same dim of the leaves: by heads, and not by what packs them."""
+    rule, value = rule_of(one.node), edit.operands(one.node)[one.index]
+    if rule is None:
+        return
+    have, term, seeds = mark_of(value).settled[0], rule.pattern.inputs[one.index], trial.program.seeds
+    for old, new in itertools.permutations(range(have.ndim), 2):
+        axes = have.dims[old].axes
+        if not axes or have.dims[new].axes or not rule.pattern.whole.intersection(term[old]):
+            continue
+        dims = [WHOLE if d == old else cut for d, cut in enumerate(have.dims)]
+        dims[new] = DimSharding.by(*axes)
+        found = _pulled([(value, Sharding(tuple(dims)))], trial)
+        if found and all(wish.axes == seeds[name].sharding.axes for name, wish in found.items()):
+            yield value, Sharding(tuple(dims))
+            return
+
+
+def _shared(one: Gathered, trial: _Trial) -> Iterator[Wish]:
+    """The operand whole while the op runs over its axes all the same, because others are cut."""
+    value = edit.operands(one.node)[one.index]
+    have, want = mark_of(value).settled[0], one.want
+    lost = {axis for axis in have.axes if have.only(axis) != want.only(axis)}
     if lost and lost <= {axis for cut in one.option.cuts.values() for axis in cut.axes}:
-        yield edit.operands(one.node)[one.index], one.want
+        yield value, Sharding.replicated(want.ndim).beside(want, lost)
 
 
-def _kept(one: Gathered, mesh: Mesh) -> Iterator[Wish]:
+def _kept(one: Gathered, trial: _Trial) -> Iterator[Wish]:
     """The other operands as they must be for this one to stay."""
+    mesh = trial.program.mesh
     rule, have = rule_of(one.node), mark_of(edit.operands(one.node)[one.index]).settled[0]
     option = follow(rule, rule.pattern.inputs[one.index], have, mesh) if rule is not None else Refusal("")
     both = shardings(rule, option, mesh) if rule is not None and isinstance(option, Option) else Refusal("")
@@ -179,14 +226,14 @@ def _over_two_axes(trial: _Trial) -> Iterator[PlannedProgram]:
                         yield on_split_axis(program, axis, heads)
 
 
-def _pull(value: fx.Node, wish: Sharding, marked: MarkedProgram, loose: set[str], found: dict[str, Sharding]) -> bool:
-    """Whether other cuts of loose leaves make the value what is wished; they are put into `found`."""
+def _pull(value: fx.Node, wish: Sharding, marked: MarkedProgram, free: set[str], found: dict[str, Sharding]) -> bool:
+    """Whether other cuts of leaves, loose ones and those that no plan names, make the value what is wished: `found`."""
     have = mark_of(value).settled[0]
     if have == wish or have.is_replicated:
         return True  # to cut what is whole is a local slice
     if value.op == "placeholder":
         same_dims = all(bool(cut.axes) >= bool(new.axes) for cut, new in zip(have.dims, wish.dims, strict=True))
-        return value.name in loose and same_dims and found.setdefault(value.name, wish) == wish
+        return value.name in free and same_dims and found.setdefault(value.name, wish) == wish
     source, term = _made_by(value)
     rule = rule_of(source) if source is not None else None
     if source is None or rule is None or term is None:
@@ -204,7 +251,7 @@ def _pull(value: fx.Node, wish: Sharding, marked: MarkedProgram, loose: set[str]
     if isinstance(both, Refusal):
         return False
     return all(
-        _pull(operand, want, marked, loose, found) for operand, want in zip(edit.operands(source), both[0], strict=True)
+        _pull(operand, want, marked, free, found) for operand, want in zip(edit.operands(source), both[0], strict=True)
     )
 
 

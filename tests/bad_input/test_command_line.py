@@ -108,14 +108,14 @@ def test_a_module_that_cannot_be_imported(model: Path, tmp_path: Path, monkeypat
             "head: columnwise\n",
             "unknown style 'columnwise'\n"
             "  help: did you mean 'colwise'? use one of colwise, colwise_gather_output, rowwise, rowwise_split_input, "
-            "embedding_rowwise, replicate, gather, or a placement such as S(0) or R\n"
+            "embedding_rowwise, packed_colwise, packed_rowwise, replicate, gather, or a placement such as S(0) or R\n"
             '  asked by: {name} line 1 ("head": "columnwise")\n',
         ),
         (
-            "head: packed_colwise\n",
-            "style 'packed_colwise' is recognised but not supported yet\n"
-            "  help: use 'replicate' meanwhile, or give every packed block a layer of its own and use 'colwise'\n"
-            '  asked by: {name} line 1 ("head": "packed_colwise")\n',
+            "head: grouped_gemm\n",
+            "style 'grouped_gemm' is recognised but not supported yet\n"
+            "  help: use 'replicate' meanwhile: every rank then holds and runs the whole layer\n"
+            '  asked by: {name} line 1 ("head": "grouped_gemm")\n',
         ),
         (
             "head.weight: S(2)\n",

@@ -22,6 +22,7 @@ from passes.join_branches import join_branches
 from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
 from passes.mark_placements import mark_placements
+from passes.recut_leaves import recut_leaves
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -109,6 +110,10 @@ def _specs(given: Given) -> Any:
 
 def divided(*args: Any, **kwargs: Any) -> PlannedProgram:
     return _checked(divide_sizes(join_branches(planned(*args, **kwargs))))
+
+
+def recut(*args: Any, **kwargs: Any) -> PlannedProgram:
+    return _checked(recut_leaves(divided(*args, **kwargs)))
 
 
 def marked(*args: Any, **kwargs: Any) -> MarkedProgram:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -25,15 +26,12 @@ from tpcompiler.plan.styles import ALIASES, REFUSED, STYLES, read_style
 
 R, S0 = Replicate(), Shard(0)
 KNOWN = (
-    "use one of colwise, colwise_gather_output, rowwise, rowwise_split_input, embedding_rowwise, replicate, gather, "
-    "or a placement such as S(0) or R"
+    "use one of colwise, colwise_gather_output, rowwise, rowwise_split_input, embedding_rowwise, packed_colwise, "
+    "packed_rowwise, replicate, gather, or a placement such as S(0) or R"
 )
 PLACEMENT = "write R, S(dim) such as S(0) or S(-1), or P(op) with op one of sum, avg, product, max, min"
+PARTS = "write packed_colwise:2 for two equal parts, packed_colwise:64,16,16 for sizes, or packed_colwise alone"
 WHOLE = "use 'replicate' meanwhile: every rank then holds and runs the whole layer"
-
-
-def packed(instead: str) -> str:
-    return f"use 'replicate' meanwhile, or give every packed block a layer of its own and use '{instead}'"
 
 
 def refusal(value: object) -> tuple[type[TpCompilerError], str]:
@@ -50,6 +48,7 @@ COLWISE = Style("colwise", cut="out")
 GATHERED = Style("colwise_gather_output", cut="out", outputs=(R,))
 ROWWISE = Style("rowwise", cut="in")
 SPLIT = Style("rowwise_split_input", cut="in")
+PACKED = Style("packed_colwise", cut="out", packed=True)
 REPLICATED = Style("replicate", whole=True)
 GATHER = Style("gather", outputs=(R,))
 
@@ -64,6 +63,12 @@ NAMES = {
     "rowwise_split_input": SPLIT,
     "rowwise_rep": SPLIT,
     "embedding_rowwise": Style("embedding_rowwise", cut="in"),
+    "packed_colwise": PACKED,
+    "packed_colwise:2": replace(PACKED, sizes=(2,)),
+    "packed_colwise:4,1,1": replace(PACKED, sizes=(4, 1, 1)),
+    "packed_rowwise": Style("packed_rowwise", cut="in", packed=True),
+    "local_packed_rowwise": Style("packed_rowwise", cut="in", packed=True),
+    "local_packed_rowwise:2": Style("packed_rowwise", cut="in", packed=True, sizes=(2,)),
     "replicate": REPLICATED,
     "replicated_with_grad_allreduce": REPLICATED,
     "local": REPLICATED,
@@ -138,7 +143,7 @@ def test_name(name: str, style: Style) -> None:
 
 
 def test_every_name_is_tested() -> None:
-    assert {*STYLES, *ALIASES} == {name.strip() for name in NAMES}
+    assert {*STYLES, *ALIASES} == {name.strip() for name in NAMES if ":" not in name}
 
 
 @pytest.mark.parametrize(("text", "placement"), PLACED.items())
@@ -168,6 +173,8 @@ def test_data_is_what_a_user_would_write() -> None:
         S0,
         {"tp": S0},
         ColwiseParallel(output_layouts=Shard(1)),
+        "local_packed_rowwise:4,1,1",
+        {"style": "packed_colwise:2", "outputs": ["R"]},
         PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=(Replicate(), None)),
     ]
     assert [read_style(value, where="").to_data() for value in values] == [
@@ -175,16 +182,13 @@ def test_data_is_what_a_user_would_write() -> None:
         "S(0)",
         {"tp": "S(0)"},
         {"style": "colwise", "outputs": ["S(1)"]},
+        "packed_rowwise:4,1,1",
+        {"style": "packed_colwise:2", "outputs": ["R"]},
         {"inputs": ["R", None]},
     ]
 
 
 REFUSALS = {
-    "packed_colwise": packed("colwise"),
-    "packed_colwise:2": packed("colwise"),
-    "packed_colwise:4,1,1": packed("colwise"),
-    "packed_rowwise": packed("rowwise"),
-    "local_packed_rowwise": packed("rowwise"),
     "sequence_parallel": WHOLE,
     "grouped_gemm": WHOLE,
     "moe_tp_experts": WHOLE,
@@ -234,6 +238,9 @@ def test_other_parallel_styles_are_refused(value: object, name: str) -> None:
     [
         ("colwize", "unknown style 'colwize'", f"did you mean 'colwise'? {KNOWN}"),
         ("packed_colwize", "unknown style 'packed_colwize'", f"did you mean 'packed_colwise'? {KNOWN}"),
+        ("packed_colwise:", "'' in 'packed_colwise:' says no parts", PARTS),
+        ("packed_colwise:0", "'0' in 'packed_colwise:0' says no parts", PARTS),
+        ("packed_colwise:2,x", "'2,x' in 'packed_colwise:2,x' says no parts", PARTS),
         ("colwise:2", "unknown style 'colwise:2'", f"did you mean 'colwise'? {KNOWN}"),
         ("prepare_input", "unknown style 'prepare_input'", KNOWN),
         ("S", "unknown style 'S'", KNOWN),

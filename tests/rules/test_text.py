@@ -136,7 +136,7 @@ nonempty shards; linear in 0
 nonempty shards; linear in 0 or linear in 1
     _grouped_mm.default conv1d.default conv1d.padding conv2d.default conv3d.default conv3d.padding
     conv_tbc.default conv_transpose1d.default conv_transpose3d.input convolution.default
-nonempty shards; linear in 0 or linear in 1; own body for g
+nonempty shards; linear in 0 or linear in 1; counts groups
     conv2d.padding conv_transpose2d.input
 nonempty shards; linear in 0; counts output_size
     _adaptive_avg_pool2d.default _adaptive_avg_pool3d.default

@@ -67,6 +67,17 @@ def decoder(name: str, family: str, plan: Plan, **different: Any) -> Case:
 
 EVERYTHING = {**VOCABULARY_CUT, **ATTENTION, **GATED_MLP}
 LLAMA = replace(decoder("llama", "Llama", EVERYTHING), tested="grouped queries, the plainest")
+# Two kv heads for four ranks, one for all: a plan of the plainest kind, whose key and value rows ranks share.
+LLAMA_TWO_KV = replace(
+    decoder("llama_2_kv", "Llama", EVERYTHING, num_key_value_heads=2), flops=0.97, tested="kv heads that ranks share"
+)
+LLAMA_ONE_KV = replace(
+    decoder("llama_1_kv", "Llama", EVERYTHING, num_key_value_heads=1),
+    # One kv head's keys and values, 2,048 of 70,976 numbers, are on every rank.
+    cut=0.96,
+    flops=0.96,
+    tested="one kv head for all ranks",
+)
 QWEN2 = decoder("qwen2", "Qwen2", EVERYTHING, tie_word_embeddings=True)
 QWEN3 = decoder("qwen3", "Qwen3", EVERYTHING, hidden_size=48, head_dim=16, tie_word_embeddings=True)
 MISTRAL = decoder("mistral", "Mistral", EVERYTHING, head_dim=12, sliding_window=4)
@@ -174,4 +185,4 @@ MIXTRAL = replace(
     flops=0.32,
 )
 
-CASES = [LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA2, OPT, GPT_NEOX, MIXTRAL]
+CASES = [LLAMA, LLAMA_TWO_KV, LLAMA_ONE_KV, QWEN2, QWEN3, MISTRAL, GEMMA2, OPT, GPT_NEOX, MIXTRAL]

@@ -11,6 +11,7 @@ from tests.zoo.case import Layers, hugging_face
 from tests.zoo.decoders import LAYER, decoder
 
 GATHERED_MLP = (Layers(LAYER, 2, {"all_gather": 1, "all_reduce": 2}),)  # the packed gate and up as the plan says
+PACKED_CUT = {f"{LAYER}.self_attn.qkv_proj": "colwise", f"{LAYER}.mlp.gate_up_proj": "colwise"}
 
 
 def planned(model: torch.nn.Module) -> Mapping[str, object]:
@@ -26,10 +27,15 @@ COHERE2 = replace(
     layers=(Layers(LAYER, 4, {"all_reduce": 2}),),
 )
 GEMMA3 = decoder("gemma3", "Gemma3Text", planned, head_dim=12, sliding_window=4, tie_word_embeddings=True)
-# 94 features lie 24, 24, 24, 22.
-GLM = replace(
-    decoder("glm", "Glm", planned, head_dim=8, intermediate_size=94, pad_token_id=0, attention_bias=True),
-    layers=GATHERED_MLP,
+# 94 features of gate and up each lie 24, 24, 24, 22, where the plan would gather what it packs.
+GLM = decoder(
+    "glm",
+    "Glm",
+    lambda model: {**planned(model), f"{LAYER}.mlp.gate_up_proj": "colwise"},
+    head_dim=8,
+    intermediate_size=94,
+    pad_token_id=0,
+    attention_bias=True,
 )
 GLM4 = replace(decoder("glm4", "Glm4", planned, head_dim=12, pad_token_id=0), layers=GATHERED_MLP)
 GRANITE = decoder(
@@ -53,9 +59,10 @@ OLMO2_CUT = replace(
     tested="sums inside of a norm; Hugging Face's own plan",
 )
 PHI = decoder("phi", "Phi", planned, partial_rotary_factor=0.5)
+# The plan would gather queries, keys and values, and gate and up.
 PHI3 = replace(
-    decoder("phi3", "Phi3", planned, pad_token_id=0),
-    layers=(Layers(LAYER, 2, {"all_gather": 2, "all_reduce": 2}),),  # packed q, k, v; packed gate and up
+    decoder("phi3", "Phi3", lambda model: {**planned(model), **PACKED_CUT}, pad_token_id=0),
+    tested="queries beside fewer keys and values; gate beside up",
 )
 # 57,280 of 58,176 numbers: not 896 of norms and row-wise biases.
 STARCODER2 = replace(decoder("starcoder2", "Starcoder2", planned, sliding_window=4), cut=0.98)

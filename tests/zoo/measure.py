@@ -193,7 +193,7 @@ def _flops(programs: Sequence[ExportedProgram], flat: Sequence[Sequence[object]]
 
 
 def is_cut(row: dict[str, object]) -> bool:
-    return str(row["sharding"]).startswith("S")
+    return "S(" in str(row["sharding"])
 
 
 def unseen_parameters(case: Case) -> set[str]:

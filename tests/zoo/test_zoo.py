@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,9 @@ def test_parameters_are_cut(on_world: Measured) -> None:
             continue  # a buffer that no checkpoint has
         whole = torch.Size(row["shape"]).numel()
         shares = [state[row["name"]].numel() for state in held]
+        if re.search(r"\dr|\bR\b", str(row["sharding"])):  # parts, or heads, that several ranks hold
+            assert whole < sum(shares) < whole * world
+            continue
         assert sum(shares) == whole
         assert max(shares) <= whole / world + max(row["shape"])  # one row more where the rows do not divide
 

@@ -85,13 +85,14 @@ class Seed:
     """A placement that the user gave, to a leaf (`PlannedProgram.seeds`) or to a value (meta[PIN] of a `pin` node).
 
     `axes`: those that it speaks of (none: all of them); over the others a value stays as it is. `loose`: a style's,
-    which names the dim that is cut; where in it the cuts lie is for its uses to say.
+    which names the dim that is cut; where in it the cuts lie is for its uses to say. `packed`: they must show parts.
     """
 
     sharding: Sharding
     asked_by: str
     axes: tuple[str, ...] = ()
     loose: bool = False
+    packed: bool = False
 
     def over(self, have: Sharding) -> Sharding:
         """What a value that is placed as `have` is to become.

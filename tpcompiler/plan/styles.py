@@ -41,15 +41,22 @@ class Style:
     inputs: Layouts = ()  # wanted placements of the layer's inputs, in order; None = as it comes
     outputs: Layouts = ()  # placements that the layer's outputs are pinned to; None = as it comes
     placement: PlacementSpec | None = None  # explicit placement of a parameter or buffer
+    packed: bool = False  # what is cut are parts in a row, each of them by itself
+    sizes: tuple[int, ...] = ()  # of the parts; a single one counts equal parts; none: the uses show them
+
+    @property
+    def written(self) -> str:
+        """The name as a plan has it, with the sizes."""
+        return f"{self.name}:{','.join(map(str, self.sizes))}" if self.sizes else self.name
 
     def to_data(self) -> str | dict[str, object]:
         """The style as plain JSON data, from which `read_style` makes an equal one."""
         if self.placement is not None:
             written = format_spec(self.placement)
             return written if isinstance(written, str) else {**written}
-        if self == STYLES.get(self.name):
-            return self.name
-        data: dict[str, object] = {"style": self.name} if self.name in STYLES else {}
+        if self.name in STYLES and replace(self, sizes=()) == STYLES[self.name]:
+            return self.written
+        data: dict[str, object] = {"style": self.written} if self.name in STYLES else {}
         for part, layouts in (("inputs", self.inputs), ("outputs", self.outputs)):
             if layouts:
                 data[part] = [None if layout is None else format_spec(layout) for layout in layouts]
@@ -65,6 +72,8 @@ STYLES = {
         Style("rowwise", cut="in"),
         Style("rowwise_split_input", cut="in"),
         Style("embedding_rowwise", cut="in"),
+        Style("packed_colwise", cut="out", packed=True),
+        Style("packed_rowwise", cut="in", packed=True),
         Style("replicate", whole=True),
         Style("gather", outputs=(Replicate(),)),
     )
@@ -77,6 +86,7 @@ ALIASES = {
     "embedding_colwise": "colwise_gather_output",
     "local_rowwise": "rowwise",
     "rowwise_rep": "rowwise_split_input",
+    "local_packed_rowwise": "packed_rowwise",
     "replicated_with_grad_allreduce": "replicate",
     "local": "replicate",
     "local_params": "replicate",
@@ -86,13 +96,9 @@ ALIASES = {
 }
 
 _WHOLE = "use 'replicate' meanwhile: every rank then holds and runs the whole layer"
-_PACKED = "use 'replicate' meanwhile, or give every packed block a layer of its own and use '{}'"
 
 # Recognised, refused by name: what to write instead.
 REFUSED = {
-    "packed_colwise": _PACKED.format("colwise"),
-    "packed_rowwise": _PACKED.format("rowwise"),
-    "local_packed_rowwise": _PACKED.format("rowwise"),
     "sequence_parallel": _WHOLE,
     "grouped_gemm": _WHOLE,
     "moe_tp_experts": _WHOLE,
@@ -105,7 +111,8 @@ REFUSED = {
 def read_style(value: object, *, where: str) -> Style:
     """Read a style in any of the forms that users write; `where` locates it in errors.
 
-    - a name of `STYLES` or `ALIASES`
+    - a name of `STYLES` or `ALIASES`; a packed one may say in which parts: `packed_colwise:2` in two equal ones,
+      `packed_colwise:64,16,16` in parts of these sizes
     - a placement, as text (`S(0)`) or torch's own, or `{axis: placement}`
     - `{style: name, inputs: [placement or null], outputs: [...]}`, each part optional, with at least one list
     - an instance of torch's ColwiseParallel, RowwiseParallel or PrepareModuleInput/Output/InputOutput, or one of these
@@ -138,12 +145,17 @@ def _read_text(text: str, where: str) -> Style:
 
 
 def _read_name(name: str, where: str) -> Style:
-    style = STYLES.get(ALIASES.get(name, name))
-    if style is not None:
+    unsized, _, sizes = name.partition(":")
+    style = STYLES.get(ALIASES.get(unsized, unsized))
+    if style is not None and style.packed and re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", sizes):
+        return replace(style, sizes=tuple(map(int, sizes.split(","))))
+    if style is not None and unsized == name:
         return style
-    unsized = re.sub(r"(?<=wise):\d+(,\d+)*$", "", name)  # packed_colwise:2, packed_colwise:4,1,1
-    if unsized in REFUSED:
-        raise _unsupported(name, REFUSED[unsized], where)
+    if style is not None and style.packed:
+        help = f"write {unsized}:2 for two equal parts, {unsized}:64,16,16 for sizes, or {unsized} alone"
+        raise PlanError(f"{sizes!r} in {name!r} says no parts", help=help, asked_by=where)
+    if name in REFUSED:
+        raise _unsupported(name, REFUSED[name], where)
     nearest = difflib.get_close_matches(name, [*STYLES, *ALIASES, *REFUSED], n=1)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     raise PlanError(f"unknown style {name!r}", help=hint + _known_styles(), asked_by=where)

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 from torch import fx
 
 from tpcompiler.ir import edit
 from tpcompiler.rules.matmul import BILINEAR
-from tpcompiler.rules.notation import RuleText, ShardRange
+from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pooling import per_dim, side_by_side
 from tpcompiler.rules.registry import op_rule
 
 aten = torch.ops.aten
 
 TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
-
-
-def _own_groups(*args: Any, shard: ShardRange, target: Any, position: int, **kwargs: Any) -> Any:
-    """As many groups as this shard holds."""
-    if len(args) > position:
-        return target(*args[:position], shard.size, *args[position + 1 :], **kwargs)
-    return target(*args, **{**kwargs, "groups": shard.size})
 
 
 @op_rule(
@@ -64,9 +54,7 @@ def convolution(node: fx.Node) -> RuleText:
     text = f"{batch}{given} {' '.join(inside)}, {first} {kernel}{bias} -> {batch}{made} {outside}"
     if not grouped:
         return RuleText(text, linear=BILINEAR)
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    body = partial(_own_groups, target=node.target, position=names.index("groups"))
-    return RuleText(text, factors={"g": args["groups"]}, linear=BILINEAR, local={"g": body})
+    return RuleText(text, factors={"g": args["groups"]}, linear=BILINEAR, counts={"groups": (("g",),)})
 
 
 @op_rule(aten.conv_tbc.default, shards="nonempty")

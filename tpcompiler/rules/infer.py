@@ -63,6 +63,7 @@ def _taken_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str
         return Refusal("is cut in parts, which the op takes apart otherwise")
     made: dict[str, DimSharding] = {}
     left = {factor: rule.extent[factor] for factor in dim}  # by the axes so far, in one piece
+    uneven: set[str] = set()  # of which `left` is the largest piece: what divides it may not divide the others
     first = 0  # factors outside of this one are not cut any more
     for axis, block, its in cut.levels:
         found = _cut_factor(dim[first:] if not block else dim, left, block)
@@ -71,7 +72,7 @@ def _taken_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str
         factor, own = found
         size, degree = own or left[factor], mesh.degree(axis)
         minor = _product(left[f] for f in dim[dim.index(factor) + 1 :])
-        if its == 1 and divides(size, degree):
+        if its == 1 and divides(size, degree) and (own or factor not in uneven):
             unit = 1
         elif isinstance(minor, int) and its % minor == 0:
             unit = its // minor
@@ -79,6 +80,7 @@ def _taken_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str
             return Refusal(f"splits into {size} x {minor}, and {_not_divisible(size, degree)}")
         made[factor] = DimSharding((*made.get(factor, WHOLE).levels, Level(axis, own, unit)))
         left[factor] = size // degree if divides(size, degree) else -(-size // degree)
+        uneven |= set() if unit == 1 and divides(size, degree) else {factor}
         first = dim.index(factor)
     return made
 
@@ -228,11 +230,13 @@ def _cut(rule: Rule, dim: Dim, option: Option, mesh: Mesh) -> DimSharding | None
         if cut.parts:
             alone = not levels and _is_one(outer) and option.cuts.keys().isdisjoint(dim[position + 1 :])
             return cut.scaled(minor, left, mesh) if alone and isinstance(minor, int) else None
+        alike = True  # whether all pieces of the factor are of one size so far
         for axis, own, unit in cut.levels:
             first = left is rule.extent[factor]
             block = 0 if not own and (not first or (_is_one(outer) and even)) else (own or left) * minor
             piece, degree = own or left, mesh.degree(axis)
-            fits = unit == 1 and divides(piece, degree)
+            fits = unit == 1 and divides(piece, degree) and (bool(own) or alike)
+            alike = fits
             if not isinstance(block, int) or not (fits or isinstance(minor, int)):
                 return None
             levels.append(Level(axis, block, 1 if fits else unit * minor))

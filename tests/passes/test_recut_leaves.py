@@ -1,0 +1,295 @@
+"""What a style cuts lies as its uses take it: in parts, blocks, whole heads; so nothing is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.export import Dim, export
+
+import tpcompiler
+from passes.mark_placements import mark_placements
+from passes.recut_leaves import recut_leaves
+from tests.passes.stages import Call, divided, planned, recut
+from tests.zoo.case import randomise
+from tpcompiler.errors import PlanError
+from tpcompiler.ir.program import PlannedProgram
+from tpcompiler.ir.text import program_text
+
+X = torch.randn(2, 3, 8)
+PLAN = {"up": "colwise", "down": "rowwise"}
+
+
+def by_split(self: Any, x: torch.Tensor) -> torch.Tensor:
+    q, k, v = self.up(x).split([8, 4, 4], -1)
+    return self.down(torch.cat([q, k * v], -1))
+
+
+def by_slices(self: Any, x: torch.Tensor) -> torch.Tensor:
+    made = self.up(x)
+    return self.down(made[..., :8] * made[..., 8:])
+
+
+def gate_and_up(self: Any, x: torch.Tensor) -> torch.Tensor:
+    gate, up = self.up(x).chunk(2, -1)
+    return self.down(F.silu(gate) * up)
+
+
+def one_after_the_other(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """[b, s, two kinds, 4 heads, 2], the kinds apart."""
+    gate, up = self.up(x).view(*x.shape[:2], 2, 4, 2).unbind(2)
+    return self.down((F.silu(gate) * up).reshape(*x.shape[:2], 8))
+
+
+def kinds_first(self: Any, x: torch.Tensor) -> torch.Tensor:
+    made = self.up(x).view(*x.shape[:2], 2, 4, 2).permute(2, 0, 3, 1, 4)
+    return self.down((F.silu(made[0]) * made[1]).transpose(1, 2).reshape(*x.shape[:2], 8))
+
+
+def head_by_head(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """[b, s, 4 heads, two kinds, 2]: each head's kinds lie together, so that one piece has whole heads."""
+    gate, up = self.up(x).view(*x.shape[:2], 4, 2, 2).unbind(3)
+    return self.down((F.silu(gate) * up).reshape(*x.shape[:2], 8))
+
+
+def put_together(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """A row-wise layer's input of two layers' outputs in a row."""
+    return self.down(torch.cat([self.a(x), self.b(x)], -1))
+
+
+def through_a_convolution(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Channel by channel: groups of one channel, of two kinds."""
+    mixed = F.conv1d(self.up(x).mT, self.taps, padding=1, groups=16).mT
+    first, second = mixed.split([8, 8], -1)
+    return self.down(first * second)
+
+
+def shared(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Four heads of 2 that meet the one head beside them, made whole on every rank."""
+    q, k = self.up(x).split([8, 2], -1)
+    scores = q.view(*x.shape[:2], 4, 2) * k[:, :, None].expand(*x.shape[:2], 4, 2)
+    return self.down(scores.reshape(*x.shape[:2], 8))
+
+
+def module(forward: Callable[..., torch.Tensor]) -> nn.Module:
+    """`up` makes 16 features (10 for `shared`), `down` takes what the function makes of them."""
+    inner = 12 if forward in (by_split, put_together) else 8
+    parts: dict[str, Any] = {"up": nn.Linear(8, 10 if forward is shared else 16), "down": nn.Linear(inner, 8)}
+    if forward is put_together:
+        parts = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 4), "down": parts["down"]}
+    if forward is through_a_convolution:
+        parts["taps"] = (16, 1, 3)
+    return randomise(Call(forward, **parts))
+
+
+def plan_of(forward: Callable[..., torch.Tensor]) -> Mapping[str, str]:
+    return {"a": "colwise", "b": "colwise", "down": "rowwise"} if forward is put_together else PLAN
+
+
+FORWARDS = (
+    by_split,
+    by_slices,
+    gate_and_up,
+    one_after_the_other,
+    kinds_first,
+    head_by_head,
+    put_together,
+    through_a_convolution,
+    shared,
+)
+
+
+def test_before_and_after() -> None:
+    program = divided(module(by_split), (X,), PLAN)
+    before, after = (program_text(mark_placements(p, [])) for p in (program, recut_leaves(program)))
+    assert_expected_inline(
+        before,
+        """\
+p_up_weight: S(0) = up.weight f32[16, 8]
+p_up_bias: S(0) = up.bias f32[16]
+p_down_weight: S(1) = down.weight f32[8, 12]
+p_down_bias: P(sum) = down.bias f32[8]
+x: R = input f32[2, 3, 8]
+linear: S(2) = linear(x, p_up_weight, p_up_bias)
+split_with_sizes: (R, R, R) = split_with_sizes(linear, [8, 4, 4], -1)
+getitem: R = getitem(split_with_sizes, 0)
+getitem_1: R = getitem(split_with_sizes, 1)
+getitem_2: R = getitem(split_with_sizes, 2)
+mul: R = mul(getitem_1, getitem_2)
+cat: R = cat([getitem, mul], -1)
+linear_1: P(sum) = linear(cat, p_down_weight, p_down_bias)
+pin: R = pin(linear_1)
+return pin
+""",
+    )
+    assert_expected_inline(
+        after,
+        """\
+p_up_weight: S(0, parts 8 8b4) = up.weight f32[16, 8]
+p_up_bias: S(0, parts 8 8b4) = up.bias f32[16]
+p_down_weight: S(1, parts 8 4) = down.weight f32[8, 12]
+p_down_bias: P(sum) = down.bias f32[8]
+x: R = input f32[2, 3, 8]
+linear: S(2, parts 8 8b4) = linear(x, p_up_weight, p_up_bias)
+split_with_sizes: (S(2), S(2), S(2)) = split_with_sizes(linear, [8, 4, 4], -1)
+getitem: S(2) = getitem(split_with_sizes, 0)
+getitem_1: S(2) = getitem(split_with_sizes, 1)
+getitem_2: S(2) = getitem(split_with_sizes, 2)
+mul: S(2) = mul(getitem_1, getitem_2)
+cat: S(2, parts 8 4) = cat([getitem, mul], -1)
+linear_1: P(sum) = linear(cat, p_down_weight, p_down_bias)
+pin: R = pin(linear_1)
+return pin
+""",
+    )
+
+
+def cuts(forward: Callable[..., torch.Tensor], degree: int = 2, plan: Mapping[str, str] | None = None) -> str:
+    return lines_of(recut(module(forward), (X,), plan or plan_of(forward), degree=degree))
+
+
+def lines_of(program: PlannedProgram) -> str:
+    """The leaves that the plan cuts, one per line."""
+    lines = [line.partition(" = ") for line in program_text(program).splitlines()]
+    return "\n".join(f"{what.split()[0]}: {left.partition(': ')[2]}" for left, _, what in lines if ": S" in left)
+
+
+def test_where_the_cuts_lie() -> None:
+    assert_expected_inline(
+        "\n".join(f"{forward.__name__}\n{cuts(forward)}" for forward in FORWARDS),
+        """\
+by_split
+up.weight: S(0, parts 8 8b4)
+up.bias: S(0, parts 8 8b4)
+down.weight: S(1, parts 8 4)
+by_slices
+up.weight: S(0, block 8)
+up.bias: S(0, block 8)
+down.weight: S(1)
+gate_and_up
+up.weight: S(0, block 8)
+up.bias: S(0, block 8)
+down.weight: S(1)
+one_after_the_other
+up.weight: S(0, block 8)
+up.bias: S(0, block 8)
+down.weight: S(1)
+kinds_first
+up.weight: S(0, block 8)
+up.bias: S(0, block 8)
+down.weight: S(1)
+head_by_head
+up.weight: S(0)
+up.bias: S(0)
+down.weight: S(1)
+put_together
+a.weight: S(0)
+a.bias: S(0)
+b.weight: S(0)
+b.bias: S(0)
+down.weight: S(1, parts 8 4)
+through_a_convolution
+up.weight: S(0, block 8)
+up.bias: S(0, block 8)
+down.weight: S(1)
+shared
+up.weight: S(0, parts 8 2r)
+up.bias: S(0, parts 8 2r)
+down.weight: S(1)""",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize(("world", "dynamic"), [(2, False), (4, True)])
+def test_one_sum_and_no_gather(forward: Callable[..., torch.Tensor], world: int, dynamic: bool) -> None:
+    """The executed side; without the pass there are gathers (`test_without_the_pass`)."""
+    sizes = {"x": {0: Dim("batch", max=64), 1: Dim("sequence", max=64)}} if dynamic else None
+    made = tpcompiler.parallelize(export(module(forward), (X,), dynamic_shapes=sizes), world, plan_of(forward))
+    assert made.verify((X,)).ok
+    if dynamic:
+        assert made.verify((torch.randn(5, 1, 8),)).ok
+    assert [(c.kind, c.why) for c in made.collectives()] == [("all_reduce", "inherent")]
+
+
+@pytest.mark.parametrize("forward", [forward for forward in FORWARDS if forward is not head_by_head])
+def test_without_the_pass(forward: Callable[..., torch.Tensor]) -> None:
+    """In one piece, something is gathered; head by head is the one that needs no parts."""
+    gathered: list[Any] = []
+    mark_placements(divided(module(forward), (X,), plan_of(forward)), gathered)
+    assert gathered
+
+
+def test_explicit_placements_stay() -> None:
+    plan = {"up.weight": "S(0)", "up.bias": "S(0)", "down": "rowwise"}
+    assert cuts(gate_and_up, plan=plan) == "up.weight: S(0)\nup.bias: S(0)\ndown.weight: S(1)"
+
+
+STYLES = {  # style -> where the cut lies by the plan, and by the uses
+    "packed_colwise": (by_split, "S(0)", "S(0, parts 8 8b4)"),
+    "packed_colwise:2": (gate_and_up, "S(0, block 8)", "S(0, block 8)"),
+    "packed_colwise:8,4,4": (by_split, "S(0, parts 8 8b4)", "S(0, parts 8 8b4)"),
+    "packed_colwise:12,4": (head_by_head, "S(0, parts 12 4)", "S(0)"),  # the uses have the last word
+}
+
+
+@pytest.mark.parametrize(("style", "forward", "seed", "cut"), [(style, *made) for style, made in STYLES.items()])
+def test_a_packed_style(style: str, forward: Callable[..., torch.Tensor], seed: str, cut: str) -> None:
+    """Weight and bias alike."""
+    plan = {"up": style, "down": "rowwise"}
+    before = lines_of(planned(module(forward), (X,), plan))
+    assert before.splitlines()[:2] == [f"up.weight: {seed}", f"up.bias: {seed}"]
+    assert cuts(forward, plan=plan).splitlines()[:2] == [f"up.weight: {cut}", f"up.bias: {cut}"]
+    made = tpcompiler.parallelize(export(module(forward), (X,)), 2, {"up": style, "down": "rowwise"})
+    assert made.verify((X,)).ok
+
+
+@pytest.mark.parametrize(
+    ("style", "cut"), [("packed_rowwise", "S(1, parts 8 4)"), ("packed_rowwise:8,4", "S(1, parts 8 4)")]
+)
+def test_a_packed_style_of_inputs(style: str, cut: str) -> None:
+    plan = {"a": "colwise", "b": "colwise", "down": style}
+    assert f"down.weight: {cut}" in cuts(put_together, plan=plan)
+    made = tpcompiler.parallelize(export(module(put_together), (X,)), 2, plan)
+    assert made.verify((X,)).ok
+    assert [c.why for c in made.collectives()] == ["inherent"]
+
+
+def refusal(forward: Callable[..., torch.Tensor], style: str) -> str:
+    with pytest.raises(PlanError) as caught:
+        tpcompiler.parallelize(export(module(forward), (X,)), 2, {"up": style})
+    return str(caught.value)
+
+
+def test_sizes_that_do_not_add_up() -> None:
+    assert_expected_inline(
+        refusal(by_split, "packed_colwise:8,4,2"),
+        """\
+style 'packed_colwise:8,4,2' does not fit dim 0 of 'up.weight': 8 + 4 + 2 = 14, and not 16
+  help: give sizes that add up to 16, or write 'packed_colwise', which reads them off the uses
+  asked by: the plan ("up": "packed_colwise:8,4,2")""",
+    )
+    assert_expected_inline(
+        refusal(by_split, "packed_colwise:3"),
+        """\
+style 'packed_colwise:3' does not fit dim 0 of 'up.weight': 16 is no multiple of 3
+  help: give sizes that add up to 16, or write 'packed_colwise', which reads them off the uses
+  asked by: the plan ("up": "packed_colwise:3")""",
+    )
+
+
+def test_uses_that_show_no_parts() -> None:
+    assert_expected_inline(
+        refusal(head_by_head, "packed_colwise"),
+        """\
+'up.weight' is to be cut in parts, but its uses show none
+  help: use the style without 'packed_', or give the sizes of the parts, as in 'packed_colwise:64,16,16'
+  asked by: the plan ("up": "packed_colwise")""",
+    )
+    whole = tpcompiler.parallelize(export(module(head_by_head), (X,)), 1, {"up": "packed_colwise"})
+    assert whole.collectives() == []  # on one rank nothing is cut
