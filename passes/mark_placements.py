@@ -26,6 +26,7 @@ from tpcompiler.ir.program import (
     Note,
     PlannedProgram,
     Seed,
+    Why,
     mark_of,
     pin,
     tied,
@@ -41,12 +42,13 @@ SIZE_OPS = (torch.ops.aten.sym_size.int,)
 
 @dataclass(frozen=True)
 class Gathered:
-    """A cut operand that a node cannot take: what it would have to be, and the option that the node runs by."""
+    """A cut operand that a node cannot take: what it would have to be, the option that the node runs by, and why."""
 
     node: fx.Node
     index: int
     want: Sharding
     option: Option
+    why: Why
 
 
 def mark_placements(program: PlannedProgram, gathered: list[Gathered] | None = None) -> MarkedProgram:
@@ -285,7 +287,7 @@ def _mark(
     walk: _Walk,
 ) -> Mark:
     operands = edit.operands(node)
-    why = "plan-demanded" if any(operands[i] in walk.pinned for i in best.follows) else "fallback"
+    why: Why = "plan-demanded" if any(operands[i] in walk.pinned for i in best.follows) else "fallback"
     reason = _reason(node, rule, best, refusals)
     if why == "plan-demanded":
         seeds = dict.fromkeys(
@@ -301,7 +303,7 @@ def _mark(
             continue
         if walk.gathered is not None:
             if not have.partial:
-                walk.gathered.append(Gathered(node, index, want, best.option))
+                walk.gathered.append(Gathered(node, index, want, best.option, why))
         elif operand in walk.pinned:
             unsaid = "other operands are cut differently" if rule is not None else _unruled(node)
             _refuse(node, operand, have, refusals.get(index, unsaid), walk)
@@ -320,7 +322,7 @@ def _mark(
                 local = LocalShare(rule.local[factor], cut, rule.extent[factor])
     counts = _counts(rule, best.option)
     skips = rule is not None and rule.skips_empty
-    return Mark(best.made, settled, best.wants, reason, why, sizes, local, counts, skips)  # type: ignore[arg-type]
+    return Mark(best.made, settled, best.wants, reason, why, sizes, local, counts, skips)
 
 
 def _counts(rule: Rule | None, option: Option) -> Counts:

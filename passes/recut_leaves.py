@@ -17,6 +17,7 @@ from passes.mark_placements import Gathered, mark_placements
 from tpcompiler.cost.program import changes
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
+from tpcompiler.ir.notes import shared_leaves
 from tpcompiler.ir.program import MarkedProgram, PlannedProgram, Seed, mark_of, pin, tied
 from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
 from tpcompiler.ir.split_axis import on_split_axis
@@ -61,7 +62,7 @@ def recut_leaves(program: PlannedProgram) -> PlannedProgram:
     best = min([best, *(trial for *_, trial in queue)], key=lambda t: t.cost)
     chosen = best.program if best.cost < first.cost else program
     _refuse_without_parts(chosen)
-    return chosen
+    return replace(chosen, notes=(*chosen.notes, *shared_leaves(program, chosen)))
 
 
 def _refuse_without_parts(program: PlannedProgram) -> None:
@@ -189,7 +190,12 @@ def _moved(one: Gathered, trial: _Trial) -> Iterator[Wish]:
 
 
 def _shared(one: Gathered, trial: _Trial) -> Iterator[Wish]:
-    """The operand whole while the op runs over its axes all the same, because others are cut."""
+    """The operand whole while the op runs over its axes all the same, because others are cut.
+
+    Not where these are weights: two column-wise layers in a row are cut both, and what is between them is gathered.
+    """
+    if one.why != "fallback":
+        return
     value = edit.operands(one.node)[one.index]
     have, want = mark_of(value).settled[0], one.want
     lost = {axis for axis in have.axes if have.only(axis) != want.only(axis)}

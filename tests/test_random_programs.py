@@ -344,7 +344,7 @@ def _run(examples: int) -> Tally:
 
 
 def test_random_programs() -> None:
-    tally = _run(46)
+    tally = _run(50)
     assert tally.counted >= 40
     assert tally.dynamic >= 5
     assert set(tally.worlds) == {2, 3, 4}
@@ -353,7 +353,7 @@ def test_random_programs() -> None:
 
 
 def test_many_random_programs() -> None:
-    tally = _run(150)
+    tally = _run(175)
     assert tally.counted >= 130
     assert len(tally.sharded_ops) >= 22
     assert sum(tally.refused.values()) <= 4

@@ -293,3 +293,13 @@ def test_uses_that_show_no_parts() -> None:
     )
     whole = tpcompiler.parallelize(export(module(head_by_head), (X,)), 1, {"up": "packed_colwise"})
     assert whole.collectives() == []  # on one rank nothing is cut
+
+
+@pytest.mark.parametrize("second", ["colwise", "replicate"])
+def test_a_planned_cut_is_not_given_up_for_fewer_bytes(second: str) -> None:
+    """To run the first layer on every rank would spare the gather, and is not what the plan says."""
+    module = randomise(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)))
+    x = torch.randn(3, 8)
+    made = tpcompiler.parallelize(torch.export.export(module, (x,)), 2, {"0": "colwise", "2": second, "2.bias": "S(0)"})
+    assert made.manifest_shardings()["0.weight"].text(made.mesh) == "S(0)"
+    assert made.verify((x,)).ok

@@ -10,7 +10,7 @@ from torch import fx
 
 from tpcompiler.ir.bodies import all_calls
 from tpcompiler.ir.draws import draws
-from tpcompiler.ir.program import MarkedProgram, Note, mark_of, tied
+from tpcompiler.ir.program import MarkedProgram, Note, PlannedProgram, mark_of, tied
 from tpcompiler.ir.sharding import DimSharding
 from tpcompiler.ir.text import op_name
 
@@ -45,9 +45,24 @@ def _cuts(program: MarkedProgram) -> tuple[Note, ...]:
             ]
             said.append(f"the largest share is {max(held) * len(held) / sum(held):.2f} times an even one")
         if said:
-            repeated = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn)
-            folded[f"{repeated}: {', '.join(said)}"] += 1
+            folded[f"{_repeated(fqn)}: {', '.join(said)}"] += 1
     return tuple(Note("cut", f"{text} (x {count})" if count > 1 else text) for text, count in folded.items())
+
+
+def shared_leaves(asked: PlannedProgram, program: PlannedProgram) -> tuple[Note, ...]:
+    """Planned leaves that fewer ranks cut than the plan asked: the others hold the same shares."""
+    folded: Counter[str] = Counter()
+    for leaf, fqn in program.leaves():
+        if leaf.name in asked.seeds:
+            wanted = asked.mesh.size(asked.seeds[leaf.name].sharding.cut_axes)
+            times = wanted // program.mesh.size(program.seeds[leaf.name].sharding.cut_axes)
+            if times > 1:
+                folded[f"{_repeated(fqn)}: {times} ranks hold the same share"] += 1
+    return tuple(Note("shared", f"{text} (x {count})" if count > 1 else text) for text, count in folded.items())
+
+
+def _repeated(fqn: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn)
 
 
 def _is_special(cut: DimSharding) -> bool:

@@ -109,7 +109,7 @@ class Seed:
 class Note:
     """What a pass declined, gave up or could not use, for the report."""
 
-    kind: Literal["untouched", "no rule", "size", "random", "mesh", "cut"]
+    kind: Literal["untouched", "no rule", "size", "random", "mesh", "shared", "cut"]
     text: str
 
 

@@ -290,6 +290,11 @@ class Sharding:
         return frozenset(a for dim in self.dims for a in dim.axes) | {axis for axis, _ in self.partial}
 
     @property
+    def cut_axes(self) -> tuple[str, ...]:
+        """Every axis that cuts a dim."""
+        return tuple(axis for dim in self.dims for axis in dim.axes)
+
+    @property
     def is_replicated(self) -> bool:
         return not self.axes
 

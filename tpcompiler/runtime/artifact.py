@@ -25,6 +25,7 @@ NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
     "size": "dynamic sizes that the mesh must divide",
     "random": "ops that draw random numbers",
     "mesh": "axes that run as two",
+    "shared": "weights that several ranks share",
     "cut": "weights cut in parts, blocks or whole heads, or unevenly",
 }
 
