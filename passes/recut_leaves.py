@@ -134,6 +134,8 @@ def _others(trial: _Trial) -> Iterator[PlannedProgram]:
         wishes: dict[str, Sharding] = {}
         for one, way in itertools.product(trial.gathered, ways):
             found = _pulled(list(way(one, trial)), trial)
+            if way is not _shared and any(not _as_asked(wish, program.seeds[name]) for name, wish in found.items()):
+                continue
             if found and all(wishes.get(name, wish) == wish for name, wish in found.items()):
                 wishes.update(found)
         if wishes:
@@ -148,6 +150,11 @@ def _pulled(wishes: Sequence[Wish], trial: _Trial) -> dict[str, Sharding]:
     free = {leaf.name for leaf, _ in trial.marked.leaves() if leaf.name not in seeds or seeds[leaf.name].loose}
     made = all(_pull(value, wish, trial.marked, free, found) for value, wish in wishes)
     return {name: wish for name, wish in found.items() if name in seeds} if made else {}
+
+
+def _as_asked(wish: Sharding, seed: Seed) -> bool:
+    """Whether the plan's axes still cut the leaf: where they lie in it is open, that they cut it is not."""
+    return set(wish.cut_axes) == set(seed.sharding.cut_axes)
 
 
 def _with(wishes: Mapping[str, Sharding], program: PlannedProgram) -> dict[str, Seed]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.passes.models import MEGATRON
 from tests.runtime.commands import right
 from tests.runtime.models import PLAN_TEXT, export_mlp
 from tpcompiler.api import verify_artifact
-from tpcompiler.parallel_program import compared
+from tpcompiler.parallel_program import compared_calls
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import read_inputs, write_tensors
 from tpcompiler.verify.compare import run_single
@@ -68,12 +69,12 @@ def test_the_proof_can_fail() -> None:
     program, plan, inputs = exported("mlp")
     made = tpcompiler.parallelize(program, 2, plan, device_type="cuda")
     ranks = [made.rank_program(rank) for rank in range(2)]
-    rest = (inputs, {}, made.layout(), ["x"], made.resharded.output_names())
-    assert compared(program, ranks, *rest).ok
+    subject = replace(made.subject(), reference=program, programs=ranks)
+    assert compared_calls({"": subject}, [("", inputs, {})]).ok
     for rank in ranks:
         (call,) = (node for node in rank.graph.nodes if "all_reduce" in node.name)
         call.update_arg(1, "max")
-    report = compared(program, ranks, *rest, intermediate=made.resharded.source)
+    report = compared_calls({"": subject}, [("", inputs, {})])
     assert (report.ok, report.note) == (False, NOTE)
     assert report.first_diverging is not None
 

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ import tpcompiler
 from passes.canonicalize import canonicalize
 from passes.move_device import move_device
 from tpcompiler._torch import fake_group
-from tpcompiler.parallel_program import ParallelProgram, compared
+from tpcompiler.parallel_program import ParallelProgram, compared_calls
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import write_tensors
 from tpcompiler.runtime.load import exit_together
@@ -129,10 +129,8 @@ def on_device(program: ExportedProgram, device: str) -> ExportedProgram:
 
 
 def simulated(table: Table, model: str, whole: ExportedProgram, made: ParallelProgram) -> None:
-    ranks = [made.rank_program(rank) for rank in range(made.world_size)]
-    inputs, outputs = [n.name for n in made.resharded.user_inputs()], made.resharded.output_names()
     there = {"input_ids": IDS.to(made.device_type)}
-    report = compared(whole, ranks, (), there, made.layout(), inputs, outputs)
+    report = compared_calls({"": replace(made.subject(), reference=whole, intermediate=None)}, [("", (), there)])
     for row in report.outputs:
         table.add(f"lock step, {row.name}", model, made.world_size, row.rel, row.tolerance)
 

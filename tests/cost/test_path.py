@@ -25,6 +25,8 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
 from tpcompiler.ir.shares import read_sharding
 
+pytestmark = pytest.mark.slow
+
 SHAPE, ITEM = (16, 24, 8), 4
 MESHES = [Mesh((("dp", 2), ("tp", 2))), Mesh((("dp", 2), ("tp", 4)))]
 KINDS = ("R", "S(0)", "S(1)", "S(2)", "P(sum)")
@@ -100,7 +102,6 @@ def test_never_more_bytes_than_torch(mesh: Mesh) -> None:
     assert more_than_torch(mesh, all_bytes(mesh)) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(5, 3, 7), (1, 3, 2)], ids=str)
 def test_nor_of_uneven_and_empty_shards(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.SHAPE", shape)

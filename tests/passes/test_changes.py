@@ -16,6 +16,8 @@ from tpcompiler.ir.placements import REDUCE_OPS
 from tpcompiler.ir.program import Reshard
 from tpcompiler.ir.shares import read_sharding
 
+pytestmark = pytest.mark.slow
+
 SQUARE, WIDE, CUBE = Mesh((("dp", 2), ("tp", 2))), Mesh((("dp", 2), ("tp", 3))), Mesh((("a", 2), ("b", 2), ("c", 2)))
 
 FEW = ["[R, R]", "[S(0), R]", "[S(1), S(0)]", "[S(0), S(0)]", "[S(0), S(0, outside dp)]", "[P(sum), S(1)]"]
@@ -67,26 +69,22 @@ def test_a_few_blocks_and_parts() -> None:
     assert wrong(["[R, R]", BLOCKS[5], BLOCKS[8], PARTS[4], PARTS[6]], SQUARE, (12, 4)) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "shape"), [(SQUARE, (12, 6)), (SQUARE, (1, 7)), (WIDE, (5, 3))], ids=str)
 def test_every_plain_change(mesh: Mesh, shape: tuple[int, ...]) -> None:
     """Even, uneven, and with ranks that hold nothing."""
     assert wrong([*PLAIN, *NESTED], mesh, shape) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [SQUARE, WIDE], ids=str)
 @pytest.mark.parametrize("texts", [BLOCKS, PARTS], ids=["blocks", "parts"])
 def test_every_change_of_blocks_and_parts(texts: list[str], mesh: Mesh) -> None:
     assert wrong(texts, mesh, (12, 4)) == []
 
 
-@pytest.mark.slow
 def test_every_change_of_reductions() -> None:
     assert wrong(MIXED, SQUARE, (3, 2)) == []
 
 
-@pytest.mark.slow
 def test_three_axes() -> None:
     """All orders in which three axes may cut one dim, and others."""
     nested = ["", ", S(0), S(0, outside b)", ", S(0, outside a), S(0)", ", S(0, outside a), S(0, outside a)"]

@@ -19,6 +19,8 @@ from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.text import program_text
 from tpcompiler.verify.compare import run_single
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 
 

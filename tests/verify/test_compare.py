@@ -17,6 +17,8 @@ from tpcompiler.errors import MeshError
 from tpcompiler.ir import edit
 from tpcompiler.verify.compare import FLOOR, SPREAD, VerifyReport, compare
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 IDS = torch.randint(24, (2, 5), generator=torch.Generator().manual_seed(0))
 

@@ -36,7 +36,12 @@ class Step(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def cheapest_path(
-    source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh, dynamic: frozenset[int]
+    source: Sharding,
+    target: Sharding,
+    shape: tuple[int, ...],
+    itemsize: int,
+    mesh: Mesh,
+    dynamic: frozenset[int] = frozenset(),
 ) -> tuple[Step, ...]:
     """The steps from `source` to `target` of a global tensor of `shape`, in order.
 
