@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from tpcompiler._torch import decomposed
 from tpcompiler.errors import ProgramError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
 from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unused
-from tpcompiler.ir.local import fake_mode_of, memory_order, no_new_guards
+from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.refused import refuse_calls, refuse_values
 from tpcompiler.rules.registry import has_rule
@@ -27,9 +28,10 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
 
     Before    training IR, canonical IR or core ATen
               bn.add_(one); with set_grad_enabled: ...; linear(x, w); _assert_tensor_metadata(y)
-              dropout(x, 0.1); rand_like(x)
+              dropout(x, 0.1); rand_like(x); x[:, [-2]]
     After     bn_1 = add(bn, one) -> written back by the signature; linear(x, w)
               x * native_dropout(ones, 0.1)[0]; rand_like(ones)      ones: of the whole shape, on every rank
+              clone(slice(x, 1, 8, 9))                               x: [4, 10]
 
     Leaves one flat functional graph. The input program is not changed.
 
@@ -52,6 +54,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
             edit.erase(node)  # it states sizes that no shard has
     with no_new_guards(graph):
         _draw_whole(graph)
+        _slice_by_constants(CanonicalProgram(source, graph))
     remove_unused(graph)
     refuse_calls(source, graph)
     for node in graph.nodes:
@@ -124,3 +127,28 @@ def _size(node: fx.Node, value: fx.Node, dim: int) -> int | fx.Node:
     made = edit.insert_before(node, aten.sym_size.int, (value, dim), "size")
     made.meta["val"] = size
     return made
+
+
+def _slice_by_constants(program: CanonicalProgram) -> None:
+    """A look-up of consecutive rows that are written in the model is a slice: a rule sees which rows those are."""
+    names = {node: spec.target for node, spec in program.inputs() if spec.kind is InputKind.CONSTANT_TENSOR}
+    for node in edit.calls(program.graph):
+        if node.target is not aten.index.Tensor:
+            continue
+        value, indices = edit.bound(node)["self"], edit.bound(node)["indices"]
+        ((dim, rows), *others) = [(d, index) for d, index in enumerate(indices) if index is not None]
+        while rows.target in (aten.clone.default, aten.lift_fresh_copy.default, aten.detach.default):
+            (rows,) = edit.operands(rows)
+        size = value.meta["val"].shape[dim]
+        if others or rows not in names or not isinstance(size, int) or not is_contiguous(node.meta["val"]):
+            continue
+        chosen = program.state(str(names[rows]))
+        if chosen.ndim != 1 or not chosen.numel() or chosen.is_floating_point() or chosen.dtype == torch.bool:
+            continue
+        first, *rest = [row + size if row < 0 else row for row in chosen.tolist()]
+        if first >= 0 and first + len(rest) < size and rest == list(range(first + 1, first + 1 + len(rest))):
+            part = edit.insert_before(node, aten.slice.Tensor, (value, dim, first, first + 1 + len(rest)), "rows")
+            with fake_mode_of(program.graph):
+                part.meta["val"] = value.meta["val"].narrow(dim, first, 1 + len(rest))
+            node.target, node.args = aten.clone.default, (part,)
+            node.kwargs = {"memory_format": torch.contiguous_format}

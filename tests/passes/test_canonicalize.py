@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.export import export
 
+import tpcompiler
 from passes.canonicalize import canonicalize
 from tests.passes.stages import Call, canonical
 from tpcompiler.errors import ProgramError
@@ -175,3 +176,32 @@ def test_a_program_that_cannot_be_decomposed() -> None:
         canonicalize(program)
     assert str(error.value).startswith("the program cannot be made functional: ")
     assert "check that it runs: exported_program.run_decompositions() fails in the same way" in str(error.value)
+
+
+def test_rows_that_are_written_in_the_model_are_a_slice() -> None:
+    """Consecutive ones; a buffer's rows, others and a mask stay look-ups."""
+
+    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x[:, [-2]], x[[0, 1]], x[:, [1, 0]], x[..., [0, 2]], x[:, self.table]
+
+    module = Call(forward, table=torch.tensor([1, 2]))
+    program = export(module, (torch.randn(4, 10, 3),))
+    text = program_text(canonicalize(program))
+    assert_expected_inline(
+        text[text.index("x = ") :],
+        """\
+x = input f32[4, 10, 3]
+rows = slice(x, 1, 8, 9)
+index = clone(rows, memory_format=torch.contiguous_format)
+rows_1 = slice(x, 0, 0, 2)
+index_1 = clone(rows_1, memory_format=torch.contiguous_format)
+clone_2 = clone(c_lifted_tensor_2)
+index_2 = index(x, [None, clone_2])
+clone_3 = clone(c_lifted_tensor_3)
+index_3 = index(x, [None, None, clone_3])
+index_4 = index(x, [None, b_table])
+return index, index_1, index_2, index_3, index_4
+""",
+    )
+    made = tpcompiler.parallelize(program, 2, {}, inputs=["S(0)"])
+    assert made.verify((torch.randn(4, 10, 3),)).ok
