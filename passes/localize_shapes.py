@@ -14,6 +14,7 @@ from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
 from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, RESHARD, LocalProgram, LoweredProgram, Mark
+from tpcompiler.ir.sharding import Size
 from tpcompiler.rules.notation import ShardRange
 
 aten = torch.ops.aten
@@ -168,9 +169,19 @@ def _make_empty(node: fx.Node, mark: Mark, program: LoweredProgram) -> None:
     """Replace an op that cannot take an empty share, where this rank's is one."""
     value = edit.outputs(node)[0]
     shape = mark.shardings[0].local_shape(value.shape, program.mesh, program.mesh.coordinate(program.rank))
-    if 0 in shape:
+    if any(isinstance(size, int) and size == 0 for size in shape):
+        sizes = [size if isinstance(size, int) else _read_size(size, node) for size in shape]
         node.target = aten.full.default
-        node.args, node.kwargs = (list(shape), 0), {"dtype": value.dtype, "device": value.device}
+        node.args, node.kwargs = (sizes, 0), {"dtype": value.dtype, "device": value.device}
+
+
+def _read_size(size: Size, node: fx.Node) -> fx.Node:
+    """A local size that is dynamic, read off an operand that has it."""
+    pairs = ((operand, dim) for operand in edit.operands(node) for dim in range(operand.meta["val"].ndim))
+    operand, dim = next(pair for pair in pairs if statically_equal(pair[0].meta["val"].shape[pair[1]], size))
+    made = edit.insert_before(node, aten.sym_size.int, (operand, dim), "size")
+    made.meta["val"] = operand.meta["val"].shape[dim]
+    return made
 
 
 def _allow_copy(node: fx.Node) -> None:

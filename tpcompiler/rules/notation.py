@@ -98,8 +98,11 @@ class Rule:
     @property
     def skips_empty(self) -> bool:
         """Whether a rank with an empty share of what is made makes that without the op, which cannot take it."""
-        static = all(isinstance(self.extent[factor], int) for factor in self.made)
-        return self.shards == "nonempty" and len(self.pattern.outputs) == 1 and static
+        given = {dim for term in self.pattern.inputs for dim in term}
+        dims = [dim for term in self.pattern.outputs for dim in term]
+        # A dynamic size is read off an operand that has it.
+        known = all(dim in given or all(isinstance(self.extent[f], int) for f in dim) for dim in dims)
+        return self.shards == "nonempty" and len(self.pattern.outputs) == 1 and known
 
     @property
     def made(self) -> frozenset[str]:
