@@ -129,9 +129,10 @@ ENOUGH = 30  # ops
 
 
 def _even(rule: Rule, sample: Sample, degree: int) -> set[tuple[Placement, ...]]:
-    """What a rule offers, but for uneven cuts, factors with a body of their own, and pending integers."""
+    """What a rule offers, but for uneven cuts, pending integers, and factors with a body or an argument of their own."""
     operands = [operand.meta["val"] for operand in edit.operands(node_of(sample))]
-    own = {(i, d) for i, term in enumerate(rule.pattern.inputs) for d, dim in enumerate(term) if {*dim} & {*rule.local}}
+    named = {*rule.local} | {factor for groups in rule.counts.values() for group in groups for factor in group}
+    own = {(i, d) for i, term in enumerate(rule.pattern.inputs) for d, dim in enumerate(term) if {*dim} & named}
 
     def fits(index: int, placement: Placement) -> bool:
         if isinstance(placement, Partial):
