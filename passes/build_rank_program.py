@@ -15,9 +15,9 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 from tpcompiler._torch import size_range, symbols_of, tree_flatten, tree_unflatten
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies, root_of
-from tpcompiler.ir.claims import CLAIM, claim_of
+from tpcompiler.ir.claims import write_claims
 from tpcompiler.ir.local import fake_mode_of
-from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, PIN, RESHARD, ShardedProgram
+from tpcompiler.ir.program import BODY, CALL, GLOBAL, MARK, ORIGIN, PIN, RESHARD, ShardedProgram
 from tpcompiler.ir.shares import cut
 
 
@@ -38,11 +38,9 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
             signature.output_specs[position] = dataclasses.replace(spec, arg=arg)
     change_bodies(graph, _plain)
     root = root_of(graph)
+    write_claims(graph, program.mesh)
     for node in graph.nodes:
-        claim = claim_of(node, program.mesh)
         _plain(node)
-        if claim is not None and node.op == "call_function":
-            node.meta["custom"] = {CLAIM: claim}
     symbols = symbols_of(node.meta.get("val") for node in graph.nodes)  # torch leaves some that nothing uses
     mode = fake_mode_of(graph)
     ranges = {s: source.range_constraints[s] if s in source.range_constraints else size_range(mode, s) for s in symbols}
@@ -62,7 +60,8 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
 
 def _plain(node: fx.Node) -> None:
     """Leave out what was decided about a node, and what differs from process to process."""
-    for name in (MARK, ORIGIN, RESHARD, PIN, GLOBAL, "from_node"):  # torch's from_node holds memory addresses
+    # torch's from_node holds memory addresses
+    for name in (MARK, ORIGIN, RESHARD, PIN, GLOBAL, CALL, BODY, "from_node"):
         node.meta.pop(name, None)
     if trace := node.meta.get("stack_trace"):  # torch counts the graphs that a process has run
         node.meta["stack_trace"] = re.sub(r"(<eval_with_key>)\.\d+", r"\1", trace)

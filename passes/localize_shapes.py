@@ -12,8 +12,9 @@ from torch import fx
 from tpcompiler._torch import FakeTensorMode, enable_python_dispatcher, make_fx, statically_equal
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
+from tpcompiler.ir.calls import write_call
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
-from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, RESHARD, LocalProgram, LoweredProgram, Mark
+from tpcompiler.ir.program import BODY, CALL, GLOBAL, MARK, ORIGIN, RESHARD, LocalProgram, LoweredProgram, Mark
 from tpcompiler.ir.sharding import Size
 from tpcompiler.rules.notation import ShardRange
 
@@ -53,6 +54,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
             node.meta["val"] = local_value(whole, mark.shardings[0], program.mesh, here, mode)
         elif node.op == "call_function":
             lowered = RESHARD in node.meta
+            call = write_call(node) if mark is not None and not lowered and _may_change(mark) else None
             resized = mark is not None and not lowered and _localize_sizes(node, mark, program)
             if node.target is aten.sym_size.int and mark is not None and (degree := _degree(node, mark, program)) > 1:
                 _multiply(node, degree)
@@ -60,10 +62,12 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
                 parts = list(node.users) if isinstance(whole, (tuple, list)) else [node]
                 replaced.update(parts)
                 wholes = [part.meta["val"] for part in parts]
-                done = dict(zip(_put_in_body(node, parts, program, mode), wholes, strict=True))
+                done = dict(zip(_put_in_body(node, parts, program, mode, call), wholes, strict=True))
             elif lowered or resized or not local.isdisjoint(node.all_input_nodes):
                 if mark is not None and mark.skips_empty and not lowered:
                     _make_empty(node, mark, program)
+                if call is not None and write_call(node) != call:
+                    node.meta[CALL] = call
                 _allow_copy(node)
                 if mark is not None and isinstance(whole, torch.Tensor) and node.meta.get("unbacked_bindings"):
                     node.meta["val"] = _run_by_name(node, mark, program, mode)
@@ -78,6 +82,11 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
             if made.op != "output" and made.meta.get("val") is not whole:
                 local.add(made)
     return LocalProgram(program.source, graph, program.mesh, program.rank)
+
+
+def _may_change(mark: Mark) -> bool:
+    """Whether a rank may call something else than the whole op with the same arguments."""
+    return bool(mark.sizes or mark.counts or mark.local or mark.skips_empty)
 
 
 def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
@@ -131,7 +140,7 @@ def _divide(size: fx.Node, degree: int, user: fx.Node) -> fx.Node:
 
 
 def _put_in_body(
-    node: fx.Node, parts: Sequence[fx.Node], program: LoweredProgram, mode: FakeTensorMode
+    node: fx.Node, parts: Sequence[fx.Node], program: LoweredProgram, mode: FakeTensorMode, call: Any
 ) -> list[fx.Node]:
     """Replace the op by its rule's local body, traced for this rank's range of the cut factor.
 
@@ -158,10 +167,11 @@ def _put_in_body(
     if parts == [node]:
         traced.output_node().args = tuple(outputs)
     inner = [n for n in traced.nodes if n.op == "call_function"]
-    made = dict(zip(inner, edit.graft(node, traced, inputs, {ORIGIN: node.name}), strict=True))
+    made = dict(zip(inner, edit.graft(node, traced, inputs, {ORIGIN: node.name, BODY: node.name}), strict=True))
     results = [made[output] for output in outputs]
     for result, part in zip(results, parts, strict=True):
-        result.meta.update({MARK: part.meta[MARK], ORIGIN: part.name})
+        output = {} if part is node else {"output": part.args[1]}
+        result.meta.update({MARK: part.meta[MARK], ORIGIN: part.name, CALL: {**call, **output}})
     return results
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tpcompiler.runtime.artifact import VERSION as __version__
 
 if TYPE_CHECKING:
+    from tpcompiler.api import check as check
     from tpcompiler.api import parallelize as parallelize
     from tpcompiler.api import tensor_parallel_transformation as tensor_parallel_transformation
     from tpcompiler.ir.mesh import Mesh as Mesh
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tpcompiler.rules.notation import RuleText as RuleText
     from tpcompiler.rules.register import register_rule as register_rule
     from tpcompiler.runtime.load import load as load
+    from tpcompiler.soundness.check import CheckReport as CheckReport
     from tpcompiler.verify.check_rule import RuleCheck as RuleCheck
     from tpcompiler.verify.check_rule import check_rule as check_rule
     from tpcompiler.verify.compare import VerifyReport as VerifyReport
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from tpcompiler.verify.discover_rule import discover_rule as discover_rule
 
 _HOME = {
+    "check": "tpcompiler.api",
+    "CheckReport": "tpcompiler.soundness.check",
     "parallelize": "tpcompiler.api",
     "tensor_parallel_transformation": "tpcompiler.api",
     "load": "tpcompiler.runtime.load",

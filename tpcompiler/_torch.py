@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import sympy  # type: ignore[import-untyped]  # it ships no types
@@ -296,3 +297,19 @@ def redistribute(
     return redistribute_local_tensor(
         local, DTensorSpec(mesh, tuple(source), meta), DTensorSpec(mesh, tuple(target), meta)
     )
+
+
+def read_archive_state(path: Path) -> dict[str, torch.Tensor]:
+    """The parameters, buffers and constants in a .pt2, by name, without the program. Seen in torch 2.11 and 2.13.
+
+    Tensors that a pickle holds are unpickled: inspect the file first.
+    """
+    from torch.export.pt2_archive import _package
+
+    reader = _package.PT2ArchiveReader(str(path))
+    found: dict[str, torch.Tensor] = {}
+    for read in (_package._load_constants, _package._load_state_dict):
+        made = read(reader, "model")
+        assert isinstance(made, dict)
+        found.update(made)
+    return found

@@ -21,13 +21,14 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.shares import read_sharding
-from tpcompiler.parallel_program import ParallelProgram, compared_calls, layout_of
+from tpcompiler.parallel_program import ParallelProgram, compared_calls, layout_of, on_cpu
 from tpcompiler.pipeline import Conversion, finished_together
 from tpcompiler.plan import Plan
 from tpcompiler.program_set import ProgramSet
 from tpcompiler.runtime.artifact import checked_file, read_manifest
 from tpcompiler.runtime.model_file import read_model
 from tpcompiler.runtime.place import place_state
+from tpcompiler.soundness.check import CheckReport, check_artifact
 from tpcompiler.verify.compare import Subject, VerifyReport
 
 Given = Mapping[str, Any] | Sequence[Any] | None
@@ -206,6 +207,23 @@ def verify_artifact(
         canonical.source,
     )
     return compared_calls({"": subject}, [("", args, kwargs or {}), *(("", *call) for call in then)])
+
+
+def check(directory: str | os.PathLike[str], original: ExportedProgram | None = None) -> CheckReport:
+    """Check the files of an artifact against what they claim, without running the model (`docs/trust.md`).
+
+    Each rank's program must be a sound share of one and the same single-device program, all ranks must issue the same
+    collectives, and the tensors must be what the manifest says. Whether that program is the user's is for
+    `ParallelProgram.verify`, or `tpcompiler verify`, to say.
+
+    Args:
+        directory: what `ParallelProgram.save`, `ProgramSet.save` or `tpcompiler convert` wrote.
+        original: the single-device program, whose weights are compared with the ranks' shares.
+
+    Raises:
+        ArtifactError: no artifact, or a damaged one.
+    """
+    return check_artifact(directory, original=original, prepare=on_cpu)
 
 
 def _boundary_and_leaves(program: CanonicalProgram) -> dict[str, list[int] | None]:

@@ -22,7 +22,7 @@ from passes.move_device import move_device
 from passes.shard_state import shard_state
 from tpcompiler._torch import forget_index
 from tpcompiler.cost.program import differs_by_rank
-from tpcompiler.errors import UnsupportedError
+from tpcompiler.errors import InternalError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.devices import device_types, values
 from tpcompiler.ir.local import no_new_guards
@@ -37,6 +37,7 @@ from tpcompiler.plan import Plan
 from tpcompiler.report import Collective, collectives_of, report_text
 from tpcompiler.runtime.artifact import VERSION, Manifest, write_artifact
 from tpcompiler.runtime.place import leave_out, place_state
+from tpcompiler.soundness.check import check_artifact
 from tpcompiler.verify.compare import Subject, VerifyReport, compare_calls, functional
 from tpcompiler.verify.judge import Layout
 
@@ -168,9 +169,22 @@ class ParallelProgram:
             ArtifactError: the directory exists (without `force`), or cannot be written.
             UnsupportedError: an output is text, which torch's file format writes and cannot read back.
             ProgramError: the program was exported without weights.
+            InternalError: the written programs, read back and checked, are not sound.
         """
         manifest, write_rank = self.writer(keep_output_types=keep_output_types)
-        write_artifact(directory, manifest, write_rank, force=force)
+        write_artifact(directory, manifest, write_rank, force=force, inspect=self.inspect)
+
+    def inspect(self, directory: Path) -> None:
+        """Check what was written, as files (`tpcompiler.check`).
+
+        Raises:
+            InternalError: it is not sound.
+        """
+        report = check_artifact(directory, original=self.original, prepare=on_cpu)
+        if not report.ok:
+            raise InternalError(
+                f"the written programs are not sound: {report.findings[0]}", help="report this with the model and plan"
+            )
 
     def writer(
         self, *, keep_output_types: bool = False, elsewhere: Mapping[str, str] | None = None
@@ -281,6 +295,11 @@ class ParallelProgram:
             "dtype": DTYPES.get(value.dtype, str(value.dtype)),
             "sharding": sharding.text(self.mesh),
         }
+
+
+def on_cpu(program: ExportedProgram) -> ExportedProgram:
+    """The program as it would be for a CPU, where its ops can be evaluated on any machine."""
+    return move_device(program, "cpu")
 
 
 def layout_of(shardings: Mapping[str, Sharding], mesh: Mesh) -> Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tpcompiler.errors import InputsError
@@ -62,4 +63,9 @@ class ProgramSet(Mapping[str, ParallelProgram]):
             elsewhere = {fqn: stored[fqn] for fqn in program.leaf_names() if fqn in stored}
             stored.update(dict.fromkeys(program.leaf_names() - stored.keys(), name))
             writers[name] = program.writer(keep_output_types=keep_output_types, elsewhere=elsewhere)
-        write_set(directory, writers, force=force)
+
+        def inspect(written: Path) -> None:
+            for name, program in self.items():
+                program.inspect(written / name)
+
+        write_set(directory, writers, force=force, inspect=inspect)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+import operator
+from typing import Any, TypedDict
 
 from torch import fx
 
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import MARK, ORIGIN, RESHARD, Mark, Reshard
+from tpcompiler.ir.program import BODY, CALL, MARK, ORIGIN, RESHARD, Mark, Reshard
 
 CLAIM = "tpcompiler"
 
 
 class Claim(TypedDict, total=False):
-    """origin: the node of the single-device program; sharding: one text per tensor output; reshard: its name."""
+    """origin: the node of the single-device program; sharding: one text per tensor output; reshard: its name.
+
+    `call`: what is called on the whole (`ir/calls.py`), where the rank calls something else for its share. `body`: the
+    origin that several nodes do a share of together. `parts`: the claims of the getitems that take this one's results
+    apart, by index: torch writes no metadata of theirs.
+    """
 
     origin: str
     sharding: list[str]
     reason: str
+    call: dict[str, Any]
+    body: str
+    parts: dict[str, Any]
     reshard: str
     change: str
     why: str
@@ -34,6 +43,9 @@ def claim_of(node: fx.Node, mesh: Mesh) -> Claim | None:
     if mark is not None:
         claim["sharding"] = [sharding.text(mesh) for sharding in mark.shardings]
         claim["reason"] = mark.reason
+    for key, name in ((CALL, "call"), (BODY, "body")):
+        if key in node.meta:
+            claim[name] = node.meta[key]  # type: ignore[literal-required]
     if change is not None:
         claim["reshard"] = change.name
         claim["change"] = f"{change.source.text(mesh)} -> {change.target.text(mesh)}"
@@ -42,8 +54,30 @@ def claim_of(node: fx.Node, mesh: Mesh) -> Claim | None:
     return claim
 
 
+def write_claims(graph: fx.Graph, mesh: Mesh) -> None:
+    """Put the claim of every call on its node, as plain data that `torch.export.save` keeps."""
+    for node in graph.nodes:
+        claim = claim_of(node, mesh) if node.op == "call_function" else None
+        if claim is None:
+            continue
+        node.meta["custom"] = {CLAIM: claim}
+        if node.target is operator.getitem and ("body" in claim or "reshard" in claim):
+            source, index = node.args
+            source.meta["custom"][CLAIM].setdefault("parts", {})[str(index)] = claim
+
+
 def read_claim(node: fx.Node) -> Claim:
     """The claim that a written program carries on a node; empty for none."""
+    found = _custom(node)
+    if node.target is operator.getitem:  # read from a file, it bears its source's
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        parts = _custom(source).get("parts") or {}
+        found = parts.get(str(index), found)
+    return found
+
+
+def _custom(node: fx.Node) -> Claim:
     custom = node.meta.get("custom") or {}
     found = custom.get(CLAIM) if isinstance(custom, dict) else None
     return found if isinstance(found, dict) else Claim()  # type: ignore[return-value]

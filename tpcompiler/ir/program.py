@@ -23,6 +23,8 @@ MARK = "tpcompiler_mark"
 ORIGIN = "tpcompiler_origin"
 RESHARD = "tpcompiler_reshard"
 PIN = "tpcompiler_pin"
+CALL = "tpcompiler_call"  # the call of the whole, as data, where a rank runs another one for its share
+BODY = "tpcompiler_body"  # the op that a node does a share of, where its rule's body has taken its place
 GLOBAL = "tpcompiler_global"  # the global fake value of a node whose "val" is local already
 
 Why = Literal["inherent", "plan-demanded", "fallback"]

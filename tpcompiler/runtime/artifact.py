@@ -90,20 +90,31 @@ def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Pa
     return target
 
 
+Inspect = Callable[[Path], None]
+
+
+def _accept(directory: Path) -> None:
+    """What is written is not looked at again."""
+
+
 def write_artifact(
     directory: str | os.PathLike[str],
     manifest: Manifest,
     write_rank: Callable[[int, Path], None],
     *,
     force: bool = False,
+    inspect: Inspect = _accept,
 ) -> None:
     """Write all files under a temporary name beside `directory`, then move them into place.
+
+    `inspect` is given the directory with that name; what it raises goes on, and nothing is left behind.
 
     Raises:
         ArtifactError: the directory exists and `force` is not set, or a file cannot be written; nothing is left behind.
     """
     with _in_place_of(free_target(directory, force=force)) as temporary:
         _write(temporary, manifest, write_rank)
+        inspect(temporary)
 
 
 def write_set(
@@ -111,8 +122,11 @@ def write_set(
     programs: Mapping[str, tuple[Manifest, Callable[[int, Path], None]]],
     *,
     force: bool = False,
+    inspect: Inspect = _accept,
 ) -> None:
     """Write an artifact for each program into a directory of its name, and the list of them, all or nothing.
+
+    `inspect`: as of `write_artifact`.
 
     Raises:
         ArtifactError: as `write_artifact`.
@@ -123,6 +137,7 @@ def write_set(
             _write(temporary / name, manifest, write_rank)
         text = json.dumps({"format": FORMAT, "programs": list(programs)}, indent=1)
         (temporary / SET).write_text(text + "\n", encoding="utf-8")
+        inspect(temporary)
 
 
 def _write(directory: Path, manifest: Manifest, write_rank: Callable[[int, Path], None]) -> None:
@@ -130,7 +145,7 @@ def _write(directory: Path, manifest: Manifest, write_rank: Callable[[int, Path]
     for rank in range(manifest.world_size):
         write_rank(rank, directory / rank_file(rank))
         files[rank_file(rank)] = sha256(directory / rank_file(rank))
-    text = json.dumps(dataclasses.asdict(dataclasses.replace(manifest, files=files)), indent=1, sort_keys=True)
+    text = json.dumps(dataclasses.asdict(dataclasses.replace(manifest, files=files)), indent=1)
     (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 

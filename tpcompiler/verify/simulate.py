@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -24,6 +24,7 @@ from tpcompiler.runtime.inputs import check_tensor
 from tpcompiler.verify.promote import Promoted
 
 Seen = Callable[[int, fx.Node, Any], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class RankResult:
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class Waiting:
+    """A rank at a collective, with its operand."""
+
     kind: str
     value: torch.Tensor
     details: tuple[Any, ...]
@@ -62,20 +65,30 @@ def simulate(
     Raises:
         InternalError: ranks wait at different collectives, which on real devices would hang or mix data up.
     """
-    runs = [
-        _run(program, inputs, rank, state[rank] if state is not None else {}, seen)
-        for rank, (program, inputs) in enumerate(zip(programs, flat_inputs, strict=True))
-    ]
-    results: list[RankResult | None] = [None] * len(runs)
+    return lock_step(
+        [
+            _run(program, inputs, rank, state[rank] if state is not None else {}, seen)
+            for rank, (program, inputs) in enumerate(zip(programs, flat_inputs, strict=True))
+        ]
+    )
+
+
+def lock_step(runs: Sequence[Generator[Waiting, Any, T]]) -> list[T]:
+    """What each rank's run returns; a run yields at every collective, and gets the answer when its group is there.
+
+    Raises:
+        InternalError: ranks wait at different collectives.
+    """
+    results: dict[int, T] = {}
     answers: dict[int, torch.Tensor] = {}
-    waiting: dict[int, _Waiting] = {}
+    waiting: dict[int, Waiting] = {}
     now = random_state()
     drawn = [now] * len(runs)
     try:
         with torch.no_grad():
             while True:
                 for rank, run in enumerate(runs):
-                    if results[rank] is None and rank not in waiting:
+                    if rank not in results and rank not in waiting:
                         set_random_state(drawn[rank])
                         try:
                             waiting[rank] = run.send(answers.get(rank))
@@ -83,7 +96,7 @@ def simulate(
                             results[rank] = stop.value
                         drawn[rank] = random_state()
                 if not waiting:
-                    return [r for r in results if r is not None]
+                    return [results[rank] for rank in range(len(runs))]
                 answers = _collectives(waiting, len(runs))
     finally:
         set_random_state(now)
@@ -165,7 +178,7 @@ def _run(
     rank: int,
     state: Mapping[str, torch.Tensor],
     seen: Seen | None,
-) -> Generator[_Waiting, torch.Tensor | None, RankResult]:
+) -> Generator[Waiting, torch.Tensor | None, RankResult]:
     env: dict[fx.Node, Any] = {}
     feed = iter(inputs)
     specs = iter(program.graph_signature.input_specs)
@@ -178,15 +191,8 @@ def _run(
             outputs = [env[a] if isinstance(a, fx.Node) else a for a in node.args[0]]
         elif node.op == "get_attr":
             env[node] = program.graph_module.get_submodule(str(node.target))
-        elif edit.is_collective(node):
-            args = fx.node.map_arg(node.args, lambda n: env[n])
-            kind = str(node.target).split(".")[1]
-            env[node] = yield _Waiting(kind, args[0], tuple(args[1:]), node.name)
-        elif "wait_tensor" in str(node.target):
-            env[node] = env[edit.operands(node)[0]] if edit.operands(node) else env[node.args[0]]
         else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
-            env[node] = node.target(*args, **kwargs)
+            env[node] = yield from run_call(node, env)
         if seen is not None and node.op != "output":
             seen(rank, node, env[node])
         for dead in last_use.get(node, ()):
@@ -198,6 +204,15 @@ def _run(
         elif spec.target is not None:
             mutated[spec.target] = value
     return RankResult(user, mutated)
+
+
+def run_call(node: fx.Node, env: Mapping[fx.Node, Any]) -> Generator[Waiting, torch.Tensor | None, Any]:
+    """What a call makes of the values in `env`."""
+    args: Any
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
+    if edit.is_collective(node):
+        return (yield Waiting(str(node.target).split(".")[1], args[0], tuple(args[1:]), node.name))
+    return args[0] if "wait_tensor" in str(node.target) else node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _input(program: ExportedProgram | Promoted, spec: Any, feed: Any, state: Mapping[str, torch.Tensor]) -> Any:
@@ -224,7 +239,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return out
 
 
-def _collectives(waiting: dict[int, _Waiting], world: int) -> dict[int, torch.Tensor]:
+def _collectives(waiting: dict[int, Waiting], world: int) -> dict[int, torch.Tensor]:
     """The answers for all ranks whose group has come to one collective; these do not wait any more."""
     answers: dict[int, torch.Tensor] = {}
     for rank, call in waiting.items():
@@ -249,12 +264,12 @@ def _collectives(waiting: dict[int, _Waiting], world: int) -> dict[int, torch.Te
     return answers
 
 
-def _group(call: _Waiting, rank: int, world: int) -> Sequence[int]:
+def _group(call: Waiting, rank: int, world: int) -> Sequence[int]:
     groups = groups_named(str(call.details[-1])) or [range(world)]
     return next((group for group in groups if rank in group), range(world))
 
 
-def _collective(waiting: Sequence[_Waiting]) -> list[torch.Tensor]:
+def _collective(waiting: Sequence[Waiting]) -> list[torch.Tensor]:
     first, values = waiting[0], [call.value for call in waiting]
     if first.kind == "all_to_all_single":
         return _all_to_all(waiting)
@@ -274,13 +289,13 @@ def _collective(waiting: Sequence[_Waiting]) -> list[torch.Tensor]:
     raise InternalError(f"'{first.node}': the simulator does not know {first.kind}", help="report this")
 
 
-def _call(waiting: _Waiting) -> str:
+def _call(waiting: Waiting) -> str:
     """What all ranks must agree on; the sizes of an all_to_all are each rank's own."""
     details = waiting.details[2:] if waiting.kind == "all_to_all_single" else waiting.details
     return f"{waiting.kind}({', '.join(map(str, (str(waiting.value.dtype), *details)))})"
 
 
-def _all_to_all(waiting: Sequence[_Waiting]) -> list[torch.Tensor]:
+def _all_to_all(waiting: Sequence[Waiting]) -> list[torch.Tensor]:
     for to, w in enumerate(waiting):
         sizes = [other.details[1][to] for other in waiting]
         if list(w.details[0]) != sizes:

@@ -1,0 +1,69 @@
+"""One call of an op as plain data: what a rank's program does a share of, said in the claim of what does it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import op_overload
+
+NAMED = (torch.dtype, torch.layout, torch.memory_format)  # printed as `torch.x`
+
+
+def write_call(node: fx.Node) -> dict[str, Any]:
+    """The op and all its arguments as JSON holds them, nodes by name."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    kwargs = {name: _written(value) for name, value in node.kwargs.items()}
+    return {
+        "op": f"{node.target._schema.name}.{node.target._overloadname}",
+        "args": [_written(value) for value in node.args],
+        "kwargs": kwargs,
+    }
+
+
+def read_call(
+    call: Any, value: Callable[[str], Any], device: torch.device
+) -> tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]:
+    """(op, args, kwargs) of what `write_call` wrote, with nodes replaced by `value(name)` and devices by `device`.
+
+    Raises:
+        ValueError: it is no such call.
+    """
+    op = op_overload(call.get("op")) if isinstance(call, dict) and isinstance(call.get("op"), str) else None
+    if op is None or not isinstance(call.get("args"), list) or not isinstance(call.get("kwargs"), dict):
+        raise ValueError(f"{call!r} is no call of an op that torch has here")
+
+    def read(written: Any) -> Any:
+        if isinstance(written, list):
+            return [read(each) for each in written]
+        if not isinstance(written, dict):
+            return written
+        ((kind, text),) = written.items()
+        if kind == "node":
+            return value(text)
+        if kind == "device":
+            return device
+        found = getattr(torch, str(text), None) if kind == "torch" else float(text) if kind == "float" else None
+        if kind not in ("torch", "float") or (kind == "torch" and not isinstance(found, NAMED)):
+            raise ValueError(f"{written!r} is no argument of a call")
+        return found
+
+    return op, tuple(map(read, call["args"])), {name: read(each) for name, each in call["kwargs"].items()}
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return {"node": value.name}
+    if isinstance(value, (list, tuple)):
+        return [_written(each) for each in value]
+    if isinstance(value, NAMED):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": value.type}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    return value

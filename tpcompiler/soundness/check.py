@@ -1,0 +1,152 @@
+"""Translation validation of written programs: each is folded back into the single-device program it claims to share."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import fx
+from torch.export import ExportedProgram
+
+from tpcompiler.ir import edit
+from tpcompiler.ir.local import no_new_guards
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.runtime.artifact import Manifest, programs_in, rank_file, read_manifest
+from tpcompiler.soundness.boundary import check_outputs, check_state
+from tpcompiler.soundness.collectives import check_collectives
+from tpcompiler.soundness.folded import Folded, Unsound, folded
+from tpcompiler.soundness.ops import Results, check_ops
+from tpcompiler.soundness.regions import Done, check_region
+from tpcompiler.soundness.written import Written, read_ranks
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """The verdict: how much was checked, and what does not hold (`findings`, the first of each kind of check)."""
+
+    ok: bool
+    counts: Mapping[str, int]
+    findings: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        checked = ", ".join(f"{count} {what}" for what, count in self.counts.items())
+        return "\n".join(
+            [f"{'sound' if self.ok else 'NOT SOUND'}: {checked}", *(f"  {each}" for each in self.findings)]
+        )
+
+
+def check_artifact(
+    directory: str | os.PathLike[str],
+    *,
+    original: ExportedProgram | None = None,
+    prepare: Callable[[ExportedProgram], ExportedProgram],
+) -> CheckReport:
+    """Check the files of an artifact, or of each in a directory of several.
+
+    `prepare` makes of a program one whose ops can be evaluated here: whatever device it is for.
+
+    Raises:
+        ArtifactError: no artifact, or a damaged one.
+    """
+    names = programs_in(directory)
+    if not names:
+        manifest = read_manifest(directory)
+        return check_programs(read_ranks(directory, manifest, prepare), manifest, original)
+    reports = {name: check_artifact(Path(directory) / name, prepare=prepare) for name in names}
+    findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
+    counts = {what: sum(report.counts[what] for report in reports.values()) for what in reports[names[0]].counts}
+    return CheckReport(not findings, counts, findings)
+
+
+def check_programs(
+    ranks: Sequence[Written], manifest: Manifest, original: ExportedProgram | None = None
+) -> CheckReport:
+    """Check the programs of all ranks against their claims and the manifest.
+
+    Each rank's graph is folded back: its changes of sharding left out, and the calls that do a share of one replaced by
+    that one. All ranks must fold to the same program. That a rank does its share of it follows from the ops' rules;
+    what is no op by itself, changes and bodies, is run. Source of the idea: Pnueli, Siegel and Singerman, "Translation
+    validation", TACAS 1998.
+
+    Args:
+        original: the single-device program, whose weights are compared with the ranks' shares.
+    """
+    mesh = Mesh.of(manifest.mesh)
+    findings: list[str] = []
+    counts = Counter({"ranks": len(ranks), "graphs": len({id(each.program) for each in ranks})})
+    made = _folded(ranks, manifest, mesh, findings)
+    if len(made) == len(ranks):
+        _check_agreement(made, findings, counts)
+        counts.update(ops=len(made[0].ops))
+    with _noting(findings, None):
+        check_collectives([each.program for each in ranks], manifest)
+        counts.update(collectives=sum(edit.is_collective(node) for node in ranks[0].program.graph.nodes))
+    with _noting(findings, None):
+        check_state(ranks, manifest, mesh, original)
+        counts.update(tensors=len(manifest.tensors))
+    return CheckReport(not findings, dict(counts), findings)
+
+
+def _folded(ranks: Sequence[Written], manifest: Manifest, mesh: Mesh, findings: list[str]) -> list[Folded]:
+    """Every rank's program folded back, and checked op by op; one that several ranks have, once."""
+    known: dict[int, Folded] = {}
+    results: Results = {}
+    found = []
+    for rank, each in enumerate(ranks):
+        with _noting(findings, rank):
+            made = known.get(id(each.program))
+            if made is None:
+                made = folded(each.program, manifest, mesh)
+                check_outputs(made, manifest)
+            if id(each.program) not in known or not made.is_even:
+                with no_new_guards(each.program.graph):
+                    check_ops(made, rank, results)
+            known[id(each.program)] = made
+            found.append(made)
+    return found
+
+
+def _check_agreement(ranks: Sequence[Folded], findings: list[str], counts: Counter[str]) -> None:
+    """All ranks fold to one program, and what they do together is what it claims."""
+    texts = {id(each): each.text() for each in ranks}
+    first = texts[id(ranks[0])]
+    for rank, each in enumerate(ranks):
+        apart = [(a, b) for a, b in zip(first, texts[id(each)], strict=False) if a != b]
+        if apart or len(first) != len(texts[id(each)]):
+            a, b = apart[0] if apart else (f"{len(first)} values", f"{len(texts[id(each)])} values")
+            findings.append(f"ranks 0 and {rank} have shares of different programs: {a}, and {b}")
+            return
+    done: Done = set()
+    for name in ranks[0].regions:
+        with _noting(findings, 0):
+            if not all(name in each.regions for each in ranks):
+                raise Unsound(None, f"not all ranks have {name}")
+            check_region(name, ranks, done)
+            counts.update(regions=1)
+
+
+class _noting:
+    """Keep what is unsound as a finding, with file, node and source line."""
+
+    def __init__(self, findings: list[str], rank: int | None) -> None:
+        self.findings, self.rank = findings, rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Unsound):
+            return False
+        self.findings.append(_where(error.node, self.rank) + error.text)
+        return True
+
+
+def _where(node: fx.Node | None, rank: int | None) -> str:
+    words = [] if rank is None else [rank_file(rank)]
+    if node is not None:
+        line = edit.source_line(node)
+        words.append(f"'{node.name}' ({node.target}{', ' + line if line else ''})")
+    return ": ".join(words) + (" " if node is not None else ": " if words else "")

@@ -1,0 +1,304 @@
+"""A rank's program folded back into the single-device program that it claims to be a share of."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from tpcompiler._torch import FakeTensorMode, enable_python_dispatcher
+from tpcompiler.ir import edit
+from tpcompiler.ir.calls import read_call
+from tpcompiler.ir.claims import Claim, read_claim
+from tpcompiler.ir.local import fake_mode_of, local_strides, no_new_guards
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import read_sharding
+from tpcompiler.runtime.artifact import Manifest
+
+aten = torch.ops.aten
+Shardings = tuple[Sharding, ...]
+
+
+class Unsound(Exception):
+    """What does not hold, at which node of a rank's graph."""
+
+    def __init__(self, node: fx.Node | None, text: str) -> None:
+        super().__init__(text)
+        self.node = node
+        self.text = text
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes that ranks run for one change of sharding, or (`call`) for a share of one op.
+
+    `inputs`: the nodes outside that they use, `outputs`: those of them that others use.
+    """
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    call: Any = None
+
+
+@dataclass
+class Folded:
+    """The whole program, and what each node of the rank's graph stands for in it.
+
+    Attributes:
+        graph: the single-device program; `meta["val"]` of its nodes are whole values.
+        whole: node of the rank's graph -> node of `graph`; none for what lies inside of a region.
+        shardings: node of the rank's graph -> a sharding for each tensor that it makes.
+        ops: the calls that are a share of one call on the whole.
+        regions: by name.
+        shard_sizes: a number that is the size of a shard -> how many times as large the whole's is.
+        named: the tensors that a claimed call names, as nodes of the rank's graph.
+    """
+
+    program: ExportedProgram
+    mesh: Mesh
+    mode: FakeTensorMode
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    whole: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    shardings: dict[fx.Node, Shardings] = field(default_factory=dict)
+    ops: list[fx.Node] = field(default_factory=list)
+    regions: dict[str, Region] = field(default_factory=dict)
+    shard_sizes: dict[fx.Node, int] = field(default_factory=dict)
+    named: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+
+    def text(self) -> list[str]:
+        """The whole program with its shardings and changes, a line each: what all ranks must agree on."""
+        lines = []
+        for node, made in self.whole.items():
+            shown = ", ".join(sharding.text(self.mesh) for sharding in self.shardings.get(node, ()))
+            lines.append(f"{made.name}: {shown} = {made.target}({made.args}, {made.kwargs})")
+        return lines
+
+    @property
+    def is_even(self) -> bool:
+        """Whether nothing tells ranks apart: all hold as much of everything."""
+        return all(
+            sharding.is_even(value.shape, self.mesh)
+            for node, shardings in self.shardings.items()
+            for value, sharding in zip(edit.outputs(self.whole[node]), shardings, strict=True)
+        )
+
+    def given(self, node: fx.Node) -> Shardings:
+        """The shardings of the whole call's tensor operands, as the rank has them."""
+        return tuple(self.shardings[operand][0] for operand in self.named.get(node) or edit.operands(node))
+
+
+def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh) -> Folded:
+    """Fold the program of one rank.
+
+    Raises:
+        Unsound: a node without a claim, a claim that cannot be read, or what no single-device program could be.
+    """
+    made = Folded(program, mesh, fake_mode_of(program.graph))
+    regions = _regions(program.graph)
+    last = {region.nodes[-1]: region for region in regions.values()}
+    inside = {node for region in regions.values() for node in region.nodes}
+    made.regions.update(regions)
+    with no_new_guards(program.graph):
+        _inputs(made, manifest)
+        for node in edit.calls(program.graph):
+            if node in last:
+                _fold_region(made, last[node])
+            elif node not in inside:
+                _fold_call(made, node)
+        for node in program.graph.nodes:
+            if node.op == "output":
+                values = fx.node.map_arg(node.args, lambda n: made.whole[n])
+                made.whole[node] = made.graph.output(values[0])
+    return made
+
+
+def _regions(graph: fx.Graph) -> dict[str, Region]:
+    members: dict[str, list[fx.Node]] = {}
+    for node in edit.calls(graph):
+        claim = read_claim(node)
+        if name := claim.get("reshard") or claim.get("body"):
+            members.setdefault(f"{'reshard' if 'reshard' in claim else 'body'} {name}", []).append(node)
+    found = {}
+    for name, nodes in members.items():
+        own = set(nodes)
+        inputs = dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in own)
+        outputs = tuple(node for node in nodes if any(user not in own for user in node.users))
+        found[name] = Region(name, tuple(nodes), tuple(inputs), outputs)
+    return found
+
+
+def _inputs(made: Folded, manifest: Manifest) -> None:
+    rows = {row["name"]: row for row in manifest.tensors}
+    users = iter(manifest.inputs)
+    placeholders = [node for node in made.program.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(placeholders, made.program.graph_signature.input_specs, strict=True):
+        value = node.meta.get("val")
+        new = made.whole[node] = made.graph.placeholder(node.name)
+        new.meta["val"] = value
+        if not isinstance(value, torch.Tensor):
+            continue
+        row = next(users, None) if spec.kind is InputKind.USER_INPUT else rows.get(str(spec.target))
+        if row is None:
+            raise Unsound(node, "is an input that the manifest does not name")
+        sharding = _read(node, row["sharding"], made.mesh, value.ndim)
+        made.shardings[node] = (sharding,)
+        if len(row["shape"]) != value.ndim:
+            raise Unsound(node, f"has {value.ndim} dims, the manifest says {len(row['shape'])}")
+        if not sharding.is_replicated:
+            shape = [
+                size if isinstance(size, int) else own * made.mesh.size(cut.axes)
+                for size, own, cut in zip(row["shape"], value.shape, sharding.dims, strict=True)
+            ]
+            with made.mode:
+                strides = local_strides(value, shape)
+                new.meta["val"] = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+
+
+def _read(node: fx.Node, text: Any, mesh: Mesh, ndim: int) -> Sharding:
+    try:
+        return read_sharding(text, mesh, ndim)
+    except (ValueError, LookupError, AssertionError, TypeError) as error:
+        raise Unsound(node, f"claims the sharding {text!r}, which is none of a tensor of {ndim} dims") from error
+
+
+def _claimed(made: Folded, node: fx.Node) -> tuple[Claim, Shardings]:
+    claim, values = read_claim(node), edit.outputs(node)
+    texts = claim.get("sharding")
+    if texts is None or len(texts) != len(values):
+        raise Unsound(node, f"makes {len(values)} tensors, and claims shardings {texts}")
+    return claim, tuple(_read(node, t, made.mesh, v.ndim) for t, v in zip(texts, values, strict=True))
+
+
+def _fold_region(made: Folded, region: Region) -> None:
+    if region.name.startswith("reshard"):
+        _fold_change(made, region)
+    else:
+        _fold_body(made, region)
+
+
+def _fold_change(made: Folded, region: Region) -> None:
+    operands = [node for node in region.inputs if edit.is_tensor(node)]
+    last = region.nodes[-1]
+    if len(operands) != 1 or region.outputs != (last,):
+        raise Unsound(last, f"is the end of {region.name}, which has {len(operands)} operands")
+    claim, (target,) = _claimed(made, last)
+    before, _, after = str(claim.get("change")).partition(" -> ")
+    ndim = edit.outputs(operands[0])[0].ndim
+    source = _read(last, before, made.mesh, ndim)
+    if source != made.shardings[operands[0]][0] or _read(last, after, made.mesh, ndim) != target:
+        raise Unsound(
+            last,
+            f"claims to change {claim.get('change')} to {target.text(made.mesh)}, "
+            f"and '{operands[0].name}' is {made.shardings[operands[0]][0].text(made.mesh)}",
+        )
+    made.whole[last] = made.whole[operands[0]]
+    made.shardings[last] = (target,)
+
+
+def _fold_body(made: Folded, region: Region) -> None:
+    whole: fx.Node | None = None
+    for node in region.outputs:
+        claim, shardings = _claimed(made, node)
+        call = claim.get("call")
+        if call is None:
+            raise Unsound(node, f"is used outside of {region.name} and does not say what it is a share of")
+        if whole is None:
+            whole = _whole_call(made, node, *_global(made, node, call), made.graph)
+            made.regions[region.name] = Region(region.name, region.nodes, region.inputs, region.outputs, whole)
+        index = call.get("output")
+        part = whole if index is None else _whole_call(made, node, operator.getitem, (whole, index), {}, made.graph)
+        made.whole[node], made.shardings[node] = part, shardings
+
+
+def _fold_call(made: Folded, node: fx.Node) -> None:
+    if edit.is_collective(node) or "wait_tensor" in str(node.target):
+        raise Unsound(node, "belongs to no change of sharding")
+    size, degree = node.args if node.target is operator.mul else (None, None)
+    if isinstance(size, fx.Node) and size in made.shard_sizes:
+        if made.shard_sizes[size] != degree:
+            raise Unsound(node, f"multiplies a shard's size by {degree}, and there are {made.shard_sizes[size]}")
+        made.whole[node] = made.whole[size]
+        return
+    values = edit.outputs(node)
+    if not values:
+        made.whole[node] = _whole_call(made, node, node.target, *_same(made, node), made.graph)
+        if node.target is aten.sym_size.int:
+            operand, dim = node.args
+            assert isinstance(operand, fx.Node)
+            assert isinstance(dim, int)
+            cut = made.shardings[operand][0].dims[dim]
+            if cut.axes:
+                made.shard_sizes[node] = made.mesh.size(cut.axes)
+        return
+    if node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
+        every = made.whole[source].meta["val"]
+        tensors = [i for i, value in enumerate(every) if isinstance(value, torch.Tensor)]
+        made.shardings[node] = (made.shardings[source][tensors.index(index)],)
+        made.whole[node] = _whole_call(made, node, operator.getitem, *_same(made, node), made.graph)
+        return
+    claim, made.shardings[node] = _claimed(made, node)
+    call = claim.get("call")
+    target, args, kwargs = (node.target, *_same(made, node)) if call is None else _global(made, node, call)
+    made.whole[node] = _whole_call(made, node, target, args, kwargs, made.graph)
+    made.ops.append(node)
+
+
+def _same(made: Folded, node: fx.Node) -> tuple[Any, Any]:
+    """The node's own arguments, on the whole."""
+
+    def whole(used: fx.Node) -> fx.Node:
+        if used in made.shard_sizes and edit.outputs(node):
+            raise Unsound(node, f"takes '{used.name}', the size of a shard, for that of the whole")
+        if used not in made.whole:
+            raise Unsound(node, f"uses '{used.name}', which lies inside of a region")
+        return made.whole[used]
+
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), whole)
+    return args, kwargs
+
+
+def _global(made: Folded, node: fx.Node, call: Any) -> tuple[Any, Any, Any]:
+    names = {other.name: other for other in made.whole}
+
+    def value(name: str) -> fx.Node:
+        if name not in names:
+            raise ValueError(f"there is no {name!r} before it")
+        if edit.is_tensor(names[name]):
+            made.named.setdefault(node, []).append(names[name])
+        return made.whole[names[name]]
+
+    try:
+        return read_call(call, value, edit.outputs(node)[0].device)
+    except (ValueError, TypeError) as error:
+        raise Unsound(node, f"claims to be a share of a call that cannot be read: {error}") from error
+
+
+def _whole_call(
+    made: Folded, node: fx.Node, target: Any, args: Any, kwargs: Mapping[str, Any], graph: fx.Graph
+) -> fx.Node:
+    new = graph.create_node("call_function", target, tuple(args), dict(kwargs), name=read_claim(node).get("origin"))
+    edit.inherit_meta(new, node)
+    used = [other for other in node.all_input_nodes if edit.outputs(other)]
+    alike = all(s.is_replicated for n in (node, *used) for s in made.shardings.get(n, ()))
+    if alike and edit.outputs(node) and "call" not in read_claim(node):
+        new.meta["val"] = node.meta["val"]  # the same on every rank as on one device
+        return new
+    given, named = fx.node.map_arg((new.args, dict(new.kwargs)), lambda n: n.meta["val"])
+    try:
+        with made.mode, torch.no_grad(), enable_python_dispatcher():
+            new.meta["val"] = target(*given, **named)
+    except Exception as error:  # whatever torch makes of arguments that do not fit
+        raise Unsound(node, f"cannot be run on the whole: {str(error).splitlines()[0]}") from error
+    return new

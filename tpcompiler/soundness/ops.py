@@ -1,0 +1,206 @@
+"""Whether a rank's call of an op does its share of the call on the whole, by the op's rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import OpOverload, enable_python_dispatcher, statically_equal
+from tpcompiler.errors import RuleError
+from tpcompiler.ir import edit
+from tpcompiler.ir.local import key
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import WHOLE, Size
+from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
+from tpcompiler.rules.notation import Rule
+from tpcompiler.rules.registry import rule_of
+from tpcompiler.soundness.folded import Folded, Shardings, Unsound
+
+aten = torch.ops.aten
+Results = dict[Any, Any]
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # but for whether they may copy
+
+
+def check_ops(made: Folded, rank: int, results: Results) -> None:
+    """Check every call of the rank outside of regions, and every value's shape.
+
+    `results` remembers what an op makes of a layout of arguments.
+
+    Raises:
+        Unsound: shardings that the op's rule does not give, an argument that is not the rank's own size, a local value
+            of another shape or dtype than claimed or than the call makes.
+    """
+    here = made.mesh.coordinate(rank)
+    for node in made.program.graph.nodes:
+        if node.op == "call_function":
+            _check_value(made, node, results)
+        if node in made.whole and node.op != "output":
+            _check_shapes(made, node, here)
+    for node in made.ops:
+        _check_op(made, node, made.mesh, here)
+
+
+def _check_shapes(made: Folded, node: fx.Node, here: Mapping[str, int]) -> None:
+    """Local shapes follow from the claims."""
+    wholes = edit.outputs(made.whole[node])
+    if not edit.outputs(node):
+        return
+    for whole, sharding, local in zip(wholes, made.shardings[node], edit.outputs(node), strict=True):
+        claimed = sharding.local_shape(whole.shape, made.mesh, here)
+        if len(claimed) != local.ndim or not all(map(statically_equal, claimed, local.shape)):
+            raise Unsound(
+                node,
+                f"is {list(local.shape)}, and {sharding.text(made.mesh)} of {list(whole.shape)} is {list(claimed)}",
+            )
+        if whole.dtype != local.dtype:
+            raise Unsound(node, f"is of {local.dtype}, and the whole of {whole.dtype}")
+
+
+def _check_value(made: Folded, node: fx.Node, results: Results) -> None:
+    """The recorded value is what the call makes of its operands' recorded values."""
+    if not isinstance(node.target, OpOverload) or node.meta.get("unbacked_bindings") or not edit.outputs(node):
+        return
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    known = (id(made.mode), node.target, key(args), key(kwargs))
+    if known not in results:
+        try:
+            with made.mode, torch.no_grad(), enable_python_dispatcher():
+                results[known] = node.target(*args, **kwargs)
+        except Exception as error:  # whatever torch makes of arguments that do not fit
+            raise Unsound(node, f"cannot be run: {str(error).splitlines()[0]}") from error
+    found = results[known]
+    every = [v for v in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(v, torch.Tensor)]
+    for value, said in zip(every, edit.outputs(node), strict=True):
+        same = value.ndim == said.ndim and all(map(statically_equal, value.shape, said.shape))
+        if not same or value.dtype != said.dtype:
+            raise Unsound(
+                node,
+                f"makes {value.dtype} {list(value.shape)}, and is said to make {said.dtype} {list(said.shape)}",
+            )
+
+
+def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) -> None:
+    wants, gives, whole = made.given(node), made.shardings[node], made.whole[node]
+    if all(sharding.is_replicated for sharding in (*wants, *gives)):
+        _check_arguments(made, node, {})
+        return
+    rule = _rule(node, whole)
+    if rule is None:
+        raise Unsound(node, "has no rule, and is run on shares")
+    option = _option(rule, node, wants, gives, mesh)
+    both = shardings(rule, option, mesh)
+    if isinstance(both, Refusal):
+        raise Unsound(node, f"cannot be run so: {both.text}")
+    if both != (wants, gives):
+        said = [", ".join(s.text(mesh) for s in each) for each in (*both, wants, gives)]
+        raise Unsound(node, f"takes {said[0]} and makes {said[1]} by its rule, and claims {said[2]} and {said[3]}")
+    if rule.local.keys() & option.cuts.keys():
+        raise Unsound(node, "is run as it is, and would be wrong on a share")
+    if all(value.numel() == 0 for value in edit.outputs(node) if all(isinstance(s, int) for s in value.shape)) and (
+        node.target is aten.full.default
+    ):
+        return  # of an empty share nothing can be wrong but its shape
+    _check_arguments(made, node, _own_arguments(rule, option, node, made, here))
+
+
+def _rule(node: fx.Node, whole: fx.Node) -> Rule | None:
+    try:
+        return rule_of(whole)
+    except RuleError as error:
+        raise Unsound(node, f"does not fit its op's rule: {error.message}") from error
+
+
+def _option(rule: Rule, node: fx.Node, wants: Shardings, gives: Shardings, mesh: Mesh) -> Option:
+    """The one way to run the op that these shardings speak of."""
+    found: list[Option] = []
+    for term, sharding in zip((*rule.pattern.inputs, *rule.pattern.outputs), (*wants, *gives), strict=True):
+        followed = follow(rule, term, sharding.settled(), mesh)
+        if isinstance(followed, Refusal):
+            raise Unsound(node, f"cannot be run on {sharding.text(mesh)}: {followed.text}")
+        found.append(followed)
+    cuts = merge(found)
+    if cuts is None:
+        raise Unsound(node, "has operands that are cut differently")
+    pending = {axis for f, cut in cuts.cuts.items() if f in rule.reduced for axis in cut.axes}
+    for index, sharding in enumerate(wants):
+        for axis, op in sharding.partial:
+            if axis in pending and index in rule.pattern.addends:
+                continue
+            through = pass_through(rule, index, axis, op)
+            if isinstance(through, Refusal):
+                raise Unsound(node, through.text)
+            found.append(through)
+    both = merge(found)
+    if both is None:
+        raise Unsound(node, "has operands that wait for different reductions")
+    return both
+
+
+def _own_arguments(
+    rule: Rule, option: Option, node: fx.Node, made: Folded, here: Mapping[str, int]
+) -> dict[str, list[Size | None]]:
+    """What the rule says of size arguments: the rank's own sizes; None where the whole's entry stands."""
+    mesh, (sharding, *_), out = made.mesh, made.shardings[node], rule.pattern.outputs[0]
+    shape = sharding.local_shape(edit.outputs(made.whole[node])[0].shape, mesh, here)
+    own: dict[str, list[Size | None]] = {}
+    for name, term in rule.sizes.items():
+        positions = [out.index(dim) if dim else -1 for dim in term]
+        own[name] = [shape[at] if at >= 0 and sharding.dims[at].axes else None for at in positions]
+    for name, groups in rule.counts.items():
+        if any(f in option.cuts for group in groups for f in group):
+            own[name] = [
+                sum(option.cuts.get(f, WHOLE).local_size(rule.extent[f], mesh, here) for f in group) for group in groups
+            ]
+    return own
+
+
+def _check_arguments(made: Folded, node: fx.Node, own: Mapping[str, list[Size | None]]) -> None:
+    """All arguments are the whole call's but for those that the rule names."""
+    whole = made.whole[node]
+    if not isinstance(node.target, OpOverload):
+        return
+    theirs, mine = edit.bound(whole), edit.bound(node)
+    if node.target in VIEWS and whole.target in VIEWS:
+        mine = dict(zip(theirs, mine.values(), strict=True))  # reshape calls its size a shape
+    elif node.target != whole.target:
+        raise Unsound(node, f"calls {node.target} for a share of {whole.target}")
+    for name, value in mine.items():
+        wanted = theirs[name]
+        if name not in own:
+            if not _equal(value, wanted, made):
+                raise Unsound(node, f"is given {name}={value}, and the whole {name}={wanted}")
+            continue
+        entries, wanted = _as_list(value), _as_list(wanted)
+        for entry, entry_of_whole, size in zip(entries, wanted, own[name], strict=True):
+            if size is None:
+                fits = _equal(entry, entry_of_whole, made) or entry_of_whole == -1
+            else:
+                fits = statically_equal(_number(entry), size) or entry == -1
+            if not fits:
+                raise Unsound(node, f"is given {name}={value}, where its share of {wanted} has {size}")
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _number(value: Any) -> Any:
+    return value.meta["val"] if isinstance(value, fx.Node) else value
+
+
+def _equal(value: Any, wanted: Any, made: Folded) -> bool:
+    """The same argument: a node that stands for the other, or an equal constant; devices are the programs' own."""
+    if isinstance(value, (list, tuple)):
+        return (
+            isinstance(wanted, (list, tuple))
+            and len(value) == len(wanted)
+            and all(_equal(a, b, made) for a, b in zip(value, wanted, strict=True))
+        )
+    if isinstance(value, fx.Node):
+        return value in made.whole and made.whole[value] is wanted
+    if isinstance(value, torch.device):
+        return True
+    return type(value) is type(wanted) and (value == wanted or value != value)
