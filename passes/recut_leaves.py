@@ -153,8 +153,14 @@ def _pulled(wishes: Sequence[Wish], trial: _Trial) -> dict[str, Sharding]:
 
 
 def _as_asked(wish: Sharding, seed: Seed) -> bool:
-    """Whether the plan's axes still cut the leaf: where they lie in it is open, that they cut it is not."""
-    return set(wish.cut_axes) == set(seed.sharding.cut_axes)
+    """Whether the plan's axes still cut all of the leaf: where they lie in it is open, that they cut it is not."""
+    whole = _is_partly_whole(wish) and not _is_partly_whole(seed.sharding)
+    return set(wish.cut_axes) == set(seed.sharding.cut_axes) and not whole
+
+
+def _is_partly_whole(sharding: Sharding) -> bool:
+    """Whether some elements of a leaf are on every rank."""
+    return not any(cut.axes and all(part.axes for _, part in cut.parts) for cut in sharding.dims)
 
 
 def _with(wishes: Mapping[str, Sharding], program: PlannedProgram) -> dict[str, Seed]:
@@ -191,7 +197,7 @@ def _moved(one: Gathered, trial: _Trial) -> Iterator[Wish]:
         dims = [WHOLE if d == old else cut for d, cut in enumerate(have.dims)]
         dims[new] = DimSharding.by(*axes)
         found = _pulled([(value, Sharding(tuple(dims)))], trial)
-        if found and all(wish.axes == seeds[name].sharding.axes for name, wish in found.items()):
+        if found and all(_as_asked(wish, seeds[name]) for name, wish in found.items()):
             yield value, Sharding(tuple(dims))
             return
 

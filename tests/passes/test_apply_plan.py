@@ -97,6 +97,15 @@ def seeds(program: PlannedProgram) -> dict[str, str]:
     return {names[name]: seed.sharding.text(program.mesh) for name, seed in program.seeds.items()}
 
 
+def split_weight(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """The second part of the weight, its columns in pairs, as a matrix again."""
+    _, second = self.m.w.split([2, 8], 1)
+    return x @ second.unflatten(1, (4, 2)).flip(2).flatten(1)
+
+
+SPLIT = Call(split_weight, m=Call(lambda: None, w=(4, 10)))
+
+
 @pytest.mark.parametrize(
     ("module", "plan", "expected"),
     [
@@ -140,6 +149,8 @@ def seeds(program: PlannedProgram) -> dict[str, str]:
             {"m": "colwise"},
             {"m.w": "S(0)"},
         ),
+        (SPLIT, {"m": "colwise"}, {"m.w": "S(1)"}),
+        (SPLIT, {"m": "rowwise"}, {"m.w": "S(0)"}),
     ],
 )
 def test_seeds(module: nn.Module, plan: Mapping[str, Any], expected: dict[str, str]) -> None:

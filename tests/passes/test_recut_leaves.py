@@ -51,6 +51,13 @@ def kinds_first(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down((F.silu(made[0]) * made[1]).transpose(1, 2).reshape(*x.shape[:2], 8))
 
 
+def by_split_weight(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """The weight is split itself, as torch's attention does it: one part for x, three for what x meets."""
+    (own, others), (bias, biases) = self.up.weight.split([4, 12]), self.up.bias.split([4, 12])
+    a, b, c = F.linear(x.relu(), others, biases).unflatten(-1, (3, 4)).unbind(-2)
+    return self.down(torch.cat([F.linear(x, own, bias) * a, b * c], -1))
+
+
 def head_by_head(self: Any, x: torch.Tensor) -> torch.Tensor:
     """[b, s, 4 heads, two kinds, 2]: each head's kinds lie together, so that one piece has whole heads."""
     gate, up = self.up(x).view(*x.shape[:2], 4, 2, 2).unbind(3)
@@ -97,6 +104,7 @@ FORWARDS = (
     gate_and_up,
     one_after_the_other,
     kinds_first,
+    by_split_weight,
     head_by_head,
     put_together,
     through_a_convolution,
@@ -183,6 +191,10 @@ kinds_first
 up.weight: S(0, block 8)
 up.bias: S(0, block 8)
 down.weight: S(1)
+by_split_weight
+up.weight: S(0, block 4)
+up.bias: S(0, block 4)
+down.weight: S(1, block 4)
 head_by_head
 up.weight: S(0)
 up.bias: S(0)
