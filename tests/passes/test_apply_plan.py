@@ -377,6 +377,19 @@ ShardingError: cannot shard output 'output' on dim 0: it has 0 dims
     )
 
 
+def test_cuts_that_do_not_fit_the_size() -> None:
+    assert_expected_inline(
+        error(Mlp(), (X,), {"up.weight": "S(0, parts 4 4)"}),
+        """\
+ShardingError: cannot place 'up.weight' as S(0, parts 4 4): its dim 0 is 6, and the parts add up to 8
+  help: give parts that add up to 6, units and blocks that divide it, or S(0) alone
+  asked by: the plan ("up.weight": "S(0, parts 4 4)")""",
+    )
+    sizes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}}
+    message = error(Mlp(), (X,), {}, inputs={"x": "S(0, block 2)"}, dynamic_shapes=sizes)
+    assert ", and it is dynamic\n" in message
+
+
 def test_the_canonical_program_is_not_changed() -> None:
     program = canonical(Mlp(), (X,))
     before = program_text(program)

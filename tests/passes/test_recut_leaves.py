@@ -242,6 +242,18 @@ def test_explicit_placements_stay() -> None:
     assert cuts(gate_and_up, plan=plan) == "up.weight: S(0)\nup.bias: S(0)\ndown.weight: S(1)"
 
 
+def test_placements_as_they_are_printed() -> None:
+    """What the pass finds for styles may be written into a plan, and is the same program."""
+    plan = {"up.weight": "S(0, parts 8 8b4)", "up.bias": "S(0, parts 8 4 4)", "down.weight": "S(1, parts 8 4)"}
+    assert cuts(by_split, plan=plan) == cuts(by_split)
+    program = export(module(by_split), (X,))
+    by_hand = tpcompiler.parallelize(program, 2, plan)
+    assert by_hand.verify((X,)).ok
+    assert [(c.kind, c.why) for c in by_hand.collectives()] == [("all_reduce", "inherent")]
+    in_one_piece = tpcompiler.parallelize(program, 2, {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"})
+    assert [c.why for c in in_one_piece.collectives()] == ["fallback", "inherent"]
+
+
 STYLES = {  # style -> where the cut lies by the plan, and by the uses
     "packed_colwise": (by_split, "S(0)", "S(0, parts 8 8b4)"),
     "packed_colwise:2": (gate_and_up, "S(0, block 8)", "S(0, block 8)"),
