@@ -80,7 +80,7 @@ def shared(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Four heads of 2 that meet the one head beside them, made whole on every rank."""
     q, k = self.up(x).split([8, 2], -1)
     scores = q.view(*x.shape[:2], 4, 2) * k[:, :, None].expand(*x.shape[:2], 4, 2)
-    return self.down(scores.reshape(*x.shape[:2], 8))
+    return self.down(scores.softmax(-1).reshape(*x.shape[:2], 8))
 
 
 def module(forward: Callable[..., torch.Tensor]) -> nn.Module:
