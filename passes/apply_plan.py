@@ -17,6 +17,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec
 from tpcompiler.ir.program import PIN, CanonicalProgram, Note, PlannedProgram, Seed, pin, tied
 from tpcompiler.ir.sharding import DimSharding, Sharding
+from tpcompiler.ir.shares import fitted
 from tpcompiler.ir.text import value_text
 from tpcompiler.plan import Plan, PlanEntry, Style
 from tpcompiler.rules.features import computed_from_leaves, feature_dims
@@ -97,8 +98,9 @@ def _seeds(
     for fqn, node in inside.items():
         ndim = node.meta["val"].ndim
         if style.placement is not None:
-            spec = _over_axes(style.placement, mesh)
-            found[node.name] = Seed(Sharding.of(spec, mesh, ndim, f"'{fqn}'", entry.where), entry.where)
+            placed = Sharding.of(_over_axes(style.placement, mesh), mesh, ndim, f"'{fqn}'", entry.where)
+            placed = fitted(placed, node.meta["val"].shape, mesh, f"'{fqn}'", entry.where)
+            found[node.name] = Seed(placed, entry.where)
         elif style.whole:
             found[node.name] = Seed(Sharding.replicated(ndim), entry.where)
         elif style.cut is not None:
@@ -273,7 +275,7 @@ def _boundary(given: Boundary, names: Sequence[str], what: str) -> dict[str, Pla
 
 def _sharding(spec: PlacementSpec, mesh: Mesh, value: torch.Tensor, what: str, asked_by: str) -> Sharding:
     """Placements for a value of the graph."""
-    sharding = Sharding.of(spec, mesh, value.ndim, what, asked_by)
+    sharding = fitted(Sharding.of(spec, mesh, value.ndim, what, asked_by), value.shape, mesh, what, asked_by)
     if sharding.partial and not (value.is_floating_point() or value.is_complex()):
         raise ShardingError(
             f"cannot place {what} as {sharding.text(mesh)}: it is {value_text(value)}, and only floating-point values "

@@ -95,10 +95,12 @@ class _Trial:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no other cut can be better: nothing is gathered, and all ranks hold the same."""
+        """Whether no other cut can be better: nothing is gathered, ranks hold as much, no cut is given up."""
         mesh = self.program.mesh
-        return not self.gathered and all(
-            mark_of(leaf).settled[0].is_even(leaf.meta["val"].shape, mesh) for leaf, _ in self.marked.leaves()
+        return (
+            not self.gathered
+            and all(mark_of(leaf).settled[0].is_even(leaf.meta["val"].shape, mesh) for leaf, _ in self.marked.leaves())
+            and not any(seed.loose and _is_partly_whole(seed.sharding) for seed in self.program.seeds.values())
         )
 
 
@@ -133,7 +135,7 @@ def _others(trial: _Trial) -> Iterator[PlannedProgram]:
     for ways in (kinds, *((kind,) for kind in kinds)):
         wishes: dict[str, Sharding] = {}
         for one, way in itertools.product(trial.gathered, ways):
-            found = _pulled(list(way(one, trial)), trial)
+            found = _pulled(list(way(one, trial)), trial, trial.program.mesh.names if way is _shared else ())
             if way is not _shared and any(not _as_asked(wish, program.seeds[name]) for name, wish in found.items()):
                 continue
             if found and all(wishes.get(name, wish) == wish for name, wish in found.items()):
@@ -143,18 +145,27 @@ def _others(trial: _Trial) -> Iterator[PlannedProgram]:
     yield from _over_two_axes(trial)
 
 
-def _pulled(wishes: Sequence[Wish], trial: _Trial) -> dict[str, Sharding]:
-    """The cuts of loose leaves that make all of these values what is wished; none where that cannot be."""
+def _pulled(wishes: Sequence[Wish], trial: _Trial, shared: Sequence[str] = ()) -> dict[str, Sharding]:
+    """The cuts of loose leaves that make all of these values what is wished; none where that cannot be.
+
+    Over the axes `shared` a leaf may become whole.
+    """
     found: dict[str, Sharding] = {}
     seeds = trial.program.seeds
     free = {leaf.name for leaf, _ in trial.marked.leaves() if leaf.name not in seeds or seeds[leaf.name].loose}
-    made = all(_pull(value, wish, trial.marked, free, found) for value, wish in wishes)
+    made = all(_pull(value, wish, trial.marked, free, found, frozenset(shared)) for value, wish in wishes)
     return {name: wish for name, wish in found.items() if name in seeds} if made else {}
 
 
 def _as_asked(wish: Sharding, seed: Seed) -> bool:
-    """Whether the plan's axes still cut the leaf: where they lie in it is open, that they cut it is not."""
-    return set(wish.cut_axes) == set(seed.sharding.cut_axes)
+    """Whether the plan still cuts all of the leaf: where it is cut is open, and by which of the axes that are one."""
+    whole = _is_partly_whole(wish) and not _is_partly_whole(seed.sharding)
+    return set(wish.cut_axes) <= set(seed.sharding.cut_axes) and not whole
+
+
+def _is_partly_whole(sharding: Sharding) -> bool:
+    """Whether some elements of a leaf are on every rank."""
+    return not any(cut.axes and all(part.axes for _, part in cut.parts) for cut in sharding.dims)
 
 
 def _with(wishes: Mapping[str, Sharding], program: PlannedProgram) -> dict[str, Seed]:
@@ -191,7 +202,7 @@ def _moved(one: Gathered, trial: _Trial) -> Iterator[Wish]:
         dims = [WHOLE if d == old else cut for d, cut in enumerate(have.dims)]
         dims[new] = DimSharding.by(*axes)
         found = _pulled([(value, Sharding(tuple(dims)))], trial)
-        if found and all(wish.axes == seeds[name].sharding.axes for name, wish in found.items()):
+        if found and all(_as_asked(wish, seeds[name]) for name, wish in found.items()):
             yield value, Sharding(tuple(dims))
             return
 
@@ -239,13 +250,21 @@ def _over_two_axes(trial: _Trial) -> Iterator[PlannedProgram]:
                         yield on_split_axis(program, axis, heads)
 
 
-def _pull(value: fx.Node, wish: Sharding, marked: MarkedProgram, free: set[str], found: dict[str, Sharding]) -> bool:
+def _pull(
+    value: fx.Node,
+    wish: Sharding,
+    marked: MarkedProgram,
+    free: set[str],
+    found: dict[str, Sharding],
+    shared: frozenset[str],
+) -> bool:
     """Whether other cuts of leaves, loose ones and those that no plan names, make the value what is wished: `found`."""
     have = mark_of(value).settled[0]
     if have == wish or have.is_replicated:
         return True  # to cut what is whole is a local slice
     if value.op == "placeholder":
         same_dims = all(bool(cut.axes) >= bool(new.axes) for cut, new in zip(have.dims, wish.dims, strict=True))
+        same_dims = same_dims and set(have.cut_axes) <= {*wish.cut_axes, *shared}
         return value.name in free and same_dims and found.setdefault(value.name, wish) == wish
     source, term = _made_by(value)
     rule = rule_of(source) if source is not None else None
@@ -253,7 +272,9 @@ def _pull(value: fx.Node, wish: Sharding, marked: MarkedProgram, free: set[str],
         return False
     option = follow(rule, rule.pattern.outputs[term], wish, marked.mesh)
     if isinstance(option, Refusal):
-        return False
+        # Whole over one of two axes, as a head is for all that use it: to cut the copies is a local slice.
+        fewer = {a: Sharding.replicated(wish.ndim).beside(wish, {a}) for a in wish.cut_axes if len(wish.cut_axes) > 1}
+        return any(_pull(value, less, marked, free, found, shared | {axis}) for axis, less in fewer.items())
     spoken = {factor for dim in rule.pattern.outputs[term] for factor in dim}
     cuts = dict(option.cuts)
     for operand, given in zip(edit.operands(source), rule.pattern.inputs, strict=True):
@@ -264,7 +285,8 @@ def _pull(value: fx.Node, wish: Sharding, marked: MarkedProgram, free: set[str],
     if isinstance(both, Refusal):
         return False
     return all(
-        _pull(operand, want, marked, free, found) for operand, want in zip(edit.operands(source), both[0], strict=True)
+        _pull(operand, want, marked, free, found, shared)
+        for operand, want in zip(edit.operands(source), both[0], strict=True)
     )
 
 

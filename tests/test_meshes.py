@@ -153,6 +153,12 @@ def test_the_command_line_takes_placements_of_the_boundary(tmp_path: Path) -> No
     words = ("convert", tmp_path / "model.pt2", "--mesh", "dp=2,tp=2", "--plan", tmp_path / "plan.yaml", "--dry-run")
     data = json.loads(right(*words, "--input", "x=dp:S(0)", "--output", "output=dp:S(0)", "--json"))
     assert sum(c["wire_bytes"] for c in data["collectives"]) == 2 * 384  # of half the batch
+    in_units = ("--input", "x=dp:S(0, unit 2, block 4),tp:R", "--output", "output=dp:S(0)")
+    assert json.loads(right(*words, *in_units, "--json"))["collectives"] == data["collectives"]
+    assert refused(*words, "--input", "x=dp:S(0, unit 3)").startswith(
+        "cannot place input 'x' as [S(0, unit 3), R]: its "
+    )
+    assert "is not a placement\n  help: write the sizes of parts" in refused(*words, "--input", "x=dp:S(0, units 2)")
     assert refused(*words, "--input", "x") == (
         "--input x names no placement\n  help: write --input x=S(0), or x=dp:S(0),tp:R\n"
     )

@@ -20,7 +20,8 @@ Written by `python -m tools.sharding_page`; do not edit.
 A tensor of 4 rows and 8 columns. Every cell names the ranks that hold the element; `0+1` is a pending reduction, of
 which ranks 0 and 1 each hold a share. Ranks are counted in row-major order over the mesh: on `dp=2,tp=2` ranks 0 and 1
 have `dp` 0, ranks 0 and 2 have `tp` 0. `S(0)`, `R` and `P(sum)` are torch's placements, one for each mesh axis; what
-torch cannot say stands behind the dim. The manifest and every claim in a saved program use this form.
+torch cannot say stands behind the dim. The manifest and every claim in a saved program use this form, and a
+plan may be written in it: `S(1, parts 4 2 2)`, or `{dp: S(0), tp: "S(1, unit 2)"}` where there are several axes.
 """
 
 DRAWN: list[tuple[str, list[tuple[str, str, str]]]] = [

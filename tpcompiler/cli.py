@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import traceback
 import warnings
@@ -351,7 +352,7 @@ def _placements(texts: list[str] | None, option: str) -> dict[str, Any] | None:
     found: dict[str, Any] = {}
     for text in texts or ():
         name, _, said = text.partition("=")
-        pairs = [part.partition(":") for part in said.split(",")]
+        pairs = [part.partition(":") for part in re.split(r",(?![^(]*\))", said)]  # not in S(0, unit 4)
         if not name or not said or (len(pairs) > 1 and not all(placement for _, _, placement in pairs)):
             raise PlanError(f"{option} {text} names no placement", help=f"write {option} x=S(0), or x=dp:S(0),tp:R")
         by_axis = {axis.strip(): placement.strip() for axis, _, placement in pairs}

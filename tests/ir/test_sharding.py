@@ -10,10 +10,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tpcompiler.errors import ShardingError, UnsupportedError
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.placements import PlacementSpec
+from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.program import Seed
 from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, chunk
-from tpcompiler.ir.shares import cut, join, read_sharding
+from tpcompiler.ir.shares import cut, fitted, join, read_sharding
 
 TP = Mesh((("tp", 4),))
 GRID = Mesh((("dp", 2), ("tp", 4)))
@@ -100,6 +100,56 @@ def test_what_a_tensor_cannot_be(spec: PlacementSpec, mesh: Mesh, message: str) 
     with pytest.raises(ShardingError) as error:
         Sharding.of(spec, mesh, 3, "a test", "line 4")
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tp": "S(0, parts 8 8)"}, "[R, S(0, block 8)]"),
+        ({"dp": "S(0, parts 8 8r)", "tp": "S(0, parts 8r 8)"}, "[S(0, parts 8 8r), S(0, parts 8r 8)]"),
+        ({"dp": "S(-1)", "tp": "S(0, outside dp)"}, "[S(0), S(0, outside dp)]"),
+        ({"dp": "S(0)", "tp": "S(0, block 4)"}, "[S(0), S(0, block 4)]"),
+        ({"tp": "S(0, block 16)"}, "[R, S(0)]"),
+        ({"dp": "S(0, unit 4)"}, "[S(0), R]"),
+        ({"tp": "S(0, parts 12u4 4)"}, "[R, S(0, parts 12u4 4)]"),
+        ({"tp": "S(0, parts 12r 4r)"}, "[R, R]"),
+    ],
+)
+def test_placements_as_they_are_printed(given: dict[str, str], text: str) -> None:
+    """For a tensor of 16, in the simplest form."""
+    spec = {axis: parse_placement(placement) for axis, placement in given.items()}
+    sharding = fitted(Sharding.of(spec, GRID, 1, "a test"), (16,), GRID, "a test")
+    assert sharding.text(GRID) == text
+    whole = torch.arange(16.0)
+    parts = [cut(whole, sharding, GRID, rank) for rank in range(8)]
+    assert all(torch.equal(each, whole) for each in join(parts, sharding, GRID, (16,)))
+
+
+OTHERWISE = "give the same parts for all axes of a dim, with an r behind what an axis leaves whole"
+FITS = "give parts that add up to 16, units and blocks that divide it, or S(0) alone"
+
+
+@pytest.mark.parametrize(
+    ("given", "message", "help"),
+    [
+        ({"dp": "S(0)", "tp": "S(0, parts 8 8)"}, "as S(0, parts 8 8) on 'tp': the axes before it", OTHERWISE),
+        ({"dp": "S(0, parts 8 8)", "tp": "S(0)"}, "as S(0) on 'tp': the axes before it", OTHERWISE),
+        ({"dp": "S(0, parts 8 8)", "tp": "S(0, parts 8 4 4)"}, "as S(0, parts 8 4 4) on 'tp'", OTHERWISE),
+        ({"tp": "S(0, outside dp)"}, "as S(0, outside dp) on 'tp': the axes before it cut dim 0 otherwise", OTHERWISE),
+        ({"tp": "S(0, parts 8 4)"}, "its dim 0 is 16, and the parts add up to 12", FITS),
+        ({"tp": "S(0, parts 8u3 8)"}, "its dim 0 is 16, and 8 elements have no units of 3", FITS),
+        ({"tp": "S(0, block 5)"}, "its dim 0 is 16, and 16 elements have no blocks of 5", FITS),
+        ({"tp": "S(0, unit 3, block 8)"}, "its dim 0 is 16, and 8 elements have no units of 3", FITS),
+        ({"dp": "S(0)", "tp": "S(0, block 3)"}, "its dim 0 is 16, and 8 elements have no blocks of 3", FITS),
+    ],
+)
+def test_cuts_that_a_dim_cannot_have(given: dict[str, str], message: str, help: str) -> None:
+    spec = {axis: parse_placement(placement) for axis, placement in given.items()}
+    with pytest.raises(ShardingError) as error:
+        fitted(Sharding.of(spec, GRID, 1, "a test", "line 4"), (16,), GRID, "a test", "line 4")
+    assert str(error.value).startswith("cannot place a test as ")
+    assert message in str(error.value)
+    assert str(error.value).endswith(f"\n  help: {help}\n  asked by: line 4")
 
 
 def test_a_tensor_without_dims_is_not_cut() -> None:

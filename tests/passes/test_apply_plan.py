@@ -97,6 +97,15 @@ def seeds(program: PlannedProgram) -> dict[str, str]:
     return {names[name]: seed.sharding.text(program.mesh) for name, seed in program.seeds.items()}
 
 
+def split_weight(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """The second part of the weight, its columns in pairs, as a matrix again."""
+    _, second = self.m.w.split([2, 8], 1)
+    return x @ second.unflatten(1, (4, 2)).flip(2).flatten(1)
+
+
+SPLIT = Call(split_weight, m=Call(lambda: None, w=(4, 10)))
+
+
 @pytest.mark.parametrize(
     ("module", "plan", "expected"),
     [
@@ -140,6 +149,8 @@ def seeds(program: PlannedProgram) -> dict[str, str]:
             {"m": "colwise"},
             {"m.w": "S(0)"},
         ),
+        (SPLIT, {"m": "colwise"}, {"m.w": "S(1)"}),
+        (SPLIT, {"m": "rowwise"}, {"m.w": "S(0)"}),
     ],
 )
 def test_seeds(module: nn.Module, plan: Mapping[str, Any], expected: dict[str, str]) -> None:
@@ -364,6 +375,19 @@ ShardingError: cannot shard output 'output' on dim 0: it has 0 dims
   help: pin it to R
   asked by: outputs=""",
     )
+
+
+def test_cuts_that_do_not_fit_the_size() -> None:
+    assert_expected_inline(
+        error(Mlp(), (X,), {"up.weight": "S(0, parts 4 4)"}),
+        """\
+ShardingError: cannot place 'up.weight' as S(0, parts 4 4): its dim 0 is 6, and the parts add up to 8
+  help: give parts that add up to 6, units and blocks that divide it, or S(0) alone
+  asked by: the plan ("up.weight": "S(0, parts 4 4)")""",
+    )
+    sizes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}}
+    message = error(Mlp(), (X,), {}, inputs={"x": "S(0, block 2)"}, dynamic_shapes=sizes)
+    assert ", and it is dynamic\n" in message
 
 
 def test_the_canonical_program_is_not_changed() -> None:

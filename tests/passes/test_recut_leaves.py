@@ -51,6 +51,13 @@ def kinds_first(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down((F.silu(made[0]) * made[1]).transpose(1, 2).reshape(*x.shape[:2], 8))
 
 
+def by_split_weight(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """The weight is split itself, as torch's attention does it: one part for x, three for what x meets."""
+    (own, others), (bias, biases) = self.up.weight.split([4, 12]), self.up.bias.split([4, 12])
+    a, b, c = F.linear(x.relu(), others, biases).unflatten(-1, (3, 4)).unbind(-2)
+    return self.down(torch.cat([F.linear(x, own, bias) * a, b * c], -1))
+
+
 def head_by_head(self: Any, x: torch.Tensor) -> torch.Tensor:
     """[b, s, 4 heads, two kinds, 2]: each head's kinds lie together, so that one piece has whole heads."""
     gate, up = self.up(x).view(*x.shape[:2], 4, 2, 2).unbind(3)
@@ -73,7 +80,7 @@ def shared(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Four heads of 2 that meet the one head beside them, made whole on every rank."""
     q, k = self.up(x).split([8, 2], -1)
     scores = q.view(*x.shape[:2], 4, 2) * k[:, :, None].expand(*x.shape[:2], 4, 2)
-    return self.down(scores.reshape(*x.shape[:2], 8))
+    return self.down(scores.softmax(-1).reshape(*x.shape[:2], 8))
 
 
 def module(forward: Callable[..., torch.Tensor]) -> nn.Module:
@@ -97,6 +104,7 @@ FORWARDS = (
     gate_and_up,
     one_after_the_other,
     kinds_first,
+    by_split_weight,
     head_by_head,
     put_together,
     through_a_convolution,
@@ -183,6 +191,10 @@ kinds_first
 up.weight: S(0, block 8)
 up.bias: S(0, block 8)
 down.weight: S(1)
+by_split_weight
+up.weight: S(0, block 4)
+up.bias: S(0, block 4)
+down.weight: S(1, block 4)
 head_by_head
 up.weight: S(0)
 up.bias: S(0)
@@ -228,6 +240,18 @@ def test_without_the_pass(forward: Callable[..., torch.Tensor]) -> None:
 def test_explicit_placements_stay() -> None:
     plan = {"up.weight": "S(0)", "up.bias": "S(0)", "down": "rowwise"}
     assert cuts(gate_and_up, plan=plan) == "up.weight: S(0)\nup.bias: S(0)\ndown.weight: S(1)"
+
+
+def test_placements_as_they_are_printed() -> None:
+    """What the pass finds for styles may be written into a plan, and is the same program."""
+    plan = {"up.weight": "S(0, parts 8 8b4)", "up.bias": "S(0, parts 8 4 4)", "down.weight": "S(1, parts 8 4)"}
+    assert cuts(by_split, plan=plan) == cuts(by_split)
+    program = export(module(by_split), (X,))
+    by_hand = tpcompiler.parallelize(program, 2, plan)
+    assert by_hand.verify((X,)).ok
+    assert [(c.kind, c.why) for c in by_hand.collectives()] == [("all_reduce", "inherent")]
+    in_one_piece = tpcompiler.parallelize(program, 2, {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"})
+    assert [c.why for c in in_one_piece.collectives()] == ["fallback", "inherent"]
 
 
 STYLES = {  # style -> where the cut lies by the plan, and by the uses

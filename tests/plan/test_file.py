@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from tpcompiler.errors import PlanError, TpCompilerError
+from tpcompiler.ir.placements import parse_placement
 from tpcompiler.plan import Plan, PlanEntry, Style
 from tpcompiler.plan.file import MAX_BYTES
 
@@ -33,6 +34,7 @@ def test_yaml(file: Path) -> None:
         b'"*.up": colwise\n'
         b"down: rowwise  # reduced\n"
         b'"**.weight": {dp: R, tp: S(0)}\n'
+        b'"qkv.weight": S(0, parts 16 8 8)  # as the report prints it\n'
         b"attn:\n"
         b"  inputs: [R, null]\n"
     )
@@ -41,13 +43,15 @@ def test_yaml(file: Path) -> None:
         PlanEntry("*.up", Style("colwise", cut="out"), where=""),
         PlanEntry("down", Style("rowwise", cut="in"), where=""),
         PlanEntry("**.weight", Style("placement", placement={"dp": R, "tp": S0}), where=""),
+        PlanEntry("qkv.weight", Style("placement", placement=parse_placement("S(0, parts 16 8 8)")), where=""),
         PlanEntry("attn", Style("prepare_input", inputs=(R, None)), where=""),
     )
     assert [entry.where for entry in plan.entries] == [
         f'{file.name} line 2 ("*.up": "colwise")',
         f'{file.name} line 3 ("down": "rowwise")',
         f"{file.name} line 4 (\"**.weight\": {{'dp': 'R', 'tp': 'S(0)'}})",
-        f"{file.name} line 5 (\"attn\": {{'inputs': ['R', None]}})",
+        f'{file.name} line 5 ("qkv.weight": "S(0, parts 16 8 8)")',
+        f"{file.name} line 6 (\"attn\": {{'inputs': ['R', None]}})",
     ]
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tpcompiler.errors import PlanError, TpCompilerError, UnsupportedError
+from tpcompiler.ir.placements import Cut, Piece
 from tpcompiler.plan import Style
 from tpcompiler.plan.styles import ALIASES, REFUSED, STYLES, read_style
 
@@ -30,6 +31,28 @@ KNOWN = (
     "packed_rowwise, replicate, gather, or a placement such as S(0) or R"
 )
 PLACEMENT = "write R, S(dim) such as S(0) or S(-1), or P(op) with op one of sum, avg, product, max, min"
+PIECES = "write the sizes of parts, such as S(0, parts 16 8 8r), or a unit or a block, such as S(0, unit 4)"
+MISSAID = (
+    "part 8 8",
+    "parts",
+    "parts 0 8",
+    "parts 8 x",
+    "parts 8 8rr",
+    "parts 8b4u2",
+    "parts 8 8, unit 2",
+    "unit",
+    "unit 0",
+    "unit 1",
+    "unit 04",
+    "unit -4",
+    "unit 4, unit 4",
+    "unit 4 block 8",
+    "blocks 8",
+    "outside",
+    f"unit {'9' * 5000}",
+    ",",
+    "(",
+)
 PARTS = "write packed_colwise:2 for two equal parts, packed_colwise:64,16,16 for sizes, or packed_colwise alone"
 WHOLE = "use 'replicate' meanwhile: every rank then holds and runs the whole layer"
 
@@ -149,6 +172,33 @@ def test_every_name_is_tested() -> None:
 @pytest.mark.parametrize(("text", "placement"), PLACED.items())
 def test_placement(text: str, placement: Placement) -> None:
     assert read_style(text, where="") == read_style(placement, where="") == Style("placement", placement=placement)
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("S(1, parts 48 48)", Cut(1, (Piece(48), Piece(48)))),
+        (
+            "S(0, parts 16u4 8b4 8r 6<dp)",
+            Cut(0, (Piece(16, unit=4), Piece(8, block=4), Piece(8, False), Piece(6, outside="dp"))),
+        ),
+        ("S(-1, unit 4)", Cut(-1, (Piece(unit=4),))),
+        ("S(2, outside dp, unit 4, block 24)", Cut(2, (Piece(0, True, 4, 24, "dp"),))),
+    ],
+)
+def test_a_placement_as_this_project_prints_it(text: str, cut: Cut) -> None:
+    style = read_style(text, where="")
+    assert style == read_style(cut, where="") == Style("placement", placement=cut)
+    assert style.to_data() == str(cut) == text
+    assert read_style({"tp": text}, where="").to_data() == {"tp": text}
+    loose = text.replace(" ", "  ").replace(",", " ,")
+    assert read_style(loose, where="") == style
+
+
+@pytest.mark.parametrize("missaid", MISSAID)
+def test_a_placement_that_says_no_cut(missaid: str) -> None:
+    text = f"S(0, {missaid})"
+    assert refusal(text) == (PlanError, words(f"{text!r} is not a placement", PIECES))
 
 
 @pytest.mark.parametrize(("value", "style"), TORCH)

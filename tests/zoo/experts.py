@@ -169,14 +169,15 @@ MIXTRAL_CUT = replace(
         {
             **VOCABULARY_CUT,
             **ATTENTION,
-            f"{LAYER}.mlp.experts.gate_up_proj": "S(1)",
+            f"{LAYER}.mlp.experts.gate_up_proj": "S(1, parts 96 96)",
             f"{LAYER}.mlp.experts.down_proj": "S(2)",
         },
         num_local_experts=4,
         experts_implementation="batched_mm",
     ),
-    layers=(Layers(LAYER, 2, {"all_gather (fallback)": 1, "all_reduce": 2}),),
-    pending="no gather: gate and up are packed, but an explicit placement is taken as it is written",
+    layers=(Layers(LAYER, 2, {"all_reduce": 2}),),  # attention, the experts
+    cut=0.99,  # not 832 of 188,224 numbers: routers and norms
+    flops=0.99,  # not 512 of 109,568 for a token: the routers
 )
 
 CASES = [QWEN3_MOE, QWEN2_MOE, OLMOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GRANITE_MOE, PHIMOE, ERNIE_MOE]

@@ -1,22 +1,48 @@
-"""torch's placements as text: `R`, `S(dim)`, `P(op)`. A spec is one placement, or one per mesh axis."""
+"""Placements as text: torch's `R`, `S(dim)`, `P(op)`, and `S(dim, parts 8 4)`. A spec is one, or one per mesh axis."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tpcompiler.errors import PlanError
 
+_N = r"[1-9]\d{0,17}"  # a size
 REDUCE_OPS = ("sum", "avg", "product", "max", "min")
 
 # As a user gives it: one placement (a mesh of one axis), or {axis: placement}; absent axes are replicated.
 PlacementSpec = Placement | Mapping[str, Placement]
 
 
+class Piece(NamedTuple):
+    """How an axis cuts one piece of a dim, or all of it (size 0): between units, in blocks, or not at all."""
+
+    size: int = 0
+    cut: bool = True
+    unit: int = 1
+    block: int = 0
+    outside: str = ""  # the axis that cuts what this one has left, though the mesh names it first
+
+
+@dataclass(frozen=True, repr=False)
+class Cut(Placement):
+    """A cut of a dim of which torch's `Shard` does not say where it lies: `S(0, parts 16 8 8r)`."""
+
+    dim: int
+    pieces: tuple[Piece, ...]
+
+    def __repr__(self) -> str:
+        return format_placement(self)
+
+    __str__ = __repr__
+
+
 def parse_placement(text: str) -> Placement:
-    """Read `R`, `S(1)`, `S(-1)`, `P(sum)` (also torch's long names `Replicate()`, `Shard(1)`).
+    """Read `R`, `S(1)`, `S(-1)`, `P(sum)` (also torch's long names `Replicate()`, `Shard(1)`), and what a `Cut` prints.
 
     Raises:
         PlanError: the text is none of these.
@@ -28,16 +54,56 @@ def parse_placement(text: str) -> Placement:
         return Shard(int(found[1]))
     if (found := re.fullmatch(r"(?:P|Partial)\(['\"]?(\w*)['\"]?\)", compact)) and (found[1] or "sum") in REDUCE_OPS:
         return Partial(found[1] or "sum")
+    if found := re.fullmatch(r"S\(\s*(-?\d{1,4})\s*,(.+)\)", text.strip(), re.DOTALL):
+        return Cut(int(found[1]), _pieces(found[2], text))
     raise PlanError(
         f"{text!r} is not a placement",
         help=f"write R, S(dim) such as S(0) or S(-1), or P(op) with op one of {', '.join(REDUCE_OPS)}",
     )
 
 
+def _pieces(words: str, text: str) -> tuple[Piece, ...]:
+    """What follows the dim of a cut; only what `_words` prints so is taken."""
+    said = [" ".join(word.split()) for word in words.split(",")]
+    if said[0].startswith("parts "):
+        each = [re.fullmatch(rf"({_N})(r?)(?:u({_N}))?(?:b({_N}))?(?:<(\w+))?", word) for word in said[0].split()[1:]]
+        pieces = [Piece(int(p[1]), not p[2], int(p[3] or 1), int(p[4] or 0), p[5] or "") for p in each if p]
+    else:
+        named = (re.search(rf"\b{name} (\w+)", ", ".join(said)) for name in ("unit", "block", "outside"))
+        unit, block, outside = (found[1] if found else "" for found in named)
+        numbers = [int(value) if re.fullmatch(_N, value) else 0 for value in (unit, block)]
+        pieces = [Piece(0, True, numbers[0] or 1, numbers[1], outside)]
+    if pieces and sorted(_words(pieces)) == sorted(said):
+        return tuple(pieces)
+    raise PlanError(
+        f"{text!r} is not a placement",
+        help="write the sizes of parts, such as S(0, parts 16 8 8r), or a unit or a block, such as S(0, unit 4)",
+    )
+
+
+def _words(pieces: Sequence[Piece]) -> list[str]:
+    """What torch's `S(dim)` leaves unsaid."""
+    if any(piece.size for piece in pieces):
+        return [f"parts {' '.join(map(_part, pieces))}"]
+    _, _, unit, block, outside = pieces[0]
+    return [f"outside {outside}"] * bool(outside) + [f"unit {unit}"] * (unit > 1) + [f"block {block}"] * (block > 0)
+
+
+def _part(piece: Piece) -> str:
+    size, cut, unit, block, outside = piece
+    return (
+        f"{size}{f'u{unit}' * (unit > 1)}{f'b{block}' * (block > 0)}{f'<{outside}' * bool(outside)}"
+        if cut
+        else f"{size}r"
+    )
+
+
 def format_placement(placement: Placement) -> str:
-    """The short text of a placement: `R`, `S(1)`, `P(sum)`."""
+    """The short text of a placement: `R`, `S(1)`, `P(sum)`, `S(2, unit 4, block 24)`."""
     if isinstance(placement, Shard):
         return f"S({placement.dim})"
+    if isinstance(placement, Cut):
+        return f"S({', '.join([str(placement.dim), *_words(placement.pieces)])})"
     if isinstance(placement, Partial):
         return f"P({placement.reduce_op})"
     return "R"

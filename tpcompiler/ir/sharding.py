@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from tpcompiler._torch import sym_quotient
 from tpcompiler.errors import ShardingError, UnsupportedError
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.placements import PlacementSpec, format_placement
+from tpcompiler.ir.placements import Cut, Piece, PlacementSpec, format_placement
 
 Size = Any  # int or torch.SymInt; torch's own stubs do not unite them
 
@@ -262,7 +262,7 @@ class Sharding:
                     help=f"use one of {', '.join(mesh.names)}",
                     asked_by=asked_by,
                 )
-            if type(placement) is Shard:
+            if isinstance(placement, Cut) or type(placement) is Shard:
                 if not -ndim <= placement.dim < ndim:
                     raise ShardingError(
                         f"cannot shard {what} on dim {placement.dim}: it has {ndim} dims",
@@ -270,7 +270,16 @@ class Sharding:
                         asked_by=asked_by,
                     )
                 dim = placement.dim % ndim
-                dims[dim] = dims[dim].inside(DimSharding.by(axis))
+                pieces = placement.pieces if isinstance(placement, Cut) else (Piece(),)
+                cut = _with_axis(dims[dim], axis, pieces)
+                if cut is None:
+                    raise ShardingError(
+                        f"cannot place {what} as {format_placement(placement)} on '{axis}': the axes before it cut "
+                        f"dim {dim} otherwise",
+                        help="give the same parts for all axes of a dim, with an r behind what an axis leaves whole",
+                        asked_by=asked_by,
+                    )
+                dims[dim] = cut
             elif type(placement) is Partial:
                 partial.append((axis, placement.reduce_op))
             elif type(placement) is not Replicate:
@@ -350,32 +359,39 @@ class Sharding:
         """
         parts = []
         for axis, placement in zip(mesh.names, self.placements(mesh), strict=True):
-            part = format_placement(placement)
             if type(placement) is Shard:
-                dim = self.dims[placement.dim]
-                part = f"S({', '.join([str(placement.dim), *_words(dim, axis, mesh)])})"
-            parts.append(part)
+                placement = Cut(placement.dim, _pieces(self.dims[placement.dim], axis, mesh))
+            parts.append(format_placement(placement))
         return parts[0] if len(parts) == 1 else f"[{', '.join(parts)}]"
 
 
-def _words(dim: DimSharding, axis: str, mesh: Mesh) -> list[str]:
-    """What torch's `S(dim)` leaves unsaid of the cut of a dim by one of its axes."""
-    if dim.parts:
-        return [f"parts {' '.join(_part(size, cut, axis, mesh) for size, cut in dim.parts)}"]
-    _, block, unit = dim.level(axis)
-    said = [f"outside {a}" for a in _earlier(dim, axis, mesh)]
-    return said + [f"unit {unit}"] * (unit > 1) + [f"block {block}"] * (block > 0)
+def _pieces(dim: DimSharding, axis: str, mesh: Mesh) -> tuple[Piece, ...]:
+    """How one of its axes cuts a dim; `outside` is the first axis inside of it that the mesh names before it."""
+    found = []
+    for size, cut in dim.parts or ((0, dim),):
+        inner = cut.axes[cut.axes.index(axis) + 1 :] if axis in cut.axes else ()
+        earlier = [a for a in inner if mesh.names.index(a) < mesh.names.index(axis)]
+        _, block, unit = cut.level(axis) if axis in cut.axes else Level(axis)
+        found.append(Piece(size, axis in cut.axes, unit, block, earlier[0] if earlier else ""))
+    return tuple(found)
 
 
-def _part(size: int, cut: DimSharding, axis: str, mesh: Mesh) -> str:
-    if axis not in cut.axes:
-        return f"{size}r"
-    _, block, unit = cut.level(axis)
-    outside = "".join(f"<{a}" for a in _earlier(cut, axis, mesh))
-    return f"{size}{f'u{unit}' * (unit > 1)}{f'b{block}' * (block > 0)}{outside}"
+def _with_axis(dim: DimSharding, axis: str, pieces: Sequence[Piece]) -> DimSharding | None:
+    """The cut of a dim that one more axis cuts so; None where the other axes cut it in other pieces."""
+    if not dim.parts and not pieces[0].size:
+        return _with_level(dim, axis, pieces[0])
+    parts = dim.parts or tuple((piece.size, WHOLE) for piece in pieces if not dim.levels)
+    made = [_with_level(how, axis, piece) for (_, how), piece in zip(parts, pieces, strict=False)]
+    if [size for size, _ in parts] != [piece.size for piece in pieces]:
+        return None
+    found = [(piece.size, cut) for piece, cut in zip(pieces, made, strict=True) if cut is not None]
+    return DimSharding(parts=tuple(found)) if len(found) == len(pieces) else None
 
 
-def _earlier(cut: DimSharding, axis: str, mesh: Mesh) -> list[str]:
-    """The first axis, if any, that cuts what this one has left and that the mesh names before it."""
-    inner = cut.axes[cut.axes.index(axis) + 1 :]
-    return [a for a in inner if mesh.names.index(a) < mesh.names.index(axis)][:1]
+def _with_level(cut: DimSharding, axis: str, piece: Piece) -> DimSharding | None:
+    if not piece.cut:
+        return cut
+    if piece.outside and piece.outside not in cut.axes:
+        return None
+    at = cut.axes.index(piece.outside) if piece.outside else len(cut.levels)
+    return DimSharding((*cut.levels[:at], Level(axis, piece.block, piece.unit), *cut.levels[at:]))

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from tpcompiler.errors import ShardingError
 from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Level, Sharding, chunk
+from tpcompiler.ir.placements import parse_placement
+from tpcompiler.ir.sharding import DimSharding, Sharding, Size, chunk
 
 REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
@@ -116,33 +118,53 @@ def _reduced(shares: Mapping[tuple[int, ...], torch.Tensor], ops: Sequence[str])
     return whole
 
 
+def fitted(sharding: Sharding, shape: Sequence[Size], mesh: Mesh, what: str, asked_by: str = "") -> Sharding:
+    """The sharding in its simplest form, for a tensor of this shape.
+
+    Raises:
+        ShardingError: parts that are not all of a dim, blocks or units that do not divide it, or any of these of a
+            dynamic dim.
+    """
+    dims = []
+    for dim, (by, size) in enumerate(zip(sharding.dims, shape, strict=True)):
+        if by.parts or any(level.block or level.unit > 1 for level in by.levels):
+            if why := "it is dynamic" if not isinstance(size, int) else _misfit(by, size, mesh):
+                raise ShardingError(
+                    f"cannot place {what} as {sharding.text(mesh)}: its dim {dim} is {size}, and {why}",
+                    help=f"give parts that add up to {size}, units and blocks that divide it, or S({dim}) alone",
+                    asked_by=asked_by,
+                )
+            by = _simplest(by, size, mesh)
+        dims.append(by)
+    return Sharding(tuple(dims), sharding.partial)
+
+
+def _simplest(by: DimSharding, size: int, mesh: Mesh) -> DimSharding:
+    """Alike pieces are blocks, and an even cut needs no units."""
+    if by.parts:
+        return DimSharding.of_parts([(length, _simplest(how, length, mesh)) for length, how in by.parts])
+    levels = tuple(level._replace(unit=1) for level in by.levels)
+    return DimSharding.of_parts([(size, DimSharding(levels) if by.is_even(size, mesh) else by)])
+
+
+def _misfit(by: DimSharding, size: int, mesh: Mesh) -> str:
+    """Why a dim of that size cannot be cut so; nothing where it can."""
+    if by.parts:
+        total = sum(length for length, _ in by.parts)
+        inside = (_misfit(how, length, mesh) for length, how in by.parts)
+        return next(filter(None, inside), "") if total == size else f"the parts add up to {total}"
+    for rank in range(mesh.world_size):
+        here, piece = mesh.coordinate(rank), size
+        for axis, block, unit in by.levels:
+            for step, name in ((block, "blocks"), (unit, "units")):
+                if step and piece % step:
+                    return f"{piece} elements have no {name} of {step}"
+                piece = step if step and name == "blocks" else piece
+            piece = chunk(piece, mesh.degree(axis), here[axis], unit)[1]
+    return ""
+
+
 def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:
     """Read back what `Sharding.text` printed."""
-    items = re.findall(r"[RSP](?:\([^)]*\))?", text)
-    dims = list(Sharding.replicated(ndim).dims)
-    partial = []
-    for axis, item in zip(mesh.names, items, strict=True):
-        cut_by = re.fullmatch(r"S\((\d+)((?:, [^,]+)*)\)", item)
-        if cut_by is None:
-            partial += [(axis, op) for op in re.findall(r"P\((\w+)\)", item)]
-            continue
-        words = dict(word.split(" ", 1) for word in cut_by[2].split(", ")[1:])
-        at = int(cut_by[1])
-        dims[at] = _with_axis(dims[at], axis, words)
-    return Sharding(tuple(dims), tuple(sorted(partial)))
-
-
-def _with_axis(dim: DimSharding, axis: str, words: Mapping[str, str]) -> DimSharding:
-    if "parts" in words:
-        before = dim.parts or [(0, WHOLE)] * len(words["parts"].split())
-        parts = []
-        for word, (_, how) in zip(words["parts"].split(), before, strict=True):
-            found = re.fullmatch(r"(\d+)(r?)(?:u(\d+))?(?:b(\d+))?(?:<(\w+))?", word)
-            assert found is not None
-            by = {"unit": found[3] or "1", "block": found[4] or "0", **({"outside": found[5]} if found[5] else {})}
-            parts.append((int(found[1]), how if found[2] else _with_axis(how, axis, by)))
-        return DimSharding(parts=tuple(parts))
-    levels = list(dim.levels)
-    at = [level.axis for level in levels].index(words["outside"]) if "outside" in words else len(levels)
-    levels.insert(at, Level(axis, int(words.get("block", 0)), int(words.get("unit", 1))))
-    return DimSharding(tuple(levels))
+    items = map(parse_placement, re.findall(r"[RSP](?:\([^)]*\))?", text))
+    return Sharding.of(dict(zip(mesh.names, items, strict=True)), mesh, ndim, "a tensor")

@@ -113,7 +113,7 @@ def read_style(value: object, *, where: str) -> Style:
 
     - a name of `STYLES` or `ALIASES`; a packed one may say in which parts: `packed_colwise:2` in two equal ones,
       `packed_colwise:64,16,16` in parts of these sizes
-    - a placement, as text (`S(0)`) or torch's own, or `{axis: placement}`
+    - a placement, as text that tpcompiler prints (`S(0)`, `S(1, parts 48 48)`) or torch's own, or `{axis: placement}`
     - `{style: name, inputs: [placement or null], outputs: [...]}`, each part optional, with at least one list
     - an instance of torch's ColwiseParallel, RowwiseParallel or PrepareModuleInput/Output/InputOutput, or one of these
       classes, which equals its instance without arguments. Their `input_layouts` (and PrepareModuleOutput's

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import fx
 
 from tpcompiler.ir import edit
-from tpcompiler.rules.notation import Rule
+from tpcompiler.rules.notation import Rule, Term
 from tpcompiler.rules.registry import rule_of
 
 
@@ -32,17 +32,29 @@ def feature_dims(leaf: Sequence[fx.Node], side: Literal["out", "in"], static: Se
             rule = rule_of(user) if user.op == "call_function" and edit.outputs(user) else None
             if rule is None:
                 continue
-            if user in static:  # a view, a cast, a scale of an int8 weight
-                for operand, term in zip(edit.operands(user), rule.pattern.inputs, strict=True):
-                    if operand is node:
-                        source = {dim[0]: origin[d] for d, dim in enumerate(term) if len(dim) == 1}
-                        outer = (source.get(dim[0]) if len(dim) == 1 else None for dim in rule.pattern.outputs[0])
-                        stack.append((user, list(outer)))
+            if user in static:  # a view, a split, a cast, a scale of an int8 weight
+                pairs = zip(edit.operands(user), rule.pattern.inputs, strict=True)
+                terms = [term for operand, term in pairs if operand is node]
+                source = {f: origin[d] for term in terms for d, dim in enumerate(term) for f in dim}
+                for made, term in _results(user, rule):
+                    stack.append((made, [_only({source.get(f) for f in dim}) for dim in term]))
                 continue
             found = {at for d in _positions(node, user, rule, side, static) if (at := origin[d]) is not None}
             anywhere |= found
             inside |= found if module in edit.module_paths(user) else set()
     return inside or anywhere
+
+
+def _results(user: fx.Node, rule: Rule) -> list[tuple[fx.Node, Term]]:
+    """What an op makes, each with its term; several outputs are their `getitem` nodes."""
+    if edit.is_tensor(user):
+        return [(user, rule.pattern.outputs[0])]
+    return [(part, rule.pattern.outputs[part.args[1]]) for part in user.users]  # type: ignore[index]
+
+
+def _only(dims: set[int | None]) -> int | None:
+    """The one dim of the leaf that a dim is made of; none where that is several, or not known."""
+    return dims.pop() if len(dims) == 1 else None
 
 
 def _positions(node: fx.Node, user: fx.Node, rule: Rule, side: str, static: Set[fx.Node]) -> set[int]:
