@@ -38,12 +38,11 @@ from passes.move_device import move_device
 from tpcompiler._torch import fake_group
 from tpcompiler.parallel_program import ParallelProgram, compared_calls
 from tpcompiler.runtime.artifact import read_manifest
-from tpcompiler.runtime.inputs import write_tensors
+from tpcompiler.runtime.inputs import flatten_inputs, write_tensors
 from tpcompiler.runtime.load import exit_together
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.run import run_file
 from tpcompiler.verify.compare import FLOOR, SPREAD, run_single
-from tpcompiler.verify.simulate import flatten_inputs
 
 PLAN = {
     "model.embed_tokens": "embedding_rowwise",

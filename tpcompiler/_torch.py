@@ -245,6 +245,13 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(cast(Any, name))
 
 
+def default_store() -> Any:
+    """The key-value store at which the ranks of the default process group have met."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
 def group_is_registered(name: str) -> bool:
     try:
         resolve_group(name)

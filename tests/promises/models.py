@@ -16,7 +16,7 @@ import tpcompiler
 from tests.zoo.case import randomise
 from tests.zoo.decoders import LLAMA
 from tpcompiler import ParallelProgram
-from tpcompiler.verify.simulate import flatten_inputs
+from tpcompiler.runtime.inputs import flatten_inputs
 
 Inputs = dict[str, torch.Tensor]
 

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 import tpcompiler
 from tests.promises.models import CASES
 from tpcompiler.ir.claims import read_claim
+from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.runtime.load import exit_together
-from tpcompiler.verify.simulate import flatten_inputs
 
 Bits = dict[str, str]
 

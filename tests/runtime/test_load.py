@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -164,7 +165,7 @@ def test_the_gpu_is_taken_before_nccl_is_asked_for(
     chosen = gpus(2)
     environment(monkeypatch, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
 
-    def join(backend: str) -> None:
+    def join(backend: str, timeout: timedelta) -> None:
         assert (backend, chosen) == ("nccl", [torch.device("cuda:1")])
         raise InterruptedError  # there is no NCCL here
 

@@ -17,8 +17,9 @@ import tpcompiler
 from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
 from tpcompiler.report import Collective
+from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.verify.compare import Difference, VerifyReport, compare, functional
-from tpcompiler.verify.simulate import flatten_inputs, simulate
+from tpcompiler.verify.simulate import simulate
 
 WORLDS = (2, 4)
 FALLBACK = "fallback"

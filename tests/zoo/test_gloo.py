@@ -12,9 +12,8 @@ from tests.launch import torchrun
 from tests.zoo.case import Case
 from tests.zoo.index import CASES
 from tests.zoo.measure import exported
-from tpcompiler.runtime.inputs import write_tensors
+from tpcompiler.runtime.inputs import flatten_inputs, write_tensors
 from tpcompiler.verify.compare import FLOOR, SPREAD, run_single
-from tpcompiler.verify.simulate import flatten_inputs
 
 pytestmark = pytest.mark.slow
 

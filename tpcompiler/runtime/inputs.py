@@ -7,7 +7,7 @@ knows them. An outputs file has the same form, with the names of the outputs.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 
-from tpcompiler._torch import tree_unflatten
+from tpcompiler._torch import tree_flatten, tree_unflatten
 from tpcompiler.errors import ArtifactError, InputsError
 
 
@@ -66,6 +66,74 @@ def arrange_inputs(
         return tuple(flat), {}
     args, kwargs = tree_unflatten(flat, program.call_spec.in_spec)
     return args, kwargs
+
+
+def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The user's arguments in the program's flat order, keyword arguments reordered.
+
+    Raises:
+        InputsError: another number, structure, shape or type of arguments than the program takes.
+    """
+    spec = program.call_spec.in_spec
+    if spec is None:
+        return list(args)
+    names = spec.child(1).context if hasattr(spec, "child") else spec.children_specs[1].context
+    if set(names) != set(kwargs):
+        raise InputsError(
+            f"the program takes keyword arguments {sorted(names)}, got {sorted(kwargs)}", help="pass exactly these"
+        )
+    _, given = tree_flatten((tuple(args), dict(kwargs)))
+    if given.num_leaves != spec.num_leaves:
+        raise InputsError(
+            f"the program takes {spec.num_leaves} flat arguments, got {given.num_leaves}",
+            help="pass what it was exported with",
+        )
+    try:
+        flat: list[Any] = spec.flatten_up_to((tuple(args), dict(kwargs)))  # by key, whatever the order in a dict
+    except ValueError as error:
+        raise InputsError(
+            f"the arguments have another structure than the program takes: {str(error).splitlines()[0]}",
+            help="pass what it was exported with",
+        ) from error
+    _check_inputs(program, flat)
+    return flat
+
+
+def _check_inputs(program: ExportedProgram, flat: Sequence[Any]) -> None:
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    for spec, given in zip(specs, flat, strict=True):
+        name, expected = spec.arg.name, values.get(spec.arg.name)
+        if isinstance(spec.arg, ConstantArgument):
+            if type(given) is not type(spec.arg.value) or given != spec.arg.value:
+                raise InputsError(
+                    f"input {name!r} is {given!r}, the program was exported with {spec.arg.value!r}",
+                    help="pass the same value, or export again: it is a constant of the program",
+                )
+        elif isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
+            check_tensor(name, given, expected)
+        elif isinstance(expected, torch.Tensor) or type(given) is not _python_type(expected):
+            kind = "Tensor" if isinstance(expected, torch.Tensor) else _python_type(expected).__name__
+            raise InputsError(
+                f"input {name!r} is of type {type(given).__name__}, the program takes one of type {kind}",
+                help="pass what it was exported with",
+            )
+
+
+def _python_type(value: Any) -> type:
+    symbolic = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return symbolic.get(type(value), type(value))
+
+
+def named_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The user's tensors by the names of the program's inputs.
+
+    Raises:
+        InputsError: as `flatten_inputs`.
+    """
+    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    flat = flatten_inputs(program, args, kwargs)
+    return {spec.arg.name: v for spec, v in zip(specs, flat, strict=True) if isinstance(v, torch.Tensor)}
 
 
 def check_tensor(name: str, given: torch.Tensor, expected: torch.Tensor, where: str = "") -> None:

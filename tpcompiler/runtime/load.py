@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,21 +15,36 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import group_is_registered, register_group, resolve_group
 from tpcompiler.errors import ArtifactError, LaunchError
+from tpcompiler.runtime.agree import RESTART, WAIT, agreeing, artifact_facts, input_facts, named_failures
 from tpcompiler.runtime.artifact import Manifest, checked_file, programs_in, read_manifest
+from tpcompiler.runtime.inputs import named_inputs
 from tpcompiler.runtime.model_file import read_model
 from tpcompiler.runtime.place import place_state
 
 
-def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
+def load(
+    directory: str | os.PathLike[str],
+    rank: int | None = None,
+    *,
+    check_inputs: bool = False,
+    timeout: timedelta = WAIT,
+) -> Any:
     """This process's program, ready to call.
 
     Takes the GPU of this process (`LOCAL_RANK`) for a program that is for CUDA, initialises the default process group
     from torchrun's environment where the caller has not (NCCL for CUDA, gloo for CPU), registers it under the names
     that the graphs use, compares the file's hash with the manifest, and puts the weights on the device.
 
+    All ranks must have the same artifact, world and versions: they say so to one another before any collective, and
+    where one has failed or does not come, all raise.
+
     Args:
         directory: what `ParallelProgram.save` or `tpcompiler convert` wrote.
         rank: this process's rank; by default the process group's.
+        check_inputs: at the first call, all ranks compare their inputs' dtypes and shapes, and the content of those
+            that every rank is given whole, before the first collective. Later calls are not compared: what ranks that
+            are called differently give is undefined, and they may hang until the process group's own timeout.
+        timeout: how long ranks wait for one another: here, and at a collective of the process group that is made here.
 
     Returns:
         The module: call it as the model was called; it records no gradients. Its `exported_program` is the rank's
@@ -36,18 +53,21 @@ def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
 
     Raises:
         ArtifactError: no artifact, or a damaged one.
-        LaunchError: not started by torchrun, another world size or rank, a group name that is taken, or no GPU for
-            this process.
+        LaunchError: not started by torchrun, another world size or rank, a group name that is taken, no GPU for this
+            process, or another rank that has failed, is missing, or has something else.
     """
     names = programs_in(directory)
-    if not names:
-        return _module(_exported(directory, rank, {}))
     stored: dict[str, torch.Tensor] = {}
-    made = {name: _exported(Path(directory) / name, rank, stored) for name in names}
-    return {name: _module(exported) for name, exported in made.items()}
+    made = {
+        name: _module(*_exported(Path(directory) / name, rank, stored, timeout), check_inputs, timeout)
+        for name in names or [""]
+    }
+    return made if names else made[""]
 
 
-def _exported(directory: str | os.PathLike[str], rank: int | None, stored: dict[str, torch.Tensor]) -> ExportedProgram:
+def _exported(
+    directory: Path, rank: int | None, stored: dict[str, torch.Tensor], timeout: timedelta
+) -> tuple[ExportedProgram, Manifest]:
     """This rank's program on its device; what its file leaves out is taken from `stored`, what it holds put there."""
     manifest = read_manifest(directory)
     left_out = {row["name"] for row in manifest.tensors if "stored_in" in row}
@@ -57,28 +77,42 @@ def _exported(directory: str | os.PathLike[str], rank: int | None, stored: dict[
             help=f"load {Path(directory).parent}, which gives all of its programs",
         )
     device = _own_device(manifest)
-    _join_world(manifest)
+    _join_world(manifest, timeout)
     here = dist.get_rank() if rank is None else rank
     if here != dist.get_rank():
         raise LaunchError(
             f"rank {here} was asked for in the process of rank {dist.get_rank()}", help="leave rank out under torchrun"
         )
+    with agreeing(timeout) as mine:
+        exported = read_model(checked_file(directory, manifest, here))
+        mine.update(artifact_facts(manifest))
     _register_groups(manifest)
-    exported = read_model(checked_file(directory, manifest, here))
     for held in (exported.state_dict, exported.constants):
         held.update({name: stored[name] for name in held.keys() & left_out})
     place_state(exported, device)
     for row in manifest.tensors:
         name = row["name"]
         stored[name] = exported.state_dict[name] if name in exported.state_dict else exported.constants[name]
-    return exported
+    return exported, manifest
 
 
-def _module(exported: ExportedProgram) -> Any:
+def _module(exported: ExportedProgram, manifest: Manifest, check_inputs: bool, timeout: timedelta) -> Any:
     module = exported.module()
-    # A backward would run and give wrong gradients: sums over the ranks of a loss that is the same on all, and parts
-    # that nothing adds up. Without a record of the forward it raises.
-    module.forward = torch.no_grad()(module.forward)
+    run, unchecked = module.forward, check_inputs
+
+    @functools.wraps(run)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal unchecked
+        if unchecked:
+            with agreeing(timeout) as mine:
+                mine.update(input_facts(named_inputs(exported, args, kwargs), manifest))
+            unchecked = False
+        # A backward would run and give wrong gradients: sums over the ranks of a loss that is the same on all, and
+        # parts that nothing adds up. Without a record of the forward it raises.
+        with torch.no_grad(), named_failures():
+            return run(*args, **kwargs)
+
+    module.forward = forward
     module.exported_program = exported  # type: ignore[assignment]
     return module
 
@@ -108,7 +142,7 @@ def _own_device(manifest: Manifest) -> torch.device:
     return device
 
 
-def _join_world(manifest: Manifest) -> None:
+def _join_world(manifest: Manifest, timeout: timedelta) -> None:
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise LaunchError(
@@ -116,8 +150,18 @@ def _join_world(manifest: Manifest) -> None:
                 help=f"start it with torchrun --nproc-per-node {manifest.world_size}",
             )
         _same_world(int(os.environ["WORLD_SIZE"]), manifest)
-        dist.init_process_group("nccl" if manifest.device_type == "cuda" else "gloo")
+        try:
+            dist.init_process_group("nccl" if manifest.device_type == "cuda" else "gloo", timeout=timeout)
+        except dist.DistError as error:
+            raise LaunchError(
+                f"not all of {manifest.world_size} ranks came within {timeout.total_seconds():g} s: {_line(error)}",
+                help=RESTART,
+            ) from error
     _same_world(dist.get_world_size(), manifest)
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def exit_together() -> NoReturn:

@@ -15,7 +15,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import join, read_sharding
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.soundness.folded import Folded, Unsound
+from tpcompiler.soundness.folded import Folded, Unsound, read_claimed
 from tpcompiler.soundness.written import Written
 
 KINDS = {
@@ -47,7 +47,7 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
             row = next(rows, None)
             if row is None:
                 raise Unsound(value, "is an output that the manifest does not name")
-            if found.text(made.mesh) != row["sharding"]:
+            if found != read_claimed(value, row["sharding"], made.mesh, found.ndim):
                 raise Unsound(
                     value,
                     f"is {found.text(made.mesh)}, and the manifest says output {row['name']!r} is {row['sharding']}",

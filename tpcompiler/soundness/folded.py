@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tpcompiler._torch import FakeTensorMode, enable_python_dispatcher
+from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.calls import read_call
 from tpcompiler.ir.claims import Claim, read_claim
@@ -149,7 +150,7 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
         row = next(users, None) if spec.kind is InputKind.USER_INPUT else rows.get(str(spec.target))
         if row is None:
             raise Unsound(node, "is an input that the manifest does not name")
-        sharding = _read(node, row["sharding"], made.mesh, value.ndim)
+        sharding = read_claimed(node, row["sharding"], made.mesh, value.ndim)
         made.shardings[node] = (sharding,)
         if len(row["shape"]) != value.ndim:
             raise Unsound(node, f"has {value.ndim} dims, the manifest says {len(row['shape'])}")
@@ -163,11 +164,18 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
                 new.meta["val"] = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
 
 
-def _read(node: fx.Node, text: Any, mesh: Mesh, ndim: int) -> Sharding:
+def read_claimed(node: fx.Node, text: Any, mesh: Mesh, ndim: int) -> Sharding:
+    """The sharding that a text says, without what it says of axes of one rank: that is true of anything.
+
+    Raises:
+        Unsound: it cannot be read.
+    """
     try:
-        return read_sharding(text, mesh, ndim)
-    except (ValueError, LookupError, AssertionError, TypeError) as error:
+        found = read_sharding(text, mesh, ndim)
+    except (TpCompilerError, ValueError, LookupError, AssertionError, TypeError) as error:
         raise Unsound(node, f"claims the sharding {text!r}, which is none of a tensor of {ndim} dims") from error
+    alone = [axis for axis, degree in mesh.axes if degree == 1]
+    return Sharding.replicated(ndim).beside(found, alone) if alone else found
 
 
 def _claimed(made: Folded, node: fx.Node) -> tuple[Claim, Shardings]:
@@ -175,7 +183,7 @@ def _claimed(made: Folded, node: fx.Node) -> tuple[Claim, Shardings]:
     texts = claim.get("sharding")
     if texts is None or len(texts) != len(values):
         raise Unsound(node, f"makes {len(values)} tensors, and claims shardings {texts}")
-    return claim, tuple(_read(node, t, made.mesh, v.ndim) for t, v in zip(texts, values, strict=True))
+    return claim, tuple(read_claimed(node, t, made.mesh, v.ndim) for t, v in zip(texts, values, strict=True))
 
 
 def _fold_region(made: Folded, region: Region) -> None:
@@ -193,8 +201,8 @@ def _fold_change(made: Folded, region: Region) -> None:
     claim, (target,) = _claimed(made, last)
     before, _, after = str(claim.get("change")).partition(" -> ")
     ndim = edit.outputs(operands[0])[0].ndim
-    source = _read(last, before, made.mesh, ndim)
-    if source != made.shardings[operands[0]][0] or _read(last, after, made.mesh, ndim) != target:
+    source = read_claimed(last, before, made.mesh, ndim)
+    if source != made.shardings[operands[0]][0] or read_claimed(last, after, made.mesh, ndim) != target:
         raise Unsound(
             last,
             f"claims to change {claim.get('change')} to {target.text(made.mesh)}, "

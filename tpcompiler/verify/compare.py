@@ -17,6 +17,7 @@ from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.refused import refuse_hollow
+from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.verify.judge import (
     FLOOR,
     SPREAD,
@@ -28,7 +29,7 @@ from tpcompiler.verify.judge import (
     scale_and_noise,
 )
 from tpcompiler.verify.promote import Promoted, promoted
-from tpcompiler.verify.simulate import RankResult, flatten_inputs, simulate
+from tpcompiler.verify.simulate import RankResult, simulate
 
 # In bfloat16 those bounds are 0.06 to 0.13, and leaving one all_reduce of 8 layers out changes the logits by 0.14. So a
 # program in less than float32 is compared once more with all of it in float32, where they are about 1e-5.

@@ -15,12 +15,10 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from tpcompiler._torch import tree_flatten
-from tpcompiler.errors import InputsError, InternalError
+from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import groups_named
 from tpcompiler.ir.shares import REDUCE
-from tpcompiler.runtime.inputs import check_tensor
 from tpcompiler.verify.promote import Promoted
 
 Seen = Callable[[int, fx.Node, Any], None]
@@ -58,7 +56,7 @@ def simulate(
 
     Args:
         programs: one per rank. A group's name says which ranks it has (`mesh.groups_named`); others span them all.
-        flat_inputs: per rank, the flattened user inputs (`flatten_inputs`).
+        flat_inputs: per rank, the flattened user inputs (`runtime/inputs.py`).
         state: per rank, buffers that take the place of the program's own: what a call before this one has written.
         seen: called as `seen(rank, node, value)` for every value made.
 
@@ -113,63 +111,6 @@ def set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
     torch.set_rng_state(cpu)
     if gpu is not None:
         torch.cuda.set_rng_state(gpu)
-
-
-def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The user's arguments in the program's flat order, keyword arguments reordered.
-
-    Raises:
-        InputsError: another number, structure, shape or type of arguments than the program takes.
-    """
-    spec = program.call_spec.in_spec
-    if spec is None:
-        return list(args)
-    names = spec.child(1).context if hasattr(spec, "child") else spec.children_specs[1].context
-    if set(names) != set(kwargs):
-        raise InputsError(
-            f"the program takes keyword arguments {sorted(names)}, got {sorted(kwargs)}", help="pass exactly these"
-        )
-    _, given = tree_flatten((tuple(args), dict(kwargs)))
-    if given.num_leaves != spec.num_leaves:
-        raise InputsError(
-            f"the program takes {spec.num_leaves} flat arguments, got {given.num_leaves}",
-            help="pass what it was exported with",
-        )
-    try:
-        flat: list[Any] = spec.flatten_up_to((tuple(args), dict(kwargs)))  # by key, whatever the order in a dict
-    except ValueError as error:
-        raise InputsError(
-            f"the arguments have another structure than the program takes: {str(error).splitlines()[0]}",
-            help="pass what it was exported with",
-        ) from error
-    _check_inputs(program, flat)
-    return flat
-
-
-def _check_inputs(program: ExportedProgram, flat: Sequence[Any]) -> None:
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    for spec, given in zip(specs, flat, strict=True):
-        name, expected = spec.arg.name, values.get(spec.arg.name)
-        if isinstance(spec.arg, ConstantArgument):
-            if type(given) is not type(spec.arg.value) or given != spec.arg.value:
-                raise InputsError(
-                    f"input {name!r} is {given!r}, the program was exported with {spec.arg.value!r}",
-                    help="pass the same value, or export again: it is a constant of the program",
-                )
-        elif isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
-            check_tensor(name, given, expected)
-        elif isinstance(expected, torch.Tensor) or type(given) is not _python_type(expected):
-            kind = "Tensor" if isinstance(expected, torch.Tensor) else _python_type(expected).__name__
-            raise InputsError(
-                f"input {name!r} is of type {type(given).__name__}, the program takes one of type {kind}",
-                help="pass what it was exported with",
-            )
-
-
-def _python_type(value: Any) -> type:
-    symbolic = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-    return symbolic.get(type(value), type(value))
 
 
 def _run(

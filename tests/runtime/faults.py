@@ -1,0 +1,123 @@
+"""Worlds of two real gloo processes in which one does something wrong, and what the other must say of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.export import Dim
+
+from tests.launch import ROOT
+from tests.runtime.models import Block, randomised
+from tpcompiler import parallelize
+
+WAIT = 6.0  # seconds that ranks wait for one another
+START = 60.0  # for starting two interpreters with torch on a busy machine; the bound is on top of it
+
+# What happens -> (what the culprit says, what the other rank says); None: it is dead.
+FAULTS: dict[str, tuple[str | None, str]] = {
+    "none": ("called: ", "called: "),
+    "starts late": ("called: ", "called: "),
+    "dies before loading": (None, "LaunchError: not all of 2 ranks came within 6 s"),
+    "dies before loading: the first rank": (None, "LaunchError: not all of 2 ranks came within 6 s"),
+    "another artifact": (
+        "LaunchError: the artifact is SHA-256 ",
+        "LaunchError: the artifact is SHA-256 ",
+    ),
+    "another world": (
+        "LaunchError: the artifact is for 2 ranks, this world has 3",
+        "LaunchError: not all of 2 ranks came within 6 s",
+    ),
+    "a damaged shard": ("ArtifactError: ", "LaunchError: rank 1 has failed: "),
+    "inputs of another size": ("LaunchError: input 'x' is ", "LaunchError: input 'x' is "),
+    "inputs of other content": ("LaunchError: input 'x' is ", "LaunchError: input 'x' is "),
+    "inputs of another dtype": ("InputsError: input 'x' is ", "LaunchError: rank 1 has failed: input 'x' is "),
+    "dies before calling": (None, "LaunchError: rank 0: a collective has failed: another rank has ended"),
+    "dies before calling: the first rank": (
+        None,
+        "LaunchError: rank 1: a collective has failed: another rank has ended",
+    ),
+    "never calls": (
+        None,
+        "LaunchError: rank 0: a collective has failed: another rank has ended, or did not come to it",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of a world ended: their exit codes, what they printed, and how long the slowest took."""
+
+    codes: tuple[int, ...]
+    printed: tuple[str, ...]
+    seconds: float
+
+
+def write_artifacts(directory: Path) -> Path:
+    """An artifact for two ranks, one of another model beside it, and a copy of it with a damaged shard."""
+    for name, seed in (("good", 0), ("another", 1)):
+        example = (torch.randn(3, 8),)
+        program = torch.export.export(randomised(Block(), seed), example, dynamic_shapes=({0: Dim("rows")},))
+        parallelize(program, 2, {"up": "colwise", "down": "rowwise"}).save(directory / name)
+    shutil.copytree(directory / "good", directory / "damaged")
+    shard = directory / "damaged" / "rank_1.pt2"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    return directory / "good"
+
+
+def run_fault(artifact: Path, fault: str) -> Ended:
+    """Run both ranks, each by itself, as a launcher does that does not end the others when one fails.
+
+    Raises:
+        AssertionError: a rank that is still there after the bound.
+    """
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    worker = Path(__file__).parent / "fault_worker.py"
+    began = time.monotonic()
+    ranks = []
+    for rank in range(2):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+        quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore"}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, str(worker), str(artifact), fault, str(WAIT)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, **own, **quiet, "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)},
+            )
+        )
+    printed = []
+    try:
+        for rank in ranks:
+            printed.append(rank.communicate(timeout=START + 3 * WAIT)[0])
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"{fault}: a rank is still there after {START + 3 * WAIT} s") from None
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return Ended(tuple(rank.returncode for rank in ranks), tuple(printed), time.monotonic() - began)
+
+
+def wrong(fault: str, ended: Ended) -> str:
+    """What is not as it must be, or nothing."""
+    culprit = 0 if fault.endswith("first rank") else 1
+    said, other_said = FAULTS[fault]
+    for rank, words in ((culprit, said), (1 - culprit, other_said)):
+        if words is not None and words not in ended.printed[rank]:
+            return f"{fault}: rank {rank} says {ended.printed[rank]!r}, not {words!r}"
+        if words is not None and (ended.codes[rank] == 0) != words.startswith("called"):
+            return f"{fault}: rank {rank} exits with {ended.codes[rank]}"
+    return ""
