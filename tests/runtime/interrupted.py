@@ -1,0 +1,82 @@
+"""A save that is killed, or runs out of room, at any moment: the old artifact is there, or the new one, or none."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.runtime.test_artifact import manifest
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.artifact import checked_file, read_manifest, write_artifact
+
+RANKS, MIB = 4, 1 << 20
+NO_ROOM = 9
+
+
+def save(directory: Path, filling: bytes) -> None:
+    """Four files of 2 MiB each."""
+    several = manifest(mesh={"tp": RANKS}, plan={"w": filling.hex()})
+    write_artifact(directory, several, lambda rank, path: path.write_bytes(filling * 2 * MIB) and None, force=True)
+
+
+def found(directory: Path) -> str:
+    """The filling that is there, in whole and with its manifest, or "none".
+
+    Raises:
+        ArtifactError: something in between.
+    """
+    if not directory.exists():
+        return "none"
+    read = read_manifest(directory)
+    contents = {checked_file(directory, read, rank).read_bytes()[:1].hex() for rank in range(RANKS)}
+    assert contents == {read.plan["w"]}
+    return str(read.plan["w"])
+
+
+def forked(work: Callable[[], None], kill_after: float | None) -> int:
+    """Run in a process of its own; its exit code, or minus the signal."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except ArtifactError:
+            os._exit(NO_ROOM)
+        finally:
+            os._exit(1)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_saves(directory: Path, times: int, seed: int) -> dict[str, int]:
+    """Replace an artifact so many times, each killed at a random moment: how often each state was found afterwards."""
+    drawn, states = random.Random(seed), {"old": 0, "new": 0, "none": 0}
+    save(directory / "out", b"a")
+    began = time.monotonic()
+    save(directory / "out", b"a")
+    span = time.monotonic() - began
+    for number in range(times):
+        old, new = ("61", "62") if number % 2 == 0 else ("62", "61")
+        save(directory / "out", bytes.fromhex(old))
+        forked(lambda new=new: save(directory / "out", bytes.fromhex(new)), drawn.uniform(0, 1.3 * span))  # type: ignore[misc]
+        state = found(directory / "out")
+        states["old" if state == old else "new" if state == new else state] += 1
+    return states
+
+
+def save_without_room(directory: Path) -> int:
+    """Save where no file may grow over 1 MiB: the exit code."""
+
+    def work() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
+        save(directory / "out", b"b")
+
+    return forked(work, None)

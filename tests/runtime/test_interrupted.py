@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.interrupted import NO_ROOM, found, kill_saves, save, save_without_room
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks, and sends signals")
+
+
+def test_a_save_that_is_killed(tmp_path: Path) -> None:
+    states = kill_saves(tmp_path, 20, seed=0)
+    assert states["old"], states  # else all of them ended before they were killed
+
+
+def test_a_save_without_room(tmp_path: Path) -> None:
+    save(tmp_path / "out", b"a")
+    assert save_without_room(tmp_path) == NO_ROOM
+    assert found(tmp_path / "out") == "61"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_half_an_artifact_would_be_seen(tmp_path: Path) -> None:
+    save(tmp_path / "out", b"a")
+    (tmp_path / "out" / "rank_3.pt2").write_bytes(b"b")
+    with pytest.raises(Exception, match="SHA-256"):
+        found(tmp_path / "out")
