@@ -173,14 +173,17 @@ def verify_artifact(
     kwargs: Mapping[str, Any] | None = None,
     *,
     then: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] = (),
+    trust: bool = False,
 ) -> VerifyReport:
     """What `ParallelProgram.verify` does, for files: all ranks run in this process, beside the original.
 
     Args:
         then: (args, kwargs) of further calls, each on the buffers that those before wrote.
+        trust: read files too that need a pickle or could run code (docs/security.md).
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or one that was made from another program.
+        ArtifactError: no artifact, a damaged one, one that was made from another program, or, without `trust`, one
+            whose files could run code.
         InputsError: arguments that the program does not take.
     """
     manifest = read_manifest(directory)
@@ -195,7 +198,8 @@ def verify_artifact(
             f"{os.fspath(directory)} was made from another program: the two differ in {differ[0]!r}",
             help="give the program that it was converted from",
         )
-    programs = [read_model(checked_file(directory, manifest, rank)) for rank in range(manifest.world_size)]
+    files = [checked_file(directory, manifest, rank) for rank in range(manifest.world_size)]
+    programs = [read_model(file, trust=trust) for file in files]
     shardings = {name: read_sharding(row["sharding"], mesh, len(row["shape"])) for name, row in rows.items()}
     subject = Subject(
         original,

@@ -18,7 +18,7 @@ from tpcompiler.runtime.model_file import read_model
 from tpcompiler.runtime.place import place_state
 
 
-def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
+def load(directory: str | os.PathLike[str], rank: int | None = None, *, trust: bool = False) -> Any:
     """This process's program, ready to call.
 
     Takes the GPU of this process (`LOCAL_RANK`) for a program that is for CUDA, initialises the default process group
@@ -28,6 +28,7 @@ def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
     Args:
         directory: what `ParallelProgram.save` or `tpcompiler convert` wrote.
         rank: this process's rank; by default the process group's.
+        trust: read files too that need a pickle or could run code (docs/security.md).
 
     Returns:
         The module: call it as the model was called; it records no gradients. Its `exported_program` is the rank's
@@ -35,19 +36,21 @@ def load(directory: str | os.PathLike[str], rank: int | None = None) -> Any:
         buffers: what one writes into a cache the others read.
 
     Raises:
-        ArtifactError: no artifact, or a damaged one.
+        ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
         LaunchError: not started by torchrun, another world size or rank, a group name that is taken, or no GPU for
             this process.
     """
     names = programs_in(directory)
     if not names:
-        return _module(_exported(directory, rank, {}))
+        return _module(_exported(directory, rank, {}, trust))
     stored: dict[str, torch.Tensor] = {}
-    made = {name: _exported(Path(directory) / name, rank, stored) for name in names}
+    made = {name: _exported(Path(directory) / name, rank, stored, trust) for name in names}
     return {name: _module(exported) for name, exported in made.items()}
 
 
-def _exported(directory: str | os.PathLike[str], rank: int | None, stored: dict[str, torch.Tensor]) -> ExportedProgram:
+def _exported(
+    directory: str | os.PathLike[str], rank: int | None, stored: dict[str, torch.Tensor], trust: bool
+) -> ExportedProgram:
     """This rank's program on its device; what its file leaves out is taken from `stored`, what it holds put there."""
     manifest = read_manifest(directory)
     left_out = {row["name"] for row in manifest.tensors if "stored_in" in row}
@@ -64,7 +67,7 @@ def _exported(directory: str | os.PathLike[str], rank: int | None, stored: dict[
             f"rank {here} was asked for in the process of rank {dist.get_rank()}", help="leave rank out under torchrun"
         )
     _register_groups(manifest)
-    exported = read_model(checked_file(directory, manifest, here))
+    exported = read_model(checked_file(directory, manifest, here), trust=trust)
     for held in (exported.state_dict, exported.constants):
         held.update({name: stored[name] for name in held.keys() & left_out})
     place_state(exported, device)
