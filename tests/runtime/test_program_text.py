@@ -52,6 +52,7 @@ TAKEN = {
 REFUSED = {
     "expr_str": """
         open
+        s0(1)
         exec(Integer(1))
         eval(chr(49))
         ().__class__
@@ -80,6 +81,7 @@ REFUSED = {
         math.__loader__
         print(1)
         open
+        s0(1)
         L['x'] == b'a'
         L['x'].size(dim=1)
         (lambda: 1)()
