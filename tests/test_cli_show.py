@@ -35,8 +35,10 @@ def views(monkeypatch: pytest.MonkeyPatch) -> None:
 
     graph = graphviz.Digraph()
     graph.node("a")
-    monkeypatch.setattr(tpcompiler.views.dot, "artifact_dot", lambda directory, rank: graph)
-    monkeypatch.setattr(tpcompiler.views.table, "artifact_text", lambda directory, rank: f"text of rank {rank}\n")
+    monkeypatch.setattr(tpcompiler.views.dot, "artifact_dot", lambda directory, rank, *, trust: graph)
+    monkeypatch.setattr(
+        tpcompiler.views.table, "artifact_text", lambda directory, rank, *, trust: f"text of rank {rank}\n"
+    )
 
 
 DOT = "digraph {\n\ta\n}\n"

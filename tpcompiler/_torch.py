@@ -54,6 +54,8 @@ __all__ = [
     "group_is_registered",
     "make_fx",
     "op_overload",
+    "program_target",
+    "record_reader",
     "redistribute",
     "register_group",
     "resolve_group",
@@ -213,6 +215,29 @@ def op_overload(op: object) -> OpOverload | None:
         chosen = "default" if "default" in names else names[0] if len(names) == 1 else None
         op = None if chosen is None else getattr(op, chosen)
     return op if isinstance(op, OpOverload) else None
+
+
+def program_target(text: str) -> str | None:
+    """The op that a program's file means by a name below torch, `torch.ops.NS.OP.OVERLOAD`: as `NS.OP.OVERLOAD`.
+
+    None where it stands for something else; a name that stands for nothing here is given back as it is.
+    """
+    found: Any = torch
+    for part in text.split(".")[1:]:  # as torch's own reader does
+        if not hasattr(found, part):
+            return text
+        found = getattr(found, part)
+    if isinstance(found, OpOverload):
+        return str(found)
+    if isinstance(found, HigherOrderOperator):
+        return str(found)
+    own = getattr(found, "__module__", None) == text.rpartition(".")[0] and callable(found)
+    return text if own and not text.startswith("torch.ops.") else None
+
+
+def record_reader(path: str) -> Any:
+    """torch's own reader of archives, which need not see what `zipfile` sees."""
+    return vars(torch._C)["PyTorchFileReader"](path)
 
 
 def tree_names(spec: Any) -> list[str]:

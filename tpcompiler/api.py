@@ -174,14 +174,17 @@ def verify_artifact(
     kwargs: Mapping[str, Any] | None = None,
     *,
     then: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] = (),
+    trust: bool = False,
 ) -> VerifyReport:
     """What `ParallelProgram.verify` does, for files: all ranks run in this process, beside the original.
 
     Args:
         then: (args, kwargs) of further calls, each on the buffers that those before wrote.
+        trust: read files too that need a pickle or could run code (docs/security.md).
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or one that was made from another program.
+        ArtifactError: no artifact, a damaged one, one that was made from another program, or, without `trust`, one
+            whose files could run code.
         InputsError: arguments that the program does not take.
     """
     manifest = read_manifest(directory)
@@ -196,7 +199,8 @@ def verify_artifact(
             f"{os.fspath(directory)} was made from another program: the two differ in {differ[0]!r}",
             help="give the program that it was converted from",
         )
-    programs = [read_model(checked_file(directory, manifest, rank)) for rank in range(manifest.world_size)]
+    files = [checked_file(directory, manifest, rank) for rank in range(manifest.world_size)]
+    programs = [read_model(file, trust=trust) for file in files]
     shardings = {name: read_sharding(row["sharding"], mesh, len(row["shape"])) for name, row in rows.items()}
     subject = Subject(
         original,
@@ -209,7 +213,9 @@ def verify_artifact(
     return compared_calls({"": subject}, [("", args, kwargs or {}), *(("", *call) for call in then)])
 
 
-def check(directory: str | os.PathLike[str], original: ExportedProgram | None = None) -> CheckReport:
+def check(
+    directory: str | os.PathLike[str], original: ExportedProgram | None = None, *, trust: bool = False
+) -> CheckReport:
     """Check the files of an artifact against what they claim, without running the model (`docs/trust.md`).
 
     Each rank's program must be a sound share of one and the same single-device program, all ranks must issue the same
@@ -219,11 +225,12 @@ def check(directory: str | os.PathLike[str], original: ExportedProgram | None = 
     Args:
         directory: what `ParallelProgram.save`, `ProgramSet.save` or `tpcompiler convert` wrote.
         original: the single-device program, whose weights are compared with the ranks' shares.
+        trust: read files too that need a pickle or could run code (docs/security.md).
 
     Raises:
-        ArtifactError: no artifact, or a damaged one.
+        ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
     """
-    return check_artifact(directory, original=original, prepare=on_cpu)
+    return check_artifact(directory, original=original, prepare=on_cpu, trust=trust)
 
 
 def _boundary_and_leaves(program: CanonicalProgram) -> dict[str, list[int] | None]:

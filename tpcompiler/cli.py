@@ -64,6 +64,7 @@ Imports = Annotated[
     list[str] | None,
     typer.Option("--import", metavar="MODULE", help="Import this first: what registers classes, ops or rules."),
 ]
+Trust = Annotated[bool, typer.Option("--trust", help="Read files too that can run code: only from who you trust.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that tpcompiler convert wrote.")]
 
@@ -102,6 +103,7 @@ def _options(
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="MODEL.pt2|OUT", help="A model, or a converted directory.")],
     imports: Imports = None,
+    trust: Trust = False,
     json: Json = False,
 ) -> None:
     """Show what is in a model or an artifact.
@@ -123,7 +125,7 @@ def inspect(
         if is_artifact:
             data = cli_inspect.artifact_data(read_manifest(path))
         else:
-            data = cli_inspect.model_data(read_model(path, imports or ()))
+            data = cli_inspect.model_data(read_model(path, imports or (), trust=trust))
     if json:
         cli_print.print_json(data)
     elif is_artifact:
@@ -151,6 +153,7 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report: write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier artifact at OUT.")] = False,
     imports: Imports = None,
+    trust: Trust = False,
     keep_output_types: Annotated[
         bool, typer.Option("--keep-output-types", help="Return the model's own output classes, not plain dicts.")
     ] = False,
@@ -188,7 +191,7 @@ def convert(
         if out is not None and not dry_run:
             free_target(out, force=force)  # before the minutes that follow
         status.update(Text(f"reading {model}"))
-        exported = read_model(model, imports or ())
+        exported = read_model(model, imports or (), trust=trust)
         status.update("placing and cutting")
         made = parallelize(
             exported,
@@ -225,6 +228,7 @@ def verify(
         ),
     ] = None,
     imports: Imports = None,
+    trust: Trust = False,
     json: Json = False,
 ) -> None:
     """Compare all ranks with the model.
@@ -244,7 +248,7 @@ def verify(
         from tpcompiler.runtime.model_file import read_model
 
         read_manifest(directory)  # its errors come before the model is read
-        original = read_model(against, imports or ())
+        original = read_model(against, imports or (), trust=trust)
         if inputs:
             calls = [read_inputs(file, original) for file in inputs]
         elif original.example_inputs is not None:
@@ -252,7 +256,7 @@ def verify(
         else:
             raise InputsError(f"{against} was saved without example inputs", help="give inputs with --inputs FILE")
         status.update("running the model and all ranks")
-        report = verify_artifact(directory, original, *calls[0], then=calls[1:])
+        report = verify_artifact(directory, original, *calls[0], then=calls[1:], trust=trust)
     if json:
         cli_print.print_json(dataclasses.asdict(report))
     else:
@@ -269,6 +273,7 @@ def run(
         Path | None, typer.Option("--outputs", metavar="FILE", help="Write the outputs as safetensors, by name.")
     ] = None,
     imports: Imports = None,
+    trust: Trust = False,
 ) -> None:
     """Run the programs under torchrun.
 
@@ -291,7 +296,7 @@ def run(
     manifest = read_manifest(directory)
     refuse_sharded_boundary(manifest)
     import_modules(imports or ())
-    module = load(directory)
+    module = load(directory, trust=trust)
     named = run_file(module, manifest, inputs)
     if dist.get_rank() == 0:
         cli_print.print_outputs(summarize(named))
@@ -312,6 +317,7 @@ def show(
     ] = None,
     rank: Annotated[int, typer.Option("--rank", help="The rank whose program is shown.")] = 0,
     imports: Imports = None,
+    trust: Trust = False,
 ) -> None:
     """Show the program of a rank.
 
@@ -327,7 +333,7 @@ def show(
         from tpcompiler.runtime.model_file import import_modules
 
         import_modules(imports or ())
-        picture = cli_print.picture(directory, _format(format, file).value, file, rank)
+        picture = cli_print.picture(directory, _format(format, file).value, file, rank, trust=trust)
     if picture.note:
         typer.echo(picture.note, err=True)
     if picture.file is None:

@@ -106,17 +106,17 @@ class Picture(NamedTuple):
     note: str = ""
 
 
-def picture(directory: Path, format: str, file: Path | None, rank: int) -> Picture:
+def picture(directory: Path, format: str, file: Path | None, rank: int, *, trust: bool = False) -> Picture:
     """A rank's program as text, dot or svg. Without Graphviz's `dot` an svg becomes dot, with a note."""
     if format == "text":
         from tpcompiler.views.table import artifact_text
 
-        return Picture(artifact_text(directory, rank), file)
+        return Picture(artifact_text(directory, rank, trust=trust), file)
     import graphviz
 
     from tpcompiler.views.dot import artifact_dot
 
-    graph = artifact_dot(directory, rank)
+    graph = artifact_dot(directory, rank, trust=trust)
     if format == "dot":
         return Picture(str(graph.source), file)
     try:

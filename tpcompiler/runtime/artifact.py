@@ -191,7 +191,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     Raises:
         ArtifactError: no artifact there, unreadable, of another format version, or with fields missing.
     """
-    path = Path(directory) / MANIFEST
+    path = _inside(directory, MANIFEST)
     if programs := programs_in(directory):
         raise ArtifactError(
             f"{directory} holds the programs {', '.join(programs)}",
@@ -233,9 +233,9 @@ def programs_in(directory: str | os.PathLike[str]) -> list[str]:
     """The names of the programs that `write_set` wrote there, in order; none where there is no such list.
 
     Raises:
-        ArtifactError: a list that cannot be read.
+        ArtifactError: a list that cannot be read, or a name that leads out of the directory.
     """
-    path = Path(directory) / SET
+    path = _inside(directory, SET)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         names = data["programs"] if data["format"] == FORMAT else None
@@ -245,7 +245,17 @@ def programs_in(directory: str | os.PathLike[str]) -> list[str]:
         raise ArtifactError(f"{path} cannot be read: {error}", help="convert the models again") from error
     if not isinstance(names, list) or not all(isinstance(name, str) and name.isidentifier() for name in names):
         raise ArtifactError(f"{path} is damaged, or of another format than {FORMAT}", help="convert the models again")
+    for name in names:
+        _inside(directory, name)
     return names
+
+
+def _inside(directory: str | os.PathLike[str], name: str) -> Path:
+    """The path of a file of the artifact, which must not be a link to somewhere else."""
+    path = Path(directory) / name
+    if not path.resolve().is_relative_to(Path(directory).resolve()):
+        raise ArtifactError(f"{path} leads out of {os.fspath(directory)}", help="copy the files themselves, not links")
+    return path
 
 
 def _malformed(manifest: Manifest) -> str | None:
@@ -275,14 +285,14 @@ def checked_file(directory: str | os.PathLike[str], manifest: Manifest, rank: in
     """The path of a rank's program, after its hash was compared.
 
     Raises:
-        ArtifactError: a rank outside the world, the file is missing, or its content is not what was written.
+        ArtifactError: a rank outside the world, the file is missing, a link to elsewhere, or not what was written.
     """
     if not 0 <= rank < manifest.world_size:
         raise ArtifactError(
             f"rank {rank} is outside the artifact's world of {manifest.world_size}",
             help=f"use a rank from 0 to {manifest.world_size - 1}",
         )
-    path = Path(directory) / rank_file(rank)
+    path = _inside(directory, rank_file(rank))
     found = None
     with contextlib.suppress(FileNotFoundError):
         found = sha256(path)

@@ -28,6 +28,7 @@ def load(
     *,
     check_inputs: bool = False,
     timeout: timedelta = WAIT,
+    trust: bool = False,
 ) -> Any:
     """This process's program, ready to call.
 
@@ -45,6 +46,7 @@ def load(
             that every rank is given whole, before the first collective. Later calls are not compared: what ranks that
             are called differently give is undefined, and they may hang until the process group's own timeout.
         timeout: how long ranks wait for one another: here, and at a collective of the process group that is made here.
+        trust: read files too that need a pickle or could run code (docs/security.md).
 
     Returns:
         The module: call it as the model was called; it records no gradients. Its `exported_program` is the rank's
@@ -52,21 +54,21 @@ def load(
         buffers: what one writes into a cache the others read.
 
     Raises:
-        ArtifactError: no artifact, or a damaged one.
+        ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
         LaunchError: not started by torchrun, another world size or rank, a group name that is taken, no GPU for this
             process, or another rank that has failed, is missing, or has something else.
     """
     names = programs_in(directory)
     stored: dict[str, torch.Tensor] = {}
     made = {
-        name: _module(*_exported(Path(directory) / name, rank, stored, timeout), check_inputs, timeout)
+        name: _module(*_exported(Path(directory) / name, rank, stored, timeout, trust), check_inputs, timeout)
         for name in names or [""]
     }
     return made if names else made[""]
 
 
 def _exported(
-    directory: Path, rank: int | None, stored: dict[str, torch.Tensor], timeout: timedelta
+    directory: Path, rank: int | None, stored: dict[str, torch.Tensor], timeout: timedelta, trust: bool
 ) -> tuple[ExportedProgram, Manifest]:
     """This rank's program on its device; what its file leaves out is taken from `stored`, what it holds put there."""
     manifest = read_manifest(directory)
@@ -84,7 +86,7 @@ def _exported(
             f"rank {here} was asked for in the process of rank {dist.get_rank()}", help="leave rank out under torchrun"
         )
     with agreeing(timeout) as mine:
-        exported = read_model(checked_file(directory, manifest, here))
+        exported = read_model(checked_file(directory, manifest, here), trust=trust)
         mine.update(artifact_facts(manifest))
     _register_groups(manifest)
     for held in (exported.state_dict, exported.constants):

@@ -17,9 +17,9 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
 
 EXPORT = "export the model and write it with torch.export.save(exported_program, path)"
-OLD_FORMAT = "serialized_exported_program.json"  # written by torch 2.7 and before, still read
 
 
 def import_modules(names: Sequence[str]) -> None:
@@ -41,13 +41,14 @@ def import_modules(names: Sequence[str]) -> None:
             ) from error
 
 
-def read_model(path: str | os.PathLike[str], imports: Sequence[str] = ()) -> ExportedProgram:
+def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, trust: bool = False) -> ExportedProgram:
     """Read what `torch.export.save` wrote; `imports` are modules to import first.
 
-    Reading unpickles the example inputs, as `torch.export.load` does: read no file from a source that you do not trust.
+    `trust` reads it as `torch.export.load` does, which runs code that the file may hold (docs/security.md).
 
     Raises:
-        ArtifactError: no such file, a file of another kind, a damaged one, or one that needs a module imported.
+        ArtifactError: no such file, a file of another kind, a damaged one, one that needs a module imported, or,
+            without `trust`, one that needs a pickle or could run code.
     """
     import_modules(imports)
     file = Path(path)
@@ -55,7 +56,11 @@ def read_model(path: str | os.PathLike[str], imports: Sequence[str] = ()) -> Exp
         raise ArtifactError(f"{file} {found[0]}", help=found[1])
     try:
         with _quiet_torch() as heard:
+            if not trust:
+                inspect_archive(file)
             return torch.export.load(file)
+    except ArtifactError:
+        raise
     except Exception as error:  # torch raises what the layer that fails happens to raise
         # torch.export.load logs the cause, and then raises a general text that says to look above.
         cause = _innermost(heard[-1]) if heard else error
@@ -132,7 +137,7 @@ def _load_error(file: Path, cause: BaseException) -> ArtifactError:
             f"{file} calls the op {found[1]}, which this torch {torch.__version__} does not have",
             help="pass --import MODULE with the module that registers the op, or export with this version of torch",
         )
-    if "not compiled with CUDA" in text or "Found no NVIDIA driver" in text:
+    if re.search(r"not compiled with CUDA|Found no NVIDIA driver|torch\.cuda\.is_available\(\) is False", text):
         return ArtifactError(
             f"{file} holds tensors that are on CUDA, which torch does not find here",
             help="read it on a machine with a GPU, or export the model on the CPU and convert with --device cuda",

@@ -43,19 +43,20 @@ def check_artifact(
     *,
     original: ExportedProgram | None = None,
     prepare: Callable[[ExportedProgram], ExportedProgram],
+    trust: bool = False,
 ) -> CheckReport:
     """Check the files of an artifact, or of each in a directory of several.
 
     `prepare` makes of a program one whose ops can be evaluated here: whatever device it is for.
 
     Raises:
-        ArtifactError: no artifact, or a damaged one.
+        ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
     """
     names = programs_in(directory)
     if not names:
         manifest = read_manifest(directory)
-        return check_programs(read_ranks(directory, manifest, prepare), manifest, original)
-    reports = {name: check_artifact(Path(directory) / name, prepare=prepare) for name in names}
+        return check_programs(read_ranks(directory, manifest, prepare, trust=trust), manifest, original)
+    reports = {name: check_artifact(Path(directory) / name, prepare=prepare, trust=trust) for name in names}
     findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
     counts = {what: sum(report.counts[what] for report in reports.values()) for what in reports[names[0]].counts}
     return CheckReport(not findings, counts, findings)

@@ -13,6 +13,7 @@ from typing import Any
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import read_archive_state
+from tpcompiler.runtime.archive import inspect_archive
 from tpcompiler.runtime.artifact import Manifest, checked_file
 from tpcompiler.runtime.model_file import read_model
 
@@ -35,11 +36,13 @@ def read_ranks(
     directory: str | os.PathLike[str],
     manifest: Manifest,
     prepare: Callable[[ExportedProgram], ExportedProgram] = lambda program: program,
+    *,
+    trust: bool = False,
 ) -> list[Written]:
     """All ranks' programs, with their hashes compared; where files have equal graphs, that of the first serves.
 
     Raises:
-        ArtifactError: a file that is missing, damaged, or cannot be read.
+        ArtifactError: a file that is missing, damaged, cannot be read, or, without `trust`, could run code.
     """
     known: dict[str, ExportedProgram] = {}
     found = []
@@ -47,9 +50,11 @@ def read_ranks(
         path = checked_file(directory, manifest, rank)
         graph = _graph_hash(path)
         if graph in known:
+            if not trust:
+                inspect_archive(path)
             found.append(Written(known[graph], read_archive_state(path)))
         else:
-            whole = read_model(path)
+            whole = read_model(path, trust=trust)
             known[graph] = prepare(whole)
             found.append(Written(known[graph], {**whole.constants, **whole.state_dict}))
     return found

@@ -27,7 +27,7 @@ CUTS = [  # by tensor dim
 ]
 
 
-def artifact_dot(directory: str | os.PathLike[str], rank: int = 0) -> graphviz.Digraph:
+def artifact_dot(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> graphviz.Digraph:
     """The program of one rank: modules as frames, repeated layers once, ops coloured by sharding.
 
     Collectives are hexagons with their payload and wire bytes; those that the plan did not ask for (fallbacks) are
@@ -37,7 +37,7 @@ def artifact_dot(directory: str | os.PathLike[str], rank: int = 0) -> graphviz.D
     Raises:
         ArtifactError: no artifact, a damaged one, or a rank outside its world.
     """
-    outline = outline_of(directory, rank)
+    outline = outline_of(directory, rank, trust=trust)
     dot = graphviz.Digraph(
         "program",
         graph_attr={

@@ -76,14 +76,14 @@ class Outline:
         return ", ".join(f"{axis}={degree}" for axis, degree in self.manifest.mesh.items())
 
 
-def outline_of(directory: str | os.PathLike[str], rank: int = 0) -> Outline:
+def outline_of(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> Outline:
     """Read the outline of one rank's program from the files of an artifact.
 
     Raises:
         ArtifactError: no artifact, a damaged one, one that needs a module imported, or a rank outside its world.
     """
     manifest = read_manifest(directory)
-    exported = read_model(checked_file(directory, manifest, rank))
+    exported = read_model(checked_file(directory, manifest, rank), trust=trust)
     items = items_of(exported, manifest)
     stands: Stands = {}
     root = _folded(_tree(items), stands)

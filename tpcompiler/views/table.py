@@ -12,13 +12,13 @@ GUTTER = 14  # wide enough for `P(sum) -> S(1)` on one axis, so that changes of 
 WIDEST = 44  # what lies in many parts may stand out
 
 
-def artifact_text(directory: str | os.PathLike[str], rank: int = 0) -> str:
+def artifact_text(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> str:
     """Ops, shardings and collectives by module, repeated layers once; shapes of values are local, of weights global.
 
     Raises:
         ArtifactError: no artifact, a damaged one, or a rank outside its world.
     """
-    outline = outline_of(directory, rank)
+    outline = outline_of(directory, rank, trust=trust)
     manifest, widest = outline.manifest, _widest(outline.root)
     lines = [
         f"mesh {outline.mesh}, rank {rank} of {manifest.world_size}",

@@ -1,0 +1,353 @@
+"""Files that would run code: each is refused, and runs its code where it is trusted. How they are made: poisons.py."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch._export.serde.serialize import serialize
+
+import tpcompiler
+from tests.runtime.commands import call, refused, right
+from tests.runtime.models import PLAN, PLAN_TEXT, export_mlp, mlp_inputs
+from tests.runtime.poisons import (
+    ARGS,
+    EXAMPLES,
+    MODEL,
+    POISONS,
+    Entries,
+    Fire,
+    entries_of,
+    pickled_examples,
+    save_victim,
+    saved,
+    write_entries,
+)
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.artifact import MANIFEST, SET, checked_file, read_manifest, sha256
+from tpcompiler.runtime.model_file import read_model
+
+TRUST = "if you trust who made the file, pass --trust (in Python: trust=True)"
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("clean") / "model.pt2"
+    save_victim(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def poison_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module that python finds, and that writes the marker when it is imported."""
+    (tmp_path / "poison_module.py").write_text(
+        f"import enum\nKind = enum.Enum('Kind', 'A')\nlist = list\nopen({str(tmp_path / 'marker')!r}, 'w').close()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("poison_module", None)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ArtifactError) as raised:
+        read_model(path)
+    return str(raised.value)
+
+
+def test_what_torch_writes_is_read_without_trust(clean: Path) -> None:
+    program = read_model(clean)
+    assert program.example_inputs is not None
+    expected = torch.export.load(clean).module()(*ARGS)["y"]
+    assert torch.equal(program.module()(*ARGS)["y"], expected)
+
+
+@pytest.mark.parametrize(("poison", "fires", "said"), POISONS, ids=[poison.__name__ for poison, _, _ in POISONS])
+def test_a_poisoned_file_runs_nothing(
+    poison: Callable[[Entries, Path], None], fires: bool, said: str, clean: Path, tmp_path: Path
+) -> None:
+    entries, path, marker = entries_of(clean), tmp_path / "poisoned.pt2", tmp_path / "marker"
+    poison(entries, marker)
+    write_entries(path, entries)
+    message = refusal(path)
+    assert message.startswith(f"{path} is not read: its entry {said}")
+    assert message.endswith(TRUST)
+    assert not marker.exists()
+    with contextlib.suppress(Exception):  # by then the code has run
+        program = read_model(path, trust=True)
+        module = program.module()
+        with contextlib.suppress(Exception):
+            module(*ARGS)
+        assert program.example_inputs is not None
+        module(*program.example_inputs[0])
+    assert marker.exists() == fires
+
+
+def test_a_module_that_is_imported_makes_an_enum_loadable(clean: Path, tmp_path: Path) -> None:
+    entries, path = entries_of(clean), tmp_path / "model.pt2"
+    next(poison for poison, _, _ in POISONS if poison.__name__ == "imported_enum")(entries, tmp_path / "marker")
+    write_entries(path, entries)
+    assert refusal(path).partition("help: ")[2] == f"pass --import poison_module; or, {TRUST}"
+    spec = read_model(path, ["poison_module"]).call_spec.in_spec
+    assert "Kind.A" in repr(spec)
+
+
+OLD = {"state_dict": "serialized_state_dict.pt", "constants": "serialized_constants.pt"}
+OLD |= {"example_inputs": "serialized_example_inputs.pt", "exported_program": "serialized_exported_program.json"}
+
+
+def old_entries() -> dict[str, bytes]:
+    """What torch 2.7 wrote."""
+    artifact = serialize(export_mlp())
+    version = torch._export.serde.schema.SCHEMA_VERSION  # type: ignore[attr-defined]
+    return {"version": ".".join(map(str, version)).encode(), **{OLD[part]: getattr(artifact, part) for part in OLD}}
+
+
+def test_the_old_format(tmp_path: Path) -> None:
+    path, marker = tmp_path / "old.pt2", tmp_path / "marker"
+    zipped(path, list(old_entries().items()))
+    inputs = mlp_inputs().values()
+    assert torch.equal(read_model(path).module()(*inputs)["logits"], export_mlp().module()(*inputs)["logits"])
+    for entry in ("serialized_state_dict.pt", "serialized_constants.json", "serialized_example_inputs.pt"):
+        zipped(path, list({**old_entries(), entry: saved({"w": Fire(marker)})}.items()))
+        assert f"its entry {entry} needs a pickle that may run code (eval)\n" in refusal(path)
+        assert not marker.exists()
+        with contextlib.suppress(Exception):
+            read_model(path, trust=True)
+        assert marker.exists()
+        marker.unlink()
+
+
+def zipped(path: Path, entries: list[tuple[str, bytes]], compression: int = zipfile.ZIP_STORED) -> None:
+    with warnings.catch_warnings(), zipfile.ZipFile(path, "w", compression) as archive:
+        warnings.simplefilter("ignore")  # of two entries of one name
+        for name, content in entries:
+            archive.writestr(name, content)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("model/" + MODEL, f"is not read: it has two entries 'model/{MODEL}'\n"),
+        ("model/" + MODEL.upper(), f"is not read: it has two entries 'model/{MODEL.upper()}'\n"),
+        ("/model/x", "is not read: it has an entry '/model/x', which leads out of it\n"),
+        ("model/../../x", "is not read: it has an entry 'model/../../x', which leads out of it\n"),
+        ("model/extra/\n", "is not read: it has an entry 'model/extra/\\n', which leads out of it\n"),
+        ("model/data/x", "is not read: its entry data/x is none of a program that needs no pickle\n"),
+        ("other/extra/x", f"cannot be read by torch {torch.__version__}: "),
+    ],
+)
+def test_entries_of_strange_names(more: str, said: str, clean: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    sound = [(f"model/{name}", content) for name, content in entries_of(clean).items()]
+    zipped(path, [*sound, ("model/extra/x", b"text")])
+    read_model(path)
+    zipped(path, [*sound, (more, b"text")])
+    assert said in refusal(path)
+
+
+def test_a_bomb(clean: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    sound = [(f"model/{name}", content) for name, content in entries_of(clean).items()]
+    zipped(path, sound, zipfile.ZIP_DEFLATED)
+    read_model(path)
+    zipped(path, [*sound, ("model/extra/zeros", bytes(1 << 24))], zipfile.ZIP_DEFLATED)
+    assert "it has an entry 'model/extra/zeros', which says that it is 16,777,216 bytes and holds 16," in refusal(path)
+    inner = io.BytesIO(dict(entries_of(clean))[EXAMPLES])
+    with zipfile.ZipFile(inner, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/9", bytes(1 << 24))
+    write_entries(path, {**entries_of(clean), EXAMPLES: inner.getvalue()})
+    assert f"its entry {EXAMPLES} has an entry 'archive/data/9', which says that it is 16,777,216 bytes and" in refusal(
+        path
+    )
+
+
+def test_entries_that_lie_in_one_another(clean: Path, tmp_path: Path) -> None:
+    """The directory of a zip may list the same bytes under many names."""
+    path = tmp_path / "model.pt2"
+    write_entries(path, {**entries_of(clean), "extra/x": bytes(1 << 20)})
+    with zipfile.ZipFile(path, "a") as archive:
+        (held,) = (info for info in archive.infolist() if info.filename.endswith("extra/x"))
+        for number in range(3):
+            again = zipfile.ZipInfo(f"model/extra/{number}")
+            again.compress_size, again.file_size, again.CRC = held.compress_size, held.file_size, held.CRC
+            again.header_offset = held.header_offset
+            archive.filelist.append(again)
+        archive._didModify = True  # type: ignore[attr-defined]
+    assert "is not read: it has entries that lie in one another\n" in refusal(path)
+
+
+def test_two_archives_in_one_file(clean: Path, tmp_path: Path) -> None:
+    """torch's reader and zipfile need not take the same one: neither is read."""
+    path, old = tmp_path / "model.pt2", tmp_path / "old.pt2"
+    zipped(old, list({**old_entries(), OLD["state_dict"]: saved({"w": Fire(tmp_path / "marker")})}.items()))
+    for first, second in ((clean, old), (old, clean)):
+        path.write_bytes(first.read_bytes() + second.read_bytes())
+        refusal(path)
+        assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("clean.pt2", "has other entries for torch than for zipfile"), ("old.pt2", "is of the old format and of the new")],
+)
+def test_readers_that_differ(
+    name: str, said: str, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file is known of which torch's reader and zipfile see different entries: here torch's sees one more."""
+
+    class Reader:
+        def __init__(self, path: str) -> None:
+            self.entries = entries_of(clean)
+
+        def get_all_records(self) -> list[str]:
+            return [*self.entries, "data/weights/more.pt"]
+
+        def get_record(self, name: str) -> bytes:
+            return self.entries[name]
+
+    (tmp_path / "clean.pt2").write_bytes(clean.read_bytes())
+    zipped(tmp_path / "old.pt2", list(old_entries().items()))
+    read_model(tmp_path / name)
+    monkeypatch.setattr("tpcompiler.runtime.archive.record_reader", Reader)
+    assert refusal(tmp_path / name).startswith(f"{tmp_path / name} is not read: it {said}\n")
+
+
+@pytest.fixture
+def poisoned(tmp_path: Path) -> Path:
+    """A model that every command can work with, but for its example inputs."""
+    torch.export.save(export_mlp(), tmp_path / "mlp.pt2")
+    entries = entries_of(tmp_path / "mlp.pt2")
+    pickled_examples(entries, tmp_path / "marker")
+    write_entries(tmp_path / "poisoned.pt2", entries)
+    return tmp_path / "poisoned.pt2"
+
+
+def test_trust_on_the_command_line(poisoned: Path, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(PLAN_TEXT)
+    save_file(mlp_inputs(), tmp_path / "in")
+    marker, out = tmp_path / "marker", tmp_path / "out"
+    said = f"{poisoned} is not read: its entry {EXAMPLES} needs a pickle that may run code (eval)\n  help: {TRUST}\n"
+
+    def only_on_trust(*words: object, said: str = said) -> None:
+        assert refused(*words) == said
+        assert not marker.exists()
+        right(*words, "--trust")
+        assert marker.exists()
+        marker.unlink()
+
+    only_on_trust("inspect", poisoned)
+    only_on_trust("convert", poisoned, "--tp", 2, "--plan", tmp_path / "plan.yaml", "-o", out)
+    only_on_trust("verify", out, "--against", poisoned, "--inputs", tmp_path / "in")
+    # Who can write the programs can write their hashes.
+    entries = entries_of(out / "rank_0.pt2")
+    pickled_examples(entries, marker)
+    write_entries(out / "rank_0.pt2", entries)
+    assert "has SHA-256" in refused("show", out)
+    manifest = json.loads((out / MANIFEST).read_text())
+    manifest["files"]["rank_0.pt2"] = sha256(out / "rank_0.pt2")
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    said = said.replace(str(poisoned), str(out / "rank_0.pt2"))
+    only_on_trust("show", out, said=said)
+    only_on_trust("verify", out, "--against", tmp_path / "mlp.pt2", said=said)
+    assert "--trust" in call("run", "--help").stdout
+
+
+def test_load(poisoned: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    tpcompiler.parallelize(export_mlp(), 1, PLAN).save(tmp_path / "out")
+    entries = entries_of(tmp_path / "out" / "rank_0.pt2")
+    pickled_examples(entries, marker)
+    write_entries(tmp_path / "out" / "rank_0.pt2", entries)
+    manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
+    manifest["files"]["rank_0.pt2"] = sha256(tmp_path / "out" / "rank_0.pt2")
+    (tmp_path / "out" / MANIFEST).write_text(json.dumps(manifest))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ArtifactError, match="is not read: its entry"):
+            tpcompiler.load(tmp_path / "out")
+        assert not marker.exists()
+        with contextlib.suppress(Exception):  # the example inputs are no tensors
+            tpcompiler.load(tmp_path / "out", trust=True)
+        assert marker.exists()
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+
+class TakesBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self.down(self.up(batch.x))
+
+
+def test_what_is_written_needs_no_trust(tmp_path: Path) -> None:
+    """Example inputs of a class are a pickle: the model's file needs trust, the files made of it have no example."""
+    torch.export.register_dataclass(Batch, serialized_type_name="toy.Batch")
+    program = torch.export.export(TakesBatch(), (Batch(torch.ones(2, 4)),))
+    torch.export.save(program, tmp_path / "model.pt2")
+    assert f"(tests.runtime.{Path(__file__).stem}.Batch)" in refusal(tmp_path / "model.pt2")
+    made = tpcompiler.parallelize(
+        read_model(tmp_path / "model.pt2", trust=True), 2, {"up": "colwise", "down": "rowwise"}
+    )
+    made.save(tmp_path / "out")
+    assert made.rank_program(0).example_inputs is not None
+    for rank in range(2):
+        assert read_model(tmp_path / "out" / f"rank_{rank}.pt2").example_inputs is None
+
+
+def test_links_that_leave_the_artifact(tmp_path: Path) -> None:
+    other, out = tmp_path / "other", tmp_path / "out"
+    for directory in (other, out):
+        tpcompiler.parallelize(export_mlp(), 1, PLAN).save(directory)
+    manifest = read_manifest(out)
+    (out / "rank_0.pt2").rename(out / "kept.pt2")
+    (out / "rank_0.pt2").symlink_to(out / "kept.pt2")
+    checked_file(out, manifest, 0)  # a link to beside it
+    (out / "rank_0.pt2").unlink()
+    (out / "rank_0.pt2").symlink_to(other / "rank_0.pt2")
+    with pytest.raises(ArtifactError) as raised:
+        checked_file(out, manifest, 0)
+    assert str(raised.value) == (
+        f"{out / 'rank_0.pt2'} leads out of {out}\n  help: copy the files themselves, not links"
+    )
+    (out / MANIFEST).unlink()
+    (out / MANIFEST).symlink_to(other / MANIFEST)
+    with pytest.raises(ArtifactError, match=f"^{out / MANIFEST} leads out of {out}\n"):
+        read_manifest(out)
+    (tmp_path / "link").symlink_to(other)
+    assert read_manifest(tmp_path / "link").world_size == 1  # where the artifact itself lies is the user's affair
+
+
+@pytest.mark.parametrize("name", ["..", "../other", "/etc", ".", "", "a/b"])
+def test_programs_of_strange_names(name: str, tmp_path: Path) -> None:
+    (tmp_path / SET).write_text(json.dumps({"format": 1, "programs": [name]}))
+    with pytest.raises(ArtifactError, match="is damaged, or of another format"):
+        tpcompiler.load(tmp_path)
+
+
+def test_a_program_that_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / SET).write_text(json.dumps({"format": 1, "programs": ["decode"]}))
+    (tmp_path / "set" / "decode").symlink_to(tmp_path)
+    with pytest.raises(ArtifactError, match=f"^{tmp_path / 'set' / 'decode'} leads out of {tmp_path / 'set'}\n"):
+        tpcompiler.load(tmp_path / "set")

@@ -1,0 +1,204 @@
+"""What the texts of a program's file may be: what torch writes is taken, what would be more than that is refused."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from tpcompiler.runtime.program_text import Unsafe, check_keys, check_program
+
+TAKEN = {
+    "expr_str": """
+        Symbol('s77', positive=True, integer=True)
+        Mul(Integer(2), Symbol('s39', positive=True, integer=True))
+        GreaterThan(Symbol('u0', integer=True), Integer(2))
+        ToFloat(Float('0.5', precision=53))
+        Piecewise((Integer(1), StrictLessThan(Symbol('s0'), Integer(4))), (Integer(0), true))
+        2*s0 + 1
+        -oo
+        Eq(Mod(s0, 2), 0) & (s1 >= 2)
+        """,
+    "guards_code": """
+        L['d']['k 1'].size()[0] == L['xs'][0].size()[0]
+        2*(L['xs'][0].size()[0] // 2) <= L['xs'][0].size()[0]
+        L['mode'] == 'fast'
+        math.isnan(L['x']) or L['x'] == -math.inf
+        torch.sym_max(L['n'], 2) != 3
+        L['x'].stride()[0] % 2 == 0 and not L['batch'].x.size()[1] < 4
+        """,
+    "target": """
+        torch.ops.aten.add.Tensor
+        torch.ops.higher_order.cond
+        torch.ops.nosuch.op.default
+        torch._functorch.predispatch._vmap_increment_nesting
+        torch.sym_max
+        math.ceil
+        _operator.getitem
+        nosuch.op
+        """,
+    "parameter_name": """
+        layers.0.weight
+        my-layer.weight
+        """,
+    "name": """
+        p_layers_0_weight
+        input
+        """,
+}
+REFUSED = {
+    "expr_str": """
+        open
+        s0(1)
+        exec(Integer(1))
+        eval(chr(49))
+        ().__class__
+        lambda: 1
+        s0[0]
+        (s0 := 1)
+        [s0 for s0 in s1]
+        f's0'
+        b'1'
+        's0'
+        Integer('1')
+        Symbol('a b')
+        Symbol('s', name='t')
+        Symbol('s', real=s0)
+        Symbol('s', **s0)
+        Float('open()')
+        Function('f')
+        Integer(1) # s0
+        Add(
+        """,
+    "guards_code": """
+        __import__('os')
+        L['x'].tofile('y')
+        L.__class__ is None
+        torch.load('x') is None
+        math.__loader__
+        print(1)
+        open
+        s0(1)
+        L['x'] == b'a'
+        L['x'].size(dim=1)
+        (lambda: 1)()
+        [1 for a in L]
+        {1: 2}
+        True) or (True
+        L["x"]
+        L['x'] == 'a\\x27b'
+        L['x'] # y
+        """,
+    "target": """
+        torch.load
+        torch.os.system
+        torchvision.os.system
+        torch.ops.load_library
+        torch.ops.import_module
+        torch.ops.aten.relu.overloads
+        torch.ops.aten.relu.default.__call__
+        torch.ops.aten.from_file.default
+        torch.ops.higher_order.aoti_call_delegate
+        torch._functorch.predispatch.torch
+        _operator.methodcaller
+        _operator.call
+        _operators.add
+        math.__loader__
+        mathematics.sin
+        #namespace:op
+        """,
+    "parameter_name": """
+        a.__class__.b
+        a"b
+        a'b
+        a\\b
+        """,
+    "name": """
+        a.b
+        a=1
+        *a
+        lambda
+        1
+        """,
+}
+
+
+def lines(table: dict[str, str]) -> list[tuple[str, str]]:
+    return [(key, line.strip()) for key, text in table.items() for line in text.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("key", "text"), lines(TAKEN))
+def test_taken(key: str, text: str) -> None:
+    check_program({key: [text]} if key == "guards_code" else {key: text})
+
+
+@pytest.mark.parametrize(("key", "text"), [*lines(REFUSED), ("name", "a\nb"), ("guards_code", "(1,\n2)")])
+def test_refused(key: str, text: str) -> None:
+    with pytest.raises(Unsafe):
+        check_program({key: [text]} if key == "guards_code" else {key: text})
+
+
+def test_a_text_is_checked_where_it_stands() -> None:
+    check_program({"inputs": [{"name": "x", "arg": {"as_string": "it's on node 'a'"}}]})
+    for place in ({"inputs": [{"as_string": "it's"}]}, {"value": {"as_string": "it's"}}, {"as_int": "1"}, {"new": "1"}):
+        with pytest.raises(Unsafe):
+            check_program(place)
+    with pytest.raises(Unsafe):  # the second time too
+        check_program([{"name": "x", "arg": {"as_string": "it's"}}, {"value": {"as_string": "it's"}}])
+
+
+class Kind(enum.Enum):
+    A = 1
+
+
+def spec(kind: str, context: Any, children: int = 0) -> str:
+    leaf = {"type": None, "context": None, "children_spec": []}
+    return json.dumps([1, {"type": kind, "context": context, "children_spec": [leaf] * children}])
+
+
+def keys(*names: Any) -> str:
+    return spec("builtins.dict", json.dumps(names), len(names))
+
+
+def factory(module: str, name: str) -> str:
+    context = {"default_factory_module": module, "default_factory_name": name, "dict_context": ["a"]}
+    return spec("collections.defaultdict", context, 1)
+
+
+def test_trees() -> None:
+    enum_key = {"__enum__": True, "fqn": f"{__name__}:Kind", "name": "A"}
+    for text in (
+        keys("a", 1, None),
+        keys("a b", "c.d"),
+        keys(enum_key),
+        keys([enum_key]),
+        factory("builtins", "list"),
+        spec("collections.namedtuple", "some.Name", 2),
+    ):
+        check_program({"in_spec": text, "out_spec": text})
+    for text in (
+        keys("it's"),
+        keys(["it's"]),
+        keys({"__enum__": True, "fqn": "no_such_module:Kind", "name": "A"}),
+        keys({"__enum__": True, "fqn": f"{__name__}:spec", "name": "A"}),
+        keys({"__enum__": True, "fqn": "builtins:list", "name": "A"}),
+        factory("no_such_module", "list"),
+        factory("builtins", "eval"),
+        factory("builtins", "list.append"),
+        spec("collections.namedtuple", "it's"),
+        "[1]",
+        "{",
+    ):
+        with pytest.raises(Unsafe):
+            check_program({"out_spec": text})
+        assert "no_such_module" not in sys.modules
+
+
+def test_keys_of_inputs() -> None:
+    check_keys(({"a b": [1, {2: "it's"}]}, {}))
+    for value in ({"it's": 1}, [{"a": ({"a\nb": 1},)}], {("a",): 1}):
+        with pytest.raises(Unsafe):
+            check_keys(value)

@@ -1,0 +1,151 @@
+"""Look into a .pt2 before torch reads it: `torch.export.load` unpickles, evaluates and imports what a file says.
+
+Every way that torch has is in docs/security.md, with what is done about it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import record_reader
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.program_text import Unsafe, check_keys, check_program
+
+OLD_FORMAT = "serialized_exported_program.json"  # written by torch 2.7 and before, still read
+LARGEST_RATIO = 100  # torch compresses nothing, text shrinks to a tenth, and a bomb to a thousandth
+TRUST = "if you trust who made the file, pass --trust (in Python: trust=True)"
+
+Entries = tuple[list[str], Callable[[str], bytes]]  # their names, and what reads one
+
+
+def inspect_archive(path: Path) -> None:
+    """Check that reading the file runs nothing that it says, whatever it says.
+
+    Raises:
+        ArtifactError: an entry that needs a pickle, could run code, or is none of an exported program.
+        OSError, ValueError, RuntimeError: the file, or an entry, is damaged.
+    """
+    with zipfile.ZipFile(path) as archive:
+        entry = ""
+        try:
+            _check_sizes(archive, path.stat().st_size)
+            old = OLD_FORMAT in archive.namelist()
+            names, read = _old_entries(path, archive) if old else _entries(path, archive)
+            for entry in names:
+                check = next(
+                    (check for kind, check in (OLD_KINDS if old else KINDS) if re.fullmatch(kind, entry)), None
+                )
+                if check is None:
+                    raise Unsafe("is none of a program that needs no pickle")
+                if check is not _inert:
+                    check(read(entry))
+        except Unsafe as error:
+            help = f"{error.cure}; or, {TRUST}" if error.cure else TRUST
+            where = f"its entry {entry}" if entry else "it"
+            raise ArtifactError(f"{path} is not read: {where} {error}", help=help) from error
+
+
+def drop_pickled_examples(program: ExportedProgram) -> None:
+    """Take the example inputs out of a program, in place, where a file with them could only be read on trust."""
+    content = io.BytesIO()
+    try:
+        torch.save(program.example_inputs, content)
+        _check_pickle(content.getvalue())
+    except Exception:  # what cannot be pickled, or not be read back
+        program.example_inputs = None
+
+
+def _check_sizes(archive: zipfile.ZipFile, size: int) -> None:
+    """Names that stand for one entry each, and entries that are as large as what is stored."""
+    infos = archive.infolist()
+    seen: set[str] = set()
+    for info in infos:
+        name = info.filename
+        if name.startswith("/") or ".." in name.split("/") or "\\" in name or not name.isprintable():
+            raise Unsafe(f"has an entry {name!r}, which leads out of it")
+        if name.lower() in seen:  # torch's reader takes no notice of case
+            raise Unsafe(f"has two entries {name!r}")
+        seen.add(name.lower())
+        if info.file_size > LARGEST_RATIO * info.compress_size + 1024:
+            sizes = f"{info.file_size:,} bytes and holds {info.compress_size:,}"
+            raise Unsafe(f"has an entry {name!r}, which says that it is {sizes}")
+    if sum(info.compress_size for info in infos) > size:
+        raise Unsafe("has entries that lie in one another")
+
+
+def _entries(path: Path, archive: zipfile.ZipFile) -> Entries:
+    """As torch's reader sees them, without the folder they lie in; `zipfile` must see the same."""
+    reader = record_reader(str(path))
+    inside: list[str] = reader.get_all_records()
+    root = archive.namelist()[0].partition("/")[0]
+    if sorted(archive.namelist()) != sorted(f"{root}/{name}" for name in inside):
+        raise Unsafe("has other entries for torch than for zipfile")
+    return inside, reader.get_record
+
+
+def _old_entries(path: Path, archive: zipfile.ZipFile) -> Entries:
+    """As `zipfile` sees them; torch takes them for a program only where its own reader finds no folder in the file."""
+    try:
+        record_reader(str(path))
+    except RuntimeError:
+        return archive.namelist(), archive.read
+    raise Unsafe("is of the old format and of the new")
+
+
+def _inert(content: bytes) -> None:
+    """Bytes of which torch makes tensors, or text."""
+
+
+def _check_json(content: bytes) -> None:
+    check_program(json.loads(content))
+
+
+def _check_config(content: bytes) -> None:
+    config: dict[str, Any] = json.loads(content)["config"]
+    for name, row in config.items():
+        if row["use_pickle"] is not False:
+            raise Unsafe(f"has {name!r} as a pickle")
+        if not str(row["path_name"]).startswith(("weight_", "tensor_")):
+            raise Unsafe(f"has {name!r} as an object of a class, which is a pickle")
+    check_program(config)
+
+
+def _check_pickle(content: bytes) -> None:
+    """Read it as torch does first; where that fails torch unpickles whatever is there."""
+    if not content:
+        return
+    if zipfile.is_zipfile(io.BytesIO(content)):
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            _check_sizes(archive, len(content))
+    try:
+        value = torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:
+        if "torch.cuda.is_available() is False" in str(error):
+            raise  # no pickle, but tensors of a device that is not here
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise Unsafe(f"needs a pickle that may run code{f' ({found[1]})' if found else ''}") from error
+    check_keys(value)
+
+
+KINDS: tuple[tuple[str, Callable[[bytes], None]], ...] = (
+    (r"archive_format|archive_version|byteorder|version|\.data/(version|serialization_id)|\.format_version", _inert),
+    (r"\.storage_alignment|extra/.*", _inert),
+    (r"data/weights/weight_\d+|data/constants/tensor_\d+", _inert),
+    (r"data/weights/[^/]+_weights_config\.json|data/constants/[^/]+_constants_config\.json", _check_config),
+    (r"models/[^/]+\.json", _check_json),
+    (r"data/(sample_inputs|weights|constants)/[^/]+\.pt", _check_pickle),  # the last two in files of torch 2.8
+)
+OLD_KINDS: tuple[tuple[str, Callable[[bytes], None]], ...] = (
+    (r"version|extra_files/.*", _inert),
+    (re.escape(OLD_FORMAT), _check_json),
+    (r"serialized_(state_dict|constants)\.(pt|json)|serialized_example_inputs\.pt", _check_pickle),
+)

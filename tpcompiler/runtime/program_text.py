@@ -1,0 +1,270 @@
+"""What the JSON of an exported program may say: torch makes Python source, expressions and imports of parts of it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import keyword
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from tpcompiler._torch import program_target
+
+Check = Callable[[str], str | None]
+
+# What torch keeps of a node's origin, and neither runs nor calls.
+FREE = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom", "from_node")
+QUOTES = frozenset("\"'\\")
+FILE_OPS = frozenset({"aten.save", "aten.from_file", "debugprims.load_tensor"})  # they open a file by its name
+CODE_OPS = frozenset({"aoti_call_delegate", "inline_asm_elementwise"})  # they run machine code that an argument names
+OPERATORS = re.compile(
+    r"_operator\.(add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|eq|ne|lt|le|gt|ge|and_|or_|xor|not_|lshift|rshift"
+    r"|getitem)|math\.[a-z]\w*|torch\.(_sym|sym)_\w+"
+)
+VMAP = re.compile(r"torch\._functorch\.predispatch\.\w+")  # what torch.vmap leaves in a training program
+
+SYMPY = re.compile(
+    "Symbol|Dummy|Integer|Float|Rational|Add|Mul|Pow|Mod|Abs|Max|Min|floor|ceiling|sqrt|log|exp|Piecewise|ExprCondPair"
+    "|And|Or|Not|Xor|ITE|Eq|Ne|Lt|Le|Gt|Ge|Equality|Unequality|Relational|(Strict)?(LessThan|GreaterThan)"
+    "|FloorDiv|ModularIndexing|Where|PythonMod|CleanDiv|(CeilTo|FloorTo|TruncTo|RoundTo)Int|CeilDiv|LShift|RShift"
+    "|PowByNatural|FloatPow|FloatTrueDiv|IntTrueDiv|IsNonOverlappingAndDenseIndicator|TruncToFloat|RoundDecimal|ToFloat"
+    "|Identity"
+)
+SYMPY_LEAVES = re.compile(r"oo|zoo|nan|pi|E|true|false|int_oo|[a-z]+\d+")
+GUARD_NAMES = frozenset({"L", "math", "torch", "inf", "nan"})
+GUARD_CALLS = frozenset({"IsNonOverlappingAndDenseIndicator", "cast_symbool_to_symint_guardless", "max", "min", "abs"})
+GUARD_CALLS |= {"int", "float", "bool", "round", "len", "size", "stride", "storage_offset", "numel", "dim"}
+ARITHMETIC: tuple[type[ast.AST], ...] = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp)
+ARITHMETIC += (ast.Tuple, ast.Load, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
+
+
+class Unsafe(Exception):
+    """A part of a file that could run code; the text says what, and `cure` what makes it loadable but for trust."""
+
+    def __init__(self, what: str, cure: str = "") -> None:
+        super().__init__(what)
+        self.cure = cure
+
+
+def check_program(data: object) -> None:
+    """Check every text in a program's JSON, or in the JSON that lists its weights.
+
+    Raises:
+        Unsafe: a text of which torch would make more than a name, a number or an op.
+    """
+    seen: set[tuple[str, str]] = set()
+    for key, parent, text in _texts(data, "", ""):
+        # An op's own text argument is written into torch's source by `repr`; a constant input is not.
+        if (key, text) in seen or (key in ("as_string", "as_strings") and parent == "arg"):
+            continue
+        if key not in CHECKS:
+            raise Unsafe(f"has text where none belongs: {_short(text)} as {key!r}")
+        if what := CHECKS[key](text):
+            raise Unsafe(f"{what}: {_short(text)}")
+        seen.add((key, text))
+
+
+def check_keys(value: object) -> None:
+    """Check the keys of dicts in example inputs: torch writes them into the source of a module's input checks.
+
+    Raises:
+        Unsafe: a key that is neither a number nor plain text.
+    """
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, (int, float)) and not (isinstance(key, str) and _plain(key) is None):
+                raise Unsafe(f"has a key that is not plain text: {_short(str(key))}")
+    for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
+        check_keys(part)
+
+
+def _texts(value: object, key: str, parent: str) -> Iterator[tuple[str, str, str]]:
+    """(key, key of the dict that has it, text) of every text; a list's texts are under the list's key."""
+    if isinstance(value, str):
+        yield key, parent, value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each, key, parent)
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from _texts(each, name, key)
+
+
+def _plain(text: str) -> str | None:
+    return None if text.isprintable() and not QUOTES & set(text) else "has quotes, or what cannot be printed, in a text"
+
+
+def _name(text: str) -> str | None:
+    fits = not text or (text.isidentifier() and not keyword.iskeyword(text))
+    return None if fits else "has a name that is no identifier"
+
+
+def _path(text: str) -> str | None:
+    hidden = any(part.startswith("__") and part.endswith("__") for part in text.split("."))
+    return "names an attribute of Python's own" if hidden else _plain(text)
+
+
+def _target(text: str) -> str | None:
+    if OPERATORS.fullmatch(text):
+        return None
+    if not text.startswith("torch.ops.") and not VMAP.fullmatch(text):
+        # What torch cannot find it refuses by itself: only a name that stands for something may be wrong.
+        return "calls what is no op" if text.startswith(("torch", "math", "_operator", "#")) else None
+    op = program_target(text)
+    if op is None:
+        return "calls what is no op"
+    if op in CODE_OPS or op.rpartition(".")[0] in FILE_OPS:
+        return "calls an op that opens a file or runs code by name"
+    return None
+
+
+def _expression(text: str) -> str | None:
+    what = "has a size that is no plain expression"
+    tree = None if re.search(r"[^\w ,.='+*/%<>!&|~()-]", text) else _parsed(text)
+    if tree is None:
+        return what
+    texts = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if not (isinstance(node.func, ast.Name) and SYMPY.fullmatch(node.func.id)):
+                return what
+            first = node.args[0] if node.args else None
+            shape = {"Symbol": r"[A-Za-z_]\w*", "Dummy": r"[A-Za-z_]\w*", "Float": r"[-+.\deE]+|-?inf|nan"}
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                if re.fullmatch(shape.get(node.func.id, "(?!)"), first.value):
+                    texts.add(id(first))
+        elif isinstance(node, ast.Name):
+            if not SYMPY.fullmatch(node.id) and not SYMPY_LEAVES.fullmatch(node.id):
+                return what
+        elif isinstance(node, ast.keyword):
+            if node.arg is None or not isinstance(node.value, ast.Constant) or isinstance(node.value.value, str):
+                return what
+        elif isinstance(node, ast.Constant):
+            if isinstance(node.value, (str, bytes)) and id(node) not in texts:
+                return what
+        elif not isinstance(node, ARITHMETIC):
+            return what
+    return None
+
+
+def _guard(text: str) -> str | None:
+    what = "has an input check that is no plain comparison"
+    tree = None if re.search(r'["\\#\n\r]', text) else _parsed(text)
+    if tree is None:
+        return what
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if node.keywords or not _guard_call(node.func):
+                return what
+        elif isinstance(node, ast.Name):
+            if node.id not in GUARD_NAMES | GUARD_CALLS:
+                return what
+        elif isinstance(node, ast.Attribute):
+            if node.attr.startswith("_"):
+                return what
+        elif isinstance(node, ast.Constant):
+            if isinstance(node.value, bytes) or (isinstance(node.value, str) and _plain(node.value)):
+                return what
+        elif not isinstance(node, (*ARITHMETIC, ast.Subscript)):
+            return what
+    return None
+
+
+def _guard_call(function: ast.expr) -> bool:
+    """Whether it is a function of numbers, `math.floor`, `torch.sym_max`, or a size of an input."""
+    if isinstance(function, ast.Name):
+        return function.id in GUARD_CALLS
+    if not isinstance(function, ast.Attribute):
+        return False
+    if isinstance(function.value, ast.Name) and function.value.id in ("math", "torch"):
+        return function.value.id == "math" or function.attr.startswith("sym_")
+    return function.attr in GUARD_CALLS
+
+
+def _parsed(text: str) -> ast.Expression | None:
+    try:
+        return ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, MemoryError):
+        return None
+
+
+def _outputs_tree(text: str) -> str | None:
+    try:
+        _, schema = json.loads(text)
+        return _tree(schema)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return "has a description of inputs or outputs that cannot be read"
+
+
+def _inputs_tree(text: str) -> str | None:
+    if what := _outputs_tree(text):
+        return what
+    children = json.loads(text)[1]["children_spec"]
+    if len(children) == 2 and children[1]["type"] == "builtins.dict":  # names of arguments of a `def`
+        return next(filter(None, (_name(str(name)) for name in json.loads(children[1]["context"]))), None)
+    return None
+
+
+def _tree(spec: dict[str, Any]) -> str | None:
+    """What is wrong with a pytree's description, of which a class may be looked up by module and name."""
+    context = spec["context"]
+    if isinstance(context, str):
+        with contextlib.suppress(ValueError):  # the name of a named tuple
+            context = json.loads(context)
+    if isinstance(context, dict) and "default_factory_module" in context:
+        _look_up(context["default_factory_module"], context["default_factory_name"], type)
+        context = context.get("dict_context")
+    for part in _dicts(context):
+        if "__enum__" in part:
+            module, _, name = str(part["fqn"]).partition(":")
+            _look_up(module, name, type(Enum))
+    for _, _, text in _texts(context, "", ""):
+        if what := _plain(text):
+            return what
+    return next(filter(None, (_tree(child) for child in spec["children_spec"])), None)
+
+
+def _dicts(value: object) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _dicts(part)
+
+
+def _look_up(module: str, name: str, kind: type) -> None:
+    """torch imports the module; one that is imported already runs nothing, and `vars` makes nothing lazy run."""
+    if sys.modules.get(module) is None:
+        raise Unsafe(f"makes torch import the module {_short(module)}", f"pass --import {module}")
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    if not isinstance(found, kind):
+        raise Unsafe(f"makes torch look up {_short(f'{module}.{name}')}, which is no class of that kind")
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:77]}...")
+
+
+CHECKS: dict[str, Check] = {
+    "name": _name,
+    "as_name": _name,
+    "forward_arg_names": _name,
+    "target": _target,
+    "as_operator": _target,
+    "expr_str": _expression,
+    "guards_code": _guard,
+    "in_spec": _inputs_tree,
+    "out_spec": _outputs_tree,
+    "as_float": lambda text: None if text in ("Infinity", "-Infinity", "NaN") else "has text for a number",
+    "as_floats": lambda text: None if text in ("Infinity", "-Infinity", "NaN") else "has text for a number",
+    "path_name": lambda text: None if re.fullmatch(r"(weight|tensor)_\d+", text) else "names an entry of another kind",
+    **dict.fromkeys(("parameter_name", "buffer_name", "tensor_constant_name", "user_input_name", "fqn"), _path),
+    **dict.fromkeys(("custom_obj_name", "class_fqn", "field_names", "as_string", "as_strings"), _plain),
+    **dict.fromkeys(FREE, lambda text: None),
+    **dict.fromkeys(("type", "verifiers", "dialect", "torch_version"), _plain),
+}
