@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from tests.launch import ROOT
+from tests.runtime.commands import call
 from tests.runtime.models import randomised
-from tpcompiler import register_rule
+from tpcompiler import parallelize, register_rule
 from tpcompiler.bisect import bisect, write_piece
 from tpcompiler.rules import registry
 
@@ -79,7 +80,7 @@ def test_the_op_with_a_wrong_rule(tmp_path: Path) -> None:
     assert piece.inputs == ["S(1)"]
     script = write_piece(piece, tmp_path / "wrong")
     # Without the wrong rule the op is run whole, and the script says that all is right.
-    code = "import sys, runpy, tests.test_bisect as t; from tpcompiler import register_rule\n"
+    code = "import sys, runpy, tests.test_bisect as t; from tpcompiler import parallelize, register_rule\n"
     wrong = 'register_rule("tpcompiler_bisect::centred", "b c -> b c")\n'
     for before, status, verdict in ((wrong, 1, "NOT EQUAL"), ("", 0, "equal")):
         done = subprocess.run(
@@ -109,3 +110,17 @@ def test_an_op_that_is_wrong_on_a_weight() -> None:
     piece = bisect(program, 2, {"scale": "S(1)"}, (X,))
     assert piece is not None
     assert (piece.ops, piece.plan, piece.inputs) == (("centred ('centred')",), {"scale": "S(1)"}, [])
+
+
+@pytest.mark.slow
+def test_on_the_command_line(tmp_path: Path) -> None:
+    """A file that was damaged, with its hash: converted anew, the model is right."""
+    program = torch.export.export(randomised(Two()), (X,))
+    torch.export.save(program, tmp_path / "model.pt2")
+    other = torch.export.export(randomised(Two(), seed=1), (X,))
+    parallelize(other, 2, PLAN).save(tmp_path / "out")
+    words = ("verify", tmp_path / "out", "--against", tmp_path / "model.pt2", "--bisect", tmp_path / "wrong")
+    done = call(*words)
+    assert done.exit_code == 1, done.output
+    assert "converted anew the model is right" in done.stderr
+    assert not (tmp_path / "wrong").exists()

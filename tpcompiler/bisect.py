@@ -23,9 +23,11 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_spec
 from tpcompiler.ir.program import ORIGIN, ReshardedProgram, mark_of, reshard
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.text import op_name
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.plan import Plan
+from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import flatten_inputs
 
 MOST_STEPS = 12  # ops before the first wrong one that a piece may reach back
@@ -69,6 +71,9 @@ def bisect(
     plan: Plan | Mapping[str, object] | str | os.PathLike[str],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    outputs: Mapping[str, Any] | None = None,
 ) -> Piece | None:
     """Shrink a conversion that is wrong: ops first, then placements. None where a new conversion is right.
 
@@ -79,7 +84,7 @@ def bisect(
     Raises:
         TpCompilerError: the model cannot be converted, or does not run on these inputs.
     """
-    made = parallelize(model, mesh, plan)
+    made = parallelize(model, mesh, plan, inputs=inputs, outputs=outputs)
     report = made.verify(args, kwargs or {})
     if report.ok:
         return None
@@ -88,6 +93,37 @@ def bisect(
         if _is_wrong(piece):
             return _fewest(piece)
     return Piece(model, made.mesh, Plan.of(plan).to_data(), [], ("the whole program",))
+
+
+def bisect_artifact(
+    directory: str | os.PathLike[str],
+    model: ExportedProgram,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: str | os.PathLike[str],
+) -> str:
+    """Convert the model anew, as the artifact says it was, and `bisect` that: what was found, in a sentence.
+
+    Raises:
+        ArtifactError: no artifact, or a damaged one.
+    """
+    manifest = read_manifest(directory)
+    if any(note["kind"] == "mesh" for note in manifest.notes):
+        return "not bisected: an axis of the mesh runs as two; call tpcompiler.bisect.bisect with the mesh as given"
+    mesh = Mesh.of(manifest.mesh)
+    boundary = [
+        {
+            row["name"]: _spec(read_sharding(row["sharding"], mesh, len(row["shape"])), mesh)
+            for row in rows
+            if row["sharding"] != "R"
+        }
+        for rows in (manifest.inputs, manifest.outputs)
+    ]
+    piece = bisect(model, mesh, manifest.plan, args, kwargs, inputs=boundary[0] or None, outputs=boundary[1] or None)
+    if piece is None:
+        return f"converted anew the model is right, so the files in {os.fspath(directory)} are not what was written"
+    return f"{', '.join(piece.ops)}: run {write_piece(piece, target)}"
 
 
 def write_piece(piece: Piece, directory: str | os.PathLike[str]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 import traceback
@@ -12,41 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.status import Status
 from rich.text import Text
-from typer.core import TyperGroup
 
-from tpcompiler.errors import InputsError, MeshError, PlanError, TpCompilerError
+import tpcompiler.cli_judge  # noqa: F401  (registers its commands)
+from tpcompiler.cli_options import DEFECT, Artifact, Imports, Json, Trust, app, progress
+from tpcompiler.errors import MeshError, PlanError
 
 if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh
-
-NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
-
-
-class _Commands(TyperGroup):
-    """Prints this package's errors as their text: what, where, the numbers, one action."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except TpCompilerError as error:
-            if ctx.params.get("debug"):
-                traceback.print_exc()
-            else:
-                typer.echo(str(error), err=True)
-            raise typer.Exit(BAD_INPUT) from error
-
-
-app = typer.Typer(
-    cls=_Commands,
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: the examples keep their lines
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
 class _DeviceType(str, Enum):
@@ -58,15 +30,6 @@ class _Format(str, Enum):
     svg = "svg"
     dot = "dot"
     text = "text"
-
-
-Imports = Annotated[
-    list[str] | None,
-    typer.Option("--import", metavar="MODULE", help="Import this first: what registers classes, ops or rules."),
-]
-Trust = Annotated[bool, typer.Option("--trust", help="Read files too that can run code: only from who you trust.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that tpcompiler convert wrote.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -88,7 +51,7 @@ def _options(
 ) -> None:
     """Turn a single-device torch.export program into one ordinary exported program per rank.
 
-    Exit codes: 0 right, 1 not equal (verify), 2 bad input, 3 a defect of tpcompiler.
+    Exit codes: 0 right, 1 not equal (verify) or not sound (check), 2 bad input, 3 a defect of tpcompiler.
 
     \b
     Example:
@@ -116,7 +79,7 @@ def inspect(
       tpcompiler inspect model.pt2 --json | jq -r .plan > plan.yaml
       tpcompiler inspect out
     """
-    with _progress(f"reading {path}"):
+    with progress(f"reading {path}"):
         from tpcompiler import cli_inspect, cli_print
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.model_file import read_model
@@ -179,7 +142,7 @@ def convert(
         raise typer.BadParameter("give exactly one of --tp and --mesh", param_hint="--tp / --mesh")
     if out is None and not dry_run:
         raise typer.BadParameter("give the directory to write with -o, or --dry-run", param_hint="-o")
-    with _progress("reading the plan") as status:
+    with progress("reading the plan") as status:
         from tpcompiler import cli_inspect, cli_print
         from tpcompiler.api import parallelize
         from tpcompiler.plan import Plan
@@ -212,57 +175,6 @@ def convert(
         cli_print.print_json(data)
     else:
         cli_print.print_summary(data, "nothing written (--dry-run)" if dry_run else str(out))
-
-
-@app.command()
-def verify(
-    directory: Artifact,
-    against: Annotated[Path, typer.Option("--against", metavar="MODEL.pt2", help="The model that was converted.")],
-    inputs: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--inputs",
-            metavar="FILE",
-            help="Inputs as safetensors; several times for several calls on the same caches. By default the example "
-            "inputs in the model.",
-        ),
-    ] = None,
-    imports: Imports = None,
-    trust: Trust = False,
-    json: Json = False,
-) -> None:
-    """Compare all ranks with the model.
-
-    They run in lock step in this process. Exits with 1 when they differ.
-
-    \b
-    Example:
-      tpcompiler verify out --against model.pt2
-      tpcompiler verify out --against model.pt2 --inputs in.safetensors
-    """
-    with _progress(f"reading {against}") as status:
-        from tpcompiler import cli_print
-        from tpcompiler.api import verify_artifact
-        from tpcompiler.runtime.artifact import read_manifest
-        from tpcompiler.runtime.inputs import read_inputs
-        from tpcompiler.runtime.model_file import read_model
-
-        read_manifest(directory)  # its errors come before the model is read
-        original = read_model(against, imports or (), trust=trust)
-        if inputs:
-            calls = [read_inputs(file, original) for file in inputs]
-        elif original.example_inputs is not None:
-            calls = [original.example_inputs]
-        else:
-            raise InputsError(f"{against} was saved without example inputs", help="give inputs with --inputs FILE")
-        status.update("running the model and all ranks")
-        report = verify_artifact(directory, original, *calls[0], then=calls[1:], trust=trust)
-    if json:
-        cli_print.print_json(dataclasses.asdict(report))
-    else:
-        typer.echo(str(report))
-    if not report.ok:
-        raise typer.Exit(NOT_EQUAL)
 
 
 @app.command()
@@ -328,7 +240,7 @@ def show(
       tpcompiler show out
       tpcompiler show out -o out.svg
     """
-    with _progress(f"reading {directory}"):
+    with progress(f"reading {directory}"):
         from tpcompiler import cli_print
         from tpcompiler.runtime.model_file import import_modules
 
@@ -346,11 +258,6 @@ def show(
 def _format(asked: _Format | None, file: Path | None) -> _Format:
     by_suffix = {".svg": _Format.svg, ".dot": _Format.dot, ".gv": _Format.dot}
     return asked or by_suffix.get(file.suffix if file else "", _Format.text)
-
-
-def _progress(text: str) -> Status:
-    """A spinner on standard error; nothing where that is a file."""
-    return Console(stderr=True).status(Text(text))  # no str: rich would read the brackets of a path as markup
 
 
 def _placements(texts: list[str] | None, option: str) -> dict[str, Any] | None:

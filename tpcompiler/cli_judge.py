@@ -1,0 +1,117 @@
+"""The commands that judge what was written: `verify` by running it, `check` without."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tpcompiler.cli_options import NOT_EQUAL, Artifact, Imports, Json, Trust, app, progress
+from tpcompiler.errors import InputsError
+
+
+@app.command()
+def verify(
+    directory: Artifact,
+    against: Annotated[Path, typer.Option("--against", metavar="MODEL.pt2", help="The model that was converted.")],
+    inputs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--inputs",
+            metavar="FILE",
+            help="Inputs as safetensors; several times for several calls on the same caches. By default the example "
+            "inputs in the model.",
+        ),
+    ] = None,
+    bisect: Annotated[
+        Path | None,
+        typer.Option(
+            "--bisect",
+            metavar="DIR",
+            help="Where they differ, convert anew, and write the smallest wrong piece there, with a script.",
+        ),
+    ] = None,
+    imports: Imports = None,
+    trust: Trust = False,
+    json: Json = False,
+) -> None:
+    """Compare all ranks with the model.
+
+    They run in lock step in this process. Exits with 1 when they differ.
+
+    \b
+    Example:
+      tpcompiler verify out --against model.pt2
+      tpcompiler verify out --against model.pt2 --inputs in.safetensors
+    """
+    with progress(f"reading {against}") as status:
+        from tpcompiler import cli_print
+        from tpcompiler.api import verify_artifact
+        from tpcompiler.runtime.artifact import read_manifest
+        from tpcompiler.runtime.inputs import read_inputs
+        from tpcompiler.runtime.model_file import read_model
+
+        read_manifest(directory)  # its errors come before the model is read
+        original = read_model(against, imports or (), trust=trust)
+        if inputs:
+            calls = [read_inputs(file, original) for file in inputs]
+        elif original.example_inputs is not None:
+            calls = [original.example_inputs]
+        else:
+            raise InputsError(f"{against} was saved without example inputs", help="give inputs with --inputs FILE")
+        status.update("running the model and all ranks")
+        report = verify_artifact(directory, original, *calls[0], then=calls[1:], trust=trust)
+    if json:
+        cli_print.print_json(dataclasses.asdict(report))
+    else:
+        typer.echo(str(report))
+    if bisect is not None and not report.ok:
+        with progress("converting anew, and looking for the smallest wrong piece"):
+            from tpcompiler.bisect import bisect_artifact
+
+            said = bisect_artifact(directory, original, *calls[0], target=bisect)
+        typer.echo(said, err=True)
+    if not report.ok:
+        raise typer.Exit(NOT_EQUAL)
+
+
+@app.command()
+def check(
+    directory: Artifact,
+    original: Annotated[
+        Path | None, typer.Option("--original", metavar="MODEL.pt2", help="Compare the weights with this model's too.")
+    ] = None,
+    imports: Imports = None,
+    trust: Trust = False,
+    json: Json = False,
+) -> None:
+    """Check the written programs against what they claim.
+
+    Nothing of the model is run: every op's share follows from its rule, what ranks do together is run on small
+    tensors, all ranks issue the same collectives, and the tensors are what the manifest says. Exits with 1 where
+    something does not hold.
+
+    \b
+    Example:
+      tpcompiler check out
+      tpcompiler check out --original model.pt2
+    """
+    with progress(f"reading {directory}") as status:
+        from tpcompiler import api, cli_print
+        from tpcompiler.runtime.artifact import programs_in, read_manifest
+        from tpcompiler.runtime.model_file import import_modules, read_model
+
+        if not programs_in(directory):
+            read_manifest(directory)  # its errors come before the model is read
+        import_modules(imports or ())
+        model = read_model(original, trust=trust) if original else None
+        status.update("checking all ranks")
+        report = api.check(directory, model, trust=trust)
+    if json:
+        cli_print.print_json(dataclasses.asdict(report))
+    else:
+        typer.echo(str(report))
+    if not report.ok:
+        raise typer.Exit(NOT_EQUAL)

@@ -1,0 +1,55 @@
+"""What the commands share: the app, its exit codes, options that several have, a spinner."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+from typer.core import TyperGroup
+
+from tpcompiler.errors import TpCompilerError
+
+NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
+
+
+class _Commands(TyperGroup):
+    """Prints this package's errors as their text: what, where, the numbers, one action."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TpCompilerError as error:
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            else:
+                typer.echo(str(error), err=True)
+            raise typer.Exit(BAD_INPUT) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: the examples keep their lines
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+Imports = Annotated[
+    list[str] | None,
+    typer.Option("--import", metavar="MODULE", help="Import this first: what registers classes, ops or rules."),
+]
+Trust = Annotated[bool, typer.Option("--trust", help="Read files too that can run code: only from who you trust.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that tpcompiler convert wrote.")]
+
+
+def progress(text: str) -> Status:
+    """A spinner on standard error; nothing where that is a file."""
+    return Console(stderr=True).status(Text(text))  # no str: rich would read the brackets of a path as markup
