@@ -20,7 +20,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.program import CanonicalProgram
-from tpcompiler.ir.shares import read_sharding
+from tpcompiler.ir.shares import row_sharding
 from tpcompiler.parallel_program import ParallelProgram, compared_calls, layout_of, on_cpu
 from tpcompiler.pipeline import Conversion, finished_together
 from tpcompiler.plan import Plan
@@ -201,7 +201,7 @@ def verify_artifact(
         )
     files = [checked_file(directory, manifest, rank) for rank in range(manifest.world_size)]
     programs = [read_model(file, trust=trust) for file in files]
-    shardings = {name: read_sharding(row["sharding"], mesh, len(row["shape"])) for name, row in rows.items()}
+    shardings = {name: row_sharding(row, mesh) for name, row in rows.items()}
     subject = Subject(
         original,
         programs,

@@ -23,7 +23,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_spec
 from tpcompiler.ir.program import ORIGIN, ReshardedProgram, mark_of, reshard
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import read_sharding
+from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import op_name
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.plan import Plan
@@ -113,11 +113,7 @@ def bisect_artifact(
         return "not bisected: an axis of the mesh runs as two; call tpcompiler.bisect.bisect with the mesh as given"
     mesh = Mesh.of(manifest.mesh)
     boundary = [
-        {
-            row["name"]: _spec(read_sharding(row["sharding"], mesh, len(row["shape"])), mesh)
-            for row in rows
-            if row["sharding"] != "R"
-        }
+        {row["name"]: _spec(row_sharding(row, mesh), mesh) for row in rows if row["sharding"] != "R"}
         for rows in (manifest.inputs, manifest.outputs)
     ]
     piece = bisect(model, mesh, manifest.plan, args, kwargs, inputs=boundary[0] or None, outputs=boundary[1] or None)

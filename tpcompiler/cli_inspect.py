@@ -14,10 +14,10 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import Program, tied
-from tpcompiler.ir.shares import read_sharding
-from tpcompiler.ir.text import DTYPES
+from tpcompiler.ir.shares import row_sharding
 from tpcompiler.plan.styles import STYLES
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.manifest_form import DTYPES
 
 EXPLAINED = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicate")
 SKELETON_HEAD = f"""\
@@ -111,7 +111,7 @@ def artifact_data(manifest: Manifest) -> dict[str, Any]:
     tensors = []
     whole, per_rank = 0, [0] * mesh.world_size
     for row in manifest.tensors:
-        sharding = read_sharding(row["sharding"], mesh, len(row["shape"]))
+        sharding = row_sharding(row, mesh)
         size = _itemsize(row["dtype"])
         local = [
             torch.Size(sharding.local_shape(row["shape"], mesh, mesh.coordinate(rank))).numel() * size

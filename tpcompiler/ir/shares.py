@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from tpcompiler.errors import ShardingError
+from tpcompiler.errors import ArtifactError, ShardingError, TpCompilerError
 from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
-from tpcompiler.ir.sharding import DimSharding, Sharding, Size, chunk
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size, chunk
 
 REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
@@ -168,3 +169,21 @@ def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:
     """Read back what `Sharding.text` printed."""
     items = map(parse_placement, re.findall(r"[RSP](?:\([^)]*\))?", text))
     return Sharding.of(dict(zip(mesh.names, items, strict=True)), mesh, ndim, "a tensor")
+
+
+def row_sharding(row: Mapping[str, Any], mesh: Mesh) -> Sharding:
+    """The sharding of a tensor in a manifest.
+
+    Raises:
+        ArtifactError: one that a tensor of its shape cannot have on this mesh.
+    """
+    try:
+        found = read_sharding(row["sharding"], mesh, len(row["shape"]))
+        known = [by if isinstance(size, int) else WHOLE for by, size in zip(found.dims, row["shape"], strict=True)]
+        fitted(Sharding(tuple(known)), row["shape"], mesh, row["name"])
+    except (TpCompilerError, ValueError) as error:
+        said = f"{row['name']!r} of {row['shape']} is {row['sharding']}"
+        raise ArtifactError(
+            f"the manifest says that {said}, which it cannot be on {mesh}", help="convert the model again"
+        ) from error
+    return found

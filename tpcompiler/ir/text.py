@@ -12,19 +12,7 @@ from tpcompiler._torch import OpOverload
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import MARK, PIN, Mark, Program, Seed
 from tpcompiler.ir.sharding import Sharding
-
-DTYPES = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "b8",
-}
+from tpcompiler.runtime.manifest_form import DTYPES
 
 
 def program_text(program: Program) -> str:

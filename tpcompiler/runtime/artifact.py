@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.manifest_form import malformed
 
 VERSION = "0.1.0"
 FORMAT = 1
@@ -203,7 +204,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         raise ArtifactError(
             f"{directory} is not an artifact: it has no {MANIFEST}", help="make one with tpcompiler convert"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArtifactError(f"{path} cannot be read: {error}", help="convert the model again") from error
     version = data.get("format") if isinstance(data, Mapping) else None
     if version != FORMAT:
@@ -217,7 +218,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             help="convert the model again",
         )
     manifest = Manifest(**data)
-    if part := _malformed(manifest):
+    if part := malformed(data):
         raise ArtifactError(
             f"{path} is damaged: {part!r} is not in the form of format {FORMAT}", help="convert the model again"
         )
@@ -256,29 +257,6 @@ def _inside(directory: str | os.PathLike[str], name: str) -> Path:
     if not path.resolve().is_relative_to(Path(directory).resolve()):
         raise ArtifactError(f"{path} leads out of {os.fspath(directory)}", help="copy the files themselves, not links")
     return path
-
-
-def _malformed(manifest: Manifest) -> str | None:
-    """The first field that readers could not work with."""
-    for name in ("mesh", "groups", "plan", "versions", "files"):
-        if not isinstance(getattr(manifest, name), dict):
-            return name
-    if not manifest.mesh or any(type(degree) is not int or degree < 1 for degree in manifest.mesh.values()):
-        return "mesh"
-    fields = {
-        "tensors": ("name", "kind", "shape", "dtype", "sharding"),
-        "inputs": ("name", "shape", "dtype", "sharding"),
-        "outputs": ("name", "shape", "dtype", "sharding"),
-        "collectives": ("kind", "payload_bytes", "wire_bytes", "why"),
-        "notes": ("kind", "text"),
-    }
-    for name, wanted in fields.items():
-        rows = getattr(manifest, name)
-        if not isinstance(rows, list) or any(
-            not isinstance(row, dict) or not row.keys() >= set(wanted) for row in rows
-        ):
-            return name
-    return None
 
 
 def checked_file(directory: str | os.PathLike[str], manifest: Manifest, rank: int) -> Path:

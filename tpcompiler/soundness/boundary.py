@@ -12,9 +12,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import join, read_sharding
-from tpcompiler.ir.text import DTYPES
+from tpcompiler.ir.shares import join, row_sharding
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.manifest_form import DTYPES
 from tpcompiler.soundness.folded import Folded, Unsound, read_claimed
 from tpcompiler.soundness.written import Written
 
@@ -100,7 +100,7 @@ def check_state(ranks: Sequence[Written], manifest: Manifest, mesh: Mesh, origin
                 raise Unsound(
                     None, f"{name!r} is of {value.dtype} on rank {rank}, and the manifest says {row['dtype']}"
                 )
-        sharding = read_sharding(row["sharding"], mesh, len(row["shape"]))
+        sharding = row_sharding(row, mesh)
         try:
             wholes = join([value.detach() for value in held if value is not None], sharding, mesh, row["shape"])
         except ValueError as error:

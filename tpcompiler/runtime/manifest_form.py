@@ -1,0 +1,113 @@
+"""The form of a manifest's fields, so that readers need not ask of each value whether it is one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Form = Callable[[Any], bool]
+
+PLACEMENT = r"(R|[SP]\([^()\[\]]*\))"
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+WHY = ("inherent", "plan-demanded", "fallback")
+DTYPES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+LARGEST = 1 << 62  # elements or bytes: what a size in a file can be
+
+
+def text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < LARGEST
+
+
+def one_of(*values: str) -> Form:
+    return lambda value: isinstance(value, str) and value in values
+
+
+def some(form: Form) -> Form:
+    return lambda value: isinstance(value, list) and all(map(form, value))
+
+
+def table(key: Form, value: Form) -> Form:
+    return lambda given: isinstance(given, dict) and all(key(k) and value(v) for k, v in given.items())
+
+
+def row(required: Mapping[str, Form], optional: Mapping[str, Form] | None = None) -> Form:
+    forms = {**required, **(optional or {})}
+    return lambda given: (
+        isinstance(given, dict)
+        and given.keys() >= required.keys()
+        and all(name in forms and forms[name](value) for name, value in given.items())
+    )
+
+
+def sharding(value: Any) -> bool:
+    return isinstance(value, str) and bool(re.fullmatch(rf"{PLACEMENT}|\[{PLACEMENT}(, {PLACEMENT})*\]", value))
+
+
+def dtype(value: Any) -> bool:
+    """In short, or as torch prints it."""
+    long = isinstance(value, str) and value.startswith("torch.") and getattr(torch, value[6:], None)
+    return isinstance(long, torch.dtype) or value in DTYPES.values()
+
+
+def shape(value: Any) -> bool:
+    """Sizes, symbolic ones as their text; not more elements than a file could say."""
+    known = [size for size in value if number(size)] if isinstance(value, list) else []
+    return isinstance(value, list) and all(number(size) or text(size) for size in value) and math.prod(known) < LARGEST
+
+
+def static_shape(value: Any) -> bool:
+    return shape(value) and all(map(number, value))
+
+
+def mesh(value: Any) -> bool:
+    degrees = table(lambda name: isinstance(name, str) and name.isidentifier(), lambda d: number(d) and d > 0)(value)
+    return degrees and bool(value) and math.prod(value.values()) <= 1 << 16
+
+
+BOUNDARY = {"name": text, "shape": shape, "dtype": dtype, "sharding": sharding}
+TENSOR = {**BOUNDARY, "shape": static_shape, "kind": text}
+COLLECTIVE: dict[str, Form] = {
+    "kind": one_of(*KINDS),
+    "why": one_of(*WHY),
+    **dict.fromkeys(("axis", "node", "module", "source", "reason", "reshard"), text),
+    **dict.fromkeys(("payload_bytes", "group_size", "wire_bytes"), number),
+}
+FIELDS: dict[str, Form] = {
+    "mesh": mesh,
+    "groups": table(text, some(some(number))),
+    "device_type": text,
+    "plan": table(text, lambda value: True),
+    "tensors": some(row(TENSOR, {"tied_to": text, "stored_in": text})),
+    "inputs": some(row(BOUNDARY)),
+    "outputs": some(row(BOUNDARY)),
+    "collectives": some(row(COLLECTIVE)),
+    "notes": some(row({"kind": text, "text": text})),
+    "output_type": lambda value: value is None or text(value),
+    "versions": table(text, text),
+    "files": table(text, text),
+    "format": number,
+}
+
+
+def malformed(data: Mapping[str, Any]) -> str | None:
+    """The first field that is not in its form."""
+    return next((name for name, form in FIELDS.items() if not form(data[name])), None)
