@@ -15,9 +15,9 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import Program, tied
 from tpcompiler.ir.shares import row_sharding
+from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan.styles import STYLES
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.manifest_form import DTYPES
 
 EXPLAINED = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicate")
 SKELETON_HEAD = f"""\

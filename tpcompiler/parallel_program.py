@@ -32,11 +32,11 @@ from tpcompiler.ir.program import RESHARD, LocalProgram, Reshard, ReshardedProgr
 from tpcompiler.ir.refused import refuse_hollow, refuse_unwritable
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join, read_sharding
+from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
 from tpcompiler.report import Collective, collectives_of, report_text
 from tpcompiler.runtime.archive import drop_pickled_examples
 from tpcompiler.runtime.artifact import VERSION, Manifest, write_artifact
-from tpcompiler.runtime.manifest_form import DTYPES
 from tpcompiler.runtime.place import leave_out, place_state
 from tpcompiler.soundness.check import check_artifact
 from tpcompiler.verify.compare import Subject, VerifyReport, compare_calls, functional

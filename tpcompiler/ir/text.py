@@ -12,7 +12,9 @@ from tpcompiler._torch import OpOverload
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import MARK, PIN, Mark, Program, Seed
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.runtime.manifest_form import DTYPES
+from tpcompiler.runtime import manifest_form
+
+DTYPES = {getattr(torch, name): short for name, short in manifest_form.DTYPES.items()}
 
 
 def program_text(program: Program) -> str:

@@ -7,25 +7,24 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 Form = Callable[[Any], bool]
 
 PLACEMENT = r"(R|[SP]\([^()\[\]]*\))"
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 WHY = ("inherent", "plan-demanded", "fallback")
 DTYPES = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "b8",
-}
+    "float32": "f32",
+    "float64": "f64",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "int64": "i64",
+    "int32": "i32",
+    "int16": "i16",
+    "int8": "i8",
+    "uint8": "u8",
+    "bool": "b8",
+}  # by torch's name; others are written as torch prints them
+OTHERS = "complex32 complex64 complex128 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
 LARGEST = 1 << 62  # elements or bytes: what a size in a file can be
 
 
@@ -63,9 +62,7 @@ def sharding(value: Any) -> bool:
 
 
 def dtype(value: Any) -> bool:
-    """In short, or as torch prints it."""
-    long = isinstance(value, str) and value.startswith("torch.") and getattr(torch, value[6:], None)
-    return isinstance(long, torch.dtype) or value in DTYPES.values()
+    return isinstance(value, str) and (value in DTYPES.values() or value in {f"torch.{o}" for o in OTHERS.split()})
 
 
 def shape(value: Any) -> bool:

@@ -13,8 +13,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import join, row_sharding
+from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.manifest_form import DTYPES
 from tpcompiler.soundness.folded import Folded, Unsound, read_claimed
 from tpcompiler.soundness.written import Written
 
