@@ -340,6 +340,18 @@ def test_verify_finds_swapped_weights(model: Path, tampered: Path) -> None:
     assert (data["ok"], [row["ok"] for row in data["outputs"]]) == (False, [False, True, False])
 
 
+def test_check(model: Path, out: Path, tampered: Path) -> None:
+    """Without the model nobody can say which weights are right; with it they are compared bit for bit."""
+    sound = "sound: 2 ranks, "
+    assert right("check", out).startswith(sound)
+    assert right("check", out, "--original", model).startswith(sound)
+    assert json.loads(right("check", out, "--json"))["ok"] is True
+    assert right("check", tampered).startswith(sound)
+    result = call("check", tampered, "--original", model)
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert "'layers.0.up.weight': the ranks' shares do not make the original's tensor" in result.stdout
+
+
 def test_json_has_no_infinities(capsys: pytest.CaptureFixture[str]) -> None:
     tpcompiler.cli_print.print_json({"a": [float("inf"), {"b": float("nan")}], "c": 1.5})
     assert json.loads(capsys.readouterr().out) == {"a": ["inf", {"b": "nan"}], "c": 1.5}
