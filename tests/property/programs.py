@@ -16,7 +16,18 @@ from tpcompiler._torch import decomposed, symbols_of
 
 Spec = str | dict[str, str] | None
 MESHES: tuple[dict[str, int], ...] = ({"tp": 2}, {"dp": 2, "tp": 2}, {"tp": 3}, {"tp": 4})
-USUAL = ["linear", "mlp", "attention", "embedding", "linear", "residual", "layer_norm", "unflatten", "transpose", "cat"]
+USUAL = [
+    "linear",
+    "mlp",
+    "attention",
+    "embedding",
+    "linear",
+    "residual",
+    "layer_norm",
+    "unflatten",
+    "transpose",
+    "gated",
+]
 SMALL = 2048  # elements of a value
 LARGE = 1e3  # magnitude of a value
 
@@ -116,7 +127,7 @@ def cases(draw: Draw, most: int) -> Case:
     args = (torch.randn(*lead, width), torch.randn(*lead, width), torch.randint(ROWS, lead))
     values = list(args[:2])
     for number in range(draw(st.integers(3, most))):
-        kinds = USUAL if number == 0 or draw(st.integers(0, 2)) == 2 else list(KINDS)
+        kinds = USUAL if number == 0 or draw(st.integers(0, 4)) == 4 else list(KINDS)
         _grow(draw, net, values, args[2], draw(st.sampled_from(kinds)))
     used = {i for step in net.steps for i in step.on}
     ends = [i for i in range(2, len(values)) if i not in used] or [0]
