@@ -73,7 +73,8 @@ def _damaged(seed: int, damage: str) -> list[bool]:
             return
         right = made.rank_program
         names = collectives_of(right(0))
-        if not names or _noticed(made, case.args) is not False:
+        held = any(value.is_floating_point() and value.numel() for value in right(1).state_dict.values())
+        if not (names and held) or _noticed(made, case.args) is not False:
             return
 
         def wrong(rank: int) -> ExportedProgram:
