@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 PYTEST := python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast check format wheel-test zoo ops bench clean
+.PHONY: help venv demo test test-fast check format wheel-test zoo ops property bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
@@ -82,6 +82,10 @@ ops: export OMP_NUM_THREADS := 1
 ops: venv  ## Measure the rules on torch's op database and write docs/ops.md; goes on where it was interrupted
 	for part in shardable rules whole; do $(BIN)/python -m tools.op_coverage $$part || exit 1; done
 	$(BIN)/python -m tools.op_coverage report --write
+
+property: export OMP_NUM_THREADS := 1
+property: venv  ## Try random programs until 10,000 count; goes on where it was interrupted
+	$(BIN)/python -m tests.property 10000 --workers 2
 
 bench: venv  ## Run the benchmarks
 	$(BIN)/python tools/bench_convert.py

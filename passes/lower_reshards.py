@@ -42,8 +42,9 @@ def lower_reshards(program: ReshardedProgram, rank: int, traces: Traces) -> Lowe
             continue
         change: Reshard = node.meta[RESHARD]
         (value,) = edit.operands(node)
-        body = _trace(value.meta["val"], change, program.mesh, rank, mode, traces)
-        meta = {MARK: node.meta[MARK], ORIGIN: value.name, GLOBAL: value.meta["val"]}
+        whole = value.meta.get(GLOBAL, value.meta["val"])  # what is made by another reshard is local already
+        body = _trace(whole, change, program.mesh, rank, mode, traces)
+        meta = {MARK: node.meta[MARK], ORIGIN: value.meta.get(ORIGIN, value.name), GLOBAL: whole}
         made = edit.graft(node, body, [value], {RESHARD: change})
         if made:
             made[-1].meta.update(meta)

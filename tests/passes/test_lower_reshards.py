@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch.export import Dim
+from torch.export import Dim, export
 
 from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
 from tests.passes.stages import Call, Given, folded
-from tpcompiler.ir.program import RESHARD, LoweredProgram, ReshardedProgram
+from tpcompiler import parallelize
+from tpcompiler.ir.program import ORIGIN, RESHARD, LoweredProgram, ReshardedProgram
 from tpcompiler.ir.shares import cut, join
 from tpcompiler.ir.text import program_text
 from tpcompiler.verify.simulate import simulate
@@ -290,6 +291,42 @@ permute_1: R = permute(wait_tensor, [1, 0])
 return permute_1
 """,
     )
+
+
+def test_what_another_reshard_made_is_changed_in_its_global_shape() -> None:
+    """A sum that is reduced for two users, one of which needs more of it."""
+    module = Call(lambda self, x: torch.relu(y := x @ self.w) + y.cumsum(0), w=(6, 8))
+    x = torch.randn(4, 6)
+    made = parallelize(export(module, (x,)), {"dp": 2, "tp": 2}, {"w": "S(0)"}, inputs=[{"dp": "S(0)"}])
+    assert made.verify((x,)).ok
+    assert_expected_inline(
+        program_text(made.local_program(0)),
+        """\
+p_w: [R, S(0)] = w f32[3, 8]
+x: [S(0), R] = input f32[2, 6]
+split = split(x, 3, 1)
+getitem = getitem(split, 0)
+getitem_1 = getitem(split, 1)
+clone: [S(0), S(1)] = clone(getitem)
+matmul: [S(0), P(sum)] = matmul(clone, p_w)
+all_reduce = all_reduce(matmul, 'sum', 'dp=2,tp=2:tp')
+wait_tensor: [S(0), R] = wait_tensor(all_reduce)
+relu: [S(0), R] = relu(wait_tensor)
+all_gather_into_tensor = all_gather_into_tensor(wait_tensor, 2, 'dp=2,tp=2:dp')
+wait_tensor_1: [R, R] = wait_tensor(all_gather_into_tensor)
+cumsum: [R, R] = cumsum(wait_tensor_1, 0)
+split_1 = split(cumsum, 2)
+getitem_2 = getitem(split_1, 0)
+getitem_3 = getitem(split_1, 1)
+clone_1: [S(0), R] = clone(getitem_2)
+add: [S(0), R] = add(relu, clone_1)
+all_gather_into_tensor_1 = all_gather_into_tensor(add, 2, 'dp=2,tp=2:dp')
+wait_tensor_2: [R, R] = wait_tensor(all_gather_into_tensor_1)
+return wait_tensor_2
+""",
+    )
+    ends = [node for node in made.local_program(0).graph.nodes if RESHARD in node.meta and ORIGIN in node.meta]
+    assert [node.meta[ORIGIN] for node in ends] == ["x", "matmul", "matmul", "cumsum", "add"]
 
 
 def test_what_a_reshard_becomes_carries_it() -> None:
