@@ -24,6 +24,8 @@ from tpcompiler._torch import sym_multiple, symbols_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import MARK, mark_of, reshard
 from tpcompiler.ir.text import op_name
+from tpcompiler.soundness.check import check_programs
+from tpcompiler.soundness.written import written
 from tpcompiler.verify.invariants import check_invariants
 
 REFUSALS = (
@@ -98,16 +100,19 @@ def judge(made: tpcompiler.ParallelProgram, args: tuple[torch.Tensor, ...]) -> t
         Undecided: the single device's own rounding is as large as what is looked for, or no sizes suit.
     """
     check_invariants(made.resharded)
+    ranks = [written(made.rank_program(rank)) for rank in range(made.world_size)]
+    if not (report := check_programs(ranks, made.manifest(), made.original)).ok:
+        return 0, str(report)
     calls = 0
     for taken in (args, *(resized(made.original, args, size) for size in SIZES)):
         if taken is None or not _divides(made, taken) or not (taken is args or _takes(made.original, taken)):
             continue
         again = tuple(torch.randn_like(a) if a.is_floating_point() else a.flip(0) for a in taken)
-        report = made.verify(taken, then=[] if calls else [(again, {})])
-        if any(d.tolerance > ROUNDED for d in report.outputs):
+        compared = made.verify(taken, then=[] if calls else [(again, {})])
+        if any(d.tolerance > ROUNDED for d in compared.outputs):
             raise Undecided("rounding decides")
-        if not report.ok:
-            return calls, f"{report}\n  of sizes {[list(a.shape) for a in taken]}"
+        if not compared.ok:
+            return calls, f"{compared}\n  of sizes {[list(a.shape) for a in taken]}"
         calls += 1 if calls else 2
     if not calls:
         raise Undecided("no sizes suit both the program and its cuts")
