@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 PYTEST := python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast check format wheel-test zoo ops property bench clean
+.PHONY: help venv demo test test-fast check format wheel-test zoo ops trust bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
@@ -83,8 +83,12 @@ ops: venv  ## Measure the rules on torch's op database and write docs/ops.md; go
 	for part in shardable rules whole; do $(BIN)/python -m tools.op_coverage $$part || exit 1; done
 	$(BIN)/python -m tools.op_coverage report --write
 
-property: export OMP_NUM_THREADS := 1
-property: venv  ## Try random programs until 10,000 count; goes on where it was interrupted
+# Hours: the random programs come last, and go on where they were interrupted.
+trust: export OMP_NUM_THREADS := 1
+trust: venv  ## Measure what docs/trust.md says: mutants, faults, kills, the check of the zoo, 10,000 random programs
+	$(BIN)/python -m tests.trust.mutants
+	$(BIN)/python -m tests.trust
+	TPCOMPILER_LONG_TESTS=1 $(BIN)/$(PYTEST) tests/passes/test_changes.py tests/test_transitions.py tests/bad_input/test_fuzz.py
 	$(BIN)/python -m tests.property 10000 --workers 2
 
 bench: venv  ## Run the benchmarks
