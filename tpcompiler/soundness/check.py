@@ -15,7 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.runtime.artifact import Manifest, programs_in, rank_file, read_manifest
-from tpcompiler.soundness.boundary import check_outputs, check_state
+from tpcompiler.soundness.boundary import check_calls, check_outputs, check_state
 from tpcompiler.soundness.collectives import check_collectives
 from tpcompiler.soundness.folded import Folded, Unsound, folded
 from tpcompiler.soundness.ops import Results, check_ops
@@ -54,7 +54,9 @@ def check_artifact(
     names = programs_in(directory)
     if not names:
         manifest = read_manifest(directory)
-        return check_programs(read_ranks(directory, manifest, prepare), manifest, original)
+        others = {str(row["stored_in"]) for row in manifest.tensors if "stored_in" in row}
+        beside = {name: read_manifest(Path(directory).parent / name) for name in others}
+        return check_programs(read_ranks(directory, manifest, prepare), manifest, original, beside)
     reports = {name: check_artifact(Path(directory) / name, prepare=prepare) for name in names}
     findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
     counts = {what: sum(report.counts[what] for report in reports.values()) for what in reports[names[0]].counts}
@@ -62,7 +64,10 @@ def check_artifact(
 
 
 def check_programs(
-    ranks: Sequence[Written], manifest: Manifest, original: ExportedProgram | None = None
+    ranks: Sequence[Written],
+    manifest: Manifest,
+    original: ExportedProgram | None = None,
+    beside: Mapping[str, Manifest] | None = None,
 ) -> CheckReport:
     """Check the programs of all ranks against their claims and the manifest.
 
@@ -73,6 +78,7 @@ def check_programs(
 
     Args:
         original: the single-device program, whose weights are compared with the ranks' shares.
+        beside: the manifests of other programs, whose files hold tensors of this one.
     """
     mesh = Mesh.of(manifest.mesh)
     findings: list[str] = []
@@ -85,7 +91,9 @@ def check_programs(
         check_collectives([each.program for each in ranks], manifest)
         counts.update(collectives=sum(edit.is_collective(node) for node in ranks[0].program.graph.nodes))
     with _noting(findings, None):
-        check_state(ranks, manifest, mesh, original)
+        check_calls(ranks, original)
+    with _noting(findings, None):
+        check_state(ranks, manifest, mesh, original, beside or {})
         counts.update(tensors=len(manifest.tensors))
     return CheckReport(not findings, dict(counts), findings)
 

@@ -12,14 +12,16 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import FakeTensorMode, enable_python_dispatcher
+from tpcompiler._torch import FakeTensorMode, OpOverload, enable_python_dispatcher
 from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import all_calls, read_bodies
 from tpcompiler.ir.calls import read_call
 from tpcompiler.ir.claims import Claim, read_claim
 from tpcompiler.ir.local import fake_mode_of, local_strides, no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
+from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
 
 aten = torch.ops.aten
@@ -61,6 +63,7 @@ class Folded:
         regions: by name.
         shard_sizes: a number that is the size of a shard -> how many times as large the whole's is.
         named: the tensors that a claimed call names, as nodes of the rank's graph.
+        by_name: the keys of `whole`, as claims call them.
     """
 
     program: ExportedProgram
@@ -73,13 +76,22 @@ class Folded:
     regions: dict[str, Region] = field(default_factory=dict)
     shard_sizes: dict[fx.Node, int] = field(default_factory=dict)
     named: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    by_name: dict[str, fx.Node] = field(default_factory=dict)
+
+    def stands_for(self, node: fx.Node, whole: fx.Node) -> None:
+        self.whole[node] = whole
+        self.by_name[node.name] = node
 
     def text(self) -> list[str]:
         """The whole program with its shardings and changes, a line each: what all ranks must agree on."""
-        lines = []
+        signature = self.program.graph_signature
+        lines = [f"input {spec.kind.name} {spec.arg} is {spec.target!r}" for spec in signature.input_specs]
+        lines += [f"output {spec.kind.name} is {spec.target!r}" for spec in signature.output_specs]
+        lines += [f"{symbol} in {sizes}" for symbol, sizes in self.program.range_constraints.items()]
         for node, made in self.whole.items():
             shown = ", ".join(sharding.text(self.mesh) for sharding in self.shardings.get(node, ()))
-            lines.append(f"{made.name}: {shown} = {made.target}({made.args}, {made.kwargs})")
+            call = _body_text(node) if node.op == "get_attr" else f"{made.target}({made.args}, {made.kwargs})"
+            lines.append(f"{made.name}: {shown} = {call}")
         return lines
 
     @property
@@ -91,9 +103,10 @@ class Folded:
             for value, sharding in zip(edit.outputs(self.whole[node]), shardings, strict=True)
         )
 
-    def given(self, node: fx.Node) -> Shardings:
-        """The shardings of the whole call's tensor operands, as the rank has them."""
-        return tuple(self.shardings[operand][0] for operand in self.named.get(node) or edit.operands(node))
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the manifest has it."""
+    return DTYPES.get(dtype, str(dtype))
 
 
 def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh) -> Folded:
@@ -103,22 +116,40 @@ def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh) -> Folded:
         Unsound: a node without a claim, a claim that cannot be read, or what no single-device program could be.
     """
     made = Folded(program, mesh, fake_mode_of(program.graph))
+    read_bodies(program.graph, program.graph_module)
     regions = _regions(program.graph)
     last = {region.nodes[-1]: region for region in regions.values()}
     inside = {node for region in regions.values() for node in region.nodes}
     made.regions.update(regions)
     with no_new_guards(program.graph):
         _inputs(made, manifest)
-        for node in edit.calls(program.graph):
-            if node in last:
-                _fold_region(made, last[node])
-            elif node not in inside:
-                _fold_call(made, node)
         for node in program.graph.nodes:
-            if node.op == "output":
-                values = fx.node.map_arg(node.args, lambda n: made.whole[n])
-                made.whole[node] = made.graph.output(values[0])
+            if node.op == "get_attr":
+                _fold_body_of_control_flow(made, node)
+            elif node.op == "output":
+                made.stands_for(node, made.graph.output(_same(made, node)[0][0]))
+            elif node.op == "call_function":
+                if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+                    raise Unsound(node, "changes its operand in place")
+                if node in last:
+                    _fold_region(made, last[node])
+                elif node not in inside:
+                    _fold_call(made, node)
     return made
+
+
+def _fold_body_of_control_flow(made: Folded, node: fx.Node) -> None:
+    """It is run whole by every rank, so no rank may wait in it for others."""
+    for inner in all_calls(node.meta["val"].graph):
+        if edit.is_collective(inner):
+            raise Unsound(inner, f"is a collective inside of '{node.name}', which not all ranks need to run")
+    new = made.graph.create_node("get_attr", str(node.target), name=node.name)
+    new.meta["val"] = node.meta["val"]
+    made.stands_for(node, new)
+
+
+def _body_text(node: fx.Node) -> str:
+    return "; ".join(str(part.graph) for part in node.meta["val"].modules() if isinstance(part, fx.GraphModule))
 
 
 def _regions(graph: fx.Graph) -> dict[str, Region]:
@@ -142,8 +173,9 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
     placeholders = [node for node in made.program.graph.nodes if node.op == "placeholder"]
     for node, spec in zip(placeholders, made.program.graph_signature.input_specs, strict=True):
         value = node.meta.get("val")
-        new = made.whole[node] = made.graph.placeholder(node.name)
+        new = made.graph.placeholder(node.name)
         new.meta["val"] = value
+        made.stands_for(node, new)
         if not isinstance(value, torch.Tensor):
             continue
         row = next(users, None) if spec.kind is InputKind.USER_INPUT else rows.get(str(spec.target))
@@ -151,8 +183,12 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
             raise Unsound(node, "is an input that the manifest does not name")
         sharding = _read(node, row["sharding"], made.mesh, value.ndim)
         made.shardings[node] = (sharding,)
+        if spec.kind is InputKind.USER_INPUT and row["name"] != node.name:
+            raise Unsound(node, f"is input {row['name']!r} by the manifest")
         if len(row["shape"]) != value.ndim:
             raise Unsound(node, f"has {value.ndim} dims, the manifest says {len(row['shape'])}")
+        if row["dtype"] != dtype_name(value.dtype):
+            raise Unsound(node, f"is of {dtype_name(value.dtype)}, the manifest says {row['dtype']}")
         if not sharding.is_replicated:
             shape = [
                 size if isinstance(size, int) else own * made.mesh.size(cut.axes)
@@ -161,6 +197,8 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
             with made.mode:
                 strides = local_strides(value, shape)
                 new.meta["val"] = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+        elif any(isinstance(size, int) and size != own for size, own in zip(row["shape"], value.shape, strict=True)):
+            raise Unsound(node, f"is {list(value.shape)}, the manifest says {row['shape']}")
 
 
 def _read(node: fx.Node, text: Any, mesh: Mesh, ndim: int) -> Sharding:
@@ -200,7 +238,12 @@ def _fold_change(made: Folded, region: Region) -> None:
             f"claims to change {claim.get('change')} to {target.text(made.mesh)}, "
             f"and '{operands[0].name}' is {made.shardings[operands[0]][0].text(made.mesh)}",
         )
-    made.whole[last] = made.whole[operands[0]]
+    kept = edit.outputs(operands[0])[0].dtype
+    for node in region.nodes:
+        for value in edit.outputs(node):
+            if value.dtype != kept:
+                raise Unsound(node, f"makes {dtype_name(value.dtype)} in a change of {dtype_name(kept)}")
+    made.stands_for(last, made.whole[operands[0]])
     made.shardings[last] = (target,)
 
 
@@ -216,7 +259,8 @@ def _fold_body(made: Folded, region: Region) -> None:
             made.regions[region.name] = Region(region.name, region.nodes, region.inputs, region.outputs, whole)
         index = call.get("output")
         part = whole if index is None else _whole_call(made, node, operator.getitem, (whole, index), {}, made.graph)
-        made.whole[node], made.shardings[node] = part, shardings
+        made.stands_for(node, part)
+        made.shardings[node] = shardings
 
 
 def _fold_call(made: Folded, node: fx.Node) -> None:
@@ -226,11 +270,11 @@ def _fold_call(made: Folded, node: fx.Node) -> None:
     if isinstance(size, fx.Node) and size in made.shard_sizes:
         if made.shard_sizes[size] != degree:
             raise Unsound(node, f"multiplies a shard's size by {degree}, and there are {made.shard_sizes[size]}")
-        made.whole[node] = made.whole[size]
+        made.stands_for(node, made.whole[size])
         return
     values = edit.outputs(node)
     if not values:
-        made.whole[node] = _whole_call(made, node, node.target, *_same(made, node), made.graph)
+        made.stands_for(node, _whole_call(made, node, node.target, *_same(made, node), made.graph))
         if node.target is aten.sym_size.int:
             operand, dim = node.args
             assert isinstance(operand, fx.Node)
@@ -246,12 +290,12 @@ def _fold_call(made: Folded, node: fx.Node) -> None:
         every = made.whole[source].meta["val"]
         tensors = [i for i, value in enumerate(every) if isinstance(value, torch.Tensor)]
         made.shardings[node] = (made.shardings[source][tensors.index(index)],)
-        made.whole[node] = _whole_call(made, node, operator.getitem, *_same(made, node), made.graph)
+        made.stands_for(node, _whole_call(made, node, operator.getitem, *_same(made, node), made.graph))
         return
     claim, made.shardings[node] = _claimed(made, node)
     call = claim.get("call")
     target, args, kwargs = (node.target, *_same(made, node)) if call is None else _global(made, node, call)
-    made.whole[node] = _whole_call(made, node, target, args, kwargs, made.graph)
+    made.stands_for(node, _whole_call(made, node, target, args, kwargs, made.graph))
     made.ops.append(node)
 
 
@@ -259,7 +303,7 @@ def _same(made: Folded, node: fx.Node) -> tuple[Any, Any]:
     """The node's own arguments, on the whole."""
 
     def whole(used: fx.Node) -> fx.Node:
-        if used in made.shard_sizes and edit.outputs(node):
+        if used in made.shard_sizes:
             raise Unsound(node, f"takes '{used.name}', the size of a shard, for that of the whole")
         if used not in made.whole:
             raise Unsound(node, f"uses '{used.name}', which lies inside of a region")
@@ -270,14 +314,13 @@ def _same(made: Folded, node: fx.Node) -> tuple[Any, Any]:
 
 
 def _global(made: Folded, node: fx.Node, call: Any) -> tuple[Any, Any, Any]:
-    names = {other.name: other for other in made.whole}
-
     def value(name: str) -> fx.Node:
-        if name not in names:
+        if name not in made.by_name:
             raise ValueError(f"there is no {name!r} before it")
-        if edit.is_tensor(names[name]):
-            made.named.setdefault(node, []).append(names[name])
-        return made.whole[names[name]]
+        found = made.by_name[name]
+        if edit.is_tensor(found):
+            made.named.setdefault(node, []).append(found)
+        return made.whole[found]
 
     try:
         return read_call(call, value, edit.outputs(node)[0].device)

@@ -61,9 +61,13 @@ def _check_shapes(made: Folded, node: fx.Node, here: Mapping[str, int]) -> None:
 
 def _check_value(made: Folded, node: fx.Node, results: Results) -> None:
     """The recorded value is what the call makes of its operands' recorded values."""
-    if not isinstance(node.target, OpOverload) or node.meta.get("unbacked_bindings") or not edit.outputs(node):
+    if node.meta.get("unbacked_bindings"):
         return
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    if isinstance(node.meta.get("val"), (int, torch.SymInt)):
+        _check_number(node, args, kwargs)
+    if not isinstance(node.target, OpOverload) or not edit.outputs(node):
+        return
     known = (id(made.mode), node.target, key(args), key(kwargs))
     if known not in results:
         try:
@@ -82,8 +86,23 @@ def _check_value(made: Folded, node: fx.Node, results: Results) -> None:
             )
 
 
+def _check_number(node: fx.Node, args: Any, kwargs: Any) -> None:
+    """The same of a size."""
+    if node.target is not aten.sym_size.int and isinstance(node.target, OpOverload):
+        return
+    made = args[0].shape[args[1]] if node.target is aten.sym_size.int else node.target(*args, **kwargs)  # type: ignore[operator]
+    if not statically_equal(made, node.meta["val"]):
+        raise Unsound(node, f"makes {made}, and is said to make {node.meta['val']}")
+
+
 def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) -> None:
-    wants, gives, whole = made.given(node), made.shardings[node], made.whole[node]
+    gives, whole = made.shardings[node], made.whole[node]
+    operands = edit.operands(node)
+    if node.target is aten.full.default and edit.outputs(node)[0].numel() == 0:
+        operands = made.named.get(node, operands)  # of an empty share nothing can be wrong but its shape
+    elif [made.whole.get(operand) for operand in operands] != edit.operands(whole):
+        raise Unsound(node, f"is given {operands}, and the whole {edit.operands(whole)}")
+    wants = tuple(made.shardings[operand][0] for operand in operands)
     if all(sharding.is_replicated for sharding in (*wants, *gives)):
         _check_arguments(made, node, {})
         return
@@ -99,11 +118,8 @@ def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) 
         raise Unsound(node, f"takes {said[0]} and makes {said[1]} by its rule, and claims {said[2]} and {said[3]}")
     if rule.local.keys() & option.cuts.keys():
         raise Unsound(node, "is run as it is, and would be wrong on a share")
-    if all(value.numel() == 0 for value in edit.outputs(node) if all(isinstance(s, int) for s in value.shape)) and (
-        node.target is aten.full.default
-    ):
-        return  # of an empty share nothing can be wrong but its shape
-    _check_arguments(made, node, _own_arguments(rule, option, node, made, here))
+    if operands == edit.operands(node):
+        _check_arguments(made, node, _own_arguments(rule, option, node, made, here))
 
 
 def _rule(node: fx.Node, whole: fx.Node) -> Rule | None:
@@ -202,5 +218,5 @@ def _equal(value: Any, wanted: Any, made: Folded) -> bool:
     if isinstance(value, fx.Node):
         return value in made.whole and made.whole[value] is wanted
     if isinstance(value, torch.device):
-        return True
+        return isinstance(wanted, torch.device)
     return type(value) is type(wanted) and (value == wanted or value != value)

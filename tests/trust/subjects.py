@@ -1,0 +1,131 @@
+"""The models that are damaged: ten of the zoo, as unlike as it has them, and a small one on two axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+
+import tpcompiler
+from tests.trust.damage import Artifact
+from tests.zoo.case import randomise
+from tests.zoo.index import CASES
+from tpcompiler.ir.shares import read_sharding
+from tpcompiler.parallel_program import layout_of
+from tpcompiler.soundness.check import CheckReport, check_programs
+from tpcompiler.verify.compare import compare, functional
+
+Call = tuple[Sequence[Any], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A converted model, and the calls that `verify` makes of it."""
+
+    original: ExportedProgram
+    reference: ExportedProgram
+    sound: Artifact
+    output_names: list[str]
+    calls: list[Call]
+
+    def check(self, artifact: Artifact, *, with_original: bool) -> CheckReport:
+        return check_programs(artifact.written(), artifact.manifest, self.original if with_original else None)
+
+    def verified(self, artifact: Artifact) -> bool:
+        """What `tpcompiler verify` says of the files: everything is laid out as the manifest says."""
+        manifest = artifact.manifest
+        named = [*manifest.tensors, *manifest.inputs, *({**r, "name": f"output {r['name']}"} for r in manifest.outputs)]
+        shardings = {row["name"]: read_sharding(row["sharding"], artifact.mesh, len(row["shape"])) for row in named}
+        (args, kwargs), *then = self.calls
+        report = compare(
+            self.reference,
+            artifact.ranks,
+            args,
+            kwargs,
+            layout_of(shardings, artifact.mesh),
+            [row["name"] for row in manifest.inputs],
+            self.output_names,
+            then=then,
+        )
+        return report.ok
+
+
+def _subject(exported: ExportedProgram, mesh: object, plan: Any, calls: list[Call], **boundary: Any) -> Subject:
+    program = tpcompiler.parallelize(exported, mesh, plan, **boundary)  # type: ignore[arg-type]
+    names = program.resharded.output_names()
+    return Subject(exported, functional(exported), Artifact.of(program), names, calls)
+
+
+def _of_zoo(name: str, ranks: int, dynamic: bool = False) -> Callable[[], Subject]:
+    def make() -> Subject:
+        case = CASES[name]
+        then = case.then(*case.example) if case.then else ()
+        return _subject(
+            case.export(dynamic),
+            {"tp": ranks},
+            case.asked(),
+            [((), case.inputs(*case.example)), *(((), inputs) for inputs in then)],
+        )
+
+    return make
+
+
+class Rows(nn.Module):
+    """Ids that are looked up, a packed layer, a sum over ranks with a bias, and a count of calls that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.packed = nn.Linear(8, 30)
+        self.down = nn.Linear(10, 8)
+        self.back = nn.Linear(8, 8)
+        self.register_buffer("kept", torch.zeros(4, 8))
+        self.register_buffer("other", torch.ones(4, 8))
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.table(ids)
+        gate, up, scale = self.packed(x).split([10, 10, 10], -1)
+        y = self.down(torch.relu(gate) * up + torch.sigmoid(scale))
+        before = self.kept + self.other
+        self.kept.add_(y.sum(1))
+        self.other.mul_(0.5).add_(x.sum(1))
+        return {"kept": before, "y": self.back(y) - x}
+
+
+def _rows(mesh: dict[str, int], dynamic: bool = False, **boundary: Any) -> Callable[[], Subject]:
+    def make() -> Subject:
+        ids = torch.arange(4 * 6).view(4, 6) % 11
+        sizes = {"ids": {1: Dim("tokens", min=2, max=64)}} if dynamic else None
+        exported = torch.export.export(randomise(Rows()), (ids,), dynamic_shapes=sizes)
+        plan = {"table": "rowwise", "packed": "colwise", "down": "rowwise", "back": "colwise_gather_output"}
+        return _subject(exported, mesh, plan, [((ids,), {}), (((ids + 3) % 11,), {})], **boundary)
+
+    return make
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "small": _rows({"tp": 2}),
+    "small, uneven": _rows({"tp": 4}),
+    "small, two axes": _rows({"dp": 2, "tp": 2}, inputs={"ids": {"dp": "S(0)"}}),
+    "llama": _of_zoo("llama", 2),
+    "llama, dynamic": _of_zoo("llama", 2, dynamic=True),
+    "gpt2": _of_zoo("gpt2", 2),
+    "llama_cached": _of_zoo("llama_cached", 2),
+    "llama_1_kv": _of_zoo("llama_1_kv", 4),
+    "t5": _of_zoo("t5", 2),
+    "resnet": _of_zoo("resnet", 2),
+    "mamba": _of_zoo("mamba", 2),
+    "mixtral": _of_zoo("mixtral", 2),
+    "vit": _of_zoo("vit", 2),
+    "dlrm": _of_zoo("dlrm", 2),
+}
+
+
+@lru_cache(maxsize=4)
+def subject(name: str) -> Subject:
+    return SUBJECTS[name]()
