@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -178,7 +179,7 @@ def two_collectives_in_another_order(artifact: Artifact, nth: int) -> bool:
     starts = [node for node in edit.calls(artifact.last.graph) if edit.is_collective(node)]
     places = {node: place for place, node in enumerate(artifact.last.graph.nodes)}
     found = []
-    for one, two in zip(starts, starts[1:], strict=False):
+    for one, two in itertools.pairwise(starts):
         needed, todo = {two}, [two]
         while todo:
             new = {n for n in todo.pop().all_input_nodes if places[n] >= places[one]} - needed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -159,12 +160,13 @@ def weights_rounded(artifact: Artifact, nth: int) -> bool:
 
 
 def _written_back(artifact: Artifact) -> list[tuple[int, int]]:
-    """Pairs of outputs that are written back and could be each other's."""
+    """Pairs of outputs that are written back and could be each other's. (Not counters, which are all alike.)"""
     program = artifact.ranks[0]
     values: Any = program.graph.output_node().args[0]
     kept = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION)
-    at_ = [i for i, spec in enumerate(program.graph_signature.output_specs) if spec.kind in kept]
-    return [(i, j) for i, j in zip(at_, at_[1:], strict=False) if shape(values[i]) == shape(values[j])]
+    specs = program.graph_signature.output_specs
+    mutated = [i for i, s in enumerate(specs) if s.kind in kept and values[i].meta["val"].is_floating_point()]
+    return [(i, j) for i, j in itertools.pairwise(mutated) if shape(values[i]) == shape(values[j])]
 
 
 @kind
@@ -215,7 +217,9 @@ def _other_text(row: Row) -> str | None:
 
 def _says_otherwise(field: str) -> Callable[[Artifact, int], bool]:
     def damage(artifact: Artifact, nth: int) -> bool:
-        found: list[Row] = [row for row in getattr(artifact.manifest, field) if _other_text(row) not in (None, row["sharding"])]
+        found: list[Row] = [
+            row for row in getattr(artifact.manifest, field) if _other_text(row) not in (None, row["sharding"])
+        ]
         row = at(found, nth)
         if row:
             row["sharding"] = _other_text(row)
@@ -232,7 +236,14 @@ for _field in ("tensors", "inputs", "outputs"):
 
 def _row_is_another(key: str, change: Callable[[Any], Any]) -> Callable[[Artifact, int], bool]:
     def damage(artifact: Artifact, nth: int) -> bool:
-        row = at([row for f in (artifact.manifest.tensors, artifact.manifest.inputs, artifact.manifest.outputs) for row in f], nth)
+        row = at(
+            [
+                row
+                for f in (artifact.manifest.tensors, artifact.manifest.inputs, artifact.manifest.outputs)
+                for row in f
+            ],
+            nth,
+        )
         if row:
             row[key] = change(row[key])
         return row is not None
@@ -242,7 +253,9 @@ def _row_is_another(key: str, change: Callable[[Any], Any]) -> Callable[[Artifac
     return kind(damage)
 
 
-_row_is_another("shape", lambda sizes: [*sizes[:-1], sizes[-1] + 1] if sizes and isinstance(sizes[-1], int) else [*sizes, 3])
+_row_is_another(
+    "shape", lambda sizes: [*sizes[:-1], sizes[-1] + 1] if sizes and isinstance(sizes[-1], int) else [*sizes, 3]
+)
 _row_is_another("dtype", lambda name: "f16" if name != "f16" else "i64")
 _row_is_another("name", lambda name: f"{name}_2")
 
@@ -294,7 +307,11 @@ def another_sharding_claimed(artifact: Artifact, nth: int) -> bool:
 
     def where(node: Any) -> bool:
         said = read_claim(node).get("sharding", ())
-        return len(said) == 1 and "parts" not in read_claim(node) and _other_text({"sharding": said[0], "shape": shape(node)}) not in (None, said[0])
+        return (
+            len(said) == 1
+            and "parts" not in read_claim(node)
+            and _other_text({"sharding": said[0], "shape": shape(node)}) not in (None, said[0])
+        )
 
     site = at([s for s in artifact.each(where) if all("getitem" not in str(n.target) for n in s)], nth)
     for node in site or ():
@@ -305,7 +322,7 @@ def another_sharding_claimed(artifact: Artifact, nth: int) -> bool:
 @kind
 def no_claim(artifact: Artifact, nth: int) -> bool:
     """A call says nothing of itself."""
-    site = at(artifact.each(lambda n: "sharding" in read_claim(n) and "getitem" not in str(n.target)), nth)
+    site = at(artifact.each(lambda n: bool(read_claim(n).get("sharding")) and "getitem" not in str(n.target)), nth)
     for node in site or ():
         node.meta["custom"] = {}
     return site is not None
@@ -315,7 +332,7 @@ def no_claim(artifact: Artifact, nth: int) -> bool:
 def two_changes_of_one_name(artifact: Artifact, nth: int) -> bool:
     """The collective of one change says that it belongs to the one before."""
     starts = artifact.each(edit.is_collective)
-    pairs = list(zip(starts, starts[1:], strict=False))
+    pairs = list(itertools.pairwise(starts))
     pair = at(pairs, nth)
     for one, two in zip(*pair, strict=True) if pair else ():
         claim(two)["reshard"] = region(one) or ""
@@ -325,7 +342,12 @@ def two_changes_of_one_name(artifact: Artifact, nth: int) -> bool:
 @kind
 def another_change_claimed(artifact: Artifact, nth: int) -> bool:
     """A change says that it starts from what it ends with."""
-    site = at(artifact.each(lambda n: "reshard" in read_claim(n) and "sharding" in read_claim(n) and "getitem" not in str(n.target)), nth)
+    site = at(
+        artifact.each(
+            lambda n: "reshard" in read_claim(n) and "sharding" in read_claim(n) and "getitem" not in str(n.target)
+        ),
+        nth,
+    )
     for node in site or ():
         after = str(read_claim(node)["change"]).partition(" -> ")[2]
         claim(node)["change"] = f"{after} -> {after}"

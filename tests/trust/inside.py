@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -199,13 +200,16 @@ def _weights(node: fx.Node) -> list[fx.Node]:
 
 def _pairs(artifact: Artifact) -> list[tuple[str, str]]:
     """Matrices of one shape and sharding, and other content."""
-    specs = {s.arg.name: str(s.target) for s in artifact.last.graph_signature.input_specs if s.kind is InputKind.PARAMETER}
+    specs = {
+        s.arg.name: str(s.target) for s in artifact.last.graph_signature.input_specs if s.kind is InputKind.PARAMETER
+    }
     cut = {row["name"]: row["sharding"] for row in artifact.manifest.tensors}
     found = [n for n in artifact.last.graph.nodes if n.name in specs and len(shape(n)) > 1 and n.users]
     return [
         (one.name, two.name)
-        for one, two in zip(found, found[1:], strict=False)
-        if shape(one) == shape(two) and cut[specs[one.name]] == cut[specs[two.name]]
+        for one, two in itertools.pairwise(found)
+        if shape(one) == shape(two)
+        and cut[specs[one.name]] == cut[specs[two.name]]
         and not torch.equal(artifact.leaf(0, specs[one.name]), artifact.leaf(0, specs[two.name]))
     ]
 
@@ -331,7 +335,9 @@ def another_divisor_of_a_size(artifact: Artifact, nth: int) -> bool:
 @kind
 def attention_that_sees_what_comes(artifact: Artifact, nth: int) -> bool:
     """Causal attention is not causal any more (or the other way round), on one rank."""
-    found = [n for n in edit.calls(artifact.last.graph) if "is_causal" in (_schema(n)) and edit.bound(n)["attn_mask"] is None]
+    found = [
+        n for n in edit.calls(artifact.last.graph) if "is_causal" in (_schema(n)) and edit.bound(n)["attn_mask"] is None
+    ]
     node = at(found, nth)
     if node is not None:
         edit.set_argument(node, "is_causal", not edit.bound(node)["is_causal"])

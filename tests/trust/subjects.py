@@ -94,7 +94,7 @@ class Rows(nn.Module):
         before = self.kept + self.other
         self.kept.add_(y.sum(1))
         self.other.mul_(0.5).add_(x.sum(1))
-        return {"kept": before, "y": self.back(y) - x}
+        return {"before": before, "y": self.back(y) - x}
 
 
 def _rows(mesh: dict[str, int], dynamic: bool = False, **boundary: Any) -> Callable[[], Subject]:

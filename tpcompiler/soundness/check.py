@@ -17,8 +17,8 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.runtime.artifact import Manifest, programs_in, rank_file, read_manifest
 from tpcompiler.soundness.boundary import check_calls, check_outputs, check_state
 from tpcompiler.soundness.collectives import check_collectives
-from tpcompiler.soundness.folded import Folded, Unsound, folded
-from tpcompiler.soundness.ops import Results, check_ops
+from tpcompiler.soundness.folded import Folded, Results, Unsound, folded
+from tpcompiler.soundness.ops import check_ops
 from tpcompiler.soundness.regions import Done, check_region
 from tpcompiler.soundness.written import Written, read_ranks
 
@@ -107,11 +107,11 @@ def _folded(ranks: Sequence[Written], manifest: Manifest, mesh: Mesh, findings: 
         with _noting(findings, rank):
             made = known.get(id(each.program))
             if made is None:
-                made = folded(each.program, manifest, mesh)
+                made = folded(each.program, manifest, mesh, results)
                 check_outputs(made, manifest)
             if id(each.program) not in known or not made.is_even:
                 with no_new_guards(each.program.graph):
-                    check_ops(made, rank, results)
+                    check_ops(made, rank)
             known[id(each.program)] = made
             found.append(made)
     return found

@@ -17,7 +17,7 @@ from tpcompiler.soundness.folded import Unsound
 
 @dataclass(frozen=True)
 class _Call:
-    """A collective of one rank: what the others of its group must issue too, for the same change, and where it stands."""
+    """A collective of one rank: what the others of its group must issue too, and for which change; where it stands."""
 
     group: str
     what: str

@@ -17,7 +17,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, read_bodies
 from tpcompiler.ir.calls import read_call
 from tpcompiler.ir.claims import Claim, read_claim
-from tpcompiler.ir.local import fake_mode_of, local_strides, no_new_guards
+from tpcompiler.ir.local import fake_mode_of, key, local_strides, no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
@@ -26,6 +26,7 @@ from tpcompiler.runtime.artifact import Manifest
 
 aten = torch.ops.aten
 Shardings = tuple[Sharding, ...]
+Results = dict[Any, Any]
 
 
 class Unsound(Exception):
@@ -64,6 +65,7 @@ class Folded:
         shard_sizes: a number that is the size of a shard -> how many times as large the whole's is.
         named: the tensors that a claimed call names, as nodes of the rank's graph.
         by_name: the keys of `whole`, as claims call them.
+        results: of calls, for all programs that are checked together.
     """
 
     program: ExportedProgram
@@ -77,6 +79,15 @@ class Folded:
     shard_sizes: dict[fx.Node, int] = field(default_factory=dict)
     named: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     by_name: dict[str, fx.Node] = field(default_factory=dict)
+    results: Results = field(default_factory=dict)
+
+    def run(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What a call makes of fake values; of the same layout of arguments the same."""
+        known = (id(self.mode), target, key(args), key(kwargs))
+        if known not in self.results:
+            with self.mode, torch.no_grad(), enable_python_dispatcher():
+                self.results[known] = target(*args, **kwargs)
+        return self.results[known]
 
     def stands_for(self, node: fx.Node, whole: fx.Node) -> None:
         self.whole[node] = whole
@@ -109,13 +120,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPES.get(dtype, str(dtype))
 
 
-def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh) -> Folded:
+def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh, results: Results) -> Folded:
     """Fold the program of one rank.
 
     Raises:
         Unsound: a node without a claim, a claim that cannot be read, or what no single-device program could be.
     """
-    made = Folded(program, mesh, fake_mode_of(program.graph))
+    made = Folded(program, mesh, fake_mode_of(program.graph), results=results)
     read_bodies(program.graph, program.graph_module)
     regions = _regions(program.graph)
     last = {region.nodes[-1]: region for region in regions.values()}
@@ -274,6 +285,10 @@ def _fold_call(made: Folded, node: fx.Node) -> None:
         return
     values = edit.outputs(node)
     if not values:
+        if isinstance(node.target, OpOverload) and node.target is not aten.sym_size.int:
+            for used in edit.operands(node):
+                if not made.shardings[used][0].is_replicated:
+                    raise Unsound(node, f"reads '{used.name}', of which it has a share")
         made.stands_for(node, _whole_call(made, node, node.target, *_same(made, node), made.graph))
         if node.target is aten.sym_size.int:
             operand, dim = node.args
@@ -335,13 +350,13 @@ def _whole_call(
     edit.inherit_meta(new, node)
     used = [other for other in node.all_input_nodes if edit.outputs(other)]
     alike = all(s.is_replicated for n in (node, *used) for s in made.shardings.get(n, ()))
-    if alike and edit.outputs(node) and "call" not in read_claim(node):
-        new.meta["val"] = node.meta["val"]  # the same on every rank as on one device
+    number = isinstance(node.target, OpOverload) and not edit.outputs(node) and node.target is not aten.sym_size.int
+    if number or (alike and edit.outputs(node) and "call" not in read_claim(node)):
+        new.meta["val"] = node.meta.get("val")  # the same on every rank as on one device
         return new
     given, named = fx.node.map_arg((new.args, dict(new.kwargs)), lambda n: n.meta["val"])
     try:
-        with made.mode, torch.no_grad(), enable_python_dispatcher():
-            new.meta["val"] = target(*given, **named)
+        new.meta["val"] = made.run(target, given, named)
     except Exception as error:  # whatever torch makes of arguments that do not fit
         raise Unsound(node, f"cannot be run on the whole: {str(error).splitlines()[0]}") from error
     return new

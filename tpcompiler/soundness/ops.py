@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, enable_python_dispatcher, statically_equal
+from tpcompiler._torch import OpOverload, statically_equal
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
@@ -20,14 +20,11 @@ from tpcompiler.rules.registry import rule_of
 from tpcompiler.soundness.folded import Folded, Shardings, Unsound
 
 aten = torch.ops.aten
-Results = dict[Any, Any]
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # but for whether they may copy
 
 
-def check_ops(made: Folded, rank: int, results: Results) -> None:
+def check_ops(made: Folded, rank: int) -> None:
     """Check every call of the rank outside of regions, and every value's shape.
-
-    `results` remembers what an op makes of a layout of arguments.
 
     Raises:
         Unsound: shardings that the op's rule does not give, an argument that is not the rank's own size, a local value
@@ -36,7 +33,7 @@ def check_ops(made: Folded, rank: int, results: Results) -> None:
     here = made.mesh.coordinate(rank)
     for node in made.program.graph.nodes:
         if node.op == "call_function":
-            _check_value(made, node, results)
+            _check_value(made, node)
         if node in made.whole and node.op != "output":
             _check_shapes(made, node, here)
     for node in made.ops:
@@ -59,7 +56,7 @@ def _check_shapes(made: Folded, node: fx.Node, here: Mapping[str, int]) -> None:
             raise Unsound(node, f"is of {local.dtype}, and the whole of {whole.dtype}")
 
 
-def _check_value(made: Folded, node: fx.Node, results: Results) -> None:
+def _check_value(made: Folded, node: fx.Node) -> None:
     """The recorded value is what the call makes of its operands' recorded values."""
     if node.meta.get("unbacked_bindings"):
         return
@@ -68,14 +65,10 @@ def _check_value(made: Folded, node: fx.Node, results: Results) -> None:
         _check_number(node, args, kwargs)
     if not isinstance(node.target, OpOverload) or not edit.outputs(node):
         return
-    known = (id(made.mode), node.target, key(args), key(kwargs))
-    if known not in results:
-        try:
-            with made.mode, torch.no_grad(), enable_python_dispatcher():
-                results[known] = node.target(*args, **kwargs)
-        except Exception as error:  # whatever torch makes of arguments that do not fit
-            raise Unsound(node, f"cannot be run: {str(error).splitlines()[0]}") from error
-    found = results[known]
+    try:
+        found = made.run(node.target, args, kwargs)
+    except Exception as error:  # whatever torch makes of arguments that do not fit
+        raise Unsound(node, f"cannot be run: {str(error).splitlines()[0]}") from error
     every = [v for v in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(v, torch.Tensor)]
     for value, said in zip(every, edit.outputs(node), strict=True):
         same = value.ndim == said.ndim and all(map(statically_equal, value.shape, said.shape))
@@ -106,6 +99,17 @@ def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) 
     if all(sharding.is_replicated for sharding in (*wants, *gives)):
         _check_arguments(made, node, {})
         return
+    values = fx.node.map_arg((whole.args, dict(whole.kwargs)), lambda n: n.meta["val"])
+    known = ("rule", id(made.mode), whole.target, key(values), wants, gives)
+    if known not in made.results:
+        made.results[known] = _ruled(node, whole, wants, gives, mesh)
+    rule, option = made.results[known]
+    if operands == edit.operands(node):
+        _check_arguments(made, node, _own_arguments(rule, option, node, made, here))
+
+
+def _ruled(node: fx.Node, whole: fx.Node, wants: Shardings, gives: Shardings, mesh: Mesh) -> tuple[Rule, Option]:
+    """The op's rule, and the one way by it that takes and makes these shardings."""
     rule = _rule(node, whole)
     if rule is None:
         raise Unsound(node, "has no rule, and is run on shares")
@@ -118,8 +122,7 @@ def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) 
         raise Unsound(node, f"takes {said[0]} and makes {said[1]} by its rule, and claims {said[2]} and {said[3]}")
     if rule.local.keys() & option.cuts.keys():
         raise Unsound(node, "is run as it is, and would be wrong on a share")
-    if operands == edit.operands(node):
-        _check_arguments(made, node, _own_arguments(rule, option, node, made, here))
+    return rule, option
 
 
 def _rule(node: fx.Node, whole: fx.Node) -> Rule | None:

@@ -97,43 +97,58 @@ def _check_body(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
         for node in _tensors(other):
             if each.whole[node].name not in used:
                 raise Unsound(other.nodes[-1], f"is the end of {other.name}, which uses '{node.name}' beside its call")
-    shardings = [first.shardings[node][0] for node in (*_tensors(region), *region.outputs)]
-    edges = _edges(first, region, shardings)
     generator = torch.Generator().manual_seed(0)
-    # Few ids may be less than there are edges of shares: then it is run again.
-    numbers = min((math.prod(_shape(first, n)) for n in used.values() if _counts(n)), default=len(edges))
-    step = max(numbers, 1)
-    for begin in range(0, max(len(edges), 1), step):
-        wholes = {name: _random(first, node, edges[begin : begin + step], generator) for name, node in used.items()}
+    ran = False
+    for edges in _trials(first, region, list(used.values())):
+        wholes = {name: _random(first, node, edges, generator) for name, node in used.items()}
+        try:
+            made = _on_the_whole(first, call, wholes)
+        except (RuntimeError, IndexError):  # what is cut so is not what these ids are looked up in
+            continue
+        ran = True
         feeds = [
             {node: cut(wholes[each.whole[node].name], each.shardings[node][0], mesh, rank) for node in _tensors(other)}
             for rank, (each, other) in enumerate(zip(ranks, regions, strict=True))
         ]
-        given = fx.node.map_arg(
-            (call.args, dict(call.kwargs)),
-            lambda n, wholes=wholes: wholes[n.name] if n.name in wholes else plain(n.meta["val"], first.program),
-        )
-        made = call.target(*given[0], **given[1])
         outs = list(_run(ranks, regions, feeds))
         for index, node in enumerate(region.outputs):
-            whole_node = first.whole[node]
-            expected = made if whole_node is call else made[whole_node.args[1]]
+            part = first.whole[node]
+            expected = made if part is call else made[part.args[1]]
             _compare(node, expected, [out[index] for out in outs], first.shardings[node][0], mesh, exact=False)
+    if not ran:
+        raise Unsound(region.nodes[-1], f"is the end of {region.name}, whose call cannot be run")
 
 
-def _edges(made: Folded, region: Region, shardings: Sequence[Sharding]) -> list[int]:
-    """Where shares of the smallest dim that is cut begin and end: what ids must be looked up; (0, 1) of none."""
+def _on_the_whole(made: Folded, call: fx.Node, wholes: Mapping[str, torch.Tensor]) -> Any:
+    def given(node: fx.Node) -> Any:
+        return wholes[node.name] if node.name in wholes else plain(node.meta["val"], made.program)
+
+    args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), given)
+    return call.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _trials(made: Folded, region: Region, operands: Sequence[fx.Node]) -> list[list[int]]:
+    """The ids to look up in each run: few ids may be less than there are edges of shares, which takes several."""
+    sizes = [math.prod(_shape(made, node)) for node in operands if _counts(node)]
+    if not sizes:
+        return [[0]]
+    step = max(1, min(sizes))
+    return [edges[at : at + step] for edges in _edges(made, region) for at in range(0, len(edges), step)]
+
+
+def _edges(made: Folded, region: Region) -> list[list[int]]:
+    """Where shares begin and end, for each size that is cut: ids that must be looked up."""
     found = {}
-    for node, sharding in zip((*_tensors(region), *region.outputs), shardings, strict=True):
-        for size, by in zip(_shape(made, made.whole[node]), sharding.dims, strict=True):
+    for node in (*_tensors(region), *region.outputs):
+        for size, by in zip(_shape(made, made.whole[node]), made.shardings[node][0].dims, strict=True):
             if by.axes:
                 found[size] = by
-    if not found:
-        return [0, 1]
-    size = min(found)
-    places = torch.arange(size)
-    shares = [cut_dim(places, 0, found[size], made.mesh, made.mesh.coordinate(r)) for r in range(made.mesh.world_size)]
-    return sorted({int(end) for share in shares if len(share) for end in (share[0], share[-1])})
+    edges = []
+    for size, by in sorted(found.items()):
+        places = torch.arange(size)
+        shares = [cut_dim(places, 0, by, made.mesh, made.mesh.coordinate(r)) for r in range(made.mesh.world_size)]
+        edges.append(sorted({int(end) for share in shares if len(share) for end in (share[0], share[-1])}))
+    return edges or [[0, 1]]
 
 
 def _shape(made: Folded, whole: fx.Node) -> list[int]:
