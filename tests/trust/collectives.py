@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -312,25 +313,29 @@ def a_slice_shifted_by_one(artifact: Artifact, nth: int) -> bool:
 
 @kind
 def the_share_of_another_rank(artifact: Artifact, nth: int) -> bool:
-    """Where the last rank takes its part of a split, it takes the first rank's."""
-    changes = {node: members(node) for node in edit.calls(artifact.last.graph) if "split" in str(node.target)}
+    """Where the last rank takes its part of a whole, it takes the first rank's."""
     found = []
-    for split, inside in changes.items():
-        parts = [node for node in inside if node.args[0] is split and node.users]
-        if region(split) and len(parts) == 1 and parts[0].args[1] != 0:
-            found.append(parts[0])
-    part = at(found, nth)
-    if part is not None:
-        part.update_arg(1, 0)
-    return part is not None
+    for node in edit.calls(artifact.last.graph):
+        is_part = node.target is aten.select.int or node.target is operator.getitem
+        index = 2 if node.target is aten.select.int else 1
+        whole = node.args[0] if is_part else None
+        alone = isinstance(whole, fx.Node) and [user for user in whole.users if user.users] == [node]
+        if alone and region(node) and region(node) == region(whole) and node.args[index] != 0:
+            found.append((node, index))
+    place = at(found, nth)
+    if place is not None:
+        place[0].update_arg(place[1], 0)
+    return place is not None
 
 
 @kind
 def padded_on_the_other_side(artifact: Artifact, nth: int) -> bool:
-    """What makes uneven shares equal for a gather is put before them, on the ranks that need it."""
-    pads = [n for n in edit.calls(artifact.last.graph) if "constant_pad" in str(n.target) and region(n)]
-    node = at([n for n in pads if any(n.args[1])], nth)  # type: ignore[arg-type]
+    """What makes uneven shares equal for a gather is put before them, on the rank that needs it."""
+
+    def where(node: fx.Node) -> bool:
+        return node.target is aten.cat.default and any(n.target is aten.new_zeros.default for n in node.all_input_nodes)
+
+    node = at([node for node in edit.calls(artifact.last.graph) if region(node) and where(node)], nth)
     if node is not None:
-        by = list(node.args[1])  # type: ignore[call-overload]
-        node.update_arg(1, [b for i in range(0, len(by), 2) for b in (by[i + 1], by[i])])
+        node.update_arg(0, list(reversed(node.args[0])))  # type: ignore[call-overload]
     return node is not None

@@ -46,15 +46,19 @@ def _swap(sizes: list[int]) -> list[int] | None:
 @kind
 def the_whole_size_in_a_view(artifact: Artifact, nth: int) -> bool:
     """A view of a share is given the sizes of the whole, as the claim has them."""
-
-    def where(node: fx.Node) -> bool:
-        call = read_claim(node).get("call")
-        return node.target in VIEWS and _is_cut(node) and call is not None and all(n != -1 for n in call["args"][1])
-
-    site = at([s for s in artifact.each(where) if static(s[0])], nth)
+    site = at(artifact.each(lambda n: _sizes_of_the_whole(n) is not None), nth)
     for node in site or ():
-        node.update_arg(1, read_claim(node)["call"]["args"][1])
+        node.update_arg(1, _sizes_of_the_whole(node))
     return site is not None
+
+
+def _sizes_of_the_whole(node: fx.Node) -> list[Any] | None:
+    call = read_claim(node).get("call")
+    if node.target not in VIEWS or not _is_cut(node) or call is None or -1 in call["args"][1]:
+        return None
+    own = list(node.args[1])  # type: ignore[call-overload]
+    sizes = [said if isinstance(said, int) else size for said, size in zip(call["args"][1], own, strict=True)]
+    return sizes if sizes != own else None
 
 
 @kind
@@ -90,11 +94,11 @@ def a_slice_of_packed_parts_shifted(artifact: Artifact, nth: int) -> bool:
 
 
 def _room(node: fx.Node) -> int:
-    if node.target is not aten.slice.Tensor or region(node) or not _is_cut(node) or not static(node.all_input_nodes[0]):
+    if node.target is not aten.slice.Tensor or region(node) or not _is_cut(node):
         return 0
     bound = edit.bound(node)
     size, start, end = shape(node.all_input_nodes[0])[bound["dim"]], bound["start"] or 0, bound["end"]
-    if not isinstance(start, int) or not isinstance(end, int) or min(start, end) < 0:
+    if not all(isinstance(n, int) and n >= 0 for n in (size, start, end)):
         return 0
     return 1 if end < size else -1 if start > 0 else 0
 
@@ -284,8 +288,7 @@ def changed_in_place(artifact: Artifact, nth: int) -> bool:
             node.target in of
             and isinstance(operand, fx.Node)
             and operand.op == "call_function"
-            and static(operand)
-            and shape(operand) == shape(node)
+            and str(shape(operand)) == str(shape(node))
             and operand.meta["val"].dtype == node.meta["val"].dtype
             and _used_after(operand, node)
         )

@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
 from torch.export import Dim, ExportedProgram
 
 import tpcompiler
+from tests.trust import small
 from tests.trust.damage import Artifact
 from tests.zoo.case import randomise
 from tests.zoo.index import CASES
@@ -75,43 +75,49 @@ def _of_zoo(name: str, ranks: int, dynamic: bool = False) -> Callable[[], Subjec
     return make
 
 
-class Rows(nn.Module):
-    """Ids that are looked up, a packed layer, a sum over ranks with a bias, and a count of calls that is kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(11, 8)
-        self.packed = nn.Linear(8, 30)
-        self.down = nn.Linear(10, 8)
-        self.back = nn.Linear(8, 8)
-        self.register_buffer("kept", torch.zeros(4, 8))
-        self.register_buffer("other", torch.ones(4, 8))
-
-    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = self.table(ids)
-        gate, up, scale = self.packed(x).split([10, 10, 10], -1)
-        y = self.down(torch.relu(gate) * up + torch.sigmoid(scale))
-        before = self.kept + self.other
-        self.kept.add_(y.sum(1))
-        self.other.mul_(0.5).add_(x.sum(1))
-        return {"before": before, "y": self.back(y) - x}
-
-
-def _rows(mesh: dict[str, int], dynamic: bool = False, **boundary: Any) -> Callable[[], Subject]:
+def _rows(mesh: dict[str, int], **boundary: Any) -> Callable[[], Subject]:
     def make() -> Subject:
         ids = torch.arange(4 * 6).view(4, 6) % 11
-        sizes = {"ids": {1: Dim("tokens", min=2, max=64)}} if dynamic else None
-        exported = torch.export.export(randomise(Rows()), (ids,), dynamic_shapes=sizes)
+        exported = torch.export.export(randomise(small.Rows()), (ids,))
         plan = {"table": "rowwise", "packed": "colwise", "down": "rowwise", "back": "colwise_gather_output"}
         return _subject(exported, mesh, plan, [((ids,), {}), (((ids + 3) % 11,), {})], **boundary)
 
     return make
 
 
+def _attend() -> Subject:
+    tokens, batch = Dim("tokens", min=2, max=64), Dim("batch", max=64)
+    inputs = {"x": _noise(2, 6, 16), "shift": _noise(2, 6, 16)}
+    sizes = {name: {0: batch, 1: tokens} for name in inputs}
+    exported = torch.export.export(randomise(small.Attend()), (), inputs, dynamic_shapes=sizes)
+    plan = {"packed": "colwise", "out": "rowwise", "gate": "colwise", "up": "colwise", "down": "rowwise"}
+    return _subject(exported, {"tp": 2}, plan, [((), inputs)], inputs={"shift": "S(0)"})
+
+
+def _images() -> Subject:
+    x = _noise(2, 4, 6, 6)
+    plan = {"first": "colwise", "by_channel": "colwise", "last": "rowwise"}
+    return _subject(torch.export.export(randomise(small.Images()), (x,)), {"tp": 2}, plan, [((x,), {})])
+
+
+def _uneven() -> Subject:
+    x = _noise(5, 6)
+    plan = {"one": "colwise_gather_output", "two": "colwise"}
+    exported = torch.export.export(randomise(small.Uneven()), (x,))
+    return _subject(exported, {"tp": 2}, plan, [((x,), {})], outputs=["S(0)"])
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
 SUBJECTS: dict[str, Callable[[], Subject]] = {
-    "small": _rows({"tp": 2}),
-    "small, uneven": _rows({"tp": 4}),
-    "small, two axes": _rows({"dp": 2, "tp": 2}, inputs={"ids": {"dp": "S(0)"}}),
+    "rows": _rows({"tp": 2}),
+    "rows, 4 ranks": _rows({"tp": 4}),
+    "rows, two axes": _rows({"dp": 2, "tp": 2}, inputs={"ids": {"dp": "S(0)"}}),
+    "attend": _attend,
+    "images": _images,
+    "uneven": _uneven,
     "llama": _of_zoo("llama", 2),
     "llama, dynamic": _of_zoo("llama", 2, dynamic=True),
     "gpt2": _of_zoo("gpt2", 2),
