@@ -70,3 +70,16 @@ class Uneven(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.two(torch.relu(self.one(x)))
+
+
+class Choose(nn.Module):
+    """Two layers, and a branch that depends on what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.relu(self.up(x)))
+        result: torch.Tensor = torch.cond(y.sum() > 0, lambda y: y.sin() + 1, lambda y: y.cos() * 2, (y,))
+        return result

@@ -27,11 +27,15 @@ Call = tuple[Sequence[Any], dict[str, Any]]
 class Subject:
     """A converted model, and the calls that `verify` makes of it."""
 
-    original: ExportedProgram
+    program: tpcompiler.ParallelProgram
     reference: ExportedProgram
     sound: Artifact
     output_names: list[str]
     calls: list[Call]
+
+    @property
+    def original(self) -> ExportedProgram:
+        return self.program.original
 
     def check(self, artifact: Artifact, *, with_original: bool) -> CheckReport:
         return check_programs(artifact.written(), artifact.manifest, self.original if with_original else None)
@@ -58,7 +62,7 @@ class Subject:
 def _subject(exported: ExportedProgram, mesh: object, plan: Any, calls: list[Call], **boundary: Any) -> Subject:
     program = tpcompiler.parallelize(exported, mesh, plan, **boundary)  # type: ignore[arg-type]
     names = program.resharded.output_names()
-    return Subject(exported, functional(exported), Artifact.of(program), names, calls)
+    return Subject(program, functional(exported), Artifact.of(program), names, calls)
 
 
 def _of_zoo(name: str, ranks: int, dynamic: bool = False) -> Callable[[], Subject]:
@@ -107,6 +111,12 @@ def _uneven() -> Subject:
     return _subject(exported, {"tp": 2}, plan, [((x,), {})], outputs=["S(0)"])
 
 
+def _choose() -> Subject:
+    x = _noise(4, 8)
+    exported = torch.export.export(randomise(small.Choose()), (x,))
+    return _subject(exported, {"tp": 2}, {"up": "colwise", "down": "rowwise"}, [((x,), {})])
+
+
 def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -118,6 +128,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "attend": _attend,
     "images": _images,
     "uneven": _uneven,
+    "choose": _choose,
     "llama": _of_zoo("llama", 2),
     "llama, dynamic": _of_zoo("llama", 2, dynamic=True),
     "gpt2": _of_zoo("gpt2", 2),

@@ -10,13 +10,13 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from tpcompiler._torch import statically_equal, tree_names
+from tpcompiler._torch import TreeSpec, statically_equal, tree_names
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
-from tpcompiler.ir.shares import join, read_sharding
+from tpcompiler.ir.shares import join
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.soundness.folded import Folded, Unsound, dtype_name
+from tpcompiler.soundness.folded import Folded, Unsound, dtype_name, read_claimed
 from tpcompiler.soundness.written import Written
 
 KINDS = {
@@ -98,9 +98,13 @@ def check_calls(ranks: Sequence[Written], original: ExportedProgram | None) -> N
         return
     theirs, (takes, gives) = original.call_spec, specs[0]
     if takes != theirs.in_spec:
-        raise Unsound(None, f"takes {takes}, and the original {theirs.in_spec}")
+        raise Unsound(None, f"the ranks take {_names(takes)}, and the original {_names(theirs.in_spec)}")
     if gives not in (theirs.out_spec, theirs.out_spec and plain_outputs(theirs.out_spec)[0]):
-        raise Unsound(None, f"returns {gives}, and the original {theirs.out_spec}")
+        raise Unsound(None, f"the ranks return {_names(gives)}, and the original {_names(theirs.out_spec)}")
+
+
+def _names(spec: TreeSpec | None) -> str:
+    return ", ".join(tree_names(spec)) if spec is not None else "nothing"
 
 
 def _placeholders(program: ExportedProgram) -> list[fx.Node]:
@@ -142,10 +146,10 @@ def check_state(
                 raise Unsound(
                     None, f"{name!r} is of {value.dtype} on rank {rank}, and the manifest says {row['dtype']}"
                 )
-        sharding = read_sharding(row["sharding"], mesh, len(row["shape"]))
         try:
+            sharding = read_claimed(None, row["sharding"], mesh, len(row["shape"]))
             wholes = join([value.detach() for value in held if value is not None], sharding, mesh, row["shape"])
-        except ValueError as error:
+        except (ValueError, Unsound) as error:
             raise Unsound(None, f"{name!r}: {error}") from error
         for whole in wholes[1:]:
             if not _same_bits(whole, wholes[0]):

@@ -59,8 +59,8 @@ def check_artifact(
         return check_programs(read_ranks(directory, manifest, prepare), manifest, original, beside)
     reports = {name: check_artifact(Path(directory) / name, prepare=prepare) for name in names}
     findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
-    counts = {what: sum(report.counts[what] for report in reports.values()) for what in reports[names[0]].counts}
-    return CheckReport(not findings, counts, findings)
+    counts = sum((Counter(report.counts) for report in reports.values()), Counter())
+    return CheckReport(not findings, dict(counts), findings)
 
 
 def check_programs(

@@ -94,14 +94,19 @@ class Folded:
         self.by_name[node.name] = node
 
     def text(self) -> list[str]:
-        """The whole program with its shardings and changes, a line each: what all ranks must agree on."""
+        """The whole program with its shardings and changes, a line each: what all ranks must agree on.
+
+        Numbers stand where they are used: a rank may need one for its own share alone.
+        """
         signature = self.program.graph_signature
         lines = [f"input {spec.kind.name} {spec.arg} is {spec.target!r}" for spec in signature.input_specs]
         lines += [f"output {spec.kind.name} is {spec.target!r}" for spec in signature.output_specs]
         lines += [f"{symbol} in {sizes}" for symbol, sizes in self.program.range_constraints.items()]
         for node, made in self.whole.items():
+            if _is_number(made):
+                continue
             shown = ", ".join(sharding.text(self.mesh) for sharding in self.shardings.get(node, ()))
-            call = _body_text(node) if node.op == "get_attr" else f"{made.target}({made.args}, {made.kwargs})"
+            call = _body_text(node) if node.op == "get_attr" else _call_text(made)
             lines.append(f"{made.name}: {shown} = {call}")
         return lines
 
@@ -159,8 +164,25 @@ def _fold_body_of_control_flow(made: Folded, node: fx.Node) -> None:
     made.stands_for(node, new)
 
 
+def _is_number(whole: fx.Node) -> bool:
+    return whole.op == "call_function" and not edit.outputs(whole)
+
+
+def _call_text(whole: fx.Node) -> str:
+    def shown(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return _call_text(value) if _is_number(value) else value.name
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(shown, value))}]"
+        return str(value)
+
+    words = [*map(shown, whole.args), *(f"{name}={shown(value)}" for name, value in whole.kwargs.items())]
+    return f"{whole.target}({', '.join(words)})"
+
+
 def _body_text(node: fx.Node) -> str:
-    return "; ".join(str(part.graph) for part in node.meta["val"].modules() if isinstance(part, fx.GraphModule))
+    parts = [str(part.graph) for part in node.meta["val"].modules() if isinstance(part, fx.GraphModule)]
+    return "; ".join(" ".join(part.split()) for part in parts)
 
 
 def _regions(graph: fx.Graph) -> dict[str, Region]:
@@ -192,7 +214,7 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
         row = next(users, None) if spec.kind is InputKind.USER_INPUT else rows.get(str(spec.target))
         if row is None:
             raise Unsound(node, "is an input that the manifest does not name")
-        sharding = _read(node, row["sharding"], made.mesh, value.ndim)
+        sharding = read_claimed(node, row["sharding"], made.mesh, value.ndim)
         made.shardings[node] = (sharding,)
         if spec.kind is InputKind.USER_INPUT and row["name"] != node.name:
             raise Unsound(node, f"is input {row['name']!r} by the manifest")
@@ -212,7 +234,8 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
             raise Unsound(node, f"is {list(value.shape)}, the manifest says {row['shape']}")
 
 
-def _read(node: fx.Node, text: Any, mesh: Mesh, ndim: int) -> Sharding:
+def read_claimed(node: fx.Node | None, text: Any, mesh: Mesh, ndim: int) -> Sharding:
+    """What a claim or the manifest says of a tensor."""
     try:
         return read_sharding(text, mesh, ndim)
     except (ValueError, LookupError, AssertionError, TypeError) as error:
@@ -224,7 +247,7 @@ def _claimed(made: Folded, node: fx.Node) -> tuple[Claim, Shardings]:
     texts = claim.get("sharding")
     if texts is None or len(texts) != len(values):
         raise Unsound(node, f"makes {len(values)} tensors, and claims shardings {texts}")
-    return claim, tuple(_read(node, t, made.mesh, v.ndim) for t, v in zip(texts, values, strict=True))
+    return claim, tuple(read_claimed(node, t, made.mesh, v.ndim) for t, v in zip(texts, values, strict=True))
 
 
 def _fold_region(made: Folded, region: Region) -> None:
@@ -238,12 +261,13 @@ def _fold_change(made: Folded, region: Region) -> None:
     operands = [node for node in region.inputs if edit.is_tensor(node)]
     last = region.nodes[-1]
     if len(operands) != 1 or region.outputs != (last,):
-        raise Unsound(last, f"is the end of {region.name}, which has {len(operands)} operands")
+        counts = f"{len(operands)} operands and {len(region.outputs)} results"
+        raise Unsound(last, f"is the end of {region.name}, which has {counts} where a change has one")
     claim, (target,) = _claimed(made, last)
     before, _, after = str(claim.get("change")).partition(" -> ")
     ndim = edit.outputs(operands[0])[0].ndim
-    source = _read(last, before, made.mesh, ndim)
-    if source != made.shardings[operands[0]][0] or _read(last, after, made.mesh, ndim) != target:
+    source = read_claimed(last, before, made.mesh, ndim)
+    if source != made.shardings[operands[0]][0] or read_claimed(last, after, made.mesh, ndim) != target:
         raise Unsound(
             last,
             f"claims to change {claim.get('change')} to {target.text(made.mesh)}, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,15 +45,21 @@ def _check_shapes(made: Folded, node: fx.Node, here: Mapping[str, int]) -> None:
     wholes = edit.outputs(made.whole[node])
     if not edit.outputs(node):
         return
+    if [whole.ndim for whole in wholes] != [local.ndim for local in edit.outputs(node)]:
+        raise Unsound(node, f"makes {_shapes(edit.outputs(node))}, and the whole {_shapes(wholes)}")
     for whole, sharding, local in zip(wholes, made.shardings[node], edit.outputs(node), strict=True):
         claimed = sharding.local_shape(whole.shape, made.mesh, here)
-        if len(claimed) != local.ndim or not all(map(statically_equal, claimed, local.shape)):
+        if not all(map(statically_equal, claimed, local.shape)):
             raise Unsound(
                 node,
                 f"is {list(local.shape)}, and {sharding.text(made.mesh)} of {list(whole.shape)} is {list(claimed)}",
             )
         if whole.dtype != local.dtype:
             raise Unsound(node, f"is of {local.dtype}, and the whole of {whole.dtype}")
+
+
+def _shapes(values: Sequence[torch.Tensor]) -> str:
+    return ", ".join(str(list(value.shape)) for value in values)
 
 
 def _check_value(made: Folded, node: fx.Node) -> None:
@@ -150,7 +156,7 @@ def _option(rule: Rule, node: fx.Node, wants: Shardings, gives: Shardings, mesh:
                 continue
             through = pass_through(rule, index, axis, op)
             if isinstance(through, Refusal):
-                raise Unsound(node, through.text)
+                raise Unsound(node, f"cannot be run so: {through.text}")
             found.append(through)
     both = merge(found)
     if both is None:
