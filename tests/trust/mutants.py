@@ -1,7 +1,8 @@
-"""`python -m tests.trust.mutants [MODEL ...]`: damage converted models in every way known, and see what notices."""
+"""`python -m tests.trust.mutants [--places N] [MODEL ...]`: damage models in every way known, and see what notices."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import warnings
 from collections import defaultdict
@@ -18,7 +19,6 @@ from tests.trust.subjects import SUBJECTS, Subject, subject
 
 assert all((collectives, held, inside))  # they register their kinds
 JUDGES = ("check", "check with original", "verify")
-PLACES = 3  # of each kind in each model
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def judged(of: Subject, artifact: Artifact) -> tuple[frozenset[str], str]:
     return frozenset(by), (reports[JUDGES[1]].findings or [""])[0]
 
 
-def mutants(model: str, places: int = PLACES) -> Iterator[Mutant]:
+def mutants(model: str, places: int = 1) -> Iterator[Mutant]:
     of = subject(model)
     for name in KINDS:
         for nth in range(places):
@@ -57,17 +57,21 @@ def mutants(model: str, places: int = PLACES) -> Iterator[Mutant]:
                 yield Mutant(name, model, *judged(of, made))
 
 
-def main(models: Sequence[str]) -> int:
+def main(words: Sequence[str]) -> int:
     """Print the table; 1 if a damage is noticed by nothing, or a sound artifact is refused."""
+    parser = argparse.ArgumentParser(description="What notices a damage.")
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(SUBJECTS)}")
+    parser.add_argument("--places", type=int, default=1, help="of each kind in each model: the first, the last, ...")
+    given = parser.parse_args(words)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     rows: dict[str, list[Mutant]] = defaultdict(list)
     bad = []
-    for model in models or SUBJECTS:
+    for model in given.models or SUBJECTS:
         by, found = judged(subject(model), subject(model).sound)
         if by:
             bad.append(f"FALSE ALARM: {model}: {', '.join(by)}: {found}")
-        for mutant in mutants(model):
+        for mutant in mutants(model, given.places):
             rows[mutant.kind].append(mutant)
             if mutant.survived:
                 bad.append(f"SURVIVED: {mutant.kind} in {model}")

@@ -122,6 +122,8 @@ def _nodes(text: Any) -> list[Any]:
 
 
 def _but(text: Any, nodes: list[Any]) -> Any:
-    """All of it but these nodes."""
+    """All of it but these nodes, and where in memory a slice would begin."""
     module = text["graph_module"]
-    return {**text, "graph_module": {**module, "graph": {**module["graph"], "nodes": len(nodes)}}}
+    values = {name: {**value, "storage_offset": None} for name, value in module["graph"]["tensor_values"].items()}
+    graph = {**module["graph"], "nodes": len(nodes), "tensor_values": values}
+    return {**text, "graph_module": {**module, "graph": graph}}
