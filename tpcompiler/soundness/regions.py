@@ -15,7 +15,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, cut_dim, join
 from tpcompiler.soundness.folded import Folded, Region, Unsound
-from tpcompiler.soundness.sizes import plain, plain_shape
+from tpcompiler.soundness.sizes import operand_shapes, plain, plain_shape, whole_shape
 from tpcompiler.verify.simulate import Waiting, lock_step, run_call
 
 Done = set[Any]
@@ -98,9 +98,10 @@ def _check_body(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
             if each.whole[node].name not in used:
                 raise Unsound(other.nodes[-1], f"is the end of {other.name}, which uses '{node.name}' beside its call")
     generator = torch.Generator().manual_seed(0)
+    shapes = operand_shapes(first, region)
     ran = False
-    for edges in _trials(first, region, list(used.values())):
-        wholes = {name: _random(first, node, edges, generator) for name, node in used.items()}
+    for edges in _trials(first, region, [shapes[name] for name, node in used.items() if _counts(node)]):
+        wholes = {name: _random(edit.outputs(n)[0], shapes[name], edges, generator) for name, n in used.items()}
         try:
             made = _on_the_whole(first, call, wholes)
         except (RuntimeError, IndexError):  # what is cut so is not what these ids are looked up in
@@ -127,12 +128,11 @@ def _on_the_whole(made: Folded, call: fx.Node, wholes: Mapping[str, torch.Tensor
     return call.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _trials(made: Folded, region: Region, operands: Sequence[fx.Node]) -> list[list[int]]:
+def _trials(made: Folded, region: Region, ids: Sequence[Sequence[int]]) -> list[list[int]]:
     """The ids to look up in each run: few ids may be less than there are edges of shares, which takes several."""
-    sizes = [math.prod(_shape(made, node)) for node in operands if _counts(node)]
-    if not sizes:
+    if not ids:
         return [[0]]
-    step = max(1, min(sizes))
+    step = max(1, min(map(math.prod, ids)))
     return [edges[at : at + step] for edges in _edges(made, region) for at in range(0, len(edges), step)]
 
 
@@ -140,7 +140,7 @@ def _edges(made: Folded, region: Region) -> list[list[int]]:
     """Where shares begin and end, for each size that is cut: ids that must be looked up."""
     found = {}
     for node in (*_tensors(region), *region.outputs):
-        for size, by in zip(_shape(made, made.whole[node]), made.shardings[node][0].dims, strict=True):
+        for size, by in zip(whole_shape(made, made.whole[node]), made.shardings[node][0].dims, strict=True):
             if by.axes:
                 found[size] = by
     edges = []
@@ -149,10 +149,6 @@ def _edges(made: Folded, region: Region) -> list[list[int]]:
         shares = [cut_dim(places, 0, by, made.mesh, made.mesh.coordinate(r)) for r in range(made.mesh.world_size)]
         edges.append(sorted({int(end) for share in shares if len(share) for end in (share[0], share[-1])}))
     return edges or [[0, 1]]
-
-
-def _shape(made: Folded, whole: fx.Node) -> list[int]:
-    return plain_shape(edit.outputs(whole)[0].shape, made.program)
 
 
 def _counts(whole: fx.Node) -> bool:
@@ -164,14 +160,15 @@ def _tensors(region: Region) -> list[fx.Node]:
     return [node for node in region.inputs if edit.is_tensor(node)]
 
 
-def _random(made: Folded, whole: fx.Node, edges: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+def _random(
+    value: torch.Tensor, shape: Sequence[int], edges: Sequence[int], generator: torch.Generator
+) -> torch.Tensor:
     """Random values; integers are ids of what is cut, those at the edges of shares among them."""
-    value, shape = edit.outputs(whole)[0], _shape(made, whole)
     if value.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
-    if not _counts(whole):
+    if value.is_floating_point() or value.is_complex():
         return torch.randn(shape, generator=generator).to(value.dtype)
-    ids = torch.randint(0, max(edges) + 1, shape, generator=generator).view(-1)
+    ids = torch.randint(0, max(edges) + 1, tuple(shape), generator=generator).view(-1)
     places = torch.randperm(len(ids), generator=generator)[: len(edges)]
     ids[places] = torch.tensor(edges[: len(places)])
     return ids.view(shape).to(value.dtype)
