@@ -23,13 +23,13 @@ def without_collective(program: ExportedProgram, name: str) -> ExportedProgram:
     for node in list(damaged.graph.nodes):
         if node.name == name:
             with damaged.graph.inserting_before(node):
-                local = _local(damaged.graph, node)
+                local = local_stand_in(damaged.graph, node)
             node.replace_all_uses_with(local)
             damaged.graph.erase_node(node)
     return damaged
 
 
-def _local(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def local_stand_in(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """What this rank has itself, repeated along dim 0 and cut off where the collective's result ends."""
     (value,) = node.all_input_nodes
     had, made = value.meta["val"].shape[0] if value.meta["val"].ndim else 1, node.meta["val"].shape

@@ -55,7 +55,7 @@ def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, tru
     if found := _other_than_pt2(file):
         raise ArtifactError(f"{file} {found[0]}", help=found[1])
     try:
-        with _quiet_torch() as heard:
+        with quiet_torch() as heard:
             if not trust:
                 inspect_archive(file)
             return torch.export.load(file)
@@ -161,7 +161,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet_torch() -> Iterator[list[BaseException]]:
+def quiet_torch() -> Iterator[list[BaseException]]:
     """Keep what torch logs and warns about off the terminal; yields the errors that it logged."""
     heard: list[BaseException] = []
 

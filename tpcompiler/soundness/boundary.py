@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,13 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from tpcompiler._torch import TreeSpec, statically_equal, tree_names
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import join, row_sharding
-from tpcompiler.ir.text import DTYPES
+from tpcompiler.ir.plain_outputs import plain_outputs
+from tpcompiler.ir.shares import join
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.soundness.folded import Folded, Unsound, read_claimed
+from tpcompiler.soundness.folded import Folded, Unsound, dtype_name, read_claimed
 from tpcompiler.soundness.written import Written
 
 KINDS = {
@@ -32,6 +33,9 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
         Unsound: an output in another sharding, or one that the manifest does not name.
     """
     program, rows = made.program, iter(manifest.outputs)
+    signature = program.module_call_graph[0].signature
+    assert signature is not None
+    names = iter(tree_names(signature.out_spec))
     values: Any = program.graph.output_node().args[0]
     owners = {
         str(spec.target): node
@@ -40,24 +44,26 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
     }
     by_name = {node.name: node for node in _placeholders(program)}
     for spec, value in zip(program.graph_signature.output_specs, values, strict=True):
+        name = next(names, None) if spec.kind is OutputKind.USER_OUTPUT else None
         if not edit.is_tensor(value):
             continue
         found = made.shardings[value][0]
         if spec.kind is OutputKind.USER_OUTPUT:
             row = next(rows, None)
-            if row is None:
-                raise Unsound(value, "is an output that the manifest does not name")
+            if row is None or row["name"] != name:
+                raise Unsound(value, f"is output {name!r}, and the manifest says {row and row['name']!r}")
             if found != read_claimed(value, row["sharding"], made.mesh, found.ndim):
                 raise Unsound(
                     value,
                     f"is {found.text(made.mesh)}, and the manifest says output {row['name']!r} is {row['sharding']}",
                 )
             whole = edit.outputs(made.whole[value])[0].shape
-            if [s for s in row["shape"] if isinstance(s, int)] != [
-                w for s, w in zip(row["shape"], whole, strict=True) if isinstance(s, int)
-            ]:
+            dtype = dtype_name(value.meta["val"].dtype)
+            if dtype != row["dtype"] or not _has_shape(whole, row["shape"]):
                 raise Unsound(
-                    value, f"is {list(whole)}, and the manifest says output {row['name']!r} is {row['shape']}"
+                    value,
+                    f"is {dtype} {list(whole)}, "
+                    f"and the manifest says output {row['name']!r} is {row['dtype']} {row['shape']}",
                 )
         else:
             owner = owners.get(str(spec.target)) or by_name[str(spec.target)]
@@ -67,16 +73,55 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
                     f"is written back to {spec.target!r} as {found.text(made.mesh)}, "
                     f"and that is {made.shardings[owner][0].text(made.mesh)}",
                 )
+    if left := next(rows, None):
+        raise Unsound(None, f"the manifest names an output {left['name']!r}, and there is none")
+
+
+def _has_shape(shape: Sequence[Any], said: Sequence[Any]) -> bool:
+    """As far as it is known: a symbol may be called otherwise."""
+    return len(shape) == len(said) and all(
+        not isinstance(named, int) or statically_equal(size, named) for size, named in zip(shape, said, strict=True)
+    )
+
+
+def check_calls(ranks: Sequence[Written], original: ExportedProgram | None) -> None:
+    """All ranks take their arguments and give their results in one structure; with the original, in its own.
+
+    Raises:
+        Unsound: a rank in which keys are others, or in another order.
+    """
+    specs = [(spec.in_spec, spec.out_spec) for spec in (each.program.call_spec for each in ranks)]
+    for rank, spec in enumerate(specs):
+        if spec != specs[0]:
+            raise Unsound(None, f"ranks 0 and {rank} take or return other structures")
+    if original is None:
+        return
+    theirs, (takes, gives) = original.call_spec, specs[0]
+    if takes != theirs.in_spec:
+        raise Unsound(None, f"the ranks take {_names(takes)}, and the original {_names(theirs.in_spec)}")
+    if gives not in (theirs.out_spec, theirs.out_spec and plain_outputs(theirs.out_spec)[0]):
+        raise Unsound(None, f"the ranks return {_names(gives)}, and the original {_names(theirs.out_spec)}")
+
+
+def _names(spec: TreeSpec | None) -> str:
+    return ", ".join(tree_names(spec)) if spec is not None else "nothing"
 
 
 def _placeholders(program: ExportedProgram) -> list[fx.Node]:
     return [node for node in program.graph.nodes if node.op == "placeholder"]
 
 
-def check_state(ranks: Sequence[Written], manifest: Manifest, mesh: Mesh, original: ExportedProgram | None) -> None:
+def check_state(
+    ranks: Sequence[Written],
+    manifest: Manifest,
+    mesh: Mesh,
+    original: ExportedProgram | None,
+    beside: Mapping[str, Manifest],
+) -> None:
     """Every rank holds its share of every tensor of the manifest and nothing else; replicas are equal bit for bit.
 
-    With the original the shares, put together, must be its tensors bit for bit.
+    With the original the shares, put together, must be its tensors bit for bit. What the files of another program hold
+    is checked with that; it must be `beside` this one and have the same tensor.
 
     Raises:
         Unsound: a tensor too many or missing, of another shape or dtype, or of other content.
@@ -91,25 +136,38 @@ def check_state(ranks: Sequence[Written], manifest: Manifest, mesh: Mesh, origin
     theirs = {} if original is None else {**original.constants, **original.state_dict}
     for name, row in rows.items():
         if "stored_in" in row:
-            continue  # it lies in the files of another program, and is checked with that
+            _check_elsewhere(row, beside)
+            continue
         held = [each.state.get(name) for each in ranks]
         for rank, value in enumerate(held):
             if not isinstance(value, torch.Tensor):
                 raise Unsound(None, f"rank {rank} has no tensor {name!r}, and the manifest has")
-            if DTYPES.get(value.dtype, str(value.dtype)) != row["dtype"]:
+            if dtype_name(value.dtype) != row["dtype"]:
                 raise Unsound(
                     None, f"{name!r} is of {value.dtype} on rank {rank}, and the manifest says {row['dtype']}"
                 )
-        sharding = row_sharding(row, mesh)
         try:
+            sharding = read_claimed(None, row["sharding"], mesh, len(row["shape"]))
             wholes = join([value.detach() for value in held if value is not None], sharding, mesh, row["shape"])
-        except ValueError as error:
+        except (ValueError, Unsound) as error:
             raise Unsound(None, f"{name!r}: {error}") from error
         for whole in wholes[1:]:
             if not _same_bits(whole, wholes[0]):
                 raise Unsound(None, f"{name!r} is not the same on ranks that share it")
         if name in theirs and not _same_bits(wholes[0], theirs[name].detach()):
             raise Unsound(None, f"{name!r}: the ranks' shares do not make the original's tensor")
+
+
+def _check_elsewhere(row: Mapping[str, Any], beside: Mapping[str, Manifest]) -> None:
+    there = beside.get(row["stored_in"])
+    theirs = next((other for other in there.tensors if other["name"] == row["name"]), None) if there else None
+    if theirs is None or "stored_in" in theirs:
+        raise Unsound(None, f"{row['name']!r} is said to lie in the files of {row['stored_in']!r}, and does not")
+    for key in ("shape", "dtype", "sharding"):
+        if theirs[key] != row[key]:
+            raise Unsound(
+                None, f"{row['name']!r} is {row[key]}, and in the files of {row['stored_in']!r} it is {theirs[key]}"
+            )
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -15,10 +15,11 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.runtime.artifact import Manifest, programs_in, rank_file, read_manifest
-from tpcompiler.soundness.boundary import check_outputs, check_state
+from tpcompiler.runtime.model_file import quiet_torch
+from tpcompiler.soundness.boundary import check_calls, check_outputs, check_state
 from tpcompiler.soundness.collectives import check_collectives
-from tpcompiler.soundness.folded import Folded, Unsound, folded
-from tpcompiler.soundness.ops import Results, check_ops
+from tpcompiler.soundness.folded import Folded, Results, Unsound, folded
+from tpcompiler.soundness.ops import check_ops
 from tpcompiler.soundness.regions import Done, check_region
 from tpcompiler.soundness.written import Written, read_ranks
 
@@ -55,15 +56,20 @@ def check_artifact(
     names = programs_in(directory)
     if not names:
         manifest = read_manifest(directory)
-        return check_programs(read_ranks(directory, manifest, prepare, trust=trust), manifest, original)
+        others = {str(row["stored_in"]) for row in manifest.tensors if "stored_in" in row}
+        beside = {name: read_manifest(Path(directory).parent / name) for name in others}
+        return check_programs(read_ranks(directory, manifest, prepare, trust=trust), manifest, original, beside)
     reports = {name: check_artifact(Path(directory) / name, prepare=prepare, trust=trust) for name in names}
     findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
-    counts = {what: sum(report.counts[what] for report in reports.values()) for what in reports[names[0]].counts}
-    return CheckReport(not findings, counts, findings)
+    counts = sum((Counter(report.counts) for report in reports.values()), Counter())
+    return CheckReport(not findings, dict(counts), findings)
 
 
 def check_programs(
-    ranks: Sequence[Written], manifest: Manifest, original: ExportedProgram | None = None
+    ranks: Sequence[Written],
+    manifest: Manifest,
+    original: ExportedProgram | None = None,
+    beside: Mapping[str, Manifest] | None = None,
 ) -> CheckReport:
     """Check the programs of all ranks against their claims and the manifest.
 
@@ -74,11 +80,13 @@ def check_programs(
 
     Args:
         original: the single-device program, whose weights are compared with the ranks' shares.
+        beside: the manifests of other programs, whose files hold tensors of this one.
     """
     mesh = Mesh.of(manifest.mesh)
     findings: list[str] = []
     counts = Counter({"ranks": len(ranks), "graphs": len({id(each.program) for each in ranks})})
-    made = _folded(ranks, manifest, mesh, findings)
+    with quiet_torch():  # it logs what does not run, which is a finding here
+        made = _folded(ranks, manifest, mesh, findings)
     if len(made) == len(ranks):
         _check_agreement(made, findings, counts)
         counts.update(ops=len(made[0].ops))
@@ -86,7 +94,9 @@ def check_programs(
         check_collectives([each.program for each in ranks], manifest)
         counts.update(collectives=sum(edit.is_collective(node) for node in ranks[0].program.graph.nodes))
     with _noting(findings, None):
-        check_state(ranks, manifest, mesh, original)
+        check_calls(ranks, original)
+    with _noting(findings, None):
+        check_state(ranks, manifest, mesh, original, beside or {})
         counts.update(tensors=len(manifest.tensors))
     return CheckReport(not findings, dict(counts), findings)
 
@@ -100,11 +110,11 @@ def _folded(ranks: Sequence[Written], manifest: Manifest, mesh: Mesh, findings: 
         with _noting(findings, rank):
             made = known.get(id(each.program))
             if made is None:
-                made = folded(each.program, manifest, mesh)
+                made = folded(each.program, manifest, mesh, results)
                 check_outputs(made, manifest)
             if id(each.program) not in known or not made.is_even:
                 with no_new_guards(each.program.graph):
-                    check_ops(made, rank, results)
+                    check_ops(made, rank)
             known[id(each.program)] = made
             found.append(made)
     return found

@@ -9,16 +9,19 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler.ir import edit
+from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.soundness.folded import Unsound
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A collective of one rank: what the others of its group must issue too, and where it stands."""
+    """A collective of one rank: what the others of its group must issue too, and for which change; where it stands."""
 
     group: str
     what: str
+    change: str
     node: fx.Node
 
 
@@ -29,7 +32,13 @@ def check_collectives(programs: Sequence[ExportedProgram], manifest: Manifest) -
         Unsound: a collective without its one wait, over a group that the manifest does not have, or one at which
             others of its group wait for something else: on real devices that hangs, or mixes data up.
     """
+    mesh = Mesh.of(manifest.mesh)
+    for name, groups in manifest.groups.items():
+        axes = mesh.axes_of(name)
+        if not set(axes) <= set(mesh.names) or [list(ranks) for ranks in mesh.groups(axes)] != groups:
+            raise Unsound(None, f"the manifest says that group {name!r} has the ranks {groups}")
     queues = [_sequence(program, manifest, rank) for rank, program in enumerate(programs)]
+    _check_list(queues[0], manifest, mesh)
     at = [0] * len(queues)
     while True:
         heads = [queue[i] if i < len(queue) else None for queue, i in zip(queues, at, strict=True)]
@@ -41,12 +50,23 @@ def check_collectives(programs: Sequence[ExportedProgram], manifest: Manifest) -
                 continue
             ranks = next(ranks for ranks in manifest.groups[head.group] if rank in ranks)
             met = [heads[other] for other in ranks]
-            if rank == ranks[0] and all(o is not None and o.group == head.group and o.what == head.what for o in met):
+            if rank == ranks[0] and all(o is not None and _alike(o, head) for o in met):
                 for other in ranks:
                     at[other] += 1
                 moved = True
         if not moved:
             _refuse(heads, manifest)
+
+
+def _check_list(calls: Sequence[_Call], manifest: Manifest, mesh: Mesh) -> None:
+    """The manifest lists what a rank calls, in order."""
+    said = [(row["kind"], mesh.group_name(row["axis"].split("."))) for row in manifest.collectives]
+    for number, call in enumerate(calls):
+        if number >= len(said) or not call.what.startswith(said[number][0]) or call.group != said[number][1]:
+            listed = " over ".join(said[number]) if number < len(said) else "nothing"
+            raise Unsound(call.node, f"is collective {number + 1}, {_said(call)}, and the manifest lists {listed}")
+    if len(said) > len(calls):
+        raise Unsound(None, f"the manifest lists {len(said)} collectives, and the programs have {len(calls)}")
 
 
 def _refuse(heads: Sequence[_Call | None], manifest: Manifest) -> None:
@@ -55,13 +75,17 @@ def _refuse(heads: Sequence[_Call | None], manifest: Manifest) -> None:
             continue
         for other in next(ranks for ranks in manifest.groups[head.group] if rank in ranks):
             theirs = heads[other]
-            if theirs is None or (theirs.group, theirs.what) != (head.group, head.what):
-                there = (
-                    "at its end" if theirs is None else f"at {theirs.what} over {theirs.group} ('{theirs.node.name}')"
-                )
-                raise Unsound(
-                    head.node, f"is {head.what} over {head.group} on rank {rank}, and rank {other} is {there}"
-                )
+            if theirs is None or not _alike(theirs, head):
+                there = "at its end" if theirs is None else f"at {_said(theirs)} ('{theirs.node.name}')"
+                raise Unsound(head.node, f"is {_said(head)} on rank {rank}, and rank {other} is {there}")
+
+
+def _alike(one: _Call, other: _Call) -> bool:
+    return (one.group, one.what, one.change) == (other.group, other.what, other.change)
+
+
+def _said(call: _Call) -> str:
+    return f"{call.what} over {call.group} for {call.change}"
 
 
 def _sequence(program: ExportedProgram, manifest: Manifest, rank: int) -> list[_Call]:
@@ -79,7 +103,8 @@ def _sequence(program: ExportedProgram, manifest: Manifest, rank: int) -> list[_
         group = str(node.args[-1])
         if not any(rank in ranks for ranks in manifest.groups.get(group, ())):
             raise Unsound(node, f"runs over {group!r}, and the manifest has no such group with rank {rank}")
-        found.append(_Call(group, _what(node), node))
+        claim = read_claim(node)
+        found.append(_Call(group, _what(node), claim.get("reshard") or claim.get("body") or "no change", node))
     return found
 
 

@@ -12,19 +12,22 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import FakeTensorMode, enable_python_dispatcher
+from tpcompiler._torch import FakeTensorMode, OpOverload, enable_python_dispatcher
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import all_calls, read_bodies
 from tpcompiler.ir.calls import read_call
 from tpcompiler.ir.claims import Claim, read_claim
-from tpcompiler.ir.local import fake_mode_of, local_strides, no_new_guards
+from tpcompiler.ir.local import fake_mode_of, key, local_strides, no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
+from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
 
 aten = torch.ops.aten
 Shardings = tuple[Sharding, ...]
+Results = dict[Any, Any]
 
 
 class Unsound(Exception):
@@ -62,6 +65,8 @@ class Folded:
         regions: by name.
         shard_sizes: a number that is the size of a shard -> how many times as large the whole's is.
         named: the tensors that a claimed call names, as nodes of the rank's graph.
+        by_name: the keys of `whole`, as claims call them.
+        results: of calls, for all programs that are checked together.
     """
 
     program: ExportedProgram
@@ -74,13 +79,36 @@ class Folded:
     regions: dict[str, Region] = field(default_factory=dict)
     shard_sizes: dict[fx.Node, int] = field(default_factory=dict)
     named: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    by_name: dict[str, fx.Node] = field(default_factory=dict)
+    results: Results = field(default_factory=dict)
+
+    def run(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What a call makes of fake values; of the same layout of arguments the same."""
+        known = (id(self.mode), target, key(args), key(kwargs))
+        if known not in self.results:
+            with self.mode, torch.no_grad(), enable_python_dispatcher():
+                self.results[known] = target(*args, **kwargs)
+        return self.results[known]
+
+    def stands_for(self, node: fx.Node, whole: fx.Node) -> None:
+        self.whole[node] = whole
+        self.by_name[node.name] = node
 
     def text(self) -> list[str]:
-        """The whole program with its shardings and changes, a line each: what all ranks must agree on."""
-        lines = []
+        """The whole program with its shardings and changes, a line each: what all ranks must agree on.
+
+        Numbers stand where they are used: a rank may need one for its own share alone.
+        """
+        signature = self.program.graph_signature
+        lines = [f"input {spec.kind.name} {spec.arg} is {spec.target!r}" for spec in signature.input_specs]
+        lines += [f"output {spec.kind.name} is {spec.target!r}" for spec in signature.output_specs]
+        lines += [f"{symbol} in {sizes}" for symbol, sizes in self.program.range_constraints.items()]
         for node, made in self.whole.items():
+            if _is_number(made):
+                continue
             shown = ", ".join(sharding.text(self.mesh) for sharding in self.shardings.get(node, ()))
-            lines.append(f"{made.name}: {shown} = {made.target}({made.args}, {made.kwargs})")
+            call = _body_text(node) if node.op == "get_attr" else _call_text(made)
+            lines.append(f"{made.name}: {shown} = {call}")
         return lines
 
     @property
@@ -92,34 +120,70 @@ class Folded:
             for value, sharding in zip(edit.outputs(self.whole[node]), shardings, strict=True)
         )
 
-    def given(self, node: fx.Node) -> Shardings:
-        """The shardings of the whole call's tensor operands, as the rank has them."""
-        return tuple(self.shardings[operand][0] for operand in self.named.get(node) or edit.operands(node))
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the manifest has it."""
+    return DTYPES.get(dtype, str(dtype))
 
 
-def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh) -> Folded:
+def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh, results: Results) -> Folded:
     """Fold the program of one rank.
 
     Raises:
         Unsound: a node without a claim, a claim that cannot be read, or what no single-device program could be.
     """
-    made = Folded(program, mesh, fake_mode_of(program.graph))
+    made = Folded(program, mesh, fake_mode_of(program.graph), results=results)
+    read_bodies(program.graph, program.graph_module)
     regions = _regions(program.graph)
     last = {region.nodes[-1]: region for region in regions.values()}
     inside = {node for region in regions.values() for node in region.nodes}
     made.regions.update(regions)
     with no_new_guards(program.graph):
         _inputs(made, manifest)
-        for node in edit.calls(program.graph):
-            if node in last:
-                _fold_region(made, last[node])
-            elif node not in inside:
-                _fold_call(made, node)
         for node in program.graph.nodes:
-            if node.op == "output":
-                values = fx.node.map_arg(node.args, lambda n: made.whole[n])
-                made.whole[node] = made.graph.output(values[0])
+            if node.op == "get_attr":
+                _fold_body_of_control_flow(made, node)
+            elif node.op == "output":
+                made.stands_for(node, made.graph.output(_same(made, node)[0][0]))
+            elif node.op == "call_function":
+                if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+                    raise Unsound(node, "changes its operand in place")
+                if node in last:
+                    _fold_region(made, last[node])
+                elif node not in inside:
+                    _fold_call(made, node)
     return made
+
+
+def _fold_body_of_control_flow(made: Folded, node: fx.Node) -> None:
+    """It is run whole by every rank, so no rank may wait in it for others."""
+    for inner in all_calls(node.meta["val"].graph):
+        if edit.is_collective(inner):
+            raise Unsound(inner, f"is a collective inside of '{node.name}', which not all ranks need to run")
+    new = made.graph.create_node("get_attr", str(node.target), name=node.name)
+    new.meta["val"] = node.meta["val"]
+    made.stands_for(node, new)
+
+
+def _is_number(whole: fx.Node) -> bool:
+    return whole.op == "call_function" and not edit.outputs(whole)
+
+
+def _call_text(whole: fx.Node) -> str:
+    def shown(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return _call_text(value) if _is_number(value) else value.name
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(shown, value))}]"
+        return str(value)
+
+    words = [*map(shown, whole.args), *(f"{name}={shown(value)}" for name, value in whole.kwargs.items())]
+    return f"{whole.target}({', '.join(words)})"
+
+
+def _body_text(node: fx.Node) -> str:
+    parts = [str(part.graph) for part in node.meta["val"].modules() if isinstance(part, fx.GraphModule)]
+    return "; ".join(" ".join(part.split()) for part in parts)
 
 
 def _regions(graph: fx.Graph) -> dict[str, Region]:
@@ -143,8 +207,9 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
     placeholders = [node for node in made.program.graph.nodes if node.op == "placeholder"]
     for node, spec in zip(placeholders, made.program.graph_signature.input_specs, strict=True):
         value = node.meta.get("val")
-        new = made.whole[node] = made.graph.placeholder(node.name)
+        new = made.graph.placeholder(node.name)
         new.meta["val"] = value
+        made.stands_for(node, new)
         if not isinstance(value, torch.Tensor):
             continue
         row = next(users, None) if spec.kind is InputKind.USER_INPUT else rows.get(str(spec.target))
@@ -152,8 +217,12 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
             raise Unsound(node, "is an input that the manifest does not name")
         sharding = read_claimed(node, row["sharding"], made.mesh, value.ndim)
         made.shardings[node] = (sharding,)
+        if spec.kind is InputKind.USER_INPUT and row["name"] != node.name:
+            raise Unsound(node, f"is input {row['name']!r} by the manifest")
         if len(row["shape"]) != value.ndim:
             raise Unsound(node, f"has {value.ndim} dims, the manifest says {len(row['shape'])}")
+        if row["dtype"] != dtype_name(value.dtype):
+            raise Unsound(node, f"is of {dtype_name(value.dtype)}, the manifest says {row['dtype']}")
         if not sharding.is_replicated:
             shape = [
                 size if isinstance(size, int) else own * made.mesh.size(cut.axes)
@@ -162,10 +231,12 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
             with made.mode:
                 strides = local_strides(value, shape)
                 new.meta["val"] = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+        elif any(isinstance(size, int) and size != own for size, own in zip(row["shape"], value.shape, strict=True)):
+            raise Unsound(node, f"is {list(value.shape)}, the manifest says {row['shape']}")
 
 
-def read_claimed(node: fx.Node, text: Any, mesh: Mesh, ndim: int) -> Sharding:
-    """The sharding that a text says, without what it says of axes of one rank: that is true of anything.
+def read_claimed(node: fx.Node | None, text: Any, mesh: Mesh, ndim: int) -> Sharding:
+    """What a claim or the manifest says of a tensor, without axes of one rank, of which anything is true.
 
     Raises:
         Unsound: it cannot be read.
@@ -197,7 +268,8 @@ def _fold_change(made: Folded, region: Region) -> None:
     operands = [node for node in region.inputs if edit.is_tensor(node)]
     last = region.nodes[-1]
     if len(operands) != 1 or region.outputs != (last,):
-        raise Unsound(last, f"is the end of {region.name}, which has {len(operands)} operands")
+        counts = f"{len(operands)} operands and {len(region.outputs)} results"
+        raise Unsound(last, f"is the end of {region.name}, which has {counts} where a change has one")
     claim, (target,) = _claimed(made, last)
     before, _, after = str(claim.get("change")).partition(" -> ")
     ndim = edit.outputs(operands[0])[0].ndim
@@ -208,7 +280,12 @@ def _fold_change(made: Folded, region: Region) -> None:
             f"claims to change {claim.get('change')} to {target.text(made.mesh)}, "
             f"and '{operands[0].name}' is {made.shardings[operands[0]][0].text(made.mesh)}",
         )
-    made.whole[last] = made.whole[operands[0]]
+    kept = edit.outputs(operands[0])[0].dtype
+    for node in region.nodes:
+        for value in edit.outputs(node):
+            if value.dtype != kept:
+                raise Unsound(node, f"makes {dtype_name(value.dtype)} in a change of {dtype_name(kept)}")
+    made.stands_for(last, made.whole[operands[0]])
     made.shardings[last] = (target,)
 
 
@@ -224,7 +301,8 @@ def _fold_body(made: Folded, region: Region) -> None:
             made.regions[region.name] = Region(region.name, region.nodes, region.inputs, region.outputs, whole)
         index = call.get("output")
         part = whole if index is None else _whole_call(made, node, operator.getitem, (whole, index), {}, made.graph)
-        made.whole[node], made.shardings[node] = part, shardings
+        made.stands_for(node, part)
+        made.shardings[node] = shardings
 
 
 def _fold_call(made: Folded, node: fx.Node) -> None:
@@ -234,11 +312,15 @@ def _fold_call(made: Folded, node: fx.Node) -> None:
     if isinstance(size, fx.Node) and size in made.shard_sizes:
         if made.shard_sizes[size] != degree:
             raise Unsound(node, f"multiplies a shard's size by {degree}, and there are {made.shard_sizes[size]}")
-        made.whole[node] = made.whole[size]
+        made.stands_for(node, made.whole[size])
         return
     values = edit.outputs(node)
     if not values:
-        made.whole[node] = _whole_call(made, node, node.target, *_same(made, node), made.graph)
+        if isinstance(node.target, OpOverload) and node.target is not aten.sym_size.int:
+            for used in edit.operands(node):
+                if not made.shardings[used][0].is_replicated:
+                    raise Unsound(node, f"reads '{used.name}', of which it has a share")
+        made.stands_for(node, _whole_call(made, node, node.target, *_same(made, node), made.graph))
         if node.target is aten.sym_size.int:
             operand, dim = node.args
             assert isinstance(operand, fx.Node)
@@ -254,12 +336,12 @@ def _fold_call(made: Folded, node: fx.Node) -> None:
         every = made.whole[source].meta["val"]
         tensors = [i for i, value in enumerate(every) if isinstance(value, torch.Tensor)]
         made.shardings[node] = (made.shardings[source][tensors.index(index)],)
-        made.whole[node] = _whole_call(made, node, operator.getitem, *_same(made, node), made.graph)
+        made.stands_for(node, _whole_call(made, node, operator.getitem, *_same(made, node), made.graph))
         return
     claim, made.shardings[node] = _claimed(made, node)
     call = claim.get("call")
     target, args, kwargs = (node.target, *_same(made, node)) if call is None else _global(made, node, call)
-    made.whole[node] = _whole_call(made, node, target, args, kwargs, made.graph)
+    made.stands_for(node, _whole_call(made, node, target, args, kwargs, made.graph))
     made.ops.append(node)
 
 
@@ -267,7 +349,7 @@ def _same(made: Folded, node: fx.Node) -> tuple[Any, Any]:
     """The node's own arguments, on the whole."""
 
     def whole(used: fx.Node) -> fx.Node:
-        if used in made.shard_sizes and edit.outputs(node):
+        if used in made.shard_sizes:
             raise Unsound(node, f"takes '{used.name}', the size of a shard, for that of the whole")
         if used not in made.whole:
             raise Unsound(node, f"uses '{used.name}', which lies inside of a region")
@@ -278,14 +360,13 @@ def _same(made: Folded, node: fx.Node) -> tuple[Any, Any]:
 
 
 def _global(made: Folded, node: fx.Node, call: Any) -> tuple[Any, Any, Any]:
-    names = {other.name: other for other in made.whole}
-
     def value(name: str) -> fx.Node:
-        if name not in names:
+        if name not in made.by_name:
             raise ValueError(f"there is no {name!r} before it")
-        if edit.is_tensor(names[name]):
-            made.named.setdefault(node, []).append(names[name])
-        return made.whole[names[name]]
+        found = made.by_name[name]
+        if edit.is_tensor(found):
+            made.named.setdefault(node, []).append(found)
+        return made.whole[found]
 
     try:
         return read_call(call, value, edit.outputs(node)[0].device)
@@ -300,13 +381,13 @@ def _whole_call(
     edit.inherit_meta(new, node)
     used = [other for other in node.all_input_nodes if edit.outputs(other)]
     alike = all(s.is_replicated for n in (node, *used) for s in made.shardings.get(n, ()))
-    if alike and edit.outputs(node) and "call" not in read_claim(node):
-        new.meta["val"] = node.meta["val"]  # the same on every rank as on one device
+    number = isinstance(node.target, OpOverload) and not edit.outputs(node) and node.target is not aten.sym_size.int
+    if number or (alike and edit.outputs(node) and "call" not in read_claim(node)):
+        new.meta["val"] = node.meta.get("val")  # the same on every rank as on one device
         return new
     given, named = fx.node.map_arg((new.args, dict(new.kwargs)), lambda n: n.meta["val"])
     try:
-        with made.mode, torch.no_grad(), enable_python_dispatcher():
-            new.meta["val"] = target(*given, **named)
+        new.meta["val"] = made.run(target, given, named)
     except Exception as error:  # whatever torch makes of arguments that do not fit
         raise Unsound(node, f"cannot be run on the whole: {str(error).splitlines()[0]}") from error
     return new

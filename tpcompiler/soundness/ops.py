@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, enable_python_dispatcher, statically_equal
+from tpcompiler._torch import OpOverload, statically_equal
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
@@ -20,14 +20,11 @@ from tpcompiler.rules.registry import rule_of
 from tpcompiler.soundness.folded import Folded, Shardings, Unsound
 
 aten = torch.ops.aten
-Results = dict[Any, Any]
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # but for whether they may copy
 
 
-def check_ops(made: Folded, rank: int, results: Results) -> None:
+def check_ops(made: Folded, rank: int) -> None:
     """Check every call of the rank outside of regions, and every value's shape.
-
-    `results` remembers what an op makes of a layout of arguments.
 
     Raises:
         Unsound: shardings that the op's rule does not give, an argument that is not the rank's own size, a local value
@@ -36,7 +33,7 @@ def check_ops(made: Folded, rank: int, results: Results) -> None:
     here = made.mesh.coordinate(rank)
     for node in made.program.graph.nodes:
         if node.op == "call_function":
-            _check_value(made, node, results)
+            _check_value(made, node)
         if node in made.whole and node.op != "output":
             _check_shapes(made, node, here)
     for node in made.ops:
@@ -48,9 +45,11 @@ def _check_shapes(made: Folded, node: fx.Node, here: Mapping[str, int]) -> None:
     wholes = edit.outputs(made.whole[node])
     if not edit.outputs(node):
         return
+    if [whole.ndim for whole in wholes] != [local.ndim for local in edit.outputs(node)]:
+        raise Unsound(node, f"makes {_shapes(edit.outputs(node))}, and the whole {_shapes(wholes)}")
     for whole, sharding, local in zip(wholes, made.shardings[node], edit.outputs(node), strict=True):
         claimed = sharding.local_shape(whole.shape, made.mesh, here)
-        if len(claimed) != local.ndim or not all(map(statically_equal, claimed, local.shape)):
+        if not all(map(statically_equal, claimed, local.shape)):
             raise Unsound(
                 node,
                 f"is {list(local.shape)}, and {sharding.text(made.mesh)} of {list(whole.shape)} is {list(claimed)}",
@@ -59,19 +58,23 @@ def _check_shapes(made: Folded, node: fx.Node, here: Mapping[str, int]) -> None:
             raise Unsound(node, f"is of {local.dtype}, and the whole of {whole.dtype}")
 
 
-def _check_value(made: Folded, node: fx.Node, results: Results) -> None:
+def _shapes(values: Sequence[torch.Tensor]) -> str:
+    return ", ".join(str(list(value.shape)) for value in values)
+
+
+def _check_value(made: Folded, node: fx.Node) -> None:
     """The recorded value is what the call makes of its operands' recorded values."""
-    if not isinstance(node.target, OpOverload) or node.meta.get("unbacked_bindings") or not edit.outputs(node):
+    if node.meta.get("unbacked_bindings"):
         return
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    known = (id(made.mode), node.target, key(args), key(kwargs))
-    if known not in results:
-        try:
-            with made.mode, torch.no_grad(), enable_python_dispatcher():
-                results[known] = node.target(*args, **kwargs)
-        except Exception as error:  # whatever torch makes of arguments that do not fit
-            raise Unsound(node, f"cannot be run: {str(error).splitlines()[0]}") from error
-    found = results[known]
+    if isinstance(node.meta.get("val"), (int, torch.SymInt)):
+        _check_number(node, args, kwargs)
+    if not isinstance(node.target, OpOverload) or not edit.outputs(node):
+        return
+    try:
+        found = made.run(node.target, args, kwargs)
+    except Exception as error:  # whatever torch makes of arguments that do not fit
+        raise Unsound(node, f"cannot be run: {str(error).splitlines()[0]}") from error
     every = [v for v in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(v, torch.Tensor)]
     for value, said in zip(every, edit.outputs(node), strict=True):
         same = value.ndim == said.ndim and all(map(statically_equal, value.shape, said.shape))
@@ -82,11 +85,37 @@ def _check_value(made: Folded, node: fx.Node, results: Results) -> None:
             )
 
 
+def _check_number(node: fx.Node, args: Any, kwargs: Any) -> None:
+    """The same of a size."""
+    if node.target is not aten.sym_size.int and isinstance(node.target, OpOverload):
+        return
+    made = args[0].shape[args[1]] if node.target is aten.sym_size.int else node.target(*args, **kwargs)  # type: ignore[operator]
+    if not statically_equal(made, node.meta["val"]):
+        raise Unsound(node, f"makes {made}, and is said to make {node.meta['val']}")
+
+
 def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) -> None:
-    wants, gives, whole = made.given(node), made.shardings[node], made.whole[node]
+    gives, whole = made.shardings[node], made.whole[node]
+    operands = edit.operands(node)
+    if node.target is aten.full.default and edit.outputs(node)[0].numel() == 0:
+        operands = made.named.get(node, operands)  # of an empty share nothing can be wrong but its shape
+    elif [made.whole.get(operand) for operand in operands] != edit.operands(whole):
+        raise Unsound(node, f"is given {operands}, and the whole {edit.operands(whole)}")
+    wants = tuple(made.shardings[operand][0] for operand in operands)
     if all(sharding.is_replicated for sharding in (*wants, *gives)):
         _check_arguments(made, node, {})
         return
+    values = fx.node.map_arg((whole.args, dict(whole.kwargs)), lambda n: n.meta["val"])
+    known = ("rule", id(made.mode), whole.target, key(values), wants, gives)
+    if known not in made.results:
+        made.results[known] = _ruled(node, whole, wants, gives, mesh)
+    rule, option = made.results[known]
+    if operands == edit.operands(node):
+        _check_arguments(made, node, _own_arguments(rule, option, node, made, here))
+
+
+def _ruled(node: fx.Node, whole: fx.Node, wants: Shardings, gives: Shardings, mesh: Mesh) -> tuple[Rule, Option]:
+    """The op's rule, and the one way by it that takes and makes these shardings."""
     rule = _rule(node, whole)
     if rule is None:
         raise Unsound(node, "has no rule, and is run on shares")
@@ -99,11 +128,7 @@ def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) 
         raise Unsound(node, f"takes {said[0]} and makes {said[1]} by its rule, and claims {said[2]} and {said[3]}")
     if rule.local.keys() & option.cuts.keys():
         raise Unsound(node, "is run as it is, and would be wrong on a share")
-    if all(value.numel() == 0 for value in edit.outputs(node) if all(isinstance(s, int) for s in value.shape)) and (
-        node.target is aten.full.default
-    ):
-        return  # of an empty share nothing can be wrong but its shape
-    _check_arguments(made, node, _own_arguments(rule, option, node, made, here))
+    return rule, option
 
 
 def _rule(node: fx.Node, whole: fx.Node) -> Rule | None:
@@ -131,7 +156,7 @@ def _option(rule: Rule, node: fx.Node, wants: Shardings, gives: Shardings, mesh:
                 continue
             through = pass_through(rule, index, axis, op)
             if isinstance(through, Refusal):
-                raise Unsound(node, through.text)
+                raise Unsound(node, f"cannot be run so: {through.text}")
             found.append(through)
     both = merge(found)
     if both is None:
@@ -202,5 +227,5 @@ def _equal(value: Any, wanted: Any, made: Folded) -> bool:
     if isinstance(value, fx.Node):
         return value in made.whole and made.whole[value] is wanted
     if isinstance(value, torch.device):
-        return True
+        return isinstance(wanted, torch.device)
     return type(value) is type(wanted) and (value == wanted or value != value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -12,14 +13,15 @@ from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import cut, join
+from tpcompiler.ir.shares import cut, cut_dim, join
 from tpcompiler.soundness.folded import Folded, Region, Unsound
-from tpcompiler.soundness.sizes import plain, plain_shape
+from tpcompiler.soundness.sizes import operand_shapes, plain, plain_shape, whole_shape
 from tpcompiler.verify.simulate import Waiting, lock_step, run_call
 
 Done = set[Any]
 # Of an op's share, between float32 sums of another order; a wrong share differs by about the size of the values.
 TOLERANCE = 1e-3
+MANY = 2**22  # elements
 
 
 def check_region(name: str, ranks: Sequence[Folded], done: Done) -> None:
@@ -48,11 +50,23 @@ def _check_change(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
     last = regions[0].nodes[-1]
     shape = plain_shape(edit.outputs(first.whole[operand])[0].shape, first.program)
     source, target = first.shardings[operand][0], first.shardings[last][0]
-    whole = (torch.arange(torch.Size(shape).numel(), dtype=torch.float64) - torch.Size(shape).numel() // 3).view(shape)
+    whole = _numbers(shape)
     shares = _shares(whole, source, mesh)
     feeds = [dict.fromkeys(_tensors(region), shares[rank]) for rank, region in enumerate(regions)]
     outs = [out for (out,) in _run(ranks, regions, feeds)]
     _compare(last, whole, outs, target, mesh, exact=True)
+
+
+def _numbers(shape: Sequence[int]) -> torch.Tensor:
+    """No two alike and none of them 0, which any reduction of zeros would make.
+
+    Of many, odd numbers at random, of which a sum over ranks is exact in 2 bytes: not more than the model's own take.
+    """
+    count = torch.Size(shape).numel()
+    if count > MANY:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(-100, 100, shape, generator=generator, dtype=torch.int16).mul_(2).add_(1).half()
+    return (torch.arange(count, dtype=torch.float64) * 2 - count // 3 * 2 + 1).view(shape)
 
 
 def _shares(whole: torch.Tensor, sharding: Sharding, mesh: Mesh) -> list[torch.Tensor]:
@@ -62,8 +76,8 @@ def _shares(whole: torch.Tensor, sharding: Sharding, mesh: Mesh) -> list[torch.T
         degree = mesh.degree(axis)
         for rank, share in enumerate(shares):
             here = mesh.coordinate(rank)[axis]
-            turn = (torch.arange(share.numel(), dtype=torch.float64).view(share.shape) + here) % degree
-            apart = ((turn == 0) * 7.0 - (turn == 1) * 7.0) * (degree > 1)
+            turn = ((torch.arange(share.numel()) + here) % degree).view(share.shape).to(share.dtype)
+            apart = ((turn == 0) * 7.0 - (turn == 1) * 7.0).to(share.dtype) * (degree > 1)
             if op == "sum":
                 share += apart - share * (turn != degree - 1)
             elif op == "avg":
@@ -77,48 +91,87 @@ def _shares(whole: torch.Tensor, sharding: Sharding, mesh: Mesh) -> list[torch.T
 
 def _check_body(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
     first, mesh, region = ranks[0], ranks[0].mesh, regions[0]
-    whole_of = {first.whole[node]: node for node in region.inputs}
-    generator = torch.Generator().manual_seed(0)
     call = region.call
-    tensors = [node for node in region.inputs if edit.is_tensor(node)]
-    shardings = [first.shardings[node][0] for node in (*tensors, *region.outputs)]
-    sizes = [
-        plain(size, first.program)
-        for node, sharding in zip((*tensors, *region.outputs), shardings, strict=True)
-        for size, by in zip(edit.outputs(first.whole[node])[0].shape, sharding.dims, strict=True)
-        if by.axes
-    ]
-    wholes = {
-        node: _random(edit.outputs(first.whole[node])[0], min(sizes, default=2), first, generator) for node in tensors
-    }
-    feeds = []
-    for rank, other in enumerate(regions):
-        shares = [cut(wholes[node], first.shardings[node][0], mesh, rank) for node in tensors]
-        feeds.append(dict(zip(_tensors(other), shares, strict=True)))
-    given = fx.node.map_arg(
-        (call.args, dict(call.kwargs)),
-        lambda n: wholes[whole_of[n]] if edit.is_tensor(n) else plain(n.meta["val"], first.program),
-    )
-    made = call.target(*given[0], **given[1])
-    outs = list(_run(ranks, regions, feeds))
-    for index, node in enumerate(region.outputs):
-        whole_node = first.whole[node]
-        expected = made if whole_node is call else made[whole_node.args[1]]
-        _compare(node, expected, [out[index] for out in outs], first.shardings[node][0], mesh, exact=False)
+    used = {node.name: node for node in call.all_input_nodes if edit.is_tensor(node)}
+    for each, other in zip(ranks, regions, strict=True):
+        for node in _tensors(other):
+            if each.whole[node].name not in used:
+                raise Unsound(other.nodes[-1], f"is the end of {other.name}, which uses '{node.name}' beside its call")
+    generator = torch.Generator().manual_seed(0)
+    shapes = operand_shapes(first, region)
+    ran = False
+    for edges in _trials(first, region, [shapes[name] for name, node in used.items() if _counts(node)]):
+        wholes = {name: _random(edit.outputs(n)[0], shapes[name], edges, generator) for name, n in used.items()}
+        try:
+            made = _on_the_whole(first, call, wholes)
+        except (RuntimeError, IndexError):  # what is cut so is not what these ids are looked up in
+            continue
+        ran = True
+        feeds = [
+            {node: cut(wholes[each.whole[node].name], each.shardings[node][0], mesh, rank) for node in _tensors(other)}
+            for rank, (each, other) in enumerate(zip(ranks, regions, strict=True))
+        ]
+        outs = list(_run(ranks, regions, feeds))
+        for index, node in enumerate(region.outputs):
+            part = first.whole[node]
+            expected = made if part is call else made[part.args[1]]
+            _compare(node, expected, [out[index] for out in outs], first.shardings[node][0], mesh, exact=False)
+    if not ran:
+        raise Unsound(region.nodes[-1], f"is the end of {region.name}, whose call cannot be run")
+
+
+def _on_the_whole(made: Folded, call: fx.Node, wholes: Mapping[str, torch.Tensor]) -> Any:
+    def given(node: fx.Node) -> Any:
+        return wholes[node.name] if node.name in wholes else plain(node.meta["val"], made.program)
+
+    args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), given)
+    return call.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _trials(made: Folded, region: Region, ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The ids to look up in each run: few ids may be less than there are edges of shares, which takes several."""
+    if not ids:
+        return [[0]]
+    step = max(1, min(map(math.prod, ids)))
+    return [edges[at : at + step] for edges in _edges(made, region) for at in range(0, len(edges), step)]
+
+
+def _edges(made: Folded, region: Region) -> list[list[int]]:
+    """Where shares begin and end, for each size that is cut: ids that must be looked up."""
+    found = {}
+    for node in (*_tensors(region), *region.outputs):
+        for size, by in zip(whole_shape(made, made.whole[node]), made.shardings[node][0].dims, strict=True):
+            if by.axes:
+                found[size] = by
+    edges = []
+    for size, by in sorted(found.items()):
+        places = torch.arange(size)
+        shares = [cut_dim(places, 0, by, made.mesh, made.mesh.coordinate(r)) for r in range(made.mesh.world_size)]
+        edges.append(sorted({int(end) for share in shares if len(share) for end in (share[0], share[-1])}))
+    return edges or [[0, 1]]
+
+
+def _counts(whole: fx.Node) -> bool:
+    value = edit.outputs(whole)[0]
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
 def _tensors(region: Region) -> list[fx.Node]:
     return [node for node in region.inputs if edit.is_tensor(node)]
 
 
-def _random(value: torch.Tensor, below: int, made: Folded, generator: torch.Generator) -> torch.Tensor:
-    """Random values; integers are such as count what is cut."""
-    shape = plain_shape(value.shape, made.program)
+def _random(
+    value: torch.Tensor, shape: Sequence[int], edges: Sequence[int], generator: torch.Generator
+) -> torch.Tensor:
+    """Random values; integers are ids of what is cut, those at the edges of shares among them."""
     if value.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     if value.is_floating_point() or value.is_complex():
         return torch.randn(shape, generator=generator).to(value.dtype)
-    return torch.randint(0, max(below, 1), shape, generator=generator).to(value.dtype)
+    ids = torch.randint(0, max(edges) + 1, tuple(shape), generator=generator).view(-1)
+    places = torch.randperm(len(ids), generator=generator)[: len(edges)]
+    ids[places] = torch.tensor(edges[: len(places)])
+    return ids.view(shape).to(value.dtype)
 
 
 def _run(

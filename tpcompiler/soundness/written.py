@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import zipfile
 from collections.abc import Callable, Mapping
@@ -10,14 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import read_archive_state
+from tpcompiler.ir import edit
 from tpcompiler.runtime.archive import inspect_archive
 from tpcompiler.runtime.artifact import Manifest, checked_file
 from tpcompiler.runtime.model_file import read_model
 
 GRAPH = "models/model.json"
+ARGUMENTS = ("as_int", "as_ints", "as_float", "as_tensor")  # what may differ where nothing else does
 
 
 @dataclass(frozen=True)
@@ -39,32 +43,92 @@ def read_ranks(
     *,
     trust: bool = False,
 ) -> list[Written]:
-    """All ranks' programs, with their hashes compared; where files have equal graphs, that of the first serves.
+    """All ranks' programs, with their hashes compared.
+
+    torch takes long to read a graph. Where files have equal ones, that of the first serves; where only arguments of
+    calls differ, such as the first id of a rank's part of a vocabulary, a copy of it is given those.
 
     Raises:
         ArtifactError: a file that is missing, damaged, cannot be read, or, without `trust`, could run code.
     """
     known: dict[str, ExportedProgram] = {}
+    first: tuple[Any, ExportedProgram] | None = None
     found = []
     for rank in range(manifest.world_size):
         path = checked_file(directory, manifest, rank)
-        graph = _graph_hash(path)
-        if graph in known:
+        graph = _graph(path)
+        name = hashlib.sha256(graph).hexdigest() if graph is not None else str(path)
+        text = None
+        if name not in known and graph is not None:
+            text = json.loads(graph)
+            if first is not None and (like := _like(first[1], first[0], text)) is not None:
+                known[name] = like
+        if name in known:
             if not trust:
                 inspect_archive(path)
-            found.append(Written(known[graph], read_archive_state(path)))
-        else:
-            whole = read_model(path, trust=trust)
-            known[graph] = prepare(whole)
-            found.append(Written(known[graph], {**whole.constants, **whole.state_dict}))
+            found.append(Written(known[name], read_archive_state(path)))
+            continue
+        whole = read_model(path, trust=trust)
+        known[name] = prepare(whole)
+        if first is None and text is not None:
+            first = text, known[name]
+        found.append(Written(known[name], {**whole.constants, **whole.state_dict}))
     return found
 
 
-def _graph_hash(path: Path) -> str:
-    """Of the bytes that say all of a program but its tensors; of the path, for a file of another form."""
+def _graph(path: Path) -> bytes | None:
+    """What says all of a program but its tensors; None for a file of another form."""
     try:
         with zipfile.ZipFile(path) as archive:
             (name,) = (name for name in archive.namelist() if name.partition("/")[2] == GRAPH)
-            return hashlib.sha256(archive.read(name)).hexdigest()
+            return archive.read(name)
     except (zipfile.BadZipFile, ValueError, OSError):
-        return str(path)
+        return None
+
+
+def _like(program: ExportedProgram, text: Any, other: Any) -> ExportedProgram | None:
+    """The program of `other`, made of that of `text`; None where more than arguments of calls differ."""
+    nodes, others = _nodes(text), _nodes(other)
+    if _but(text, nodes) != _but(other, others) or len(nodes) != len(others):
+        return None
+    graph = edit.copy_graph(program.graph)
+    by_name = {node.name: node for node in graph.nodes}
+    for one, two in zip(nodes, others, strict=True):
+        if one == two:
+            continue
+        same = [{**node, "inputs": [{**given, "arg": None} for given in node["inputs"]]} for node in (one, two)]
+        node = by_name.get(str(one["name"]))
+        if same[0] != same[1] or node is None or str(node.target) != str(one["target"]).removeprefix("torch.ops."):
+            return None
+        for before, after in zip(one["inputs"], two["inputs"], strict=True):
+            if before["arg"] == after["arg"]:
+                continue
+            ((form, value),) = after["arg"].items()
+            if form == "as_tensor":
+                value = by_name.get(value["name"])
+            if form not in ARGUMENTS or set(before["arg"]) != {form} or value is None:
+                return None
+            edit.set_argument(node, str(before["name"]), value)
+    return ExportedProgram(
+        root=fx.GraphModule(program.graph_module, graph),
+        graph=graph,
+        graph_signature=program.graph_signature,
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+def _nodes(text: Any) -> list[Any]:
+    found: list[Any] = text["graph_module"]["graph"]["nodes"]
+    return found
+
+
+def _but(text: Any, nodes: list[Any]) -> Any:
+    """All of it but these nodes, and where in memory a slice would begin."""
+    module = text["graph_module"]
+    values = {name: {**value, "storage_offset": None} for name, value in module["graph"]["tensor_values"].items()}
+    graph = {**module["graph"], "nodes": len(nodes), "tensor_values": values}
+    return {**text, "graph_module": {**module, "graph": graph}}

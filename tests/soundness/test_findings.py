@@ -1,0 +1,58 @@
+"""Each thing that the check can find wrong, with the whole text of the finding; `tests/trust` has more ways to it."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.soundness.changes import CASES
+from tests.trust.subjects import subject
+from tpcompiler.soundness.check import check_programs
+
+pytestmark = pytest.mark.slow
+
+FOUND = Path(__file__).parent / "findings.txt"
+
+
+@cache
+def lines() -> list[str]:
+    found = []
+    for model, change in CASES:
+        of = subject(model)
+        artifact = of.sound.copied()
+        change(artifact)
+        report = check_programs(artifact.written(), artifact.manifest, of.original)
+        found.append(f"{change.__name__.replace('_', ' ')} ({model})")
+        found += [f"    {re.sub(r', small[.]py:[0-9]+, in forward', '', each)}" for each in report.findings]
+        assert report.ok == (not report.findings)
+    return found
+
+
+def test_what_is_found() -> None:
+    """As `findings.txt` has it."""
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        FOUND.write_text("\n".join(lines()) + "\n", encoding="utf-8")
+    assert lines() == FOUND.read_text(encoding="utf-8").splitlines()
+
+
+def test_all_are_found() -> None:
+    text = "\n".join(lines())
+    missed = [
+        change.__name__
+        for model, change in CASES
+        if not re.search(rf"{re.escape(change.__name__.replace('_', ' '))} .*\n    ", text)
+    ]
+    assert missed == []
+
+
+def test_a_sound_one_has_no_findings() -> None:
+    for model in {model for model, _ in CASES}:
+        of = subject(model)
+        report = check_programs(of.sound.written(), of.sound.manifest, of.original)
+        assert (report.ok, report.findings) == (True, [])
+        assert torch.tensor(list(report.counts.values())).min() > 0

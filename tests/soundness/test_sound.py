@@ -1,0 +1,111 @@
+"""Sound artifacts of every kind pass, as files; and what the files share is read once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tpcompiler
+from tests.devices import exported as on_devices
+from tests.passes.test_shared_heads import converted as few_heads
+from tests.test_program_set import converted as program_set
+from tests.trust.subjects import subject
+from tpcompiler.runtime.artifact import rank_file, read_manifest
+from tpcompiler.soundness.written import read_ranks
+
+pytestmark = pytest.mark.slow
+
+
+def check(program: tpcompiler.ParallelProgram, directory: Path) -> tpcompiler.CheckReport:
+    program.save(directory)
+    return tpcompiler.check(directory, program.original)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rows",  # a body, packed parts, buffers that are written
+        "rows, 4 ranks",  # uneven: a graph for each rank
+        "rows, two axes",
+        "attend",  # dynamic
+        "images",  # one graph for all ranks
+        "uneven",
+        "choose",  # control flow, taken whole
+    ],
+)
+def test_a_sound_artifact(name: str, tmp_path: Path) -> None:
+    report = check(subject(name).program, tmp_path / "out")
+    assert (report.ok, report.findings) == (True, [])
+    assert report.counts["graphs"] == (1 if name in ("images", "choose") else report.counts["graphs"])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_ranks_without_heads(packed: bool, dynamic: bool, tmp_path: Path) -> None:
+    """Three kv heads on four ranks: one has empty shares, and does without attention."""
+    report = check(few_heads(6, 3, 4, packed, dynamic), tmp_path / "out")
+    assert (report.ok, report.findings) == (True, [])
+
+
+def test_for_cuda(tmp_path: Path) -> None:
+    """Checked where there is no GPU: the ops are evaluated as if for a CPU."""
+    program, plan, _ = on_devices("literals")
+    report = check(tpcompiler.parallelize(program, 2, plan, device_type="cuda"), tmp_path / "out")
+    assert (report.ok, report.findings) == (True, [])
+
+
+def test_a_program_set(tmp_path: Path) -> None:
+    """Weights lie in the first program's files; the others' manifests must say of them what its own says."""
+    program_set(2).save(tmp_path / "out")
+    assert tpcompiler.check(tmp_path / "out").ok
+    path = tmp_path / "out" / "decode" / "manifest.json"
+    data = json.loads(path.read_text())
+    rows = [row for row in data["tensors"] if row.get("stored_in") == "prefill"]
+    rows[0]["stored_in"] = "decode"
+    path.write_text(json.dumps(data))
+    report = tpcompiler.check(tmp_path / "out")
+    assert report.findings == [
+        f"decode: {rows[0]['name']!r} is said to lie in the files of 'decode', and does not",
+    ]
+    rows[0]["stored_in"], before = "prefill", rows[0]["dtype"]
+    rows[0]["dtype"] = "f16"
+    path.write_text(json.dumps(data))
+    assert f"decode: {rows[0]['name']!r} is f16, and in the files of 'prefill' it is {before}" in (
+        tpcompiler.check(tmp_path / "out").findings
+    )
+
+
+def test_a_graph_is_read_once(tmp_path: Path) -> None:
+    """Of graphs that differ in arguments alone, what is made of the first is what torch reads from the file."""
+    subject("attend").program.save(tmp_path / "out")
+    manifest = read_manifest(tmp_path / "out")
+    first, second = read_ranks(tmp_path / "out", manifest)
+    read = torch.export.load(tmp_path / "out" / rank_file(1))
+    assert first.program.graph_module.code != second.program.graph_module.code
+    assert str(second.program.graph) == str(read.graph)
+    assert (
+        second.program.graph.find_nodes(op="placeholder")[0].meta["val"]
+        is (first.program.graph.find_nodes(op="placeholder")[0].meta["val"])
+    )
+    assert all(torch.equal(second.state[name], value) for name, value in read.state_dict.items())
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    """A damage that is written out, its hash too: another rank's file."""
+    subject("attend").program.save(tmp_path / "out")
+    path = tmp_path / "out" / "manifest.json"
+    data = json.loads(path.read_text())
+    zero, one = (tmp_path / "out" / rank_file(rank) for rank in (0, 1))
+    held = zero.read_bytes()
+    zero.write_bytes(one.read_bytes())
+    one.write_bytes(held)
+    data["files"][rank_file(0)], data["files"][rank_file(1)] = data["files"][rank_file(1)], data["files"][rank_file(0)]
+    path.write_text(json.dumps(data))
+    report = tpcompiler.check(tmp_path / "out")
+    assert report.findings == [
+        "rank_0.pt2: 'clone_1' (aten.clone.default, small.py:48, in forward) "
+        "does not become S(0) of the whole in its region"
+    ]

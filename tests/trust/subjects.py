@@ -1,0 +1,148 @@
+"""The models that are damaged: ten of the zoo, as unlike as it has them, and a small one on two axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+import tpcompiler
+from tests.trust import small
+from tests.trust.damage import Artifact
+from tests.zoo.case import randomise
+from tests.zoo.index import CASES
+from tpcompiler.ir.shares import read_sharding
+from tpcompiler.parallel_program import layout_of
+from tpcompiler.soundness.check import CheckReport, check_programs
+from tpcompiler.verify.compare import compare, functional
+
+Call = tuple[Sequence[Any], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A converted model, and the calls that `verify` makes of it."""
+
+    program: tpcompiler.ParallelProgram
+    reference: ExportedProgram
+    sound: Artifact
+    output_names: list[str]
+    calls: list[Call]
+
+    @property
+    def original(self) -> ExportedProgram:
+        return self.program.original
+
+    def check(self, artifact: Artifact, *, with_original: bool) -> CheckReport:
+        return check_programs(artifact.written(), artifact.manifest, self.original if with_original else None)
+
+    def verified(self, artifact: Artifact) -> bool:
+        """What `tpcompiler verify` says of the files: everything is laid out as the manifest says."""
+        manifest = artifact.manifest
+        named = [*manifest.tensors, *manifest.inputs, *({**r, "name": f"output {r['name']}"} for r in manifest.outputs)]
+        shardings = {row["name"]: read_sharding(row["sharding"], artifact.mesh, len(row["shape"])) for row in named}
+        (args, kwargs), *then = self.calls
+        report = compare(
+            self.reference,
+            artifact.ranks,
+            args,
+            kwargs,
+            layout_of(shardings, artifact.mesh),
+            [row["name"] for row in manifest.inputs],
+            self.output_names,
+            then=then,
+        )
+        return report.ok
+
+
+def _subject(exported: ExportedProgram, mesh: object, plan: Any, calls: list[Call], **boundary: Any) -> Subject:
+    program = tpcompiler.parallelize(exported, mesh, plan, **boundary)  # type: ignore[arg-type]
+    names = program.resharded.output_names()
+    return Subject(program, functional(exported), Artifact.of(program), names, calls)
+
+
+def _of_zoo(name: str, ranks: int, dynamic: bool = False) -> Callable[[], Subject]:
+    def make() -> Subject:
+        case = CASES[name]
+        then = case.then(*case.example) if case.then else ()
+        return _subject(
+            case.export(dynamic),
+            {"tp": ranks},
+            case.asked(),
+            [((), case.inputs(*case.example)), *(((), inputs) for inputs in then)],
+        )
+
+    return make
+
+
+def _rows(mesh: dict[str, int], **boundary: Any) -> Callable[[], Subject]:
+    def make() -> Subject:
+        ids = torch.arange(4 * 6).view(4, 6) % 11
+        exported = torch.export.export(randomise(small.Rows()), (ids,))
+        plan = {"table": "rowwise", "packed": "colwise", "down": "rowwise", "back": "colwise_gather_output"}
+        return _subject(exported, mesh, plan, [((ids,), {}), (((ids + 3) % 11,), {})], **boundary)
+
+    return make
+
+
+def _attend() -> Subject:
+    tokens, batch = Dim("tokens", min=2, max=64), Dim("batch", max=64)
+    inputs = {"x": _noise(2, 6, 16), "shift": _noise(2, 6, 16)}
+    sizes = {name: {0: batch, 1: tokens} for name in inputs}
+    exported = torch.export.export(randomise(small.Attend()), (), inputs, dynamic_shapes=sizes)
+    plan = {"packed": "colwise", "out": "rowwise", "gate": "colwise", "up": "colwise", "down": "rowwise"}
+    return _subject(exported, {"tp": 2}, plan, [((), inputs)], inputs={"shift": "S(0)"})
+
+
+def _images() -> Subject:
+    x = _noise(2, 4, 6, 6)
+    plan = {"first": "colwise", "by_channel": "colwise", "last": "rowwise"}
+    return _subject(torch.export.export(randomise(small.Images()), (x,)), {"tp": 2}, plan, [((x,), {})])
+
+
+def _uneven() -> Subject:
+    x = _noise(5, 6)
+    plan = {"one": "colwise_gather_output", "two": "colwise"}
+    exported = torch.export.export(randomise(small.Uneven()), (x,))
+    return _subject(exported, {"tp": 2}, plan, [((x,), {})], outputs=["S(0)"])
+
+
+def _choose() -> Subject:
+    x = _noise(4, 8)
+    exported = torch.export.export(randomise(small.Choose()), (x,))
+    return _subject(exported, {"tp": 2}, {"up": "colwise", "down": "rowwise"}, [((x,), {})])
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "rows": _rows({"tp": 2}),
+    "rows, 4 ranks": _rows({"tp": 4}),
+    "rows, two axes": _rows({"dp": 2, "tp": 2}, inputs={"ids": {"dp": "S(0)"}}),
+    "attend": _attend,
+    "images": _images,
+    "uneven": _uneven,
+    "choose": _choose,
+    "llama": _of_zoo("llama", 2),
+    "llama, dynamic": _of_zoo("llama", 2, dynamic=True),
+    "gpt2": _of_zoo("gpt2", 2),
+    "llama_cached": _of_zoo("llama_cached", 2),
+    "llama_1_kv": _of_zoo("llama_1_kv", 4),
+    "t5": _of_zoo("t5", 2),
+    "resnet": _of_zoo("resnet", 2),
+    "mamba": _of_zoo("mamba", 2),
+    "mixtral": _of_zoo("mixtral", 2),
+    "vit": _of_zoo("vit", 2),
+    "dlrm": _of_zoo("dlrm", 2),
+}
+
+
+@lru_cache(maxsize=4)
+def subject(name: str) -> Subject:
+    return SUBJECTS[name]()

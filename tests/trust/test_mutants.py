@@ -1,0 +1,62 @@
+"""Every kind of damage is noticed, in small models; `python -m tests.trust.mutants` has ten models of the zoo."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.trust.damage import KINDS, damaged
+from tests.trust.mutants import Mutant, judged, mutants
+from tests.trust.subjects import Subject, subject
+
+SMALL = ("rows", "attend", "images", "uneven", "rows, two axes")
+NOTICED = Path(__file__).parent / "noticed.txt"
+
+
+def _first_of_each_kind() -> Iterator[Mutant]:
+    for kind in KINDS:
+        made = ((name, damaged(kind, subject(name).sound)) for name in SMALL)
+        name, artifact = next((each for each in made if each[1] is not None), ("", None))
+        assert artifact is not None, f"no small model has a place for {kind!r}"
+        yield Mutant(kind, name, *judged(subject(name), artifact))
+
+
+def _line(mutant: Mutant) -> str:
+    judges = "".join(judge[0] if judge in mutant.by else "-" for judge in ("check", "verify"))
+    with_original = "o" if "check with original" in mutant.by else "-"
+    return f"{judges[0]}{with_original}{judges[1]}  {mutant.kind} ({mutant.model}): {mutant.found}"
+
+
+@pytest.mark.slow
+def test_every_kind_is_noticed() -> None:
+    """By the check alone (c), by it with the original (o), by running (v): as `noticed.txt` has it, finding and all."""
+    lines = [re.sub(r", small\.py:\d+, in forward", "", _line(mutant)) for mutant in _first_of_each_kind()]
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        NOTICED.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert lines == NOTICED.read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if line.startswith("---")]
+    assert len(lines) >= 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SMALL, "rows, 4 ranks", "choose"])
+def test_what_is_sound_is_accepted(name: str) -> None:
+    assert judged(subject(name), subject(name).sound) == (frozenset(), "")
+
+
+def test_a_damage_is_done_to_a_copy() -> None:
+    """Else one would hide another."""
+    of: Subject = subject("images")
+    assert all(mutant.by for mutant in mutants("images", places=1))
+    assert judged(of, of.sound) == (frozenset(), "")
+
+
+def test_what_nobody_notices_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: a damage that changes nothing is counted as one that survives."""
+    monkeypatch.setattr("tests.trust.mutants.KINDS", {"nothing at all": lambda artifact, nth: nth == 0})
+    monkeypatch.setitem(KINDS, "nothing at all", lambda artifact, nth: nth == 0)
+    assert [(mutant.kind, mutant.survived) for mutant in mutants("images")] == [("nothing at all", True)]
