@@ -371,3 +371,21 @@ def a_collective_in_a_branch(a: Artifact) -> None:
         (node,) = (n for n in body.graph.nodes if n.target is aten.sin.default)
         inserted(node, torch.ops._c10d_functional.all_reduce.default, (node.args[0], "sum", "tp=2:tp"), node)
         program.graph_module.true_graph_0 = body
+
+
+@on("uneven")
+def two_starts_of_one_size_in_the_other_order(a: Artifact) -> None:
+    """Only the starts, and not the waits: the values would be each other's."""
+    first, second = (n for n in a.last.graph.nodes if "all_gather" in str(n.target))
+    needed = [second]
+    while (operand := needed[-1].args[0]) is not None and isinstance(operand, (fx.Node, list, tuple)):
+        node = operand if isinstance(operand, fx.Node) else operand[0]
+        if node.op == "placeholder":
+            break
+        needed.append(node)
+    for node in reversed([n for used in needed for n in (used, *_zeros(used))]):
+        first.prepend(node)
+
+
+def _zeros(node: fx.Node) -> list[fx.Node]:
+    return [used for used in node.all_input_nodes if used.target is aten.new_zeros.default]

@@ -8,10 +8,14 @@ import torch
 from torch import nn
 
 import tpcompiler
-from tests.trust.damage import Artifact
+from tests.trust import collectives
+from tests.trust.damage import Artifact, damaged
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.folded import Folded, folded
 from tpcompiler.soundness.sizes import operand_shapes
+
+assert collectives  # it registers its kinds
 
 
 def made_of(width: int, ids: tuple[int, int]) -> tuple[Folded, dict[str, list[int]]]:
@@ -36,3 +40,15 @@ def test_where_a_number_may_be_a_size_nothing_is_small() -> None:
         part = node.graph.call_function(torch.ops.aten.slice.Tensor, (node, 2, 0, 320))
     longer = replace(region, nodes=(*region.nodes, part))
     assert operand_shapes(made, longer) == {"p_0_weight": [1000, 640], "input_1": [2, 60]} != small
+
+
+def test_many_numbers_are_short() -> None:
+    """A change of more than four million elements is run on two bytes for each, and a wrong one is found all the same."""
+    exported = torch.export.export(nn.Sequential(nn.Linear(4, 4096)), (torch.zeros(1100, 4),))
+    for style, damage in (("colwise_gather_output", "gathered along the first dim"), ("rowwise", "reduced by avg")):
+        sound = Artifact.of(tpcompiler.parallelize(exported, 2, {"0": style}))
+        wrong = damaged(damage, sound)
+        assert wrong is not None
+        said = [check_programs(each.written(), each.manifest).findings for each in (sound, wrong)]
+        assert [len(findings) for findings in said] == [0, 1]
+        assert "does not become R of the whole in its region" in said[1][0]

@@ -66,10 +66,10 @@ class Uneven(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(6, 7), nn.Linear(7, 8)
+        self.one, self.two, self.three = nn.Linear(6, 7), nn.Linear(7, 8), nn.Linear(6, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.two(torch.relu(self.one(x)))
+        return self.two(torch.relu(self.one(x)) - self.three(x))
 
 
 class Choose(nn.Module):
@@ -81,5 +81,9 @@ class Choose(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.down(torch.relu(self.up(x)))
-        result: torch.Tensor = torch.cond(y.sum() > 0, lambda y: y.sin() + 1, lambda y: y.cos() * 2, (y,))
+        result: torch.Tensor = torch.cond(y.sum() > 0, lambda y: y.sin() + 1, self.other, (y,))
+        return result
+
+    def other(self, y: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.cond(y.mean() > -1, lambda y: y.cos() * 2, lambda y: -y, (y,))
         return result

@@ -106,7 +106,7 @@ def _images() -> Subject:
 
 def _uneven() -> Subject:
     x = _noise(5, 6)
-    plan = {"one": "colwise_gather_output", "two": "colwise"}
+    plan = {"one": "colwise_gather_output", "two": "colwise", "three": "colwise_gather_output"}
     exported = torch.export.export(randomise(small.Uneven()), (x,))
     return _subject(exported, {"tp": 2}, plan, [((x,), {})], outputs=["S(0)"])
 

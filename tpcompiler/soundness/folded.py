@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -157,11 +158,14 @@ def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh, results: Re
 
 def _fold_body_of_control_flow(made: Folded, node: fx.Node) -> None:
     """It is run whole by every rank, so no rank may wait in it for others."""
-    for inner in all_calls(node.meta["val"].graph):
+    body = node.meta["val"]
+    graph = edit.copy_graph(body.graph)
+    read_bodies(graph, body)
+    for inner in all_calls(graph):
         if edit.is_collective(inner):
             raise Unsound(inner, f"is a collective inside of '{node.name}', which not all ranks need to run")
     new = made.graph.create_node("get_attr", str(node.target), name=node.name)
-    new.meta["val"] = node.meta["val"]
+    new.meta["val"] = body
     made.stands_for(node, new)
 
 
@@ -182,8 +186,9 @@ def _call_text(whole: fx.Node) -> str:
 
 
 def _body_text(node: fx.Node) -> str:
+    """A name for what a body of control flow does."""
     parts = [str(part.graph) for part in node.meta["val"].modules() if isinstance(part, fx.GraphModule)]
-    return "; ".join(" ".join(part.split()) for part in parts)
+    return f"body {hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:12]}"
 
 
 def _regions(graph: fx.Graph) -> dict[str, Region]:
