@@ -15,7 +15,7 @@ from rich.text import Text
 
 import tpcompiler.cli_judge  # noqa: F401  (registers its commands)
 from tpcompiler.cli_options import DEFECT, Artifact, Imports, Json, Trust, app, progress
-from tpcompiler.errors import MeshError, PlanError
+from tpcompiler.errors import ArtifactError, MeshError, PlanError
 
 if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh
@@ -207,6 +207,8 @@ def run(
 
     manifest = read_manifest(directory)
     refuse_sharded_boundary(manifest)
+    if outputs is not None and not outputs.parent.is_dir():
+        raise ArtifactError(f"cannot write {outputs}: {outputs.parent} is no directory", help="make it first")
     import_modules(imports or ())
     module = load(directory, trust=trust)
     named = run_file(module, manifest, inputs)
@@ -282,7 +284,7 @@ def _mesh(tp: int | None, text: str | None) -> Mesh:
     for part in text.split(","):
         axis, _, degree = part.partition("=")
         if not degree.strip().isdecimal():
-            raise MeshError(f"--mesh {text} is not a mesh", help="write axis=degree, such as --mesh tp=4")
+            raise MeshError(f"--mesh {text!r} is not a mesh", help="write axis=degree, such as --mesh tp=4")
         axes.append((axis.strip(), int(degree)))
     return Mesh.of(Mesh(tuple(axes)))
 
