@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
@@ -84,7 +85,7 @@ def inspect(
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.model_file import read_model
 
-        is_artifact = path.is_dir()
+        is_artifact = os.path.isdir(path)  # where pathlib's may raise
         if is_artifact:
             data = cli_inspect.artifact_data(read_manifest(path))
         else:
@@ -207,7 +208,7 @@ def run(
 
     manifest = read_manifest(directory)
     refuse_sharded_boundary(manifest)
-    if outputs is not None and not outputs.parent.is_dir():
+    if outputs is not None and not os.path.isdir(outputs.parent):
         raise ArtifactError(f"cannot write {outputs}: {outputs.parent} is no directory", help="make it first")
     import_modules(imports or ())
     module = load(directory, trust=trust)

@@ -27,6 +27,7 @@ from tpcompiler.errors import (
 )
 
 CONVERT = "tpcompiler convert model.pt2 --tp 2 --plan plan.yaml"
+LONG = "a" * 300
 RUN = "tpcompiler run out --inputs in.safetensors"
 
 
@@ -165,7 +166,20 @@ ENVIRONMENTS = [
     Row(
         "a file where its folder belongs",
         f"{CONVERT} -o plan.yaml/new",
-        "cannot write plan.yaml/new: File exists",
+        "cannot write plan.yaml/new: plan.yaml is a file",
+        "choose another directory",
+    ),
+    Row(
+        "a folder that is read-only, found before the model is read",
+        "tpcompiler convert none.pt2 --tp 2 --plan plan.yaml -o new",
+        "cannot write new: . cannot be written",
+        "choose another directory",
+        spoil=lambda patch: patch.setattr(os, "access", lambda path, mode: mode != os.W_OK),
+    ),
+    Row(
+        "a name that is too long",
+        f"{CONVERT} -o {LONG}",
+        f"cannot write {LONG}: File name too long",
         "choose a directory that can be written",
     ),
     Row(

@@ -122,6 +122,12 @@ FILES = [
         spoil=lambda patch: Path("model.pt2").write_bytes(Path("model.pt2").read_bytes()[:5000]),
     ),
     Row(
+        "a name that is too long",
+        f"tpcompiler inspect {'a' * 300}",
+        f"{'a' * 300} cannot be read: File name too long",
+        "check the path and the permissions",
+    ),
+    Row(
         "a picture in a folder that does not exist",
         "tpcompiler show out -o none/out.dot",
         "cannot write none/out.dot: No such file or directory",

@@ -80,12 +80,17 @@ def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Pa
     """The directory as a path, if an artifact may be written there: ask before the expensive work.
 
     Raises:
-        ArtifactError: it exists, and `force` is not set or it is no artifact.
+        ArtifactError: it exists, and `force` is not set or it is no artifact; or the folder it belongs in cannot be
+            written.
     """
     target = Path(directory)
-    if target.exists() and not force:
+    if os.path.exists(target) and not force:
         raise ArtifactError(f"{target} exists already", help="choose another directory, or pass force=True (--force)")
-    if target.exists() and not any((target / name).is_file() for name in (MANIFEST, SET)):
+    above = next(parent for parent in (*target.parents, Path()) if os.path.exists(parent))
+    if not os.path.isdir(above) or not os.access(above, os.W_OK):
+        reason = "cannot be written" if os.path.isdir(above) else "is a file"
+        raise ArtifactError(f"cannot write {target}: {above} {reason}", help="choose another directory")
+    if os.path.exists(target) and not any(os.path.isfile(target / name) for name in (MANIFEST, SET)):
         raise ArtifactError(
             f"{target} exists and is not an artifact (it has no {MANIFEST})", help="choose another directory"
         )
@@ -211,9 +216,9 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     except (FileNotFoundError, NotADirectoryError) as error:
         state = (
             f"is not an artifact: it has no {MANIFEST}"
-            if path.parent.is_dir()
+            if os.path.isdir(directory)
             else "is a file, not the directory of an artifact"
-            if path.parent.exists()
+            if os.path.exists(directory)
             else "does not exist"
         )
         raise ArtifactError(f"{directory} {state}", help="make one with tpcompiler convert") from error
@@ -281,7 +286,7 @@ def programs_in(directory: str | os.PathLike[str]) -> list[str]:
 def _inside(directory: str | os.PathLike[str], name: str) -> Path:
     """The path of a file of the artifact, which must not be a link to somewhere else."""
     path = Path(directory) / name
-    if not path.resolve().is_relative_to(Path(directory).resolve()):
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(directory)):
         raise ArtifactError(f"{path} leads out of {os.fspath(directory)}", help="copy the files themselves, not links")
     return path
 
