@@ -36,6 +36,8 @@ from torch.testing._internal.distributed import fake_pg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from tpcompiler.errors import ArtifactError
+
 FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
 
 __all__ = [
@@ -335,13 +337,22 @@ def read_archive_state(path: Path) -> dict[str, torch.Tensor]:
     """The parameters, buffers and constants in a .pt2, by name, without the program. Seen in torch 2.11 and 2.13.
 
     Tensors that a pickle holds are unpickled: inspect the file first.
+
+    Raises:
+        ArtifactError: an entry that is missing or damaged.
     """
     from torch.export.pt2_archive import _package
 
-    reader = _package.PT2ArchiveReader(str(path))
     found: dict[str, torch.Tensor] = {}
-    for read in (_package._load_constants, _package._load_state_dict):
-        made = read(reader, "model")
-        assert isinstance(made, dict)
-        found.update(made)
+    try:
+        reader = _package.PT2ArchiveReader(str(path))
+        for read in (_package._load_constants, _package._load_state_dict):
+            made = read(reader, "model")
+            assert isinstance(made, dict)
+            found.update(made)
+    except Exception as error:  # torch raises what the layer that fails happens to raise
+        line = (str(error).strip() or type(error).__name__).splitlines()[0].partition(" This is an internal")[0]
+        raise ArtifactError(
+            f"the tensors of {path} cannot be read: {line}", help="copy the artifact again, or convert the model again"
+        ) from error
     return found

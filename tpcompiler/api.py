@@ -25,9 +25,9 @@ from tpcompiler.parallel_program import ParallelProgram, compared_calls, layout_
 from tpcompiler.pipeline import Conversion, finished_together
 from tpcompiler.plan import Plan
 from tpcompiler.program_set import ProgramSet
-from tpcompiler.runtime.artifact import checked_file, read_manifest
-from tpcompiler.runtime.model_file import read_model
+from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.place import place_state
+from tpcompiler.runtime.rank_file import read_rank
 from tpcompiler.soundness.check import CheckReport, check_artifact
 from tpcompiler.verify.compare import Subject, VerifyReport
 
@@ -111,9 +111,10 @@ def parallelize(
 def _named(programs: Programs) -> dict[str, ExportedProgram]:
     pairs = list(programs.items() if isinstance(programs, Mapping) else programs)
     names = [pair[0] if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
-    if not names or len(set(names)) < len(names) or not all(str(name).isidentifier() for name in names):
+    said = [name if isinstance(name, str) else type(name).__name__ for name in names]
+    if not names or said != names or len(set(said)) < len(said) or not all(name.isidentifier() for name in said):
         raise ProgramError(
-            f"several programs need a name each, got {names}",
+            f"several programs need a name each, got {said}",
             help='give {"prefill": exported_program, "decode": exported_program}',
         )
     return dict(pairs)
@@ -199,8 +200,7 @@ def verify_artifact(
             f"{os.fspath(directory)} was made from another program: the two differ in {differ[0]!r}",
             help="give the program that it was converted from",
         )
-    files = [checked_file(directory, manifest, rank) for rank in range(manifest.world_size)]
-    programs = [read_model(file, trust=trust) for file in files]
+    programs = [read_rank(directory, manifest, rank, trust=trust) for rank in range(manifest.world_size)]
     shardings = {name: row_sharding(row, mesh) for name, row in rows.items()}
     subject = Subject(
         original,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
@@ -15,7 +16,7 @@ from rich.text import Text
 
 import tpcompiler.cli_judge  # noqa: F401  (registers its commands)
 from tpcompiler.cli_options import DEFECT, Artifact, Imports, Json, Trust, app, progress
-from tpcompiler.errors import MeshError, PlanError
+from tpcompiler.errors import ArtifactError, MeshError, PlanError
 
 if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh
@@ -84,7 +85,7 @@ def inspect(
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.model_file import read_model
 
-        is_artifact = path.is_dir()
+        is_artifact = os.path.isdir(path)  # where pathlib's may raise
         if is_artifact:
             data = cli_inspect.artifact_data(read_manifest(path))
         else:
@@ -207,6 +208,8 @@ def run(
 
     manifest = read_manifest(directory)
     refuse_sharded_boundary(manifest)
+    if outputs is not None and not os.path.isdir(outputs.parent):
+        raise ArtifactError(f"cannot write {outputs}: {outputs.parent} is no directory", help="make it first")
     import_modules(imports or ())
     module = load(directory, trust=trust)
     named = run_file(module, manifest, inputs)
@@ -282,7 +285,7 @@ def _mesh(tp: int | None, text: str | None) -> Mesh:
     for part in text.split(","):
         axis, _, degree = part.partition("=")
         if not degree.strip().isdecimal():
-            raise MeshError(f"--mesh {text} is not a mesh", help="write axis=degree, such as --mesh tp=4")
+            raise MeshError(f"--mesh {text!r} is not a mesh", help="write axis=degree, such as --mesh tp=4")
         axes.append((axis.strip(), int(degree)))
     return Mesh.of(Mesh(tuple(axes)))
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Shard
 
 import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
-from tests.runtime.commands import refused
 
 IDS = torch.tensor([[1, 5, 15], [0, 8, 7]])
 
@@ -44,33 +41,6 @@ def test_wishes_that_differ_are_joined_by_a_collective(
     made = tpcompiler.parallelize(exported(Net(), X), 2, plan, **boundary)
     assert [c.kind for c in made.collectives()] == kinds
     assert made.verify((X,)).ok
-
-
-PLACEMENT = "write R, S(dim) such as S(0) or S(-1), or P(op) with op one of sum, avg, product, max, min"
-LIST = 'write {name: placement} or [placement, ...], such as ["S(0)"]'
-
-
-@pytest.mark.parametrize(
-    ("boundary", "expected"),
-    [
-        ({"inputs": {"x_0": "Z"}}, f"PlanError: 'Z' is not a placement\n  help: {PLACEMENT}\n  asked by: inputs="),
-        ({"outputs": [{"tp": 3}]}, f"PlanError: '3' is not a placement\n  help: {PLACEMENT}\n  asked by: outputs="),
-        ({"inputs": "S(0)"}, f"PlanError: inputs='S(0)' is neither a mapping nor a list\n  help: {LIST}"),
-        ({"inputs": Shard(0)}, f"PlanError: inputs=Shard(dim=0) is neither a mapping nor a list\n  help: {LIST}"),
-        ({"outputs": 3}, f"PlanError: outputs=3 is neither a mapping nor a list\n  help: {LIST}"),
-        (
-            {"inputs": {"y": "R"}},
-            "ShardingError: the program has no tensor input 'y'\n  help: it has x_0",
-        ),
-        (
-            {"inputs": [{"dp": "S(0)"}]},
-            "ShardingError: input 'x_0' names mesh axis 'dp', which the mesh (tp=2) does not have\n"
-            "  help: use one of tp\n  asked by: inputs=",
-        ),
-    ],
-)
-def test_a_boundary_that_is_none(boundary: dict[str, Any], expected: str) -> None:
-    assert refusal(exported(Net(), X), **boundary) == expected
 
 
 def test_whole_numbers_cannot_be_a_pending_sum() -> None:
@@ -252,27 +222,3 @@ def test_heads_that_do_not_divide_and_more_ranks_than_kv_heads(heads: int, kv_he
     made = tpcompiler.parallelize(exported(Attention(heads, kv_heads), x), world, HEADS)
     assert [c.kind for c in made.collectives()] == ["all_reduce"]
     assert made.verify((x,)).ok
-
-
-def test_patterns_on_the_command_line(tmp_path: Path) -> None:
-    torch.export.save(exported(Net(), X), tmp_path / "model.pt2")
-    words = ("convert", tmp_path / "model.pt2", "--tp", 2, "-o", tmp_path / "out", "--plan", tmp_path / "plan.yaml")
-    for text, said in (
-        (
-            'up: colwise\n"dow*": rowwise\n"*own": colwise\n',
-            "plan entries 'dow*' and '*own' ask different styles of 'down'\n"
-            "  help: add an entry for 'down', or make one of the two more specific\n",
-        ),
-        (
-            '"**.up.kernel": colwise\n',
-            "plan entry '**.up.kernel' matches nothing\n  help: use a name of the program, such as 'up.weight', 'up.bias', ",
-        ),
-        (
-            'up: colwise\n"up": rowwise\n',
-            f"plan file {tmp_path / 'plan.yaml'} line 2: 'up' is written already in line 1\n"
-            "  help: remove one of the two\n",
-        ),
-    ):
-        (tmp_path / "plan.yaml").write_text(text)
-        assert refused(*words).startswith(said)
-    assert not (tmp_path / "out").exists()

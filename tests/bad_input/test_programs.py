@@ -250,13 +250,6 @@ def test_a_scaled_norm_weight_is_no_linear() -> None:
     )
 
 
-@pytest.mark.parametrize("program", ["model.pt2", nn.Linear(2, 2)])
-def test_no_program(program: Any) -> None:
-    kind = type(program).__name__
-    expected = f"ProgramError: {kind} is not an exported program\n  help: pass what torch.export.export returned"
-    assert refusal(program) == expected
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

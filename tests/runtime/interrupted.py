@@ -20,7 +20,8 @@ NO_ROOM = 9
 
 def save(directory: Path, filling: bytes) -> None:
     """Four files of 2 MiB each."""
-    several = manifest(mesh={"tp": RANKS}, plan={"w": filling.hex()})
+    groups = {f"tp={RANKS}:tp": [list(range(RANKS))]}
+    several = manifest(mesh={"tp": RANKS}, groups=groups, plan={"w": filling.hex()})
     write_artifact(directory, several, lambda rank, path: path.write_bytes(filling * 2 * MIB) and None, force=True)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,7 +53,7 @@ def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
 
 def test_a_target_under_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArtifactError, match=rf"^cannot write {tmp_path}/file/out: \[Errno \d+\] "):
+    with pytest.raises(ArtifactError, match=rf"^cannot write {tmp_path}/file/out: {tmp_path}/file is a file\n"):
         write_artifact(tmp_path / "file" / "out", manifest(), content)
 
 
@@ -109,48 +107,6 @@ def test_the_old_artifact_comes_back_when_the_last_step_fails(out: Path, monkeyp
         write_artifact(out, manifest(mesh={"tp": 1}), content, force=True)
     assert {path: path.read_text() for path in out.iterdir()} == before
     assert list(out.parent.iterdir()) == [out]
-
-
-def without(name: str) -> Callable[[dict[str, object]], object]:
-    return lambda data: data.pop(name)
-
-
-def replaced(**fields: object) -> Callable[[dict[str, object]], object]:
-    return lambda data: data.update(fields)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (replaced(format=2), "has format 2, this tpcompiler reads format 1"),
-        (without("format"), "has format None, this tpcompiler reads format 1"),
-        (without("notes"), "is damaged: fields ['notes'] are missing or unknown"),
-        (replaced(news=1), "is damaged: fields ['news'] are missing or unknown"),
-        (replaced(mesh={}), "is damaged: 'mesh' is not in the form of format 1"),
-        (replaced(mesh={"tp": "2"}), "is damaged: 'mesh' is not in the form of format 1"),
-        (replaced(files=None), "is damaged: 'files' is not in the form of format 1"),
-        (replaced(tensors=[{"name": "w"}]), "is damaged: 'tensors' is not in the form of format 1"),
-        (replaced(inputs={}), "is damaged: 'inputs' is not in the form of format 1"),
-        (replaced(notes=["text"]), "is damaged: 'notes' is not in the form of format 1"),
-        (replaced(mesh={"tp": 3}), "names files ['rank_0.pt2', 'rank_1.pt2'] for 3 ranks"),
-        (replaced(files={"rank_0.pt2": "", "../x": ""}), "names files ['../x', 'rank_0.pt2'] for 2 ranks"),
-    ],
-)
-def test_a_damaged_manifest(out: Path, change: Callable[[dict[str, object]], object], expected: str) -> None:
-    path = out / "manifest.json"
-    data = json.loads(path.read_text())
-    change(data)
-    path.write_text(json.dumps(data))
-    with pytest.raises(ArtifactError) as raised:
-        read_manifest(out)
-    assert str(raised.value) == f"{path} {expected}\n  help: convert the model again"
-
-
-@pytest.mark.parametrize("text", ["", "[1]", '"x"', "{", "\udcff"])
-def test_a_manifest_that_is_no_object(out: Path, text: str) -> None:
-    (out / "manifest.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ArtifactError, match=r"(cannot be read|has format None)"):
-        read_manifest(out)
 
 
 def test_checked_file(out: Path) -> None:

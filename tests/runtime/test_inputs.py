@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 from tests.runtime.models import export_mlp, mlp_inputs
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.inputs import arrange_inputs, read_inputs, write_tensors
+from tpcompiler.runtime.inputs import arrange_inputs, write_tensors
 from tpcompiler.runtime.run import refuse_sharded_boundary, run_file, summarize
 
 
@@ -78,16 +78,6 @@ def test_tensors_come_back_from_a_file(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=f"^cannot write {tmp_path}/no/a: "):
         write_tensors(tmp_path / "no" / "a", {"x": torch.ones(1)})
-
-
-def test_no_inputs_file(mixed: ExportedProgram, tmp_path: Path) -> None:
-    with pytest.raises(InputsError, match=r"^inputs file .*/a does not exist\n  help: give the path of a safetensors"):
-        read_inputs(tmp_path / "a", mixed)
-    (tmp_path / "a").write_text("no safetensors")
-    with pytest.raises(InputsError, match=r"/a is not a safetensors file: "):
-        read_inputs(tmp_path / "a", mixed)
-    with pytest.raises(InputsError, match="is not a safetensors file: "):
-        read_inputs(tmp_path, mixed)
 
 
 def manifest(inputs: dict[str, str], outputs: dict[str, str]) -> Manifest:

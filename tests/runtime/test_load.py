@@ -51,28 +51,12 @@ def test_another_rank(artifacts: Path) -> None:
 
 
 @pytest.mark.usefixtures("world_of_one")
-def test_another_world(artifacts: Path) -> None:
-    with pytest.raises(LaunchError, match=r"^the artifact is for 2 ranks, this world has 1\n"):
-        load(artifacts / "two")
-
-
-@pytest.mark.usefixtures("world_of_one")
 def test_a_damaged_file(artifacts: Path, tmp_path: Path) -> None:
     for file in (artifacts / "one").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "rank_0.pt2").write_bytes(b"PK")
     with pytest.raises(ArtifactError, match="has SHA-256"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize(("name", "size"), [("RANK", "1"), ("WORLD_SIZE", "2")])
-def test_half_an_environment(artifacts: Path, name: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(each, raising=False)
-    monkeypatch.setenv(name, size)
-    with pytest.raises(LaunchError, match=r"^this process is part of no group: RANK and WORLD_SIZE are not set\n"):
-        load(artifacts / "two")
-    assert not dist.is_initialized()
 
 
 @pytest.fixture(scope="module")
@@ -101,18 +85,6 @@ def environment(monkeypatch: pytest.MonkeyPatch, **names: str) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in names.items():
         monkeypatch.setenv(name, value)
-
-
-def test_no_gpu_at_hand(for_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    environment(monkeypatch, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
-    with pytest.raises(LaunchError) as raised:
-        load(for_cuda)
-    assert str(raised.value) == (
-        "the artifact is for CUDA, and torch finds no CUDA device here\n"
-        "  help: run it on a machine with GPUs, or convert the model again with --device cpu"
-    )
-    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -164,6 +136,8 @@ def test_the_gpu_is_taken_before_nccl_is_asked_for(
 ) -> None:
     chosen = gpus(2)
     environment(monkeypatch, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
 
     def join(backend: str, timeout: timedelta) -> None:
         assert (backend, chosen) == ("nccl", [torch.device("cuda:1")])

@@ -1,4 +1,4 @@
-"""Reading a .pt2: quietly, and with the modules it needs. What it refuses is in test_no_model.py."""
+"""Reading a .pt2: quietly, and with the modules it needs. What else it refuses is in tests/bad_input/table.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,25 @@ def test_torch_is_quiet_only_while_it_reads(model: Path, tmp_path: Path, capfd: 
         read_model(path)
     assert capfd.readouterr() == ("", "")
     assert logger.handlers is before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU can read this file")
+def test_weights_on_a_device_that_is_not_here(tmp_path: Path) -> None:
+    """As torch.export.save writes a model that was exported on a GPU."""
+    torch.export.save(export_mlp(), tmp_path / "cpu.pt2")
+    path = tmp_path / "cuda.pt2"
+    with zipfile.ZipFile(tmp_path / "cpu.pt2") as here, zipfile.ZipFile(path, "w") as there:
+        for name in here.namelist():
+            content = here.read(name)
+            if name.endswith(".json"):
+                content = content.replace(b'"type": "cpu", "index": null', b'"type": "cuda", "index": 0')
+            there.writestr(name, content)
+    with pytest.raises(ArtifactError) as raised:
+        read_model(path)
+    assert str(raised.value) == (
+        f"{path} holds tensors that are on CUDA, which torch does not find here\n"
+        "  help: read it on a machine with a GPU, or export the model on the CPU and convert with --device cuda"
+    )
 
 
 CUSTOM = """

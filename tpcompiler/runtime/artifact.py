@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,17 @@ def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Pa
     """The directory as a path, if an artifact may be written there: ask before the expensive work.
 
     Raises:
-        ArtifactError: it exists, and `force` is not set or it is no artifact.
+        ArtifactError: it exists, and `force` is not set or it is no artifact; or the folder it belongs in cannot be
+            written.
     """
     target = Path(directory)
-    if target.exists() and not force:
+    if os.path.exists(target) and not force:
         raise ArtifactError(f"{target} exists already", help="choose another directory, or pass force=True (--force)")
-    if target.exists() and not any((target / name).is_file() for name in (MANIFEST, SET)):
+    above = next(parent for parent in (*target.parents, Path()) if os.path.exists(parent))
+    if not os.path.isdir(above) or not os.access(above, os.W_OK):
+        reason = "cannot be written" if os.path.isdir(above) else "is a file"
+        raise ArtifactError(f"cannot write {target}: {above} {reason}", help="choose another directory")
+    if os.path.exists(target) and not any(os.path.isfile(target / name) for name in (MANIFEST, SET)):
         raise ArtifactError(
             f"{target} exists and is not an artifact (it has no {MANIFEST})", help="choose another directory"
         )
@@ -157,18 +163,25 @@ def _in_place_of(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise ArtifactError(f"cannot write {target}: {error}", help="choose a directory that can be written") from error
+        raise ArtifactError(
+            f"cannot write {target}: {_reason(error)}", help="choose a directory that can be written"
+        ) from error
     try:
         yield temporary
         temporary.chmod(0o755)
         _move_into_place(temporary, target)
     except OSError as error:
         raise ArtifactError(
-            f"cannot write {target}: {(str(error) or type(error).__name__).splitlines()[0]}",
+            f"cannot write {target}: {_reason(error)}",
             help="check the free space and the permissions",
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _reason(error: Exception) -> str:
+    """Without the number and the name of a file that is temporary, or named already."""
+    return ((getattr(error, "strerror", None) or str(error)) or type(error).__name__).splitlines()[0]
 
 
 def _move_into_place(temporary: Path, target: Path) -> None:
@@ -200,16 +213,22 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ArtifactError(
-            f"{directory} is not an artifact: it has no {MANIFEST}", help="make one with tpcompiler convert"
-        ) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        state = (
+            f"is not an artifact: it has no {MANIFEST}"
+            if os.path.isdir(directory)
+            else "is a file, not the directory of an artifact"
+            if os.path.exists(directory)
+            else "does not exist"
+        )
+        raise ArtifactError(f"{directory} {state}", help="make one with tpcompiler convert") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path} cannot be read: {error}", help="convert the model again") from error
+        raise ArtifactError(f"{path} cannot be read: {_reason(error)}", help="convert the model again") from error
     version = data.get("format") if isinstance(data, Mapping) else None
     if version != FORMAT:
         raise ArtifactError(
-            f"{path} has format {version!r}, this tpcompiler reads format {FORMAT}", help="convert the model again"
+            f"{path} has format {version!r}{_writer(data)}, this tpcompiler {VERSION} reads format {FORMAT}",
+            help="convert the model again",
         )
     names = {field.name for field in dataclasses.fields(Manifest)}
     if set(data) != names:
@@ -227,7 +246,20 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             f"{path} names files {sorted(manifest.files)} for {manifest.world_size} ranks",
             help="convert the model again",
         )
+    # Two artifacts that were copied into one directory: which of them each file is of, nobody can say.
+    stray = {file.name for file in Path(directory).glob("rank_*.pt2")} - set(manifest.files)
+    if stray:
+        raise ArtifactError(
+            f"{path.parent / min(stray)} is of another artifact: the manifest names {manifest.world_size} files",
+            help="copy the artifact again, into a directory of its own",
+        )
     return manifest
+
+
+def _writer(data: Any) -> str:
+    versions = data.get("versions") if isinstance(data, Mapping) else None
+    found = versions.get("tpcompiler") if isinstance(versions, Mapping) else None
+    return f" of tpcompiler {found}" if isinstance(found, str) else ""
 
 
 def programs_in(directory: str | os.PathLike[str]) -> list[str]:
@@ -240,10 +272,10 @@ def programs_in(directory: str | os.PathLike[str]) -> list[str]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         names = data["programs"] if data["format"] == FORMAT else None
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ArtifactError(f"{path} cannot be read: {error}", help="convert the models again") from error
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ArtifactError(f"{path} cannot be read: {_reason(error)}", help="convert the models again") from error
     if not isinstance(names, list) or not all(isinstance(name, str) and name.isidentifier() for name in names):
         raise ArtifactError(f"{path} is damaged, or of another format than {FORMAT}", help="convert the models again")
     for name in names:
@@ -254,7 +286,7 @@ def programs_in(directory: str | os.PathLike[str]) -> list[str]:
 def _inside(directory: str | os.PathLike[str], name: str) -> Path:
     """The path of a file of the artifact, which must not be a link to somewhere else."""
     path = Path(directory) / name
-    if not path.resolve().is_relative_to(Path(directory).resolve()):
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(directory)):
         raise ArtifactError(f"{path} leads out of {os.fspath(directory)}", help="copy the files themselves, not links")
     return path
 
@@ -271,17 +303,27 @@ def checked_file(directory: str | os.PathLike[str], manifest: Manifest, rank: in
             help=f"use a rank from 0 to {manifest.world_size - 1}",
         )
     path = _inside(directory, rank_file(rank))
-    found = None
-    with contextlib.suppress(FileNotFoundError):
-        found = sha256(path)
-    if found != manifest.files[path.name]:
-        state = (
-            "is missing"
-            if found is None
-            else f"has SHA-256 {found[:12]}.., the manifest says {manifest.files[path.name][:12]}.."
-        )
-        raise ArtifactError(f"{path} {state}", help="copy the artifact again, or convert the model again")
+    if wrong := _other_than_written(path, manifest.files[path.name]):
+        raise ArtifactError(f"{path} {wrong}", help="copy the artifact again, or convert the model again")
     return path
+
+
+def _other_than_written(path: Path, hash: str) -> str:
+    """What a rank's file is, if it is not the one with this hash."""
+    try:
+        found = sha256(path)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {_reason(error)}"
+    if found != hash:
+        return f"has SHA-256 {found[:12]}.., the manifest says {hash[:12]}.."
+    # The graphs of all ranks may be equal: then nothing but this name tells that a file has another's weights.
+    with contextlib.suppress(zipfile.BadZipFile, OSError, ValueError), zipfile.ZipFile(path) as archive:
+        folder = archive.namelist()[0].partition("/")[0]
+        if folder.startswith("rank_") and folder != path.stem:
+            return f"was written as {folder}.pt2"
+    return ""
 
 
 def sha256(path: Path) -> str:

@@ -30,7 +30,10 @@ def read_inputs(path: str | os.PathLike[str], program: ExportedProgram) -> tuple
         tensors = load_file(os.fspath(path))
     except FileNotFoundError as error:
         raise InputsError(f"inputs file {path} does not exist", help="give the path of a safetensors file") from error
-    except (OSError, SafetensorError, ValueError) as error:
+    except OSError as error:  # what it is called differs: safetensors maps the file into memory
+        reason = "is a directory" if os.path.isdir(path) else f"cannot be read: {error}"
+        raise InputsError(f"inputs file {path} {reason}", help="give the path of a safetensors file") from error
+    except (SafetensorError, ValueError) as error:
         raise InputsError(
             f"{path} is not a safetensors file: {error}",
             help="write it with safetensors.torch.save_file({name: tensor}, path)",

@@ -16,10 +16,10 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import group_is_registered, register_group, resolve_group
 from tpcompiler.errors import ArtifactError, LaunchError
 from tpcompiler.runtime.agree import RESTART, WAIT, agreeing, artifact_facts, input_facts, named_failures
-from tpcompiler.runtime.artifact import Manifest, checked_file, programs_in, read_manifest
+from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
 from tpcompiler.runtime.inputs import named_inputs
-from tpcompiler.runtime.model_file import read_model
 from tpcompiler.runtime.place import place_state
+from tpcompiler.runtime.rank_file import read_rank
 
 
 def load(
@@ -86,7 +86,7 @@ def _exported(
             f"rank {here} was asked for in the process of rank {dist.get_rank()}", help="leave rank out under torchrun"
         )
     with agreeing(timeout) as mine:
-        exported = read_model(checked_file(directory, manifest, here), trust=trust)
+        exported = read_rank(directory, manifest, here, trust=trust)
         mine.update(artifact_facts(manifest))
     _register_groups(manifest)
     for held in (exported.state_dict, exported.constants):
@@ -130,9 +130,9 @@ def _own_device(manifest: Manifest) -> torch.device:
         )
     count = torch.cuda.device_count()
     joined = dist.is_initialized()
-    rank = dist.get_rank() if joined else int(os.environ.get("RANK", 0))
-    local = int(os.environ.get("LOCAL_RANK", rank % count))
-    processes = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), local + 1)
+    rank = dist.get_rank() if joined else _number("RANK")
+    local = _number("LOCAL_RANK", rank % count)
+    processes = max(_number("LOCAL_WORLD_SIZE", 1), local + 1)
     if processes > count and not joined:  # who joined a group has seen to it: gloo's processes may share a device
         raise LaunchError(
             f"{processes} processes on this machine, and torch finds {count} CUDA device{'s' * (count != 1)}: NCCL "
@@ -146,12 +146,20 @@ def _own_device(manifest: Manifest) -> torch.device:
 
 def _join_world(manifest: Manifest, timeout: timedelta) -> None:
     if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        start = f"start it with torchrun --nproc-per-node {manifest.world_size}"
+        if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]:
             raise LaunchError(
-                "this process is part of no group: RANK and WORLD_SIZE are not set",
-                help=f"start it with torchrun --nproc-per-node {manifest.world_size}",
+                f"this process is part of no group: {' and '.join(missing)} {'are' if missing[1:] else 'is'} not set",
+                help=start,
             )
-        _same_world(int(os.environ["WORLD_SIZE"]), manifest)
+        size = _number("WORLD_SIZE")
+        _same_world(size, manifest)
+        if (rank := _number("RANK")) >= size:
+            raise LaunchError(f"RANK is {rank} in a world of {size}", help=f"use a rank from 0 to {size - 1}")
+        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+            raise LaunchError(f"the ranks have no place to meet: {missing[0]} is not set", help=start)
+        if (port := _number("MASTER_PORT")) >= 1 << 16:
+            raise LaunchError(f"MASTER_PORT is {port}, and the last port is {(1 << 16) - 1}", help=start)
         try:
             dist.init_process_group("nccl" if manifest.device_type == "cuda" else "gloo", timeout=timeout)
         except dist.DistError as error:
@@ -160,6 +168,14 @@ def _join_world(manifest: Manifest, timeout: timedelta) -> None:
                 help=RESTART,
             ) from error
     _same_world(dist.get_world_size(), manifest)
+
+
+def _number(name: str, otherwise: int = 0) -> int:
+    """What the environment says of this process."""
+    text = os.environ.get(name, str(otherwise))
+    if not (text.isascii() and text.isdecimal()):
+        raise LaunchError(f"{name} is {text!r}, which is no number", help="start it with torchrun, which sets it")
+    return int(text)
 
 
 def _line(error: BaseException) -> str:

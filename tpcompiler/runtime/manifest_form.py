@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Form = Callable[[Any], bool]
@@ -91,7 +91,7 @@ COLLECTIVE: dict[str, Form] = {
 FIELDS: dict[str, Form] = {
     "mesh": mesh,
     "groups": table(text, some(some(number))),
-    "device_type": text,
+    "device_type": one_of("cpu", "cuda"),
     "plan": table(text, lambda value: True),
     "tensors": some(row(TENSOR, {"tied_to": text, "stored_in": text})),
     "inputs": some(row(BOUNDARY)),
@@ -107,4 +107,12 @@ FIELDS: dict[str, Form] = {
 
 def malformed(data: Mapping[str, Any]) -> str | None:
     """The first field that is not in its form."""
-    return next((name for name, form in FIELDS.items() if not form(data[name])), None)
+    wrong = next((name for name, form in FIELDS.items() if not form(data[name])), None)
+    if wrong is None and not all(_is_partition(groups, data["mesh"]) for groups in data["groups"].values()):
+        return "groups"
+    return wrong
+
+
+def _is_partition(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> bool:
+    """Whether every rank is in one group."""
+    return sorted(rank for ranks in groups for rank in ranks) == list(range(math.prod(mesh.values())))

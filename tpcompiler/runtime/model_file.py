@@ -69,8 +69,8 @@ def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, tru
 
 def _other_than_pt2(file: Path) -> tuple[str, str] | None:
     """(what the file seems to be, what to do) unless it looks like a .pt2 with an exported program."""
-    if file.is_dir():
-        if (file / "manifest.json").is_file():
+    if os.path.isdir(file):  # unlike pathlib's, it does not raise where a name is too long or a folder is closed
+        if os.path.isfile(file / "manifest.json"):
             return "is a directory that tpcompiler wrote", "give the .pt2 file of the single-device model"
         return "is a directory", "give a .pt2 file"
     try:

@@ -179,6 +179,7 @@ class _Trial:
                 f"the single-device program does not run on these inputs: {str(error).splitlines()[0]}",
                 help="check shapes and values",
             ) from error
+        _refuse_nothing_finite(self.expected.outputs, self.output_names)
         (self.best,) = simulate([self.exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise])
         try:
             self.got = simulate(self.programs, shares, state=self.held)
@@ -255,6 +256,23 @@ class _Trial:
                 reason = claim.get("reshard_reason") or claim.get("reason", "")
                 return f"'{node.name}' ({node.target}, claimed {text}); {reason}"
         return None
+
+
+def _refuse_nothing_finite(outputs: Sequence[Any], names: Sequence[str]) -> None:
+    """NaN is equal to NaN whatever the ranks do: where there is nothing else, nothing is proved.
+
+    Raises:
+        InputsError: no output that is rounded has one finite number.
+    """
+    rounded = {n: v for n, v in zip(names, outputs, strict=False) if isinstance(v, torch.Tensor) and is_rounded(v)}
+    if any(not value.numel() or value.isfinite().any() for value in rounded.values()) or not rounded:
+        return
+    count = sum(value.numel() for value in rounded.values())
+    raise InputsError(
+        f"the single-device program gives no finite number in {count} ({', '.join(map(repr, rounded))}): there is "
+        "nothing to compare",
+        help="look for NaN and infinity in the inputs and the weights",
+    )
 
 
 def _claimed(graph: fx.Graph) -> dict[fx.Node, Any]:

@@ -1,0 +1,355 @@
+"""Rows of the table: artifacts that are damaged, mixed up or of another version, and their manifests."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.bad_input.row import Row, Spoil, content, exchanged, fields, manifest, text
+
+AGAIN = "copy the artifact again, or convert the model again"
+CONVERT = "convert the model again"
+MAKE = "make one with tpcompiler convert"
+VERIFY = "tpcompiler verify out --against model.pt2"
+
+
+def flip(patch: pytest.MonkeyPatch) -> None:
+    found = bytearray(Path("out/rank_1.pt2").read_bytes())
+    found[len(found) // 2] ^= 1
+    Path("out/rank_1.pt2").write_bytes(found)
+
+
+def swap_names(patch: pytest.MonkeyPatch) -> None:
+    for old, new in (("rank_0", "kept"), ("rank_1", "rank_0"), ("kept", "rank_1")):
+        Path(f"out/{old}.pt2").rename(f"out/{new}.pt2")
+
+
+def programs(*names: str) -> Spoil:
+    return text("programs.json", json.dumps({"format": 1, "programs": names}))
+
+
+ARTIFACTS = [
+    Row(
+        "a directory that does not exist",
+        "tpcompiler check none",
+        "none does not exist",
+        MAKE,
+    ),
+    Row(
+        "a directory of something else",
+        "tpcompiler inspect .",
+        ". is not an artifact: it has no manifest.json",
+        MAKE,
+    ),
+    Row(
+        "the same, to be verified",
+        "tpcompiler verify . --against model.pt2",
+        ". is not an artifact: it has no manifest.json",
+        MAKE,
+    ),
+    Row(
+        "the same, to be run",
+        "tpcompiler run . --inputs in.safetensors",
+        ". is not an artifact: it has no manifest.json",
+        MAKE,
+    ),
+    Row(
+        "a model where an artifact belongs",
+        "tpcompiler show model.pt2",
+        "model.pt2 is a file, not the directory of an artifact",
+        MAKE,
+    ),
+    Row(
+        "a bit that is another",
+        VERIFY,
+        "out/rank_1.pt2 has SHA-256 <hash>.., the manifest says <hash>..",
+        AGAIN,
+        spoil=flip,
+    ),
+    Row(
+        "half a copy: the file of a rank is missing",
+        VERIFY,
+        "out/rank_1.pt2 is missing",
+        AGAIN,
+        spoil=lambda patch: Path("out/rank_1.pt2").unlink(),
+    ),
+    Row(
+        "half a copy: the file of a rank is cut off",
+        "tpcompiler check out",
+        "out/rank_1.pt2 has SHA-256 <hash>.., the manifest says <hash>..",
+        AGAIN,
+        spoil=lambda patch: Path("out/rank_1.pt2").write_bytes(Path("out/rank_1.pt2").read_bytes()[:5000]),
+    ),
+    Row(
+        "half a copy: the manifest is missing",
+        "tpcompiler check out",
+        "out is not an artifact: it has no manifest.json",
+        MAKE,
+        spoil=lambda patch: Path("out/manifest.json").unlink(),
+    ),
+    Row(
+        "a directory where the file of a rank belongs",
+        "tpcompiler check out",
+        "out/rank_1.pt2 cannot be read: Is a directory",
+        AGAIN,
+        spoil=lambda patch: (Path("out/rank_1.pt2").unlink(), Path("out/rank_1.pt2").mkdir()),
+    ),
+    Row(
+        "a link to a file elsewhere",
+        "tpcompiler check out",
+        "out/rank_1.pt2 leads out of out",
+        "copy the files themselves, not links",
+        spoil=lambda patch: (
+            Path("out/rank_1.pt2").rename("r.pt2"),
+            Path("out/rank_1.pt2").symlink_to(Path("r.pt2").resolve()),
+        ),
+    ),
+    Row(
+        "the file of a rank too many",
+        "tpcompiler check out",
+        "out/rank_2.pt2 is of another artifact: the manifest names 2 files",
+        "copy the artifact again, into a directory of its own",
+        spoil=lambda patch: shutil.copy("out/rank_1.pt2", "out/rank_2.pt2"),
+    ),
+    Row(
+        "files of two ranks that changed places",
+        "tpcompiler check out",
+        "out/rank_0.pt2 has SHA-256 <hash>.., the manifest says <hash>..",
+        AGAIN,
+        spoil=swap_names,
+    ),
+    Row(
+        "the same, with hashes that fit",
+        "tpcompiler check out",
+        "out/rank_0.pt2 was written as rank_1.pt2",
+        AGAIN,
+        spoil=exchanged("out/rank_0.pt2", "out/rank_1.pt2"),
+    ),
+    Row(
+        "the manifest of another artifact",
+        "tpcompiler check one",
+        "one/rank_0.pt2 has SHA-256 <hash>.., the manifest says <hash>..",
+        AGAIN,
+        spoil=lambda patch: shutil.copy("out/manifest.json", "one/manifest.json"),
+    ),
+    Row(
+        "the file of another artifact",
+        "tpcompiler check one",
+        "one/rank_0.pt2 has SHA-256 <hash>.., the manifest says <hash>..",
+        AGAIN,
+        spoil=lambda patch: shutil.copy("out/rank_0.pt2", "one/rank_0.pt2"),
+    ),
+    Row(
+        "a rank that it does not have",
+        "tpcompiler show out --rank 2",
+        "rank 2 is outside the artifact's world of 2",
+        "use a rank from 0 to 1",
+    ),
+    Row(
+        "a rank below zero",
+        "tpcompiler show out --rank -1",
+        "rank -1 is outside the artifact's world of 2",
+        "use a rank from 0 to 1",
+    ),
+    Row(
+        "several programs where one is asked for",
+        "tpcompiler inspect .",
+        ". holds the programs out, one",
+        "give one of them: out",
+        spoil=programs("out", "one"),
+    ),
+    Row(
+        "a list of programs with a path in it",
+        "tpcompiler check .",
+        "programs.json is damaged, or of another format than 1",
+        "convert the models again",
+        spoil=programs("../out"),
+    ),
+    Row(
+        "a list of programs that is cut off",
+        "tpcompiler check .",
+        "programs.json cannot be read: Expecting value: line 1 column 12 (char 11)",
+        "convert the models again",
+        spoil=text("programs.json", '{"format": '),
+    ),
+    Row(
+        "a list of programs one of which is missing",
+        "tpcompiler check .",
+        "none does not exist",
+        MAKE,
+        spoil=programs("out", "none"),
+    ),
+    Row(
+        "a model that is not there, to be checked against",
+        "tpcompiler check out --original none.pt2",
+        "none.pt2 does not exist",
+        "give the path of a .pt2 file; to make one, export the model and write it with torch.export.save(exported_program, path)",
+    ),
+]
+
+MANIFESTS = [
+    Row(
+        "a later format",
+        "tpcompiler inspect out",
+        "out/manifest.json has format 2 of tpcompiler 9.0, this tpcompiler <tpcompiler> reads format 1",
+        CONVERT,
+        spoil=fields(format=2, news=[], versions={"tpcompiler": "9.0"}),
+    ),
+    Row(
+        "the same, to be verified",
+        VERIFY,
+        "out/manifest.json has format 2 of tpcompiler <tpcompiler>, this tpcompiler <tpcompiler> reads format 1",
+        CONVERT,
+        spoil=fields(format=2),
+    ),
+    Row(
+        "the same, to be run",
+        "tpcompiler run out --inputs in.safetensors",
+        "out/manifest.json has format 2 of tpcompiler <tpcompiler>, this tpcompiler <tpcompiler> reads format 1",
+        CONVERT,
+        spoil=fields(format=2),
+    ),
+    Row(
+        "no format",
+        "tpcompiler inspect out",
+        "out/manifest.json has format None of tpcompiler <tpcompiler>, this tpcompiler <tpcompiler> reads format 1",
+        CONVERT,
+        spoil=manifest(lambda data: data.pop("format")),
+    ),
+    Row(
+        "no bytes",
+        "tpcompiler inspect out",
+        "out/manifest.json cannot be read: Expecting value: line 1 column 1 (char 0)",
+        CONVERT,
+        spoil=text("out/manifest.json", ""),
+    ),
+    Row(
+        "half of it",
+        "tpcompiler inspect out",
+        "out/manifest.json cannot be read: Expecting value: line 1 column 10 (char 9)",
+        CONVERT,
+        spoil=text("out/manifest.json", '{"mesh": '),
+    ),
+    Row(
+        "no text",
+        "tpcompiler inspect out",
+        "out/manifest.json cannot be read: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        CONVERT,
+        spoil=content("out/manifest.json", b"\xff\xfe"),
+    ),
+    Row(
+        "JSON of something else",
+        "tpcompiler inspect out",
+        "out/manifest.json has format None, this tpcompiler <tpcompiler> reads format 1",
+        CONVERT,
+        spoil=text("out/manifest.json", "[1]"),
+    ),
+    Row(
+        "a directory",
+        "tpcompiler inspect out",
+        "out/manifest.json cannot be read: Is a directory",
+        CONVERT,
+        spoil=lambda patch: (Path("out/manifest.json").unlink(), Path("out/manifest.json").mkdir()),
+    ),
+    Row(
+        "a field is missing",
+        "tpcompiler inspect out",
+        "out/manifest.json is damaged: fields ['notes'] are missing or unknown",
+        CONVERT,
+        spoil=manifest(lambda data: data.pop("notes")),
+    ),
+    Row(
+        "a field too many",
+        "tpcompiler inspect out",
+        "out/manifest.json is damaged: fields ['news'] are missing or unknown",
+        CONVERT,
+        spoil=fields(news=1),
+    ),
+    Row(
+        "no axis",
+        "tpcompiler inspect out",
+        "out/manifest.json is damaged: 'mesh' is not in the form of format 1",
+        CONVERT,
+        spoil=fields(mesh={}),
+    ),
+    Row(
+        "a degree that is text",
+        "tpcompiler inspect out",
+        "out/manifest.json is damaged: 'mesh' is not in the form of format 1",
+        CONVERT,
+        spoil=fields(mesh={"tp": "2"}),
+    ),
+    Row(
+        "a rank in no group",
+        "tpcompiler inspect out",
+        "out/manifest.json is damaged: 'groups' is not in the form of format 1",
+        CONVERT,
+        spoil=fields(groups={"tp=2:tp": [[0]]}),
+    ),
+    Row(
+        "a device that is none",
+        "tpcompiler inspect out",
+        "out/manifest.json is damaged: 'device_type' is not in the form of format 1",
+        CONVERT,
+        spoil=fields(device_type="tpu"),
+    ),
+    Row(
+        "no list of files",
+        "tpcompiler inspect out",
+        "out/manifest.json is damaged: 'files' is not in the form of format 1",
+        CONVERT,
+        spoil=fields(files=None),
+    ),
+    Row(
+        "rows without what is needed",
+        "tpcompiler inspect out",
+        "out/manifest.json is damaged: 'tensors' is not in the form of format 1",
+        CONVERT,
+        spoil=fields(tensors=[{"name": "w"}]),
+    ),
+    Row(
+        "inputs that are no list",
+        "tpcompiler inspect out",
+        "out/manifest.json is damaged: 'inputs' is not in the form of format 1",
+        CONVERT,
+        spoil=fields(inputs={}),
+    ),
+    Row(
+        "notes that are text",
+        "tpcompiler inspect out",
+        "out/manifest.json is damaged: 'notes' is not in the form of format 1",
+        CONVERT,
+        spoil=fields(notes=["text"]),
+    ),
+    Row(
+        "another degree",
+        "tpcompiler inspect out",
+        "out/manifest.json names files ['rank_0.pt2', 'rank_1.pt2'] for 4 ranks",
+        CONVERT,
+        spoil=fields(mesh={"tp": 4}, groups={"tp=4:tp": [[0, 1, 2, 3]]}),
+    ),
+    Row(
+        "a file that leads out",
+        "tpcompiler inspect out",
+        "out/manifest.json names files ['../x', 'rank_0.pt2'] for 2 ranks",
+        CONVERT,
+        spoil=fields(files={"rank_0.pt2": "", "../x": ""}),
+    ),
+    Row(
+        "a sharding that the weights do not have",
+        "tpcompiler check out",
+        "NOT SOUND: 2 ranks, 1 graphs, 2 collectives\n  rank_0.pt2: 'p_layers_0_up_weight' (p_layers_0_up_weight) is [8, 8], and S(1) of [16, 8] is [16, 4]\n  rank_1.pt2: 'p_layers_0_up_weight' (p_layers_0_up_weight) is [8, 8], and S(1) of [16, 8] is [16, 4]\n  'layers.0.up.weight': rank 0 holds [8, 8] of [16, 8] as S(1)",
+        spoil=manifest(lambda data: data["tensors"][0].update(sharding="S(1)")),
+        code=1,
+    ),
+    Row(
+        "an input that is said to be cut",
+        "tpcompiler run out --inputs in.safetensors",
+        "input 'x' is sharded (S(0)); tpcompiler run takes and writes whole tensors only",
+        "convert with that input at R, or call tpcompiler.load in a program of your own",
+        spoil=manifest(lambda data: data["inputs"][0].update(sharding="S(0)")),
+    ),
+]

@@ -1,0 +1,72 @@
+"""Bad inputs, and the whole message for each. `python -m tests.bad_input.table` writes docs/bad-input.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from tests.bad_input import rows_artifacts, rows_calls, rows_files, rows_plans, rows_weights
+from tests.bad_input.row import Row
+from tpcompiler import __version__
+
+PAGE = Path(__file__).parents[2] / "docs" / "bad-input.md"
+
+TABLE: dict[str, list[Row]] = {
+    "Files": rows_files.FILES,
+    "Models": rows_files.MODELS,
+    "Plans": rows_plans.PLANS,
+    "Meshes": rows_plans.MESHES,
+    "Boundaries": rows_plans.BOUNDARIES,
+    "Inputs": rows_files.INPUTS,
+    "Artifacts": rows_artifacts.ARTIFACTS,
+    "Manifests": rows_artifacts.MANIFESTS,
+    "Weights": rows_weights.WEIGHTS,
+    "Environments": rows_calls.ENVIRONMENTS,
+    "Calls from Python": rows_calls.CALLS,
+}
+
+TOP = """# Bad input
+
+Written by `python -m tests.bad_input.table`; do not edit. Each row is a test (`tests/bad_input/test_table.py`): the message is
+all that is said, no traceback is shown, and no file is written or changed.
+
+Exit codes: 1 not equal (`verify`) or not sound (`check`), 2 bad input. From Python the same messages are exceptions, here by their
+names. `<torch>` and `<tpcompiler>` are versions, `<hash>` is the beginning of a SHA-256,
+`<reason>` what the library says that reads the file.
+"""
+
+
+def masked(text: str) -> str:
+    """The text without what differs from machine to machine or is long, and without a usage line."""
+    for version, name in ((torch.__version__, "<torch>"), (__version__, "<tpcompiler>")):
+        text = text.replace(version, name)
+    text = re.sub(r"\b[0-9a-f]{12}\.\.", "<hash>..", text)
+    text = re.sub(r"(is not a safetensors file: ).*", r"\1<reason>", text)
+    text = text.replace("a" * 300, "<300 letters>")
+    return re.sub(r"(?s)\AUsage: .*?\nError: ", "Error: ", text)
+
+
+def page() -> str:
+    parts = [TOP]
+    for title, rows in TABLE.items():
+        parts.append(f"\n## {title}\n\n| what is wrong | the message | exit code |\n|---|---|---|\n")
+        parts += [_line(row) for row in rows]
+    return "".join(parts)
+
+
+def _line(row: Row) -> str:
+    what = f"{row.what}:<br>{_code(masked(row.call))}" if isinstance(row.call, str) else row.what
+    said = "<br>".join(_code(line.strip()) for line in masked(row.text).splitlines())
+    code = row.code if isinstance(row.code, int) else f"`{row.code.__name__}`"
+    return f"| {what} | {said} | {code} |\n"
+
+
+def _code(text: str) -> str:
+    assert "`" not in text
+    return "`" + text.replace("|", r"\|") + "`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

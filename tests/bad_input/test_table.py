@@ -1,0 +1,71 @@
+"""Every row of the table: its message, its exit code, no traceback, nothing written; and the page that shows it."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from torch.export import ExportedProgram
+
+from tests.bad_input import table
+from tests.bad_input.row import Row, write_good
+from tests.runtime.commands import call
+from tpcompiler.errors import TpCompilerError
+
+ROWS = [row for rows in table.TABLE.values() for row in rows]
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ExportedProgram]:
+    directory = tmp_path_factory.mktemp("good")
+    return directory, write_good(directory)
+
+
+def test_there_are_rows_of_every_kind() -> None:
+    assert len(ROWS) >= 60
+    assert len({(row.what, row.call) for row in ROWS}) == len(ROWS)
+    assert all(row.help or row.code == 1 for row in ROWS if row.message.count("Error: ") == 0)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
+def test_bad_input(
+    row: Row, good: tuple[Path, ExportedProgram], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, program = good
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    row.spoil(monkeypatch)
+    before = everything(tmp_path)
+    assert said(row, program) == (row.code, table.masked(row.text))
+    assert everything(tmp_path) == before
+
+
+def said(row: Row, program: ExportedProgram) -> tuple[int | type[TpCompilerError], str]:
+    if not isinstance(row.call, str):
+        with pytest.raises(TpCompilerError) as raised:
+            row.call(program)
+        return type(raised.value), table.masked(str(raised.value))
+    words = shlex.split(row.call)
+    at = words.index("tpcompiler")
+    result = call(*words[at + 1 :], **dict(word.split("=", 1) for word in words[:at]))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert "Traceback" not in result.output
+    one, none = (result.stdout, result.stderr) if result.exit_code == 1 else (result.stderr, result.stdout)
+    assert none == ""
+    return result.exit_code, table.masked(one.removesuffix("\n"))
+
+
+def everything(directory: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
+
+
+@pytest.mark.skipif(not table.PAGE.exists(), reason="an installed wheel has no docs beside the tests")
+def test_the_page_is_fresh() -> None:
+    """If not: python -m tests.bad_input.table"""
+    assert table.PAGE.read_text(encoding="utf-8") == table.page()

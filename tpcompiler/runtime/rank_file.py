@@ -1,0 +1,51 @@
+"""Read a rank's file, whose tensors must be those of its graph and of the manifest."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch.export import ExportedProgram
+
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.artifact import Manifest, checked_file
+from tpcompiler.runtime.model_file import read_model
+
+AGAIN = "copy the artifact again, or convert the model again"
+
+
+def read_rank(
+    directory: str | os.PathLike[str], manifest: Manifest, rank: int, *, trust: bool = False
+) -> ExportedProgram:
+    """The program of a rank, after its hash and its tensors were compared.
+
+    torch compares neither: a bias of one element is spread over all features, and the numbers are wrong.
+
+    Raises:
+        ArtifactError: as `checked_file` and `read_model`; a tensor too many or missing, of another shape or dtype.
+    """
+    path = checked_file(directory, manifest, rank)
+    program = read_model(path, trust=trust)
+    _check_tensors(program, manifest, path)
+    return program
+
+
+def _check_tensors(program: ExportedProgram, manifest: Manifest, path: Path) -> None:
+    held = {**program.constants, **program.state_dict}
+    tensors = {name for name, value in held.items() if isinstance(value, torch.Tensor)}
+    named = {row["name"] for row in manifest.tensors}
+    if missing := sorted(named - tensors):
+        raise ArtifactError(f"{path} has no tensor {missing[0]!r}, and the manifest names it", help=AGAIN)
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    taken = {spec.target: values[spec.arg.name] for spec in program.graph_signature.input_specs if spec.target in held}
+    if more := sorted(tensors - named - taken.keys()):
+        raise ArtifactError(f"{path} holds the tensor {more[0]!r}, which its program does not take", help=AGAIN)
+    for name, want in taken.items():
+        value = held[name]
+        if isinstance(want, torch.Tensor) and (value.shape, value.dtype) != (want.shape, want.dtype):
+            raise ArtifactError(
+                f"{path}: {name!r} is {value.dtype} {list(value.shape)}, its program takes {want.dtype} "
+                f"{list(want.shape)}",
+                help=AGAIN,
+            )
