@@ -129,14 +129,18 @@ def _key(program: PlannedProgram) -> tuple[Any, ...]:
 
 
 def _others(trial: _Trial) -> Iterator[PlannedProgram]:
-    """The program with other cuts: whatever spares one kind of gather, for all of that kind."""
+    """The program with other cuts: whatever spares one kind of gather, for all of that kind.
+
+    First those that cut all of a leaf, then those that leave parts of it whole, such as the one head of keys.
+    """
     program = trial.program
     kinds = (_as_the_op_takes_it, _moved, _shared, _kept)
-    for ways in (kinds, *((kind,) for kind in kinds)):
+    for partly, ways in itertools.product((False, True), (kinds, *((kind,) for kind in kinds))):
         wishes: dict[str, Sharding] = {}
         for one, way in itertools.product(trial.gathered, ways):
             found = _pulled(list(way(one, trial)), trial, trial.program.mesh.names if way is _shared else ())
-            if way is not _shared and any(not _as_asked(wish, program.seeds[name]) for name, wish in found.items()):
+            asked = (_as_asked(wish, program.seeds[name], partly) for name, wish in found.items())
+            if way is not _shared and not all(asked):
                 continue
             if found and all(wishes.get(name, wish) == wish for name, wish in found.items()):
                 wishes.update(found)
@@ -157,9 +161,9 @@ def _pulled(wishes: Sequence[Wish], trial: _Trial, shared: Sequence[str] = ()) -
     return {name: wish for name, wish in found.items() if name in seeds} if made else {}
 
 
-def _as_asked(wish: Sharding, seed: Seed) -> bool:
-    """Whether the plan still cuts all of the leaf: where it is cut is open, and by which of the axes that are one."""
-    whole = _is_partly_whole(wish) and not _is_partly_whole(seed.sharding)
+def _as_asked(wish: Sharding, seed: Seed, partly: bool) -> bool:
+    """Whether the plan still cuts the leaf, all of it or `partly`: where is open, and by which of the axes of one."""
+    whole = _is_partly_whole(wish) and not _is_partly_whole(seed.sharding) and not partly
     return set(wish.cut_axes) <= set(seed.sharding.cut_axes) and not whole
 
 
@@ -202,7 +206,7 @@ def _moved(one: Gathered, trial: _Trial) -> Iterator[Wish]:
         dims = [WHOLE if d == old else cut for d, cut in enumerate(have.dims)]
         dims[new] = DimSharding.by(*axes)
         found = _pulled([(value, Sharding(tuple(dims)))], trial)
-        if found and all(_as_asked(wish, seeds[name]) for name, wish in found.items()):
+        if found and all(_as_asked(wish, seeds[name], False) for name, wish in found.items()):
             yield value, Sharding(tuple(dims))
             return
 

@@ -13,7 +13,7 @@ from tests.devices import exported as on_devices
 from tests.passes.test_shared_heads import converted as few_heads
 from tests.test_program_set import converted as program_set
 from tests.trust.subjects import subject
-from tpcompiler.runtime.artifact import rank_file, read_manifest
+from tpcompiler.runtime.artifact import rank_file, read_manifest, sha256
 from tpcompiler.soundness.written import read_ranks
 
 pytestmark = pytest.mark.slow
@@ -98,11 +98,11 @@ def test_a_damaged_file(tmp_path: Path) -> None:
     subject("attend").program.save(tmp_path / "out")
     path = tmp_path / "out" / "manifest.json"
     data = json.loads(path.read_text())
-    zero, one = (tmp_path / "out" / rank_file(rank) for rank in (0, 1))
-    held = zero.read_bytes()
-    zero.write_bytes(one.read_bytes())
-    one.write_bytes(held)
-    data["files"][rank_file(0)], data["files"][rank_file(1)] = data["files"][rank_file(1)], data["files"][rank_file(0)]
+    files = [tmp_path / "out" / rank_file(rank) for rank in (0, 1)]
+    programs = [torch.export.load(file) for file in files]
+    for file, program in zip(files, reversed(programs), strict=True):
+        torch.export.save(program, file)
+        data["files"][file.name] = sha256(file)
     path.write_text(json.dumps(data))
     report = tpcompiler.check(tmp_path / "out")
     assert report.findings == [

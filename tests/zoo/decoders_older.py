@@ -136,7 +136,7 @@ FALCON_7B = older(
     **FALCON,
 )
 # All ranks make the one head's keys and values: 2 layers x 2 x 8 x 64 weights, 4,096 of 107,520 FLOPs for a token.
-FALCON_7B = replace(FALCON_7B, flops=0.96)
+FALCON_7B = replace(FALCON_7B, flops=0.96, tested="one kv head, packed with those of the queries")
 FALCON_40B = older(
     "falcon_40b",  # packed group by group, so that a cut between kv heads keeps each with its queries
     "Falcon",

@@ -133,7 +133,12 @@ def check_state(
                 raise Unsound(
                     None, f"rank {rank} has the {KINDS[spec.kind]} {spec.target!r}, and the manifest does not"
                 )
+        known = {*rows, *(str(spec.target) for spec in each.program.graph_signature.input_specs)}
+        if more := sorted(each.state.keys() - known):
+            raise Unsound(None, f"rank {rank} holds {more[0]!r}, which nothing takes")
     theirs = {} if original is None else {**original.constants, **original.state_dict}
+    if theirs and rows and not theirs.keys() & rows.keys():
+        raise Unsound(None, f"the original has no tensor {min(rows)!r}: it is another model")
     for name, row in rows.items():
         if "stored_in" in row:
             _check_elsewhere(row, beside)

@@ -46,7 +46,7 @@ def check_artifact(
     prepare: Callable[[ExportedProgram], ExportedProgram],
     trust: bool = False,
 ) -> CheckReport:
-    """Check the files of an artifact, or of each in a directory of several.
+    """Check the files of an artifact, or of each in a directory of several, each of which the original may be of.
 
     `prepare` makes of a program one whose ops can be evaluated here: whatever device it is for.
 
@@ -59,7 +59,9 @@ def check_artifact(
         others = {str(row["stored_in"]) for row in manifest.tensors if "stored_in" in row}
         beside = {name: read_manifest(Path(directory).parent / name) for name in others}
         return check_programs(read_ranks(directory, manifest, prepare, trust=trust), manifest, original, beside)
-    reports = {name: check_artifact(Path(directory) / name, prepare=prepare, trust=trust) for name in names}
+    reports = {
+        name: check_artifact(Path(directory) / name, original=original, prepare=prepare, trust=trust) for name in names
+    }
     findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
     counts = sum((Counter(report.counts) for report in reports.values()), Counter())
     return CheckReport(not findings, dict(counts), findings)
