@@ -107,6 +107,9 @@ def test_run_file_says_what_the_program_refuses(mixed: ExportedProgram, tmp_path
 
 def test_a_sharded_boundary_is_refused_by_name() -> None:
     refuse_sharded_boundary(manifest({"x": "R"}, {"y": "R"}))
+    refuse_sharded_boundary(manifest({"x": "[R, R]"}, {"y": "[R, R]"}))
+    with pytest.raises(UnsupportedError, match=r"input 'x' is sharded \(\[S\(0\), R\]\)"):
+        refuse_sharded_boundary(manifest({"x": "[S(0), R]"}, {"y": "[R, R]"}))
     with pytest.raises(UnsupportedError, match=r"^input 'x' is sharded \(S\(1\)\); "):
         refuse_sharded_boundary(manifest({"x": "S(1)"}, {"y": "R"}))
     with pytest.raises(UnsupportedError, match=r"^output 'y' is sharded \(S\(0\)\); "):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tpcompiler._torch import default_store
 from tpcompiler.errors import LaunchError, TpCompilerError
 from tpcompiler.runtime.artifact import VERSION, Manifest
+from tpcompiler.runtime.manifest_form import is_whole
 
 WAIT = timedelta(minutes=5)  # for others: longer than reading a shard takes, shorter than a person waits
 POLL = 0.02  # seconds between looks at the store
@@ -68,7 +69,7 @@ def input_facts(named: Mapping[str, torch.Tensor], manifest: Manifest) -> dict[s
     rows = {row["name"]: row for row in manifest.inputs}
     facts = {}
     for name, value in named.items():
-        whole = rows[name]["sharding"] == "R"
+        whole = is_whole(rows[name]["sharding"])
         # Of a dim that is cut unevenly each rank has its own number of rows, which its program knows.
         sizes = ", ".join(
             str(size) if whole or isinstance(known, str) else str(known)

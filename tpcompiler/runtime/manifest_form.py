@@ -61,6 +61,11 @@ def sharding(value: Any) -> bool:
     return isinstance(value, str) and bool(re.fullmatch(rf"{PLACEMENT}|\[{PLACEMENT}(, {PLACEMENT})*\]", value))
 
 
+def is_whole(text: str) -> bool:
+    """Whether every rank has all of a tensor of this sharding: `R`, or `[R, R]` on two axes."""
+    return not re.search("[SP]", text)
+
+
 def dtype(value: Any) -> bool:
     return isinstance(value, str) and (value in DTYPES.values() or value in {f"torch.{o}" for o in OTHERS.split()})
 

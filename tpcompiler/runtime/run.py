@@ -12,6 +12,7 @@ from tpcompiler._torch import tree_flatten
 from tpcompiler.errors import InputsError, UnsupportedError
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.inputs import read_inputs
+from tpcompiler.runtime.manifest_form import is_whole
 
 
 def refuse_sharded_boundary(manifest: Manifest) -> None:
@@ -22,7 +23,7 @@ def refuse_sharded_boundary(manifest: Manifest) -> None:
     """
     for what, rows in (("input", manifest.inputs), ("output", manifest.outputs)):
         for row in rows:
-            if row["sharding"] != "R":
+            if not is_whole(row["sharding"]):
                 raise UnsupportedError(
                     f"{what} {row['name']!r} is sharded ({row['sharding']}); tpcompiler run takes and writes whole "
                     "tensors only",
