@@ -16,7 +16,6 @@ from tests.launch import torchrun
 from tests.runtime.commands import call, right
 from tests.runtime.models import PLAN_TEXT, export_mlp, mlp_inputs
 from tpcompiler import cli
-from tpcompiler.cli_inspect import folded
 from tpcompiler.runtime.artifact import sha256
 
 COMMANDS = ["inspect", "convert", "verify", "run", "show"]
@@ -155,28 +154,6 @@ def test_the_plan_to_begin_with_is_a_plan(model: Path, tmp_path: Path) -> None:
     assert data["plan"] == {"layers.*.up": "replicate", "layers.*.down": "replicate", "head": "replicate"}
     assert data["bytes_per_rank"] == [data["bytes"]] * 2
     assert data["collectives"] == []
-
-
-@pytest.mark.parametrize(
-    ("signatures", "expected"),
-    [
-        ({"a.0.up": 1, "a.1.up": 1}, {"a.*.up": ["a.0.up", "a.1.up"]}),
-        ({"a.0.up": 1}, {"a.0.up": ["a.0.up"]}),
-        ({"seq.0": 1, "seq.2": 2}, {"seq.0": ["seq.0"], "seq.2": ["seq.2"]}),
-        (
-            {"a.0.b.0": 1, "a.0.b.1": 2, "a.1.b.0": 1, "a.1.b.1": 2},
-            {"a.*.b.0": ["a.0.b.0", "a.1.b.0"], "a.*.b.1": ["a.0.b.1", "a.1.b.1"]},
-        ),
-        (
-            {"a.0.b.0": 1, "a.0.b.1": 1, "a.1.b.0": 2, "a.1.b.1": 2},
-            {"a.0.b.*": ["a.0.b.0", "a.0.b.1"], "a.1.b.*": ["a.1.b.0", "a.1.b.1"]},
-        ),
-        ({"a.0": 1, "b.0": 1, "a.1": 1}, {"a.*": ["a.0", "a.1"], "b.0": ["b.0"]}),
-        ({}, {}),
-    ],
-)
-def test_folded(signatures: dict[str, int], expected: dict[str, list[str]]) -> None:
-    assert dict(folded(signatures)) == expected
 
 
 SUMMARY = """\

@@ -382,11 +382,8 @@ def _all_ranks(program: ReshardedProgram, values: list[torch.Tensor]) -> tuple[l
     traces: dict[Any, Any] = {}
     ranks = range(program.mesh.world_size)
     graphs: list[LoweredProgram] = [localize_shapes(lower_reshards(program, rank, traces), {}) for rank in ranks]
-    nodes = list(program.user_inputs())
-    shares = [
-        [cut(v, n.meta["tpcompiler_mark"].shardings[0], program.mesh, rank) for v, n in zip(values, nodes, strict=True)]
-        for rank in ranks
-    ]
+    places = [node.meta["tpcompiler_mark"].shardings[0] for node in program.user_inputs()]
+    shares = [[cut(v, at, program.mesh, rank) for v, at in zip(values, places, strict=True)] for rank in ranks]
     return [Runnable(graph) for graph in graphs], shares
 
 
