@@ -234,6 +234,7 @@ def poisoned(tmp_path: Path) -> Path:
     return tmp_path / "poisoned.pt2"
 
 
+@pytest.mark.slow
 def test_trust_on_the_command_line(poisoned: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN_TEXT)
     save_file(mlp_inputs(), tmp_path / "in")

@@ -48,6 +48,7 @@ def test_what_is_sound_is_accepted(name: str) -> None:
     assert judged(subject(name), subject(name).sound) == (frozenset(), "")
 
 
+@pytest.mark.slow
 def test_a_damage_is_done_to_a_copy() -> None:
     """Else one would hide another."""
     of: Subject = subject("images")
