@@ -201,7 +201,8 @@ def _regions(graph: fx.Graph) -> dict[str, Region]:
     for name, nodes in members.items():
         own = set(nodes)
         inputs = dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in own)
-        outputs = tuple(node for node in nodes if any(user not in own for user in node.users))
+        # A rank with an empty share of what is made next may need nothing of it.
+        outputs = tuple(node for node in nodes if any(user not in own for user in node.users)) or (nodes[-1],)
         found[name] = Region(name, tuple(nodes), tuple(inputs), outputs)
     return found
 
@@ -321,16 +322,15 @@ def _fold_call(made: Folded, node: fx.Node) -> None:
         return
     values = edit.outputs(node)
     if not values:
+        if "val" not in node.meta:
+            raise Unsound(node, "has no recorded value")
         if isinstance(node.target, OpOverload) and node.target is not aten.sym_size.int:
             for used in edit.operands(node):
-                if not made.shardings[used][0].is_replicated:
+                if used in made.shardings and not made.shardings[used][0].is_replicated:
                     raise Unsound(node, f"reads '{used.name}', of which it has a share")
         made.stands_for(node, _whole_call(made, node, node.target, *_same(made, node), made.graph))
         if node.target is aten.sym_size.int:
-            operand, dim = node.args
-            assert isinstance(operand, fx.Node)
-            assert isinstance(dim, int)
-            cut = made.shardings[operand][0].dims[dim]
+            cut = made.shardings[edit.operands(node)[0]][0].dims[node.args[1]]  # type: ignore[index]
             if cut.axes:
                 made.shard_sizes[node] = made.mesh.size(cut.axes)
         return
@@ -338,7 +338,7 @@ def _fold_call(made: Folded, node: fx.Node) -> None:
         source, index = node.args
         assert isinstance(source, fx.Node)
         assert isinstance(index, int)
-        every = made.whole[source].meta["val"]
+        every = _same(made, node)[0][0].meta["val"]
         tensors = [i for i, value in enumerate(every) if isinstance(value, torch.Tensor)]
         made.shardings[node] = (made.shardings[source][tensors.index(index)],)
         made.stands_for(node, _whole_call(made, node, operator.getitem, *_same(made, node), made.graph))
