@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.runtime.interrupted import NO_ROOM, found, kill_saves, save, save_without_room
-
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks, and sends signals")
 
 
 @pytest.mark.slow
