@@ -30,6 +30,7 @@ def test_there_are_rows_of_every_kind() -> None:
     assert all(row.help or row.code == 1 for row in ROWS if row.message.count("Error: ") == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
 def test_bad_input(
     row: Row, good: tuple[Path, ExportedProgram], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

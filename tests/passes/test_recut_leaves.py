@@ -167,6 +167,7 @@ def lines_of(program: PlannedProgram) -> str:
     return "\n".join(f"{what.split()[0]}: {left.partition(': ')[2]}" for left, _, what in lines if ": S" in left)
 
 
+@pytest.mark.slow
 def test_where_the_cuts_lie() -> None:
     assert_expected_inline(
         "\n".join(f"{forward.__name__}\n{cuts(forward)}" for forward in FORWARDS),
