@@ -322,7 +322,7 @@ def _fold_call(made: Folded, node: fx.Node) -> None:
         return
     values = edit.outputs(node)
     if not values:
-        if "val" not in node.meta:
+        if "val" not in node.meta and (not isinstance(node.target, OpOverload) or node.target._schema.returns):
             raise Unsound(node, "has no recorded value")
         if isinstance(node.target, OpOverload) and node.target is not aten.sym_size.int:
             for used in edit.operands(node):
