@@ -6,9 +6,11 @@ import os
 import random
 import resource
 import signal
-import time
+import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from tests.runtime.test_artifact import manifest
 from tpcompiler.errors import ArtifactError
@@ -39,34 +41,49 @@ def found(directory: Path) -> str:
     return str(read.plan["w"])
 
 
-def forked(work: Callable[[], None], kill_after: float | None) -> int:
-    """Run in a process of its own; its exit code, or minus the signal."""
+def _line_by_line(work: Callable[[], None], before: Callable[[int], None]) -> None:
+    """Tell the number of each line of Python before it runs."""
+    number = count()
+
+    def trace(frame: object, event: str, arg: object) -> Any:
+        if event == "line":
+            before(next(number))
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+
+
+def forked(work: Callable[[], None], kill_at: int | None = None) -> int:
+    """Run in a process of its own, which ends before this line of Python: its exit code, or minus the signal."""
     child = os.fork()
     if child == 0:
         try:
-            work()
+            if kill_at is None:
+                work()
+            else:
+                _line_by_line(work, lambda line: os.kill(os.getpid(), signal.SIGKILL) if line == kill_at else None)
             os._exit(0)
         except ArtifactError:
             os._exit(NO_ROOM)
         finally:
             os._exit(1)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def kill_saves(directory: Path, times: int, seed: int) -> dict[str, int]:
-    """Replace an artifact so many times, each killed at a random moment: how often each state was found afterwards."""
-    drawn, states = random.Random(seed), {"old": 0, "new": 0, "none": 0}
+    """Replace an artifact so many times, each killed at a line drawn by chance: how often each state was found then."""
+    drawn, states, lines = random.Random(seed), {"old": 0, "new": 0, "none": 0}, []
     save(directory / "out", b"a")
-    began = time.monotonic()
-    save(directory / "out", b"a")
-    span = time.monotonic() - began
+    _line_by_line(lambda: save(directory / "out", b"a"), lines.append)
     for number in range(times):
         old, new = ("61", "62") if number % 2 == 0 else ("62", "61")
         save(directory / "out", bytes.fromhex(old))
-        forked(lambda new=new: save(directory / "out", bytes.fromhex(new)), drawn.uniform(0, 1.3 * span))  # type: ignore[misc]
+        ended = forked(lambda new=new: save(directory / "out", bytes.fromhex(new)), drawn.choice(lines))  # type: ignore[misc]
+        assert ended == -signal.SIGKILL
         state = found(directory / "out")
         states["old" if state == old else "new" if state == new else state] += 1
     return states
@@ -80,4 +97,4 @@ def save_without_room(directory: Path) -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
         save(directory / "out", b"b")
 
-    return forked(work, None)
+    return forked(work)

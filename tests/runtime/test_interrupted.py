@@ -10,7 +10,7 @@ from tests.runtime.interrupted import NO_ROOM, found, kill_saves, save, save_wit
 @pytest.mark.slow
 def test_a_save_that_is_killed(tmp_path: Path) -> None:
     states = kill_saves(tmp_path, 20, seed=0)
-    assert states["old"], states  # else all of them ended before they were killed
+    assert states["old"], states
 
 
 def test_a_save_without_room(tmp_path: Path) -> None:
