@@ -1,9 +1,11 @@
-"""Worlds of two real gloo processes in which one does something wrong, and what the other must say of it."""
+"""Worlds of two nodes, each a torchrun with one gloo process: one does something wrong, and the other must say what."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -75,7 +77,7 @@ def write_artifacts(directory: Path) -> Path:
 
 
 def run_fault(artifact: Path, fault: str) -> Ended:
-    """Run both ranks, each by itself, as a launcher does that does not end the others when one fails.
+    """Run both ranks, each under a torchrun of its own, which does not end the other when one fails.
 
     Raises:
         AssertionError: a rank that is still there after the bound.
@@ -84,18 +86,20 @@ def run_fault(artifact: Path, fault: str) -> Ended:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
     worker = Path(__file__).parent / "fault_worker.py"
+    quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore"}
     began = time.monotonic()
     ranks = []
     for rank in range(2):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-        quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore"}
+        where = [f"--node-rank={rank}", "--master-addr=localhost", f"--master-port={port}"]
         ranks.append(
             subprocess.Popen(
-                [sys.executable, str(worker), str(artifact), fault, str(WAIT)],
+                [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *where]
+                + [str(worker), str(artifact), fault, str(WAIT)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, **own, **quiet, "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)},
+                start_new_session=True,
+                env={**os.environ, **quiet, "PYTHONPATH": str(ROOT)},
             )
         )
     printed = []
@@ -106,7 +110,8 @@ def run_fault(artifact: Path, fault: str) -> Ended:
         raise AssertionError(f"{fault}: a rank is still there after {START + 3 * WAIT} s") from None
     finally:
         for rank in ranks:
-            rank.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
             rank.wait()
     return Ended(tuple(rank.returncode for rank in ranks), tuple(printed), time.monotonic() - began)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.long import some
 from tests.runtime.faults import FAULTS, run_fault, write_artifacts, wrong
 
 pytestmark = pytest.mark.slow
@@ -16,6 +17,6 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_artifacts(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", some(list(FAULTS), 2))
 def test_fault(fault: str, artifact: Path) -> None:
     assert not wrong(fault, run_fault(artifact, fault))
