@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
 import tpcompiler
 from tests.trust import collectives
 from tests.trust.damage import Artifact, damaged
+from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.folded import Folded, folded
-from tpcompiler.soundness.sizes import operand_shapes
+from tpcompiler.soundness.sizes import change_shape, operand_shapes
 
 assert collectives  # it registers its kinds
 
@@ -40,6 +42,21 @@ def test_where_a_number_may_be_a_size_nothing_is_small() -> None:
         part = node.graph.call_function(torch.ops.aten.slice.Tensor, (node, 2, 0, 320))
     longer = replace(region, nodes=(*region.nodes, part))
     assert operand_shapes(made, longer) == {"p_0_weight": [1000, 640], "input_1": [2, 60]} != small
+
+
+@pytest.mark.parametrize(
+    ("placement", "shape"), [("R", [16, 16, 16]), ("S(0)", [100, 16, 16]), ("S(2)", [100, 16, 60])]
+)
+def test_a_change_is_small_where_nothing_happens(placement: str, shape: list[int]) -> None:
+    """Pending sums of a matrix that fits no machine: reduced, scattered, and scattered by way of the first dim."""
+    example = (torch.zeros(1).expand(100, 2**40, 4),)
+    exported = torch.export.export(nn.Sequential(nn.Linear(4, 60)), example)
+    artifact = Artifact.of(tpcompiler.parallelize(exported, 2, {"0": "rowwise"}, outputs=[placement]))
+    report = check_programs(artifact.written(), artifact.manifest)
+    assert (report.ok, report.findings) == (True, [])
+    made = folded(artifact.ranks[0], artifact.manifest, Mesh.of(artifact.manifest.mesh), {})
+    region = next(each for each in made.regions.values() if any(map(edit.is_collective, each.nodes)))
+    assert change_shape(made, region.nodes, region.inputs[0], region.nodes[-1]) == shape
 
 
 def test_many_numbers_are_short() -> None:

@@ -15,7 +15,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, cut_dim, join
 from tpcompiler.soundness.folded import Folded, Region, Unsound
-from tpcompiler.soundness.sizes import operand_shapes, plain, plain_shape, whole_shape
+from tpcompiler.soundness.sizes import change_shape, operand_shapes, plain, whole_shape
 from tpcompiler.verify.simulate import Waiting, lock_step, run_call
 
 Done = set[Any]
@@ -48,7 +48,7 @@ def _check_change(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
     first, mesh = ranks[0], ranks[0].mesh
     (operand,) = (node for node in regions[0].inputs if edit.is_tensor(node))
     last = regions[0].nodes[-1]
-    shape = plain_shape(edit.outputs(first.whole[operand])[0].shape, first.program)
+    shape = change_shape(first, (node for region in regions for node in region.nodes), operand, last)
     source, target = first.shardings[operand][0], first.shardings[last][0]
     whole = _numbers(shape)
     shares = _shares(whole, source, mesh)

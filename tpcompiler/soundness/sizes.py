@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,14 @@ OF_VALUES = (
     aten.scalar_tensor.default,
     aten.masked_fill.Scalar,
 )
+# What else happens in a change of sharding is done alike along all dims but one, or but none.
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, WAIT = (
+    getattr(torch.ops._c10d_functional, name).default
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
+)
+ALONG_DIM = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default)
+ALONG_FIRST = (ALL_GATHER, REDUCE_SCATTER)
+ALONG_NONE = (ALL_REDUCE, WAIT, aten.clone.default, aten.div.Tensor, operator.getitem)
 
 
 def plain(value: Any, program: ExportedProgram) -> Any:
@@ -43,12 +52,8 @@ def plain(value: Any, program: ExportedProgram) -> Any:
     return next(kind for symbolic, kind in kinds if isinstance(value, symbolic))(result)
 
 
-def plain_shape(shape: Sequence[Any], program: ExportedProgram) -> list[int]:
-    return [plain(size, program) for size in shape]
-
-
 def whole_shape(made: Folded, whole: fx.Node) -> list[int]:
-    return plain_shape(edit.outputs(whole)[0].shape, made.program)
+    return [plain(size, made.program) for size in edit.outputs(whole)[0].shape]
 
 
 def operand_shapes(made: Folded, region: Region) -> dict[str, list[int]]:
@@ -79,6 +84,23 @@ def operand_shapes(made: Folded, region: Region) -> dict[str, list[int]]:
             if dim and not kept.intersection(dim):
                 shapes[name][at] = min(shapes[name][at], SMALL)
     return shapes
+
+
+def change_shape(made: Folded, nodes: Iterable[fx.Node], operand: fx.Node, result: fx.Node) -> list[int]:
+    """The shape of what all ranks' `nodes` change the sharding of, small in the dims that nothing happens along.
+
+    So the pending sums of a batch of long texts are reduced on a few numbers.
+    """
+    shape = whole_shape(made, made.whole[operand])
+    cut = {at for end in (operand, result) for at, by in enumerate(made.shardings[end][0].dims) if by.axes}
+    for node in nodes:
+        if node.target in ALONG_DIM:
+            cut.add(int(edit.bound(node)["dim"]) % len(shape))
+        elif node.target in ALONG_FIRST:
+            cut.add(0)
+        elif node.target not in ALONG_NONE:
+            return shape
+    return [size if at in cut else min(size, SMALL) for at, size in enumerate(shape)]
 
 
 def _has_sizes(node: fx.Node) -> bool:
