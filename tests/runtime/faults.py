@@ -90,11 +90,11 @@ def run_fault(artifact: Path, fault: str) -> Ended:
     began = time.monotonic()
     ranks = []
     for rank in range(2):
-        where = [f"--node-rank={rank}", "--master-addr=localhost", f"--master-port={port}"]
+        nodes = ["--nnodes=2", f"--node-rank={rank}", "--master-addr=localhost", f"--master-port={port}"]
+        call = [str(worker), str(artifact), fault, str(WAIT)]
         ranks.append(
             subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *where]
-                + [str(worker), str(artifact), fault, str(WAIT)],
+                [sys.executable, "-m", "torch.distributed.run", *nodes, "--nproc-per-node=1", *call],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
