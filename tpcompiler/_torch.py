@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import warnings
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -333,10 +334,27 @@ def redistribute(
     )
 
 
+class _Mapped:
+    """torch's reader of an archive, which maps the tensors that it stores into memory instead of reading them."""
+
+    def __init__(self, reader: Any, path: Path) -> None:
+        self._reader = reader
+        self._file = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def get_storage_from_record(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+        start = self._reader.get_record_offset(name)
+        storage = cast(torch.UntypedStorage, self._file[start : start + count * dtype.itemsize])
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
 def read_archive_state(path: Path) -> dict[str, torch.Tensor]:
     """The parameters, buffers and constants in a .pt2, by name, without the program. Seen in torch 2.11 and 2.13.
 
-    Tensors that a pickle holds are unpickled: inspect the file first.
+    They take no memory of their own until they are used, but for those that a pickle holds. These are unpickled:
+    inspect the file first.
 
     Raises:
         ArtifactError: an entry that is missing or damaged.
@@ -345,7 +363,10 @@ def read_archive_state(path: Path) -> dict[str, torch.Tensor]:
 
     found: dict[str, torch.Tensor] = {}
     try:
-        reader = _package.PT2ArchiveReader(str(path))
+        reader: Any = _package.PT2ArchiveReader(str(path))
+        with zipfile.ZipFile(path) as archive:
+            if all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist()):
+                reader.archive_file = _Mapped(reader.archive_file, path)
         for read in (_package._load_constants, _package._load_state_dict):
             made = read(reader, "model")
             assert isinstance(made, dict)

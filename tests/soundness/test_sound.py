@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.devices import exported as on_devices
 from tests.passes.test_shared_heads import converted as few_heads
 from tests.test_program_set import converted as program_set
 from tests.trust.subjects import subject
+from tpcompiler._torch import read_archive_state
 from tpcompiler.runtime.artifact import rank_file, read_manifest, sha256
 from tpcompiler.soundness.written import read_ranks
 
@@ -91,6 +93,20 @@ def test_a_graph_is_read_once(tmp_path: Path) -> None:
         is (first.program.graph.find_nodes(op="placeholder")[0].meta["val"])
     )
     assert all(torch.equal(second.state[name], value) for name, value in read.state_dict.items())
+
+
+def test_tensors_take_no_memory_until_they_are_used(tmp_path: Path) -> None:
+    """They are mapped, but for those of a file that somebody has compressed."""
+    subject("attend").program.save(tmp_path / "out")
+    path, packed = tmp_path / "out" / rank_file(1), tmp_path / "packed.pt2"
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as other:
+        for name in archive.namelist():
+            other.writestr(name, archive.read(name))
+    states = [read_archive_state(file) for file in (path, packed)]
+    mapped = Path("/proc/self/maps").read_text()
+    assert (str(path) in mapped, str(packed) in mapped) == (True, False)
+    read = torch.export.load(path).state_dict
+    assert all(torch.equal(state[name], value) for state in states for name, value in read.items())
 
 
 def test_a_damaged_file(tmp_path: Path) -> None:
