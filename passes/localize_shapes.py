@@ -142,20 +142,19 @@ def _divide(size: fx.Node, degree: int, user: fx.Node) -> fx.Node:
 def _put_in_body(
     node: fx.Node, parts: Sequence[fx.Node], program: LoweredProgram, mode: FakeTensorMode, call: Any
 ) -> list[fx.Node]:
-    """Replace the op by its rule's local body, traced for this rank's range of the cut factor.
+    """Replace the op by its rule's local body, traced for this rank's range of the cut factors.
 
     Of an op with several outputs `parts` are the users, a getitem each: the body makes what they take and no more.
     Returns what stands for the parts, each with its part's mark.
     """
     share = node.meta[MARK].local
     inputs = node.all_input_nodes
-    offset, size = share.cut.share(share.total, program.mesh, program.mesh.coordinate(program.rank))
-    fraction = size / share.total if isinstance(share.total, int) else 1 / program.mesh.size(share.cut.axes)
+    shard = ShardRange.of(share.cuts, program.mesh, program.mesh.coordinate(program.rank))
 
     def body(*values: Any) -> list[torch.Tensor]:
         given = dict(zip(inputs, values, strict=True))
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: given[n])
-        result = share.body(*args, shard=ShardRange(offset, size, fraction), **kwargs)
+        result = share.body(*args, shard=shard, **kwargs)
         return [result if part is node else result[part.args[1]] for part in parts]
 
     with mode, torch.no_grad():

@@ -317,9 +317,9 @@ def _mark(
     if rule is not None and edit.outputs(node):
         out = rule.pattern.outputs[0]
         sizes = {name: tuple(out.index(dim) if dim else -1 for dim in term) for name, term in rule.sizes.items()}
-        for factor, cut in best.option.cuts.items():
-            if factor in rule.local:
-                local = LocalShare(rule.local[factor], cut, rule.extent[factor])
+        if cuts := [(cut, rule.extent[factor]) for factor, cut in best.option.cuts.items() if factor in rule.local]:
+            (body,) = {rule.local[factor] for factor in best.option.cuts if factor in rule.local}
+            local = LocalShare(body, tuple(cuts))
     counts = _counts(rule, best.option)
     skips = rule is not None and rule.skips_empty
     return Mark(best.made, settled, best.wants, reason, why, sizes, local, counts, skips)

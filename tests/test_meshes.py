@@ -165,3 +165,22 @@ def test_the_command_line_takes_placements_of_the_boundary(tmp_path: Path) -> No
     assert refused(*words, "--input", "y=S(0)").startswith("the program has no tensor input 'y'")
     assert refused(*words, "--input", "x=pp:S(0)").startswith("input 'x' names mesh axis 'pp'")
     assert refused(*words, "--input", "x=S(0)").startswith("input 'x' has one placement, S(0), on a mesh of 2 axes")
+
+
+class Both(nn.Module):
+    """Ops with a body for each of two dims."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.mean(), x.mean((0, 1)), x.tril(1)
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(4, "d0 is cut by tp"), (5, "d1 is cut by dp")])
+def test_ops_with_bodies_of_their_own_for_two_dims_that_are_cut(rows: int, kept: str) -> None:
+    """A mean is each rank's share of both dims; for a triangle, which moves along either, one dim is gathered."""
+    program = export(Both(), (torch.randn(rows, 6),))
+    made = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, {}, inputs=[{"dp": "S(1)", "tp": "S(0)"}])
+    assert made.verify((torch.randn(rows, 6),)).ok
+    assert [c.kind for c in made.collectives() if c.why == "inherent"] == ["all_reduce", "all_reduce"]
+    assert [c.reason for c in made.collectives() if c.why == "fallback"] == [
+        f"{kept}; tril: dims for which it has bodies of their own would be cut at once"
+    ]

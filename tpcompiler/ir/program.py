@@ -37,11 +37,10 @@ Counts = Mapping[str, tuple[tuple[tuple[Size, DimSharding], ...], ...]]
 
 @dataclass(frozen=True)
 class LocalShare:
-    """A body that computes one shard's share, and the factor of `total` elements that it needs the range of."""
+    """A body that computes one shard's share, and the factors, with their sizes, that it needs the range of."""
 
     body: Callable[..., Any]
-    cut: DimSharding
-    total: Size
+    cuts: tuple[tuple[DimSharding, Size], ...]
 
 
 @dataclass(frozen=True)

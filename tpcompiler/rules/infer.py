@@ -267,6 +267,8 @@ def shardings(rule: Rule, option: Option, mesh: Mesh) -> tuple[tuple[Sharding, .
     for factor, cut in option.cuts.items():
         if refusal := _check(rule, factor, cut, mesh):
             return refusal
+    if len({rule.local[factor] for factor in option.cuts if factor in rule.local}) > 1:
+        return Refusal("dims for which it has bodies of their own would be cut at once")
     pending = {axis: rule.reduce for factor, cut in option.cuts.items() if factor in rule.reduced for axis in cut.axes}
     if any(op != "sum" for op in pending.values()) and rule.pattern.addends:
         return Refusal("an addend beside a reduction other than sum")

@@ -21,7 +21,8 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from tpcompiler.errors import RuleError
-from tpcompiler.ir.sharding import Size
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import DimSharding, Size
 
 Shards = Literal["any", "nonempty", "even"]
 Dim = tuple[str, ...]  # factors, outermost first; () is a dim of size 1
@@ -58,7 +59,8 @@ class RuleText:
         reduce: the Partial op that reduced factors leave.
         linear: sets of operands in which the op is jointly linear, so that Partial may pass through.
         local: for a factor that a plain local run gets wrong, the body that computes one shard's share: it is called
-            as the op is, with `shard=ShardRange(...)` of that factor besides.
+            as the op is, with `shard=ShardRange(...)` of that factor besides. Factors are cut together, over several
+            axes, only if they have one body; it is given the range of the first, and the fraction of all of them.
         counts: arguments that count elements of factors, which the first output need not have: argument -> for each of
             its entries the factors that it counts together.
     """
@@ -79,6 +81,16 @@ class ShardRange:
     offset: Size
     size: Size
     fraction: float
+
+    @classmethod
+    def of(cls, cuts: Sequence[tuple[DimSharding, Size]], mesh: Mesh, here: Mapping[str, int]) -> ShardRange:
+        """What the rank at these coordinates holds of factors, each with its size."""
+        shares = [cut.share(total, mesh, here) for cut, total in cuts]
+        fractions = (
+            size / total if isinstance(total, int) else 1 / mesh.size(cut.axes)
+            for (cut, total), (_, size) in zip(cuts, shares, strict=True)
+        )
+        return cls(*shares[0], math.prod(fractions))
 
 
 @dataclass(frozen=True)

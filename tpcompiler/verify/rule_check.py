@@ -73,15 +73,24 @@ def every_option(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
                     yield f"term {index} kept as {asked.text(mesh)}", found
 
 
+def _two_bodies(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
+    """Two factors that have bodies of their own cut at once, each over an axis."""
+    for pair in itertools.combinations(rule.local, 2):
+        option = Option({factor: DimSharding.by(axis) for factor, axis in zip(pair, mesh.names, strict=True)})
+        if not isinstance(shardings(rule, option, mesh), Refusal):
+            yield f"{' and '.join(pair)} cut", option
+
+
 def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
-    """Run every option on a mesh of one axis; what was run.
+    """Run every option on a mesh of one axis, and those that one of two axes adds; what was run.
 
     Raises:
         Mismatch: an option whose shards do not make the whole.
     """
-    mesh = Mesh((("tp", degree),))
+    mesh, two = Mesh((("tp", degree),)), Mesh((("dp", 2), ("tp", degree)))
+    every = [(mesh, *each) for each in every_option(rule, mesh)] + [(two, *each) for each in _two_bodies(rule, two)]
     ran = []
-    for what, option in every_option(rule, mesh):
+    for mesh, what, option in every:
         passed = [edit.operands(node)[i].meta["val"].dtype for _, group in option.through.values() for i in group]
         if torch.bool in passed:
             continue  # no sum of booleans is ever pending
@@ -171,11 +180,9 @@ def _run(
         if rule.skips_empty and 0 in local:
             results.append(edit.outputs(node)[0].new_zeros(local))
             continue
-        for factor, by in option.cuts.items():
-            if factor in rule.local:
-                total = rule.extent[factor]
-                offset, size = by.share(total, mesh, mesh.coordinate(rank))
-                body, kwargs = rule.local[factor], {**kwargs, "shard": ShardRange(offset, size, size / total)}
+        if cuts := [(by, rule.extent[factor]) for factor, by in option.cuts.items() if factor in rule.local]:
+            (body,) = {rule.local[factor] for factor in option.cuts if factor in rule.local}
+            kwargs = {**kwargs, "shard": ShardRange.of(cuts, mesh, mesh.coordinate(rank))}
         results.append(body(*args, **kwargs))
     return results
 
