@@ -111,7 +111,9 @@ def _sequence(program: ExportedProgram, manifest: Manifest, rank: int) -> list[_
 def _what(node: fx.Node) -> str:
     """What the ranks of a group must agree on; the sizes of an all_to_all are each rank's own."""
     kind = str(node.target).split(".")[1]
-    value = edit.outputs(edit.operands(node)[0])[0]
+    if not (operands := edit.operands(node)):
+        raise Unsound(node, "takes what has no recorded value")
+    value = edit.outputs(operands[0])[0]
     sizes = "" if kind == "all_to_all_single" else f" {list(value.shape)}"
     details = [] if kind == "all_to_all_single" else [str(arg) for arg in node.args[1:-1]]
     return f"{kind}({', '.join([f'{value.dtype}{sizes}', *details])})"

@@ -24,21 +24,25 @@ aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # but for whether they may copy
 
 
-def check_ops(made: Folded, rank: int) -> None:
+def check_ops(made: Folded, rank: int) -> int:
     """Check every call of the rank outside of regions, and every value's shape.
+
+    Returns how many calls could not be run, and are believed: every rank calls what the single device does.
 
     Raises:
         Unsound: shardings that the op's rule does not give, an argument that is not the rank's own size, a local value
             of another shape or dtype than claimed or than the call makes.
     """
     here = made.mesh.coordinate(rank)
+    believed = 0
     for node in made.program.graph.nodes:
         if node.op == "call_function":
-            _check_value(made, node)
+            believed += not _check_value(made, node)
         if node in made.whole and node.op != "output":
             _check_shapes(made, node, here)
     for node in made.ops:
         _check_op(made, node, made.mesh, here)
+    return believed
 
 
 def _check_shapes(made: Folded, node: fx.Node, here: Mapping[str, int]) -> None:
@@ -63,20 +67,20 @@ def _shapes(values: Sequence[torch.Tensor]) -> str:
     return ", ".join(str(list(value.shape)) for value in values)
 
 
-def _check_value(made: Folded, node: fx.Node) -> None:
-    """The recorded value is what the call makes of its operands' recorded values."""
+def _check_value(made: Folded, node: fx.Node) -> bool:
+    """The recorded value is what the call makes of its operands' recorded values; whether the call could be run."""
     if node.meta.get("unbacked_bindings"):
-        return
+        return True
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     if isinstance(node.meta.get("val"), (int, torch.SymInt)):
         _check_number(node, args, kwargs)
     if not isinstance(node.target, OpOverload) or not edit.outputs(node):
-        return
+        return True
     try:
         found = made.run(node.target, args, kwargs)
     except Exception as error:  # whatever torch makes of arguments that do not fit
         if _is_the_whole_call(made, node):
-            return  # of dynamic sizes that the export has compared, and a file does not say so
+            return False  # of dynamic sizes that the export has compared, and a file does not say so
         raise Unsound(node, f"cannot be run: {str(error).splitlines()[0]}") from error
     every = [v for v in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(v, torch.Tensor)]
     for value, said in zip(every, edit.outputs(node), strict=True):
@@ -86,6 +90,7 @@ def _check_value(made: Folded, node: fx.Node) -> None:
                 node,
                 f"makes {value.dtype} {list(value.shape)}, and is said to make {said.dtype} {list(said.shape)}",
             )
+    return True
 
 
 def _is_the_whole_call(made: Folded, node: fx.Node) -> bool:

@@ -1,0 +1,74 @@
+"""Sound programs in which something to check is missing: a use, a recorded size, a result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.export import Dim, export
+
+import tpcompiler
+from tests.trust.damage import Artifact
+from tpcompiler.soundness.check import CheckReport, check_programs
+
+
+class Attend(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, k)
+
+
+class Scatter(nn.Module):
+    def forward(self, x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        return into.scatter_add(1, (x > 0).long(), x)
+
+
+class Assert(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((x < 100).all(), "too large")
+        return x * 2
+
+
+def artifact(model: nn.Module, args: tuple[Any, ...], sizes: Any = None, **boundary: Any) -> Artifact:
+    return Artifact.of(tpcompiler.parallelize(export(model, args, dynamic_shapes=sizes), 4, {}, **boundary))
+
+
+def checked(made: Artifact) -> CheckReport:
+    return check_programs(made.written(), made.manifest)
+
+
+def test_a_change_that_a_rank_without_a_share_does_not_use() -> None:
+    """Of a batch of two the third rank has nothing: it cuts k as the others do, and does without attention."""
+    made = artifact(Attend(), (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 5, 8)), inputs=["S(0)", "R"])
+    unused = [node for node in made.ranks[3].graph.nodes if node.op == "call_function" and not node.users]
+    assert "clone" in [node.name for node in unused]
+    assert checked(made).findings == []
+
+
+def test_sizes_that_only_the_export_has_compared() -> None:
+    """Torch cannot tell that gathered rows are as many as the other tensor's; the report says that it was not run."""
+    made = artifact(
+        Scatter(), (torch.randn(7, 12), torch.randn(7, 12)), ({0: Dim.AUTO}, {0: Dim.AUTO}), inputs=["S(0)", "S(1)"]
+    )
+    report = checked(made)
+    assert (report.findings, report.counts["ops that cannot be run here"]) == ([], 1)
+    # An op of which ranks have a share is not believed.
+    shared = artifact(Scatter(), (torch.randn(8, 12), torch.randn(8, 12)), inputs=["S(0)", "S(0)"])
+    assert "ops that cannot be run here" not in checked(shared).counts
+
+
+def test_a_call_that_makes_nothing() -> None:
+    made = artifact(Assert(), (torch.randn(4, 8),), inputs=["S(0)"])
+    assert "_assert_async" in str(made.ranks[0].graph)
+    assert checked(made).findings == []
+
+
+@pytest.mark.parametrize("op", ["mul", "lt"])
+def test_a_call_without_a_recorded_value(op: str) -> None:
+    made = artifact(Assert(), (torch.randn(4, 8),), inputs=["S(0)"])
+    node = next(node for node in made.last.graph.nodes if node.name == op)
+    del node.meta["val"]
+    (first, *_) = checked(made).findings
+    assert first.startswith(f"rank_3.pt2: '{op}' (") and first.endswith(" has no recorded value")
