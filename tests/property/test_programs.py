@@ -13,18 +13,17 @@ from torch.export import ExportedProgram
 
 import tpcompiler
 from tests.property.programs import Case
-from tests.property.run import REFUSALS, Outcome, Tally, Undecided, batch, drawn, judge, long_run, tried
+from tests.property.run import REFUSALS, SHORT, Outcome, Tally, Undecided, batch, drawn, judge, long_run, tried
 from tests.zoo.faults import collectives_of, without_collective
 
 pytestmark = pytest.mark.slow
 
 SEEDS = range(11)  # of which 200 programs count
-STEPS = 5  # fewer than in a long run: their programs take twice the time
 
 
 @cache
 def outcomes(seed: int) -> list[Outcome]:
-    return batch(seed, STEPS)
+    return batch(seed, SHORT)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -89,7 +88,7 @@ def _damaged(seed: int, damage: str) -> list[bool]:
         made.rank_program = wrong  # type: ignore[method-assign]
         noticed.append(_noticed(made, case.args) is not False)
 
-    drawn(seed, 12, use, steps=STEPS)
+    drawn(seed, 12, use, steps=SHORT)
     return noticed
 
 
