@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.zoo.case import Case
 from tests.zoo.faults import collectives_of, without_collective
 from tests.zoo.index import CASES, TESTED
 from tests.zoo.measure import WORLDS, Measured, alone, compared, exported, is_cut, measured, unseen_parameters
@@ -26,30 +25,24 @@ ON_WORLDS = [
 
 
 @pytest.fixture(scope="module")
-def export(request: pytest.FixtureRequest) -> tuple[Case, bool]:
-    """Of the module, so that all tests of one export run together while its conversions are remembered."""
-    name, dynamic = request.param
-    return CASES[name], dynamic
-
-
-@pytest.fixture(scope="module")
 def on_world(request: pytest.FixtureRequest) -> Measured:
+    """Of the module, so that all tests of one program run together while it is remembered."""
     name, dynamic, world = request.param
     return measured(CASES[name], dynamic, world)
 
 
+def _id(chosen: tuple[str, bool, int]) -> str:
+    name, dynamic, world = chosen
+    return f"{name}-{'dynamic' if dynamic else 'static'}-{world}"
+
+
 def of(*chosen: bool) -> pytest.MarkDecorator:
-    """The exports that are dynamic or not."""
-    exports = [(name, dynamic) for name, dynamic in EXPORTS if dynamic in chosen]
-    return pytest.mark.parametrize("export", exports, ids=map(_id, exports), indirect=True, scope="module")
+    """The programs that are dynamic or not."""
+    programs = [program for program in ON_WORLDS if program[1] in chosen]
+    return pytest.mark.parametrize("on_world", programs, ids=map(_id, programs), indirect=True, scope="module")
 
 
-def _id(export: tuple[object, ...]) -> str:
-    name, dynamic, *world = export
-    return "-".join(map(str, (name, "dynamic" if dynamic else "static", *world)))
-
-
-each = pytest.mark.parametrize("on_world", ON_WORLDS, ids=map(_id, ON_WORLDS), indirect=True, scope="module")
+each = of(False, True)
 
 
 @each
@@ -85,16 +78,15 @@ def test_parameters_are_cut(on_world: Measured) -> None:
 
 
 @of(False)
-def test_every_collective_matters(export: tuple[Case, bool]) -> None:
+def test_every_collective_matters(on_world: Measured) -> None:
     """Negative control: with any one collective gone the comparison fails."""
-    case, _ = export
-    program = measured(*export, 2).program
-    programs = [program.rank_program(rank) for rank in range(2)]
+    case, program = on_world.case, on_world.program
+    programs = [program.rank_program(rank) for rank in range(on_world.world)]
     names = collectives_of(programs[0])
     assert len(names) == case.by_hand().total()
     for collective in names:
         damaged = [without_collective(p, collective) for p in programs]
-        report = compared(alone(*export), program, damaged, case.inputs(*case.example))
+        report = compared(alone(case, False), program, damaged, case.inputs(*case.example))
         assert not report.ok, collective
 
 
@@ -118,10 +110,10 @@ def test_the_first_wrong_value_is_named() -> None:
 
 
 @of(True)
-def test_no_guard_is_added(export: tuple[Case, bool]) -> None:
+def test_no_guard_is_added(on_world: Measured) -> None:
     """Symbolic sizes stay as general as they were."""
-    before = exported(*export)
-    program = measured(*export, 2).program.rank_program(0)
+    before = exported(on_world.case, True)
+    program = on_world.program.rank_program(0)
     assert {str(k): str(v) for k, v in program.range_constraints.items()} == {
         str(k): str(v) for k, v in before.range_constraints.items()
     }
