@@ -8,8 +8,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -c constraints.txt
 # More words for pytest: make test PYTEST_ARGS="-k mesh"
 PYTEST_ARGS ?=
-# Two workers, each with whole files: the tests of a file share exports and conversions.
-PYTEST := python -m pytest -n 2 --dist loadfile
+# Two workers, each with whole files (the tests of a file share exports and conversions), in the order of tests/conftest.py.
+PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-fast check format wheel-test zoo ops trust bench clean
@@ -32,7 +32,7 @@ demo: venv  ## Cut a real model for several ranks, run them and compare the numb
 # The tests launch several processes at a time: one thread each keeps a small machine usable.
 test test-fast wheel-test: export OMP_NUM_THREADS := 1
 
-test: venv  ## Run all tests, the slow ones last
+test: venv  ## Run all tests
 	$(BIN)/$(PYTEST) $(PYTEST_ARGS)
 
 test-fast: venv  ## Run the fast tests: no real models, no launched processes
