@@ -35,7 +35,7 @@ from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
 from tpcompiler.report import Collective, collectives_of, report_text
-from tpcompiler.runtime.archive import drop_pickled_examples
+from tpcompiler.runtime.archive import has_pickled_examples
 from tpcompiler.runtime.artifact import VERSION, Manifest, write_artifact
 from tpcompiler.runtime.place import leave_out, place_state
 from tpcompiler.soundness.check import check_artifact
@@ -220,7 +220,8 @@ class ParallelProgram:
                 signature = program.module_call_graph[0].signature
                 assert signature is not None
                 signature.out_spec = plain_outputs(signature.out_spec)[0]
-            drop_pickled_examples(program)  # so that the file is read without trust
+            if has_pickled_examples(program):
+                program.example_inputs = None  # so that the file is read without trust
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "No complete tensor found")  # of leaves that are left out

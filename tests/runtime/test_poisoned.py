@@ -312,6 +312,9 @@ def test_what_is_written_needs_no_trust(tmp_path: Path) -> None:
     )
     made.save(tmp_path / "out")
     assert made.rank_program(0).example_inputs is not None
+    note = "example inputs:\n  the written programs have none: a file could hold these only as a pickle"
+    assert note in made.report()
+    assert "example inputs:" not in tpcompiler.parallelize(export_mlp(), 2, PLAN).report()
     for rank in range(2):
         assert read_model(tmp_path / "out" / f"rank_{rank}.pt2").example_inputs is None
 

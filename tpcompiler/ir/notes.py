@@ -7,17 +7,19 @@ from collections import Counter
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
 
 from tpcompiler.ir.bodies import all_calls
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import MarkedProgram, Note, PlannedProgram, mark_of, tied
 from tpcompiler.ir.sharding import DimSharding
 from tpcompiler.ir.text import op_name
+from tpcompiler.runtime.archive import has_pickled_examples
 
 
 def notes_of(program: MarkedProgram) -> tuple[Note, ...]:
-    """Ops that draw random numbers, and leaves that are cut in a way of their own or unevenly."""
-    return (*_random(program.graph), *_cuts(program))
+    """Ops that draw random numbers, leaves that are cut in a way of their own or unevenly, and what is not written."""
+    return (*_random(program.graph), *_cuts(program), *_examples(program.source))
 
 
 def _random(graph: fx.Graph) -> tuple[Note, ...]:
@@ -25,6 +27,12 @@ def _random(graph: fx.Graph) -> tuple[Note, ...]:
     drawing = Counter(op_name(node) for node in all_calls(graph) if draws(node))
     ops = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in drawing.items())
     return (Note("random", f"{ops}: seed every rank alike, torch.manual_seed"),) if drawing else ()
+
+
+def _examples(source: ExportedProgram) -> tuple[Note, ...]:
+    if source.example_inputs is None or not has_pickled_examples(source):
+        return ()
+    return (Note("examples", "the written programs have none: a file could hold these only as a pickle"),)
 
 
 def _cuts(program: MarkedProgram) -> tuple[Note, ...]:

@@ -54,14 +54,15 @@ def inspect_archive(path: Path) -> None:
             raise ArtifactError(f"{path} is not read: {where} {error}", help=help) from error
 
 
-def drop_pickled_examples(program: ExportedProgram) -> None:
-    """Take the example inputs out of a program, in place, where a file with them could only be read on trust."""
+def has_pickled_examples(program: ExportedProgram) -> bool:
+    """Whether a file with the program's example inputs could only be read on trust."""
     content = io.BytesIO()
     try:
         torch.save(program.example_inputs, content)
         _check_pickle(content.getvalue())
     except Exception:  # what cannot be pickled, or not be read back
-        program.example_inputs = None
+        return True
+    return False
 
 
 def _check_sizes(archive: zipfile.ZipFile, size: int) -> None:

@@ -28,6 +28,7 @@ NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
     "random": "ops that draw random numbers",
     "mesh": "axes that run as two",
     "shared": "weights that several ranks share",
+    "examples": "example inputs",
     "cut": "weights cut in parts, blocks or whole heads, or unevenly",
 }
 
