@@ -85,9 +85,10 @@ ops: venv  ## Measure the rules on torch's op database and write docs/ops.md; go
 
 # Hours: the random programs come last, and go on where they were interrupted.
 trust: export OMP_NUM_THREADS := 1
-trust: venv  ## Measure what docs/trust.md says: mutants, faults, kills, the check of the zoo, 10,000 random programs
-	$(BIN)/python -m tests.trust.mutants
+trust: venv  ## Measure what docs/trust.md says: faults, kills, mutants, the check of the zoo, 10,000 random programs
 	$(BIN)/python -m tests.trust
+	$(BIN)/python -m tests.zoo
+	$(BIN)/python -m tests.trust.mutants
 	TPCOMPILER_LONG_TESTS=1 $(BIN)/$(PYTEST) tests/passes/test_changes.py tests/test_transitions.py tests/bad_input/test_fuzz.py
 	$(BIN)/python -m tests.property 10000 --workers 2
 

@@ -1,4 +1,4 @@
-"""What takes long: faults of real processes, saves that are killed, the check of every model of the zoo and of a large one."""
+"""What takes long: faults of real processes, saves that are killed, the check of a large model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ import tpcompiler
 from tests.runtime.faults import FAULTS, run_fault, write_artifacts, wrong
 from tests.runtime.interrupted import kill_saves
 from tests.zoo.decoders import EVERYTHING, decoder
-from tests.zoo.index import CASES
-from tests.zoo.measure import WORLDS, exported, measured
-from tpcompiler.soundness.check import check_programs
-from tpcompiler.soundness.written import written
 
 
 @dataclass(frozen=True)
@@ -57,23 +53,6 @@ def kills(times: int) -> Figure:
     with tempfile.TemporaryDirectory() as directory:
         states = kill_saves(Path(directory), times, seed=1)
     return Figure("saves killed", f"{times}: " + ", ".join(f"{n} {state}" for state, n in states.items()), True)
-
-
-def zoo() -> Figure:
-    """The check of every model on 2 and 4 ranks, static and dynamic: none may be refused."""
-    alarms = []
-    checked = 0
-    for name, case in CASES.items():
-        for dynamic in (False, True) if case.dims is not None else (False,):
-            for world in WORLDS:
-                program = measured(case, dynamic, world).program
-                ranks = [written(program.rank_program(rank)) for rank in range(world)]
-                report = check_programs(ranks, program.manifest(), exported(case, dynamic))
-                checked += 1
-                if not report.ok:
-                    alarms.append(f"{name}, {'dynamic' if dynamic else 'static'}, {world} ranks: {report.findings[0]}")
-    figure = f"{checked} conversions, {len(alarms)} false alarms"
-    return Figure("check of the zoo", "\n".join([figure, *alarms]), not alarms)
 
 
 def large(layers: int, world: int) -> Figure:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch.export import ExportedProgram
@@ -18,6 +18,8 @@ from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
 from tpcompiler.report import Collective
 from tpcompiler.runtime.inputs import flatten_inputs
+from tpcompiler.soundness.check import check_programs
+from tpcompiler.soundness.written import written
 from tpcompiler.verify.compare import Difference, VerifyReport, compare, functional
 from tpcompiler.verify.simulate import simulate
 
@@ -88,6 +90,12 @@ class Measured:
     @property
     def ok(self) -> bool:
         return self.equal and self.counted and self.cut_enough and self.flops_enough
+
+    @cached_property
+    def alarms(self) -> list[str]:
+        """What `tpcompiler check` says against the ranks' programs."""
+        ranks = [written(self.program.rank_program(rank)) for rank in range(self.world)]
+        return check_programs(ranks, self.program.manifest(), self.program.original).findings
 
     @property
     def worst(self) -> Difference:

@@ -22,7 +22,7 @@ SHORT = {"all_reduce": "R", "all_gather": "G", "reduce_scatter": "S", "all_to_al
 SHORT |= {f"{kind} ({FALLBACK})": f"{letter}?" for kind, letter in SHORT.items()}
 PROCESSES = 2
 COLUMNS = ("model", "shapes", "nodes", "worlds", "rel err / allowed", "bytes cut / least", "flops cut / least")
-COLUMNS += ("per layer", "outside", "gathers by plan", "fallback bytes", "s", "")
+COLUMNS += ("per layer", "outside", "gathers by plan", "fallback bytes", "check", "s", "")
 CAPTION = (
     "One device against all ranks in one process; the worst of all worlds and sizes. Collectives found = by hand: "
     "R all_reduce, G all_gather, S reduce_scatter, A all_to_all, ? one that the plan does not need; one entry per kind "
@@ -34,7 +34,9 @@ CAPTION = (
 class Row:
     cells: tuple[str, ...]
     ok: bool
-    error: str = ""  # why nothing was measured, or what was not seen
+    error: str = ""  # why nothing was measured, what was not seen, or what check says
+    checked: int = 0
+    refused: int = 0  # by check
 
 
 def row(case: Case, dynamic: bool) -> Row:
@@ -51,7 +53,7 @@ def row(case: Case, dynamic: bool) -> Row:
             f"{case.name}, {shapes}: {said}",
         )
     worst = max((m.worst for m in found), key=strain)
-    ok = all(m.ok for m in found) and not unseen
+    ok = all(m.ok and not m.alarms for m in found) and not unseen
     last = found[-1]
     collectives = last.program.collectives()
     cells = (
@@ -65,11 +67,13 @@ def row(case: Case, dynamic: bool) -> Row:
         *(_verdict(text, all(m.counted for m in found)) for text in _collectives(found)),
         str(sum(c.why == "plan-demanded" for c in collectives)),
         f"{sum(c.wire_bytes for c in collectives if c.why == FALLBACK):,}",
+        _verdict(f"{len(found)} sound", not any(m.alarms for m in found)),
         f"{sum(m.seconds for m in found):.0f}",
         _verdict(("pending" if case.pending else "ok") if ok else "FAILS", ok),
     )
-    said = f"{case.name}: whether these matter is not as stated: {', '.join(sorted(unseen))}" if unseen else ""
-    return Row(cells, ok, said)
+    said = [f"{case.name}: whether these matter is not as stated: {', '.join(sorted(unseen))}"] if unseen else []
+    said += [f"{case.name}, {shapes}, {m.world} ranks: {alarm}" for m in found for alarm in m.alarms]
+    return Row(cells, ok, "\n".join(said), len(found), sum(bool(m.alarms) for m in found))
 
 
 def _verdict(text: str, ok: bool) -> str:
@@ -134,6 +138,7 @@ def main(names: Sequence[str], processes: int = PROCESSES) -> int:
             if not CASES[name].dims:
                 table.add_row("", f"static: {CASES[name].static_because}")
     console.print(table)
+    console.print(f"check: {sum(r.checked for r in rows)} conversions, {sum(r.refused for r in rows)} of them refused")
     for case in (CASES[name] for name in names or CASES if CASES[name].pending):
         console.print(f"{case.name} is pending: {case.pending}", markup=False, soft_wrap=True)
     for text in (r.error for r in rows if r.error):

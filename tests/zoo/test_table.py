@@ -9,6 +9,7 @@ import pytest
 from tests.zoo import measure
 from tests.zoo.index import CASES
 from tests.zoo.table import main
+from tpcompiler.soundness.check import CheckReport
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +69,17 @@ def test_the_table_fails_above_the_tolerance(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(CASES, "dlrm", replace(CASES["dlrm"], dims=None))
     monkeypatch.setattr(measure, "LOOSEST", 0.0)
     assert main(["dlrm"], 0) == 1
+
+
+def test_the_table_fails_where_check_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(CASES, "dlrm", replace(CASES["dlrm"], dims=None))
+    monkeypatch.setattr(measure, "check_programs", lambda *_: CheckReport(False, {}, ["a false alarm"]))
+    assert main(["dlrm"], 0) == 1
+    written = capsys.readouterr().out
+    assert "check: 2 conversions, 2 of them refused" in written
+    assert "dlrm, static, 4 ranks: a false alarm" in written
 
 
 def test_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:

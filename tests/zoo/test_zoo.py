@@ -77,6 +77,11 @@ def test_parameters_are_cut(on_world: Measured) -> None:
         assert max(shares) <= whole / world + max(row["shape"])  # one row more where the rows do not divide
 
 
+@of(True)
+def test_check_says_nothing(on_world: Measured) -> None:
+    assert not on_world.alarms
+
+
 @of(False)
 def test_every_collective_matters(on_world: Measured) -> None:
     """Negative control: with any one collective gone the comparison fails."""
