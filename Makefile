@@ -89,7 +89,7 @@ trust: venv  ## Measure what docs/trust.md says: faults, kills, mutants, the che
 	$(BIN)/python -m tests.trust
 	$(BIN)/python -m tests.zoo
 	$(BIN)/python -m tests.trust.mutants
-	TPCOMPILER_LONG_TESTS=1 $(BIN)/$(PYTEST) tests/passes/test_changes.py tests/test_transitions.py tests/bad_input/test_fuzz.py
+	TPCOMPILER_LONG_TESTS=1 $(BIN)/$(PYTEST) $$(grep -rl "tests.long import" tests)
 	$(BIN)/python -m tests.property 10000 --workers 2
 
 bench: venv  ## Run the benchmarks

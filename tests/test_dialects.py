@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 import tpcompiler
+from tests.long import some
 from tests.zoo.case import randomise
 from tests.zoo.decoders import LLAMA
 
@@ -141,9 +143,7 @@ def from_file(program: ExportedProgram) -> ExportedProgram:
     return torch.export.load(file)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("dynamic", "dialect", "name"), some(itertools.product((False, True), DIALECTS, MODELS), 2))
 def test_equal_numbers_and_collectives(name: str, dialect: str, dynamic: bool) -> None:
     _, make, dims, plan, kinds = MODELS[name]
     exported = torch.export.export(model(name), (make(3, 5),), dynamic_shapes=(dims,) if dynamic else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.export import Dim, export
 
 import tpcompiler
 from tests.launch import called
+from tests.long import some
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
 from tpcompiler.verify.compare import compare, functional
@@ -63,10 +65,11 @@ def converted(heads: int, groups: int, world: int, packed: bool, dynamic: bool) 
     return tpcompiler.parallelize(export(model, (X,), dynamic_shapes=sizes), world, PACKED if packed else SEPARATE)
 
 
-@pytest.mark.parametrize(("heads", "groups", "world"), HEADS)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_one_sum(heads: int, groups: int, world: int, packed: bool, dynamic: bool) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "packed", "dynamic"), some(itertools.product(HEADS, (False, True), (False, True)), 3)
+)
+def test_one_sum(sizes: tuple[int, int, int], packed: bool, dynamic: bool) -> None:
+    heads, groups, world = sizes
     made = converted(heads, groups, world, packed, dynamic)
     queries, keys = HEADS[heads, groups, world]
     assert made.verify((X,)).ok
