@@ -167,6 +167,12 @@ WEIGHTS = [
         code=1,
     ),
     Row(
+        "another model, to be checked",
+        "tpcompiler check out --original other.pt2",
+        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  the ranks take 0.0, 0.1, and the original 0.0\n  the original has no tensor 'head.bias': it is another model",
+        code=1,
+    ),
+    Row(
         "a tensor that the manifest names and no file has",
         lambda _: loaded("one"),
         "one/rank_0.pt2 has no tensor 'more', and the manifest names it",

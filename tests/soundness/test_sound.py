@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import tpcompiler
 from tests.devices import exported as on_devices
@@ -16,7 +17,8 @@ from tests.test_program_set import converted as program_set
 from tests.trust.subjects import subject
 from tpcompiler._torch import read_archive_state
 from tpcompiler.runtime.artifact import rank_file, read_manifest, sha256
-from tpcompiler.soundness.written import read_ranks
+from tpcompiler.soundness.check import check_programs
+from tpcompiler.soundness.written import read_ranks, written
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +52,24 @@ def test_ranks_without_heads(packed: bool, dynamic: bool, tmp_path: Path) -> Non
     """Three kv heads on four ranks: one has empty shares, and does without attention."""
     report = check(few_heads(6, 3, 4, packed, dynamic), tmp_path / "out")
     assert (report.ok, report.findings) == (True, [])
+
+
+def test_the_original_has_the_same_tensors() -> None:
+    """By name: one that no rank holds, or that the original lacks, is not of this model."""
+    example = (torch.randn(2, 4),)
+    model, more = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    more.load_state_dict(model.state_dict())
+    more.register_buffer("count", torch.zeros(()))
+    one, two = torch.export.export(model, example), torch.export.export(more, example)
+    for converted, original, finding in (
+        (one, one, []),
+        (two, two, []),
+        (one, two, ["no rank holds the original's tensor 'count'"]),
+        (two, one, ["the original has no tensor 'count': it is another model"]),
+    ):
+        made = tpcompiler.parallelize(converted, 2, {"0": "colwise", "1": "rowwise"})
+        ranks = [written(made.rank_program(rank)) for rank in range(2)]
+        assert check_programs(ranks, made.manifest(), original).findings == finding
 
 
 def test_for_cuda(tmp_path: Path) -> None:

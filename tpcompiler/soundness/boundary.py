@@ -137,8 +137,12 @@ def check_state(
         if more := sorted(each.state.keys() - known):
             raise Unsound(None, f"rank {rank} holds {more[0]!r}, which nothing takes")
     theirs = {} if original is None else {**original.constants, **original.state_dict}
-    if theirs and rows and not theirs.keys() & rows.keys():
-        raise Unsound(None, f"the original has no tensor {min(rows)!r}: it is another model")
+    if original is not None:
+        named = {name for name, row in rows.items() if row["kind"] != "constant_tensor"}
+        if more := sorted(named - theirs.keys()):
+            raise Unsound(None, f"the original has no tensor {more[0]!r}: it is another model")
+        if lacking := sorted(original.state_dict.keys() - rows.keys()):
+            raise Unsound(None, f"no rank holds the original's tensor {lacking[0]!r}")
     for name, row in rows.items():
         if "stored_in" in row:
             _check_elsewhere(row, beside)
