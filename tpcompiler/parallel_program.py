@@ -311,7 +311,7 @@ def layout_of(shardings: Mapping[str, Sharding], mesh: Mesh) -> Layout:
     def joined(name: str, parts: Sequence[torch.Tensor], shape: torch.Size) -> list[torch.Tensor]:
         if name.startswith("="):
             return join(parts, read_sharding(name[1:], mesh, len(shape)), mesh, shape)
-        return join(parts, shardings[f"output {name}" if f"output {name}" in shardings else name], mesh, shape)
+        return join(parts, shardings[name], mesh, shape)
 
     return Layout(lambda name, value, rank: cut(value, shardings[name], mesh, rank), joined)
 

@@ -307,3 +307,22 @@ def test_a_report_is_data(transformer: Case) -> None:
     report = transformer.compare()
     assert replace(report, ok=False) != report
     assert str(report).splitlines()[0].startswith("equal: max abs err ")
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.total.add_(x.sum(0))
+        return {"total": self.total * 2}
+
+
+def test_an_output_is_called_as_a_buffer_is() -> None:
+    """The one is whole, the other cut."""
+    made = tpcompiler.parallelize(torch.export.export(Counting(), (torch.randn(3, 8),)), 2, {"total": "S(0)"})
+    sharded = {name: str(sharding) for name, sharding in made.manifest_shardings().items() if "total" in name}
+    assert len(set(sharded.values())) == 2
+    report = made.verify((torch.randn(3, 8),))
+    assert [(d.name, d.ok) for d in report.outputs] == [("total", True), ("total", True)]

@@ -187,14 +187,20 @@ class _Trial:
             raise InputsError(
                 f"a rank's program does not run on these inputs: {error}", help="check shapes and dtypes"
             ) from error
-        triples = [
-            (name, self.expected.outputs[at], self.best.outputs[at], [r.outputs[at] for r in self.got])
+        made = [
+            (
+                name,
+                f"output {name}",
+                self.expected.outputs[at],
+                self.best.outputs[at],
+                [r.outputs[at] for r in self.got],
+            )
             for at, name in enumerate(self.output_names)
         ] + [
-            (name, want, self.best.mutated[name], [r.mutated[name] for r in self.got])
-            for name, want in self.expected.mutated.items()
+            (name, name, value, self.best.mutated[name], [r.mutated[name] for r in self.got])
+            for name, value in self.expected.mutated.items()
         ]
-        found = [difference(*triple, self.layout) for triple in triples]
+        found = [difference(*each, self.layout) for each in made]
         return [replace(d, name=f"{d.name} in float32") for d in found] if self.dtype is not None else found
 
     def remember(self) -> None:

@@ -40,7 +40,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors are laid out over the ranks, asked for by name.
+    """How tensors are laid out over the ranks, asked for by name; `output NAME` for an output.
 
     `cut(name, value, rank)` gives a rank's share of a global tensor; `join(name, parts, shape)` puts shares together.
     """
@@ -49,13 +49,14 @@ class Layout:
     join: Callable[[str, Sequence[torch.Tensor], torch.Size], list[torch.Tensor]]
 
 
-def difference(name: str, want: Any, exact: Any, parts: Sequence[Any], layout: Layout) -> Difference:
+def difference(name: str, laid_out: str, want: Any, exact: Any, parts: Sequence[Any], layout: Layout) -> Difference:
+    """Of one output or value written back; `laid_out`: the name that the layout knows it by."""
     if not isinstance(want, torch.Tensor):
         same = all(part == want for part in parts)
         return Difference(name, 0.0 if same else float("inf"), 0.0 if same else float("inf"), 0.0, same)
     want, exact, parts = want.cpu(), exact.cpu(), [part.cpu() for part in parts]  # a program may have two devices
     try:
-        whole = layout.join(name, parts, want.shape)
+        whole = layout.join(laid_out, parts, want.shape)
     except (RuntimeError, ValueError):
         return Difference(name, float("inf"), float("inf"), 0.0, False)
     if any(w.shape != want.shape or w.dtype != want.dtype for w in whole):
