@@ -73,9 +73,9 @@ def every_option(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
                     yield f"term {index} kept as {asked.text(mesh)}", found
 
 
-def _two_bodies(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
-    """Two factors that have bodies of their own cut at once, each over an axis."""
-    for pair in itertools.combinations(rule.local, 2):
+def _two_cuts(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
+    """Any two factors cut at once, each over an axis."""
+    for pair in itertools.permutations(rule.factors, 2):
         option = Option({factor: DimSharding.by(axis) for factor, axis in zip(pair, mesh.names, strict=True)})
         if not isinstance(shardings(rule, option, mesh), Refusal):
             yield f"{' and '.join(pair)} cut", option
@@ -88,7 +88,7 @@ def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
         Mismatch: an option whose shards do not make the whole.
     """
     mesh, two = Mesh((("tp", degree),)), Mesh((("dp", 2), ("tp", degree)))
-    every = [(mesh, *each) for each in every_option(rule, mesh)] + [(two, *each) for each in _two_bodies(rule, two)]
+    every = [(mesh, *each) for each in every_option(rule, mesh)] + [(two, *each) for each in _two_cuts(rule, two)]
     ran = []
     for mesh, what, option in every:
         passed = [edit.operands(node)[i].meta["val"].dtype for _, group in option.through.values() for i in group]
@@ -189,12 +189,13 @@ def _run(
 
 def _shares(value: torch.Tensor, want: Sharding, mesh: Mesh) -> list[torch.Tensor]:
     """One share per rank; a pending sum is dealt unevenly at random, so that no rank holds nothing."""
-    if not want.partial:
-        return [cut(value, want, mesh, rank) for rank in range(mesh.world_size)]
-    ((_, op),) = want.partial
-    assert op == "sum"
-    others = [_noise(value) for _ in range(mesh.world_size - 1)]
-    return [*others, value - sum(others, torch.zeros_like(value))]
+    assert all(op == "sum" for _, op in want.partial)
+    first, *others = itertools.product(*(range(mesh.degree(axis)) for axis, _ in want.partial))
+    dealt = {place: _noise(value) for place in others}
+    dealt[first] = value - sum(dealt.values(), torch.zeros_like(value)) if others else value
+    here = [mesh.coordinate(rank) for rank in range(mesh.world_size)]
+    parts = [dealt[tuple(at[axis] for axis, _ in want.partial)] for at in here]
+    return [cut(part, Sharding(want.dims), mesh, rank) for rank, part in enumerate(parts)]
 
 
 def _noise(value: torch.Tensor) -> torch.Tensor:
