@@ -41,7 +41,7 @@ class RuleCheck:
 
 
 def check_rule(op: object, sample_inputs: Iterable[Inputs], *, degrees: Sequence[int] = DEGREES) -> RuleCheck:
-    """Run every placement that the op's rule offers on shards, and compare with the whole op.
+    """Run every placement that the op's rule offers on shards, and any two cuts at once, and compare with the whole op.
 
     Give samples with sizes that differ from each other and are not all even, and in float64 where the op takes it.
 
