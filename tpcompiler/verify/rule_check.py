@@ -104,7 +104,8 @@ def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
         if fault:
             wants, made = (", ".join(sharding.text(mesh) for sharding in each) for each in both)
             raise Mismatch(
-                f"the rule of {node.target} is wrong: over {mesh.world_size} ranks, {what} ({wants} -> {made}), {fault}",
+                f"the rule of {node.target} is wrong: over {mesh.world_size} ranks, {what} ({wants} -> {made}), "
+                f"{fault}",
                 help="leave those operands out of linear="
                 if option.through
                 else f"mark what must stay whole, as in '{next(iter(option.cuts), 'h')}!'",
