@@ -49,7 +49,8 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
         root=root,
         graph=graph,
         graph_signature=signature,
-        state_dict={**source.state_dict, **_of_kind(signature, program, constant=False)},
+        # Not what no input takes: a strict export keeps a tied weight, whole, under its other name too.
+        state_dict=_of_kind(signature, program, constant=False),
         range_constraints={s: ranges[s] for s in sorted(symbols, key=str)},
         module_call_graph=[dataclasses.replace(e, signature=copy.copy(e.signature)) for e in source.module_call_graph],
         example_inputs=_local_examples(program),

@@ -11,8 +11,10 @@ from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler
+from tests.passes.test_apply_plan import Tied
 from tests.trust.damage import Artifact
 from tpcompiler.soundness.check import CheckReport, check_programs
+from tpcompiler.soundness.written import written
 
 
 class Attend(nn.Module):
@@ -73,3 +75,15 @@ def test_a_call_without_a_recorded_value(op: str) -> None:
     (first, *_) = checked(made).findings
     assert first.startswith(f"rank_3.pt2: '{op}' (")
     assert first.endswith(" has no recorded value")
+
+
+def test_the_other_name_of_a_tied_weight() -> None:
+    """A strict export has an input for one name alone; its state keeps both."""
+    exported = export(Tied(), (torch.randint(8, (2, 3)),), strict=True)
+    assert len(exported.state_dict) == 2
+    made = tpcompiler.parallelize(exported, 2, {"embed": "embedding_rowwise"})
+    ranks = [written(made.rank_program(rank)) for rank in range(2)]
+    assert [{name: list(value.shape) for name, value in each.state.items()} for each in ranks] == [
+        {"embed.weight": [4, 4]}
+    ] * 2
+    assert check_programs(ranks, made.manifest(), exported).findings == []
