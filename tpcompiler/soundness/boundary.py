@@ -142,7 +142,7 @@ def check_state(
         if more := sorted(named - theirs.keys()):
             raise Unsound(None, f"the original has no tensor {more[0]!r}: it is another model")
         takes = {str(spec.target) for spec in original.graph_signature.input_specs if spec.kind in KINDS}
-        if lacking := sorted(takes & original.state_dict.keys() - rows.keys()):
+        if lacking := sorted(takes & theirs.keys() - rows.keys()):
             raise Unsound(None, f"no rank holds the original's tensor {lacking[0]!r}")
     for name, row in rows.items():
         if "stored_in" in row:
@@ -161,10 +161,11 @@ def check_state(
             wholes = join([value.detach() for value in held if value is not None], sharding, mesh, row["shape"])
         except (ValueError, Unsound) as error:
             raise Unsound(None, f"{name!r}: {error}") from error
+        same = _same_sum if sharding.partial else _same_bits
         for whole in wholes[1:]:
-            if not _same_bits(whole, wholes[0]):
+            if not same(whole, wholes[0]):
                 raise Unsound(None, f"{name!r} is not the same on ranks that share it")
-        if name in theirs and not _same_bits(wholes[0], theirs[name].detach()):
+        if name in theirs and not same(wholes[0], theirs[name].detach()):
             raise Unsound(None, f"{name!r}: the ranks' shares do not make the original's tensor")
 
 
@@ -181,6 +182,14 @@ def _check_elsewhere(row: Mapping[str, Any], beside: Mapping[str, Manifest]) -> 
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    return value.reshape(-1).contiguous().view(torch.uint8)
+
+
+def _same_sum(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """What zeros were added to: -0.0 has become 0.0."""
+    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a[~a.isnan()], b[~b.isnan()])

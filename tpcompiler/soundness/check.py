@@ -21,6 +21,7 @@ from tpcompiler.soundness.collectives import check_collectives
 from tpcompiler.soundness.folded import Folded, Results, Unsound, folded
 from tpcompiler.soundness.ops import check_ops
 from tpcompiler.soundness.regions import Done, check_region
+from tpcompiler.soundness.whole_text import whole_text
 from tpcompiler.soundness.written import Written, read_ranks
 
 
@@ -87,6 +88,8 @@ def check_programs(
     mesh = Mesh.of(manifest.mesh)
     findings: list[str] = []
     counts = Counter({"ranks": len(ranks), "graphs": len({id(each.program) for each in ranks})})
+    if len(ranks) != mesh.world_size:
+        return CheckReport(False, dict(counts), [f"there are {len(ranks)} programs for {mesh.world_size} ranks"])
     with quiet_torch():  # it logs what does not run, which is a finding here
         made = _folded(ranks, manifest, mesh, findings, counts)
     if len(made) == len(ranks):
@@ -127,7 +130,7 @@ def _folded(
 
 def _check_agreement(ranks: Sequence[Folded], findings: list[str], counts: Counter[str]) -> None:
     """All ranks fold to one program, and what they do together is what it claims."""
-    texts = {id(each): each.text() for each in ranks}
+    texts = {id(each): whole_text(each) for each in ranks}
     first = texts[id(ranks[0])]
     for rank, each in enumerate(ranks):
         apart = [(a, b) for a, b in zip(first, texts[id(each)], strict=False) if a != b]
@@ -136,10 +139,11 @@ def _check_agreement(ranks: Sequence[Folded], findings: list[str], counts: Count
             findings.append(f"ranks 0 and {rank} have shares of different programs: {a}, and {b}")
             return
     done: Done = set()
-    for name in ranks[0].regions:
+    for name in dict.fromkeys(name for each in ranks for name in each.regions):
+        if not all(name in each.regions for each in ranks):
+            findings.append(f"not all ranks have {name}")
+            continue
         with _noting(findings, 0):
-            if not all(name in each.regions for each in ranks):
-                raise Unsound(None, f"not all ranks have {name}")
             check_region(name, ranks, done)
             counts.update(regions=1)
 
@@ -154,10 +158,12 @@ class _noting:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Unsound):
-            return False
-        self.findings.append(_where(error.node, self.rank) + error.text)
-        return True
+        if isinstance(error, Unsound):
+            self.findings.append(_where(error.node, self.rank) + error.text)
+        elif isinstance(error, Exception):  # of a damage that nobody thought of
+            line = (str(error).strip() or "no text").splitlines()[0]
+            self.findings.append(f"{_where(None, self.rank)}cannot be checked: {type(error).__name__}: {line}")
+        return isinstance(error, Exception)
 
 
 def _where(node: fx.Node | None, rank: int | None) -> str:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tag, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import FakeTensorMode, OpOverload, enable_python_dispatcher
+from tpcompiler._torch import FakeTensorMode, OpOverload, enable_python_dispatcher, statically_equal
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, read_bodies
@@ -27,6 +26,9 @@ from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
 
 aten = torch.ops.aten
+# What a change of sharding may call beside ops that move: shares of an average, and sizes.
+VALUES = (aten.div.Tensor, aten.clone.default)
+NUMBERS = (aten.sym_size.int, aten.sym_numel.default, operator.mul, operator.getitem)
 Shardings = tuple[Sharding, ...]
 Results = dict[Any, Any]
 
@@ -68,6 +70,7 @@ class Folded:
         named: the tensors that a claimed call names, as nodes of the rank's graph.
         by_name: the keys of `whole`, as claims call them.
         results: of calls, for all programs that are checked together.
+        trial: at which of the sizes that `plain` knows dynamic sizes are tried.
     """
 
     program: ExportedProgram
@@ -82,6 +85,7 @@ class Folded:
     named: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     by_name: dict[str, fx.Node] = field(default_factory=dict)
     results: Results = field(default_factory=dict)
+    trial: int = 0
 
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What a call makes of fake values; of the same layout of arguments the same."""
@@ -94,23 +98,6 @@ class Folded:
     def stands_for(self, node: fx.Node, whole: fx.Node) -> None:
         self.whole[node] = whole
         self.by_name[node.name] = node
-
-    def text(self) -> list[str]:
-        """The whole program with its shardings and changes, a line each: what all ranks must agree on.
-
-        Numbers stand where they are used: a rank may need one for its own share alone.
-        """
-        signature = self.program.graph_signature
-        lines = [f"input {spec.kind.name} {spec.arg} is {spec.target!r}" for spec in signature.input_specs]
-        lines += [f"output {spec.kind.name} is {spec.target!r}" for spec in signature.output_specs]
-        lines += [f"{symbol} in {sizes}" for symbol, sizes in self.program.range_constraints.items()]
-        for node, made in self.whole.items():
-            if _is_number(made):
-                continue
-            shown = ", ".join(sharding.text(self.mesh) for sharding in self.shardings.get(node, ()))
-            call = _body_text(node) if node.op == "get_attr" else _call_text(made)
-            lines.append(f"{made.name}: {shown} = {call}")
-        return lines
 
     @property
     def is_even(self) -> bool:
@@ -169,28 +156,6 @@ def _fold_body_of_control_flow(made: Folded, node: fx.Node) -> None:
     made.stands_for(node, new)
 
 
-def _is_number(whole: fx.Node) -> bool:
-    return whole.op == "call_function" and not edit.outputs(whole)
-
-
-def _call_text(whole: fx.Node) -> str:
-    def shown(value: Any) -> str:
-        if isinstance(value, fx.Node):
-            return _call_text(value) if _is_number(value) else value.name
-        if isinstance(value, (list, tuple)):
-            return f"[{', '.join(map(shown, value))}]"
-        return str(value)
-
-    words = [*map(shown, whole.args), *(f"{name}={shown(value)}" for name, value in whole.kwargs.items())]
-    return f"{whole.target}({', '.join(words)})"
-
-
-def _body_text(node: fx.Node) -> str:
-    """A name for what a body of control flow does."""
-    parts = [str(part.graph) for part in node.meta["val"].modules() if isinstance(part, fx.GraphModule)]
-    return f"body {hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:12]}"
-
-
 def _regions(graph: fx.Graph) -> dict[str, Region]:
     members: dict[str, list[fx.Node]] = {}
     for node in edit.calls(graph):
@@ -239,6 +204,8 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
                 new.meta["val"] = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
         elif any(isinstance(size, int) and size != own for size, own in zip(row["shape"], value.shape, strict=True)):
             raise Unsound(node, f"is {list(value.shape)}, the manifest says {row['shape']}")
+    if left := next(users, None):
+        raise Unsound(None, f"the manifest names an input {left['name']!r}, and there is none")
 
 
 def read_claimed(node: fx.Node | None, text: Any, mesh: Mesh, ndim: int) -> Sharding:
@@ -288,11 +255,24 @@ def _fold_change(made: Folded, region: Region) -> None:
         )
     kept = edit.outputs(operands[0])[0].dtype
     for node in region.nodes:
+        if not _only_moves(node):
+            raise Unsound(node, f"is in {region.name}, and a change moves and reduces values, and does nothing else")
         for value in edit.outputs(node):
             if value.dtype != kept:
                 raise Unsound(node, f"makes {dtype_name(value.dtype)} in a change of {dtype_name(kept)}")
     made.stands_for(last, made.whole[operands[0]])
     made.shardings[last] = (target,)
+
+
+def _only_moves(node: fx.Node) -> bool:
+    """Whether a node of a change leaves values as they are, but for an average; numbers are sizes, or parts of them."""
+    if isinstance(node.target, OpOverload) and edit.outputs(node):
+        drawn, computed = Tag.nondeterministic_seeded in node.target.tags, Tag.pointwise in node.target.tags
+        return not drawn and (not computed or node.target in VALUES)
+    if node.target is operator.floordiv:
+        size, divisor = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args)
+        return statically_equal(node.meta["val"] * divisor, size)
+    return edit.outputs(node) != () or node.target in NUMBERS
 
 
 def _fold_body(made: Folded, region: Region) -> None:
@@ -318,6 +298,8 @@ def _fold_call(made: Folded, node: fx.Node) -> None:
     if isinstance(size, fx.Node) and size in made.shard_sizes:
         if made.shard_sizes[size] != degree:
             raise Unsound(node, f"multiplies a shard's size by {degree}, and there are {made.shard_sizes[size]}")
+        if not statically_equal(node.meta.get("val"), made.whole[size].meta["val"]):
+            raise Unsound(node, f"is {node.meta.get('val')}, and the whole's size {made.whole[size].meta['val']}")
         made.stands_for(node, made.whole[size])
         return
     values = edit.outputs(node)

@@ -21,6 +21,7 @@ from tpcompiler.rules.registry import rule_of
 from tpcompiler.soundness.folded import Folded, Shardings, Unsound
 
 aten = torch.ops.aten
+LAYOUT = (aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default)
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # but for whether they may copy
 
 
@@ -97,12 +98,13 @@ def _is_the_whole_call(made: Folded, node: fx.Node) -> bool:
     """Whether every rank calls what the single device does, on the same."""
     shardings = [made.shardings.get(each) for each in (node, *edit.operands(node))]
     whole = all(found is not None and all(each.is_replicated for each in found) for found in shardings)
-    return whole and "call" not in read_claim(node)
+    sizes = [size for operand in edit.operands(node) for value in edit.outputs(operand) for size in value.shape]
+    return whole and "call" not in read_claim(node) and not all(isinstance(size, int) for size in sizes)
 
 
 def _check_number(node: fx.Node, args: Any, kwargs: Any) -> None:
     """The same of a size."""
-    if node.target is not aten.sym_size.int and isinstance(node.target, OpOverload):
+    if isinstance(node.target, OpOverload) and node.target not in LAYOUT:
         return
     made = args[0].shape[args[1]] if node.target is aten.sym_size.int else node.target(*args, **kwargs)  # type: ignore[operator]
     if not statically_equal(made, node.meta["val"]):
@@ -243,4 +245,4 @@ def _equal(value: Any, wanted: Any, made: Folded) -> bool:
         return value in made.whole and made.whole[value] is wanted
     if isinstance(value, torch.device):
         return isinstance(wanted, torch.device)
-    return type(value) is type(wanted) and (value == wanted or value != value)
+    return type(value) is type(wanted) and (value == wanted or (value != value and wanted != wanted))

@@ -14,6 +14,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, cut_dim, join
+from tpcompiler.rules.registry import rule_of
 from tpcompiler.soundness.folded import Folded, Region, Unsound
 from tpcompiler.soundness.sizes import change_shape, operand_shapes, plain, whole_shape
 from tpcompiler.verify.simulate import Waiting, lock_step, run_call
@@ -40,7 +41,11 @@ def check_region(name: str, ranks: Sequence[Folded], done: Done) -> None:
     known = tuple(texts[id(each)] for each in ranks)
     if known in done:
         return
-    (_check_change if regions[0].call is None else _check_body)(ranks, regions)
+    check = _check_change if regions[0].call is None else _check_body
+    for trial in (0, 1) if ranks[0].program.range_constraints else (0,):
+        for each in ranks:
+            each.trial = trial
+        check(ranks, regions)
     done.add(known)
 
 
@@ -92,6 +97,9 @@ def _shares(whole: torch.Tensor, sharding: Sharding, mesh: Mesh) -> list[torch.T
 def _check_body(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
     first, mesh, region = ranks[0], ranks[0].mesh, regions[0]
     call = region.call
+    rule = rule_of(call)
+    if rule is None or not rule.local:
+        raise Unsound(region.nodes[-1], f"is the end of {region.name}, and {call.target} is run as it is")
     used = {node.name: node for node in call.all_input_nodes if edit.is_tensor(node)}
     for each, other in zip(ranks, regions, strict=True):
         for node in _tensors(other):
@@ -122,7 +130,7 @@ def _check_body(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
 
 def _on_the_whole(made: Folded, call: fx.Node, wholes: Mapping[str, torch.Tensor]) -> Any:
     def given(node: fx.Node) -> Any:
-        return wholes[node.name] if node.name in wholes else plain(node.meta["val"], made.program)
+        return wholes[node.name] if node.name in wholes else plain(node.meta["val"], made)
 
     args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), given)
     return call.target(*args, **kwargs)  # type: ignore[operator]
@@ -137,17 +145,18 @@ def _trials(made: Folded, region: Region, ids: Sequence[Sequence[int]]) -> list[
 
 
 def _edges(made: Folded, region: Region) -> list[list[int]]:
-    """Where shares begin and end, for each size that is cut: ids that must be looked up."""
-    found = {}
+    """Where shares begin and end, for each size that is cut: ids that must be looked up, counted from either side."""
+    found = []
     for node in (*_tensors(region), *region.outputs):
         for size, by in zip(whole_shape(made, made.whole[node]), made.shardings[node][0].dims, strict=True):
-            if by.axes:
-                found[size] = by
+            if by.axes and (size, by) not in found:
+                found.append((size, by))
     edges = []
-    for size, by in sorted(found.items()):
+    for size, by in sorted(found, key=lambda each: each[0]):
         places = torch.arange(size)
         shares = [cut_dim(places, 0, by, made.mesh, made.mesh.coordinate(r)) for r in range(made.mesh.world_size)]
-        edges.append(sorted({int(end) for share in shares if len(share) for end in (share[0], share[-1])}))
+        ends = sorted({int(end) for share in shares if len(share) for end in (share[0], share[-1])})
+        edges += [ends, [end - size for end in ends]]
     return edges or [[0, 1]]
 
 
@@ -167,8 +176,9 @@ def _random(
     if value.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     if value.is_floating_point() or value.is_complex():
-        return torch.randn(shape, generator=generator).to(value.dtype)
-    ids = torch.randint(0, max(edges) + 1, tuple(shape), generator=generator).view(-1)
+        # Around 1, so that no mean of many is next to nothing.
+        return torch.randn(shape, generator=generator).add_(1).to(value.dtype)
+    ids = torch.randint(min(0, *edges), max(0, *edges) + 1, tuple(shape), generator=generator).view(-1)
     places = torch.randperm(len(ids), generator=generator)[: len(edges)]
     ids[places] = torch.tensor(edges[: len(places)])
     return ids.view(shape).to(value.dtype)
@@ -179,7 +189,7 @@ def _run(
 ) -> list[list[Any]]:
     runs = []
     for each, region, feed in zip(ranks, regions, feeds, strict=True):
-        numbers = {node: plain(node.meta["val"], each.program) for node in region.inputs if node not in feed}
+        numbers = {node: plain(node.meta["val"], each) for node in region.inputs if node not in feed}
         runs.append(_one(region, {**feed, **numbers}))
     try:
         return lock_step(runs)
@@ -207,7 +217,7 @@ def _compare(
         if exact or not (whole.is_floating_point() or whole.is_complex()):
             same = torch.equal(replica, whole)
         else:
-            scale = max(1.0, float(whole.abs().nan_to_num(0, 0, 0).amax())) if whole.numel() else 1.0
+            scale = float(whole.abs().nan_to_num(0, 0, 0).amax()) if whole.numel() else 1.0
             same = torch.allclose(replica.double(), whole.double(), rtol=0, atol=TOLERANCE * scale, equal_nan=True)
         if not same:
             raise Unsound(node, f"does not become {sharding.text(mesh)} of the whole in its region")
@@ -226,10 +236,14 @@ def _described(made: Folded, region: Region) -> Any:
         for node in (*region.inputs, *region.outputs)
     ]
     call = region.call
+    parts: list[Any] = []
     if call is not None:
-        values = {node: _layout(node.meta["val"]) for node in call.all_input_nodes}
+        # Which operand is which input, and which of its results each output is.
+        values = {node: f"{at}: {_layout(node.meta['val'])}" for at, node in enumerate(call.all_input_nodes)}
+        parts = [values[made.whole[node]] for node in region.inputs if made.whole.get(node) in values]
+        parts += [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]
         call = f"{call.target}({_text(call.args, values)}, {_text(call.kwargs, values)})"
-    return tuple(lines), tuple(ends), call
+    return tuple(lines), tuple(ends), call, tuple(parts)
 
 
 def _text(value: Any, names: Mapping[Any, str]) -> str:

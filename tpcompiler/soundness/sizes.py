@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
 
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
@@ -35,17 +34,20 @@ ALONG_FIRST = (ALL_GATHER, REDUCE_SCATTER)
 ALONG_NONE = (ALL_REDUCE, WAIT, aten.clone.default, aten.div.Tensor, operator.getitem)
 
 
-def plain(value: Any, program: ExportedProgram) -> Any:
-    """A size (or number, or truth) with a number in place of every symbol: its least, but 2 or 3 where that is less."""
+def plain(value: Any, made: Folded) -> Any:
+    """A size (or number, or truth) with a number in place of every symbol, within its range.
+
+    The first trial has the least that is more than 1; the second has others, which no division brings to the same.
+    """
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
     expr = value.node.expr
-    ranges = program.range_constraints
+    ranges = made.program.range_constraints
     chosen = {}
     for symbol in sorted(expr.free_symbols, key=str):
         known = ranges.get(symbol)
         least = int(known.lower) if known is not None else 0
-        size = max(least, 2 + sum(map(ord, str(symbol))) % 2)
+        size = max(least, 2) + made.trial * 9 + sum(map(ord, str(symbol))) % 2
         chosen[symbol] = min(size, int(known.upper)) if known is not None and known.upper.is_Integer else size
     result = expr.xreplace(chosen)
     kinds: list[tuple[type, type]] = [(torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)]
@@ -53,7 +55,7 @@ def plain(value: Any, program: ExportedProgram) -> Any:
 
 
 def whole_shape(made: Folded, whole: fx.Node) -> list[int]:
-    return [plain(size, made.program) for size in edit.outputs(whole)[0].shape]
+    return [plain(size, made) for size in edit.outputs(whole)[0].shape]
 
 
 def operand_shapes(made: Folded, region: Region) -> dict[str, list[int]]:
@@ -68,7 +70,7 @@ def operand_shapes(made: Folded, region: Region) -> dict[str, list[int]]:
         rule = rule_of(region.call)
     except RuleError:
         rule = None
-    if rule is None or _has_sizes(region.call) or any(map(_has_sizes, region.nodes)):
+    if rule is None or any(_has_sizes(calls) for calls in ([region.call], region.nodes)):
         return shapes
     terms = {node.name: term for node, term in zip(operands, rule.pattern.inputs, strict=True)}
     ends = [(made.shardings[n][0], terms[made.whole[n].name]) for n in region.inputs if edit.is_tensor(n)]
@@ -103,17 +105,14 @@ def change_shape(made: Folded, nodes: Iterable[fx.Node], operand: fx.Node, resul
     return [size if at in cut else min(size, SMALL) for at, size in enumerate(shape)]
 
 
-def _has_sizes(node: fx.Node) -> bool:
-    """Whether some number may be a size: one that is not small, or is not known yet."""
-    found: list[Any] = []
-    fx.node.map_aggregate((node.args, dict(node.kwargs)), found.append)
-    return any(
-        (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and abs(value) >= SMALL
-            and node.target not in OF_VALUES
-        )
-        or (isinstance(value, fx.Node) and not edit.outputs(value))
-        for value in found
-    )
+def _has_sizes(calls: Sequence[fx.Node]) -> bool:
+    """Whether some number may be a size, or add up to one: they are not small together, or one is not known yet."""
+    total = 0
+    for node in calls:
+        found: list[Any] = []
+        fx.node.map_aggregate((node.args, dict(node.kwargs)), found.append)
+        if any(isinstance(value, fx.Node) and not edit.outputs(value) for value in found):
+            return True
+        if node.target not in OF_VALUES:
+            total += sum(abs(v) for v in found if isinstance(v, int) and not isinstance(v, bool))
+    return total >= SMALL
