@@ -67,6 +67,10 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
                 )
         else:
             owner = owners.get(str(spec.target)) or by_name[str(spec.target)]
+            new, old = (edit.outputs(made.whole[each])[0] for each in (value, owner))
+            if new.dtype != old.dtype or not _has_shape(new.shape, old.shape):
+                said = [f"{dtype_name(each.dtype)} {list(each.shape)}" for each in (new, old)]
+                raise Unsound(value, f"is written back as {said[0]}, and {spec.target!r} is {said[1]}")
             if found != made.shardings[owner][0]:
                 raise Unsound(
                     value,
