@@ -1,0 +1,79 @@
+"""Every op that runs a body on its share is found sound, in any dtype; and a body that is wrong is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.export import export
+
+import tpcompiler
+from tests.trust.damage import Artifact
+from tpcompiler.ir.claims import read_claim
+from tpcompiler.soundness.check import CheckReport, check_programs
+
+IDS = torch.tensor([5, 0, 2, 3, 1])
+PIXELS = (6, 12, 3)
+
+
+def bags(mode: str) -> Callable[..., torch.Tensor]:
+    return lambda a, ids: F.embedding_bag(ids, a, torch.tensor([0, 2, 2]), mode=mode, padding_idx=3)
+
+
+OPS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[torch.Tensor, ...], str]] = {
+    "squeeze": (lambda a: torch.ops.aten.squeeze.default(a), (2, 1, 4), (), "S(0)"),
+    "tril": (lambda a: a.tril(1), (6, 12), (), "S(0)"),
+    "triu": (lambda a: a.triu(-2), (6, 12), (), "S(1)"),
+    "mean": (lambda a: a.mean(), (64, 12), (), "S(0)"),
+    "mean of a dim": (lambda a: a.mean(0), (64, 12), (), "S(0)"),
+    "index": (lambda a, ids: a[ids], (6, 12), (IDS,), "S(0)"),
+    "index of columns": (lambda a, ids: a[:, ids], (6, 12), (IDS,), "S(1)"),
+    "index_select": (lambda a, ids: a.index_select(0, ids), (6, 12), (IDS,), "S(0)"),
+    "gather": (lambda a, ids: a.gather(0, ids), (6, 12), (torch.randint(6, (4, 12)),), "S(0)"),
+    "embedding": (lambda a, ids: F.embedding(ids, a), (6, 12), (IDS,), "S(0)"),
+    "bags": (bags("sum"), (6, 12), (IDS,), "S(0)"),
+    "bags, a mean": (bags("mean"), (6, 12), (IDS,), "S(0)"),
+    "images of a group norm": (lambda a: torch.native_group_norm(a, None, None, *PIXELS, 4, 1e-5), PIXELS, (), "S(0)"),
+    "groups of a norm": (lambda a: torch.native_group_norm(a, None, None, *PIXELS, 4, 1e-5), PIXELS, (), "S(1)"),
+}
+
+
+def made(op: str, dtype: torch.dtype) -> Artifact:
+    forward, shape, more, cut = OPS[op]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = nn.Parameter(torch.randn(shape).to(dtype))
+
+        def forward(self, x: torch.Tensor, *more: torch.Tensor) -> Any:
+            return x, forward(self.value, *more)
+
+    return Artifact.of(tpcompiler.parallelize(export(Net(), (torch.ones(2), *more)), 2, {"value": cut}))
+
+
+def checked(artifact: Artifact) -> CheckReport:
+    return check_programs(artifact.written(), artifact.manifest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_a_body_is_sound(op: str, dtype: torch.dtype) -> None:
+    artifact = made(op, dtype)
+    claims = [read_claim(node) for node in artifact.ranks[0].graph.nodes if node.op == "call_function"]
+    assert any("body" in claim for claim in claims)
+    assert checked(artifact).findings == []
+
+
+def test_a_mean_of_half_the_weight_is_not() -> None:
+    """Negative control at the tolerance of half precision."""
+    artifact = made("mean", torch.bfloat16)
+    for program in artifact.ranks:
+        node = next(n for n in program.graph.nodes if n.target is torch.ops.aten.mul.Tensor)
+        node.update_arg(1, 0.4)
+    (finding,) = checked(artifact).findings
+    assert finding.endswith("does not become P(sum) of the whole in its region")
