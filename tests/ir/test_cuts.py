@@ -124,3 +124,10 @@ def test_an_axis_that_is_two() -> None:
         assert held(by.over("tp", ("tp_0", "tp_1")), 16, split) == held(by, 16, mesh)
     parts = DimSharding.of_parts([(8, TP), (8, DP)])
     assert held(parts.over("tp", ("tp_0", "tp_1")), 16, split) == held(parts, 16, mesh)
+
+
+def test_an_empty_part_is_none() -> None:
+    """It was printed as a part of no elements, which nothing reads."""
+    parts = [(0, WHOLE), (4, TP), (0, DP), (3, WHOLE)]
+    assert DimSharding.of_parts(parts) == DimSharding.of_parts([(4, TP), (3, WHOLE)])
+    assert DimSharding.of_parts([(0, TP), (5, WHOLE)]) == DimSharding.of_parts([(0, TP)]) == WHOLE

@@ -1,4 +1,4 @@
-"""Torch's samples through the whole compiler: export, cut one dim of one input, convert, run all ranks, compare."""
+"""Torch's samples through the whole compiler: export, cut one dim of one input, convert, run all ranks, compare, check."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import tpcompiler.api
 from passes.canonicalize import canonicalize
 from tpcompiler._torch import tree_flatten, tree_unflatten
 from tpcompiler.errors import InternalError, TpCompilerError
+from tpcompiler.soundness.check import check_programs
+from tpcompiler.soundness.written import written
 
 WORLD = 2
 
@@ -108,6 +110,8 @@ def _outcome(exported: ExportedProgram, tensors: Any, inputs: Any, placed: str) 
     try:
         made = tpcompiler.api.parallelize(exported, WORLD, {}, inputs=inputs)
         report = made.verify(tensors)
+        ranks = [written(made.rank_program(rank)) for rank in range(WORLD)]
+        alarms = check_programs(ranks, made.manifest(), exported).findings
         gathered = [c.reason for c in made.collectives() if c.why == "fallback"]
     except InternalError as error:
         return Outcome("crash", placed, _said(error))
@@ -117,6 +121,8 @@ def _outcome(exported: ExportedProgram, tensors: Any, inputs: Any, placed: str) 
         return Outcome("crash", placed, _said(error))
     if not report.ok:
         return Outcome("wrong", placed, str(report))
+    if alarms:
+        return Outcome("wrong", placed, f"check: {alarms[0]}")
     return Outcome("gathered" if gathered else "right", placed, "; ".join(gathered))
 
 

@@ -68,9 +68,9 @@ class DimSharding:
 
     @classmethod
     def of_parts(cls, parts: Sequence[tuple[int, DimSharding]]) -> DimSharding:
-        """The cut of a dim of these pieces in a row, in its simplest form: alike pieces are blocks."""
+        """The cut of a dim of these pieces in a row, simplified: alike ones are blocks, empty ones left out."""
         runs: list[tuple[int, DimSharding, int]] = []  # size, how it is cut, its block
-        for size, cut in (piece for length, whole in parts for piece in (whole.parts or ((length, whole),))):
+        for size, cut in (piece for length, whole in parts if length for piece in (whole.parts or ((length, whole),))):
             block = cut.block or size
             before, how, its = runs[-1] if runs else (0, cut, 0)
             if runs and not how.axes and not cut.axes:
@@ -80,7 +80,7 @@ class DimSharding:
             else:
                 runs.append((size, cut, block))
         made = [(size, cut.of_block(block if block < size else 0)) for size, cut, block in runs]
-        return made[0][1] if len(made) == 1 else cls(parts=tuple(made))
+        return cls(parts=tuple(made)) if len(made) > 1 else made[0][1] if made else WHOLE
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -90,8 +91,10 @@ class Folded:
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What a call makes of fake values; of the same layout of arguments the same."""
         known = (id(self.mode), target, key(args), key(kwargs))
+        sizes = self.mode.shape_env  # which may be the user's too
+        fresh = sizes.ignore_fresh_unbacked_symbols() if sizes is not None else contextlib.nullcontext()
         if known not in self.results:
-            with self.mode, torch.no_grad(), enable_python_dispatcher():
+            with self.mode, torch.no_grad(), enable_python_dispatcher(), fresh:
                 self.results[known] = target(*args, **kwargs)
         return self.results[known]
 
@@ -377,4 +380,9 @@ def _whole_call(
         new.meta["val"] = made.run(target, given, named)
     except Exception as error:  # whatever torch makes of arguments that do not fit
         raise Unsound(node, f"cannot be run on the whole: {str(error).splitlines()[0]}") from error
+    if node.meta.get("unbacked_bindings") and isinstance(value := new.meta["val"], torch.Tensor):
+        # A size that the data decide has got a new name, and keeps the one that the file knows.
+        dims = zip(value.shape, edit.outputs(node)[0].shape, made.shardings[node][0].dims, strict=True)
+        with made.mode:
+            new.meta["val"] = value.new_empty([size if cut.axes else own for size, own, cut in dims])
     return new
