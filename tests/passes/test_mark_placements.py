@@ -257,7 +257,7 @@ return pin
     )
     (share,) = [mark_of(node).local for node in program.graph.nodes if node.name == "embedding"]
     assert share is not None
-    assert (share.cut, share.total) == (DimSharding.by("tp"), 8)
+    assert share.cuts == ((DimSharding.by("tp"), 8),)
 
 
 def test_ops_with_several_outputs() -> None:
