@@ -27,7 +27,7 @@ from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
 
 aten = torch.ops.aten
-# What a change of sharding may call beside ops that move: shares of an average, and sizes.
+# What a change of sharding may call beside ops that move: shares of an average; sizes, and parts of a list.
 VALUES = (aten.div.Tensor, aten.clone.default)
 NUMBERS = (aten.sym_size.int, aten.sym_numel.default, operator.mul, operator.getitem)
 Shardings = tuple[Sharding, ...]
@@ -275,7 +275,7 @@ def _only_moves(node: fx.Node) -> bool:
     if node.target is operator.floordiv:
         size, divisor = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args)
         return statically_equal(node.meta["val"] * divisor, size)
-    return edit.outputs(node) != () or node.target in NUMBERS
+    return node.target in NUMBERS
 
 
 def _fold_body(made: Folded, region: Region) -> None:
