@@ -90,6 +90,10 @@ def _trace(
     names = {f"{name}_{'.'.join(axes)}": mesh.group_name(axes) for axes in over}
     for node in graph.nodes:
         node.args = tuple(names.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args)
+        if edit.is_collective(node):
+            # make_fx reads sizes off the first tensor that has them, which nobody has waited for yet.
+            (wait,) = filter(edit.is_wait, node.users)
+            node.replace_all_uses_with(wait, delete_user_cb=lambda user, wait=wait: user is not wait)
     traces[known] = graph
     return graph
 

@@ -35,6 +35,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, statically_known_true
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from tpcompiler.errors import ArtifactError
@@ -88,7 +89,15 @@ def decomposed(program: ExportedProgram, table: Any) -> ExportedProgram:
 
 def statically_equal(a: Any, b: Any) -> bool:
     """Whether two sizes are equal in every run, without adding a guard."""
-    return bool(statically_known_true(a == b))
+    if statically_known_true(a == b):
+        return True
+    one, other = (v.node.expr if isinstance(v, torch.SymInt) else sympy.sympify(v) for v in (a, b))
+    return bool((one.has(FloorDiv) or other.has(FloorDiv)) and _divided(one) == _divided(other))
+
+
+def _divided(size: sympy.Expr) -> sympy.Expr:
+    """With every division that leaves nothing over carried out, which torch does not do for s**2 // s."""
+    return size.replace(FloorDiv, lambda a, b: _quotient(a, b) or FloorDiv(a, b))
 
 
 def sym_quotient(a: Any, b: Any) -> Any | None:

@@ -174,6 +174,10 @@ def is_collective(node: fx.Node) -> bool:
     return node.op == "call_function" and name.startswith("_c10d_functional.") and "wait_tensor" not in name
 
 
+def is_wait(node: fx.Node) -> bool:
+    return "wait_tensor" in str(node.target)
+
+
 def source_line(node: fx.Node) -> str:
     """`model.py:31, in forward` of the user's code that made the node (torch's own layers skipped), or nothing."""
     trace = str(node.meta.get("stack_trace") or "")

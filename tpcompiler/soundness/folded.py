@@ -295,7 +295,7 @@ def _fold_body(made: Folded, region: Region) -> None:
 
 
 def _fold_call(made: Folded, node: fx.Node) -> None:
-    if edit.is_collective(node) or "wait_tensor" in str(node.target):
+    if edit.is_collective(node) or edit.is_wait(node):
         raise Unsound(node, "belongs to no change of sharding")
     size, degree = node.args if node.target is operator.mul else (None, None)
     if isinstance(size, fx.Node) and size in made.shard_sizes:

@@ -153,7 +153,7 @@ def run_call(node: fx.Node, env: Mapping[fx.Node, Any]) -> Generator[Waiting, to
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
     if edit.is_collective(node):
         return (yield Waiting(str(node.target).split(".")[1], args[0], tuple(args[1:]), node.name))
-    return args[0] if "wait_tensor" in str(node.target) else node.target(*args, **kwargs)  # type: ignore[operator]
+    return args[0] if edit.is_wait(node) else node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _input(program: ExportedProgram | Promoted, spec: Any, feed: Any, state: Mapping[str, torch.Tensor]) -> Any:
