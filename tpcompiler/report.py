@@ -6,8 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import fx
 
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.collective import wire_bytes
@@ -55,17 +57,9 @@ def collectives_of(program: LocalProgram) -> list[Collective]:
     for node in edit.calls(program.graph):
         if edit.is_collective(node):
             change: Reshard = node.meta[RESHARD]
-            kind = KIND_OF[str(node.target).split(".")[1]]
-            axes = program.mesh.axes_of(str(node.args[-1]))
-            size = program.mesh.size(axes)
-            payload = _bytes((node if kind == "all_gather" else edit.operands(node)[0]).meta["val"])
             out.append(
                 Collective(
-                    kind=kind,
-                    axis=".".join(axes),
-                    payload_bytes=payload,
-                    group_size=size,
-                    wire_bytes=wire_bytes(kind, payload, size),
+                    **traffic(node, program.mesh),
                     node=node.name,
                     module=edit.module_path(node),
                     source=edit.source_line(node),
@@ -75,6 +69,20 @@ def collectives_of(program: LocalProgram) -> list[Collective]:
                 )
             )
     return out
+
+
+def traffic(node: fx.Node, mesh: Mesh) -> dict[str, Any]:
+    """What a collective sends: `kind`, `axis`, `payload_bytes`, `group_size` and `wire_bytes` of its record."""
+    kind = KIND_OF[str(node.target).split(".")[1]]
+    axes = mesh.axes_of(str(node.args[-1]))
+    payload, size = _bytes((node if kind == "all_gather" else edit.operands(node)[0]).meta["val"]), mesh.size(axes)
+    return {
+        "kind": kind,
+        "axis": ".".join(axes),
+        "payload_bytes": payload,
+        "group_size": size,
+        "wire_bytes": wire_bytes(kind, payload, size),
+    }
 
 
 def report_text(

@@ -102,6 +102,27 @@ def a_collective_that_is_not_there(a: Artifact) -> None:
     a.manifest.collectives.append(a.manifest.collectives[-1])
 
 
+@on("images")
+def a_collective_that_sends_more(a: Artifact) -> None:
+    a.manifest.collectives[-1]["wire_bytes"] -= 1
+
+
+@on("images")
+def a_tensor_of_another_kind(a: Artifact) -> None:
+    a.manifest.tensors[0]["kind"] = "buffer"
+
+
+@on("images")
+def a_tensor_tied_to_another(a: Artifact) -> None:
+    first, second, *_ = a.manifest.tensors
+    second["tied_to"] = first["name"]
+
+
+@on("images")
+def a_tensor_tied_to_none(a: Artifact) -> None:
+    a.manifest.tensors[0]["tied_to"] = "nothing"
+
+
 @on("uneven")
 def a_rank_that_ends_before_the_others(a: Artifact) -> None:
     start = next(node for node in a.last.graph.nodes if "all_gather" in str(node.target))

@@ -206,6 +206,18 @@ def not_written_back(artifact: Artifact, nth: int) -> bool:
     return place is not None
 
 
+@kind
+def never_written_back(artifact: Artifact, nth: int) -> bool:
+    """No rank keeps the new value of a buffer."""
+    kinds = [spec.kind for spec in artifact.ranks[0].graph_signature.output_specs]
+    place = at([i for i, each in enumerate(kinds) if each is OutputKind.BUFFER_MUTATION], nth)
+    for program in artifact.ranks if place is not None else ():
+        values = list(program.graph.output_node().args[0])  # type: ignore[arg-type]
+        del values[place], program.graph_signature.output_specs[place]
+        program.graph.output_node().args = (tuple(values),)
+    return place is not None
+
+
 def _other_text(row: Row) -> str | None:
     """Another sharding of as many dims, over the axes that are there."""
     text, ndim = str(row["sharding"]), len(row["shape"])

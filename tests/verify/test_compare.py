@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.verify.network import PLAN, Transformer, collectives, damaged, randomised, skipped
-from tpcompiler.errors import MeshError
+from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir import edit
 from tpcompiler.verify.compare import FLOOR, SPREAD, VerifyReport, compare
 
@@ -326,3 +327,40 @@ def test_an_output_is_called_as_a_buffer_is() -> None:
     assert len(set(sharded.values())) == 2
     report = made.verify((torch.randn(3, 8),))
     assert [(d.name, d.ok) for d in report.outputs] == [("total", True), ("total", True)]
+
+
+def test_a_buffer_that_the_ranks_forget_is_noticed() -> None:
+    """On all of them, or on one."""
+    case = Case(Counting(), (torch.randn(3, 8),), 2, {})
+    forgetful = []
+    for program in case.ranks:
+        copied = copy.deepcopy(program)
+        written, *returned = copied.graph_signature.output_specs
+        assert written.target == "total"
+        copied.graph_signature.output_specs[:] = returned
+        (values,) = copied.graph.output_node().args
+        copied.graph.output_node().args = (values[1:],)  # type: ignore[index]
+        forgetful.append(copied)
+    assert case.compare().ok
+    for ranks in (forgetful, [case.ranks[0], forgetful[1]]):
+        report = case.compare(ranks)
+        assert not report.ok
+        assert [(d.name, d.ok) for d in report.outputs] == [("total", True), ("total, which not all write", False)]
+
+
+class Undefined(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x / 0 * 0
+
+
+def test_an_output_without_finite_numbers_is_said_to_prove_nothing() -> None:
+    report = Case(Undefined(), (torch.randn(3, 8),), 2, {}).compare()
+    lines = str(report).splitlines()[1:]
+    assert report.ok
+    assert [d.finite for d in report.outputs] == [True, False]
+    assert [line.endswith("it has no finite number, which proves nothing") for line in lines] == [False, True]
+
+
+def test_an_id_that_no_row_has_is_refused(transformer: Case) -> None:
+    with pytest.raises(InputsError, match="the single-device program does not run on these inputs: index out of range"):
+        transformer.compare(args=(torch.full_like(IDS, 24),))

@@ -133,10 +133,10 @@ def check_state(
     rows = {row["name"]: row for row in manifest.tensors}
     for rank, each in enumerate(ranks):
         for spec in each.program.graph_signature.input_specs:
-            if spec.kind in KINDS and str(spec.target) not in rows:
-                raise Unsound(
-                    None, f"rank {rank} has the {KINDS[spec.kind]} {spec.target!r}, and the manifest does not"
-                )
+            kind, row = KINDS.get(spec.kind), rows.get(str(spec.target))
+            if kind and (row is None or row["kind"] != kind):
+                there = f"calls it a {row['kind']}" if row else "does not"
+                raise Unsound(None, f"rank {rank} has the {kind} {spec.target!r}, and the manifest {there}")
         known = {*rows, *(str(spec.target) for spec in each.program.graph_signature.input_specs)}
         if more := sorted(each.state.keys() - known):
             raise Unsound(None, f"rank {rank} holds {more[0]!r}, which nothing takes")
@@ -152,25 +152,43 @@ def check_state(
         if "stored_in" in row:
             _check_elsewhere(row, beside)
             continue
-        held = [each.state.get(name) for each in ranks]
-        for rank, value in enumerate(held):
-            if not isinstance(value, torch.Tensor):
-                raise Unsound(None, f"rank {rank} has no tensor {name!r}, and the manifest has")
-            if dtype_name(value.dtype) != row["dtype"]:
-                raise Unsound(
-                    None, f"{name!r} is of {value.dtype} on rank {rank}, and the manifest says {row['dtype']}"
-                )
-        try:
-            sharding = read_claimed(None, row["sharding"], mesh, len(row["shape"]))
-            wholes = join([value.detach() for value in held if value is not None], sharding, mesh, row["shape"])
-        except (ValueError, Unsound) as error:
-            raise Unsound(None, f"{name!r}: {error}") from error
-        same = _same_sum if sharding.partial else _same_bits
+        same = _same_sum if "P(" in row["sharding"] else _same_bits
+        wholes = _wholes(row, ranks, mesh)
         for whole in wholes[1:]:
             if not same(whole, wholes[0]):
                 raise Unsound(None, f"{name!r} is not the same on ranks that share it")
+        if "tied_to" in row:
+            _check_tied(row, wholes[0], rows, ranks, mesh)
         if name in theirs and not same(wholes[0], theirs[name].detach()):
             raise Unsound(None, f"{name!r}: the ranks' shares do not make the original's tensor")
+
+
+def _wholes(row: Mapping[str, Any], ranks: Sequence[Written], mesh: Mesh) -> list[torch.Tensor]:
+    """What the ranks' shares of a tensor make, as often as they have all of it."""
+    name, held = row["name"], []
+    for rank, each in enumerate(ranks):
+        value = each.state.get(name)
+        if not isinstance(value, torch.Tensor):
+            raise Unsound(None, f"rank {rank} has no tensor {name!r}, and the manifest has")
+        if dtype_name(value.dtype) != row["dtype"]:
+            raise Unsound(None, f"{name!r} is of {value.dtype} on rank {rank}, and the manifest says {row['dtype']}")
+        held.append(value.detach())
+    try:
+        return join(held, read_claimed(None, row["sharding"], mesh, len(row["shape"])), mesh, row["shape"])
+    except (ValueError, Unsound) as error:
+        raise Unsound(None, f"{name!r}: {error}") from error
+
+
+def _check_tied(
+    row: Mapping[str, Any],
+    whole: torch.Tensor,
+    rows: Mapping[str, Mapping[str, Any]],
+    ranks: Sequence[Written],
+    mesh: Mesh,
+) -> None:
+    other = rows.get(row["tied_to"])
+    if other is None or ("stored_in" not in other and not _same_sum(whole, _wholes(other, ranks, mesh)[0])):
+        raise Unsound(None, f"{row['name']!r} is not {row['tied_to']!r}, to which it is tied by the manifest")
 
 
 def _check_elsewhere(row: Mapping[str, Any], beside: Mapping[str, Manifest]) -> None:

@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.report import traffic
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.soundness.folded import Unsound
 
@@ -65,6 +66,12 @@ def _check_list(calls: Sequence[_Call], manifest: Manifest, mesh: Mesh) -> None:
         if number >= len(said) or not call.what.startswith(said[number][0]) or call.group != said[number][1]:
             listed = " over ".join(said[number]) if number < len(said) else "nothing"
             raise Unsound(call.node, f"is collective {number + 1}, {_said(call)}, and the manifest lists {listed}")
+        row = manifest.collectives[number]
+        if all(isinstance(size, int) for value in edit.outputs(call.node) for size in value.shape):
+            sent = traffic(call.node, mesh)
+            if apart := [key for key, value in sent.items() if row[key] != value]:
+                both = f"has {apart[0]}={sent[apart[0]]}, and the manifest says {row[apart[0]]}"
+                raise Unsound(call.node, f"is collective {number + 1}: it {both}")
     if len(said) > len(calls):
         raise Unsound(None, f"the manifest lists {len(said)} collectives, and the programs have {len(calls)}")
 
@@ -91,14 +98,14 @@ def _said(call: _Call) -> str:
 def _sequence(program: ExportedProgram, manifest: Manifest, rank: int) -> list[_Call]:
     found = []
     for node in edit.calls(program.graph):
-        if "wait_tensor" in str(node.target):
+        if edit.is_wait(node):
             (started,) = node.args
             if not (isinstance(started, fx.Node) and edit.is_collective(started)):
                 raise Unsound(node, "waits for what is no collective")
         if not edit.is_collective(node):
             continue
         users = list(node.users)
-        if len(users) != 1 or "wait_tensor" not in str(users[0].target):
+        if len(users) != 1 or not edit.is_wait(users[0]):
             raise Unsound(node, f"has {len(users)} users where it needs one, its wait")
         group = str(node.args[-1])
         if not any(rank in ranks for ranks in manifest.groups.get(group, ())):

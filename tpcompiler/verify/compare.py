@@ -58,7 +58,10 @@ class VerifyReport:
         if self.note:
             lines.append(f"  {self.note}")
         for d in self.outputs:
-            lines.append(f"  {'ok ' if d.ok else 'BAD'} {d.name}: rel err {d.rel:.3g} (tolerance {d.tolerance:.3g})")
+            proved = "" if d.finite else ": it has no finite number, which proves nothing"
+            lines.append(
+                f"  {'ok ' if d.ok else 'BAD'} {d.name}: rel err {d.rel:.3g} (tolerance {d.tolerance:.3g}){proved}"
+            )
         if self.first_diverging:
             lines.append(f"  first diverging value: {self.first_diverging}")
         return "\n".join(lines)
@@ -174,7 +177,7 @@ class _Trial:
         flat, shares = self._cast(flat), [self._cast(share) for share in shares]
         try:
             (self.expected,) = simulate([self.reference], [flat], state=[self.known])
-        except RuntimeError as error:
+        except (RuntimeError, IndexError, ValueError) as error:
             raise InputsError(
                 f"the single-device program does not run on these inputs: {str(error).splitlines()[0]}",
                 help="check shapes and values",
@@ -183,10 +186,17 @@ class _Trial:
         (self.best,) = simulate([self.exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise])
         try:
             self.got = simulate(self.programs, shares, state=self.held)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError, ValueError) as error:
             raise InputsError(
                 f"a rank's program does not run on these inputs: {error}", help="check shapes and dtypes"
             ) from error
+        every = [self.expected.mutated.keys(), *(result.mutated.keys() for result in self.got)]
+        written = [name for name in every[0] if all(name in names for names in every)]
+        unwritten = [
+            Difference(f"{name}, which not all write", float("inf"), float("inf"), 0.0, False)
+            for name in dict.fromkeys(name for names in every for name in names)
+            if name not in written
+        ]
         made = [
             (
                 name,
@@ -197,10 +207,10 @@ class _Trial:
             )
             for at, name in enumerate(self.output_names)
         ] + [
-            (name, name, value, self.best.mutated[name], [r.mutated[name] for r in self.got])
-            for name, value in self.expected.mutated.items()
+            (name, name, self.expected.mutated[name], self.best.mutated[name], [r.mutated[name] for r in self.got])
+            for name in written
         ]
-        found = [difference(*each, self.layout) for each in made]
+        found = [difference(*each, self.layout) for each in made] + unwritten
         return [replace(d, name=f"{d.name} in float32") for d in found] if self.dtype is not None else found
 
     def remember(self) -> None:

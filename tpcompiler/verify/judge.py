@@ -27,7 +27,7 @@ class Difference:
 
     `rel` is an absolute difference over the largest magnitude of the reference, where it is largest beside its
     `tolerance` (`_bands`). `counted` says that it is made of integers or booleans, and `abs` and `rel` how many are
-    wrong.
+    wrong. Where the reference has no `finite` number, being equal proves nothing.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Difference:
     tolerance: float
     ok: bool
     counted: bool = False
+    finite: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def difference(name: str, laid_out: str, want: Any, exact: Any, parts: Sequence[
         largest = max(largest, off)
         verdicts.append((off / scale / tolerance, off / scale, tolerance))
     _, rel, tolerance = max(verdicts)
-    return Difference(name, largest, rel, tolerance, rel <= tolerance)
+    return Difference(name, largest, rel, tolerance, rel <= tolerance, finite=bool(want.isfinite().any()))
 
 
 def _bands(exact: torch.Tensor) -> list[torch.Tensor]:
