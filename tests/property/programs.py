@@ -161,7 +161,7 @@ def _grow(draw: Draw, net: Net, values: list[torch.Tensor], ids: torch.Tensor, n
     with torch.no_grad():
         try:
             made = net.run(len(net.steps) - 1, values, ids).clone()
-        except (RuntimeError, IndexError):  # torch itself does not run this op on this shape
+        except (RuntimeError, IndexError, ValueError):  # torch itself does not run this op on this shape
             net.drop()
             return
     if not 0 < made.numel() <= SMALL or made.ndim > 5 or not made.abs().amax() < LARGE:
