@@ -169,7 +169,7 @@ WEIGHTS = [
     Row(
         "another model, to be checked",
         "tpcompiler check out --original other.pt2",
-        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  the ranks take 0.0, 0.1, and the original 0.0\n  the original has no tensor 'head.bias': it is another model",
+        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  the ranks take args.0, args.1, and the original args.0\n  the original has no tensor 'head.bias': it is another model",
         code=1,
     ),
     Row(

@@ -102,9 +102,15 @@ def check_calls(ranks: Sequence[Written], original: ExportedProgram | None) -> N
         return
     theirs, (takes, gives) = original.call_spec, specs[0]
     if takes != theirs.in_spec:
-        raise Unsound(None, f"the ranks take {_names(takes)}, and the original {_names(theirs.in_spec)}")
+        raise Unsound(None, f"the ranks take {_arguments(takes)}, and the original {_arguments(theirs.in_spec)}")
     if gives not in (theirs.out_spec, theirs.out_spec and plain_outputs(theirs.out_spec)[0]):
         raise Unsound(None, f"the ranks return {_names(gives)}, and the original {_names(theirs.out_spec)}")
+
+
+def _arguments(spec: TreeSpec | None) -> str:
+    """Of a tree of (args, kwargs)."""
+    names = tree_names(spec) if spec is not None else []
+    return ", ".join(f"args{name[1:]}" if name.startswith("0.") else name[2:] for name in names) or "nothing"
 
 
 def _names(spec: TreeSpec | None) -> str:
