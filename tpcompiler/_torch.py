@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
+import math
 import warnings
 import zipfile
 from collections import Counter
@@ -40,6 +42,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from tpcompiler.errors import ArtifactError
 
+MOST_REMAINDERS = 64
 FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
 
 __all__ = [
@@ -92,12 +95,29 @@ def statically_equal(a: Any, b: Any) -> bool:
     if statically_known_true(a == b):
         return True
     one, other = (v.node.expr if isinstance(v, torch.SymInt) else sympy.sympify(v) for v in (a, b))
-    return bool((one.has(FloorDiv) or other.has(FloorDiv)) and _divided(one) == _divided(other))
+    return any(isinstance(e, sympy.Expr) and e.has(FloorDiv) for e in (one, other)) and _equal_divided(one, other)
+
+
+@functools.lru_cache(maxsize=4096)
+def _equal_divided(one: sympy.Expr, other: sympy.Expr) -> bool:
+    """Whether sizes with divisions are equal for whatever remainders the symbols leave, each tried by itself.
+
+    torch takes neither s**2 // s for s, nor (2*s + 1) // 4 for s // 2.
+    """
+    divisors = [int(d.args[1]) for d in one.atoms(FloorDiv) | other.atoms(FloorDiv) if d.args[1].is_Integer]
+    period, symbols = math.lcm(*divisors), sorted(one.free_symbols | other.free_symbols, key=str)
+    if period ** len(symbols) > MOST_REMAINDERS:
+        return False
+    for remainders in itertools.product(range(period), repeat=len(symbols)):
+        at = {s: period * sympy.Dummy(str(s), integer=True) + r for s, r in zip(symbols, remainders, strict=True)}
+        if len({_divided(size.xreplace(at)) for size in (one, other)}) > 1:
+            return False
+    return True
 
 
 def _divided(size: sympy.Expr) -> sympy.Expr:
-    """With every division that leaves nothing over carried out, which torch does not do for s**2 // s."""
-    return size.replace(FloorDiv, lambda a, b: _quotient(a, b) or FloorDiv(a, b))
+    """With every division that leaves nothing over carried out."""
+    return sympy.expand(size.replace(FloorDiv, lambda a, b: _quotient(a, b) or FloorDiv(sympy.expand(a), b)))
 
 
 def sym_quotient(a: Any, b: Any) -> Any | None:

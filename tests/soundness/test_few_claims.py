@@ -33,6 +33,11 @@ class Assert(nn.Module):
         return x * 2
 
 
+class Rows(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.stack([row * 2 for row in x.chunk(2)[0].unbind(0)]), x + y
+
+
 def artifact(model: nn.Module, args: tuple[Any, ...], sizes: Any = None, **boundary: Any) -> Artifact:
     return Artifact.of(tpcompiler.parallelize(export(model, args, dynamic_shapes=sizes), 4, {}, **boundary))
 
@@ -87,3 +92,11 @@ def test_the_other_name_of_a_tied_weight() -> None:
         {"embed.weight": [4, 4]}
     ] * 2
     assert check_programs(ranks, made.manifest(), exported).findings == []
+
+
+def test_a_list_as_long_as_a_dynamic_size() -> None:
+    """The example decides it: torch takes its two rows for all. A share of four rows over four ranks has another."""
+    rows = torch.randn(4, 5)
+    made = artifact(Rows(), (rows, rows.clone()), ({0: Dim.AUTO}, {0: Dim.AUTO}), inputs=["R", "S(0)"])
+    report = checked(made)
+    assert (report.findings, report.counts["ops that cannot be run here"]) == ([], 1)

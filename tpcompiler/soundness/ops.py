@@ -84,22 +84,28 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
             return False  # of dynamic sizes that the export has compared, and a file does not say so
         raise Unsound(node, f"cannot be run: {str(error).splitlines()[0]}") from error
     every = [v for v in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(v, torch.Tensor)]
-    for value, said in zip(every, edit.outputs(node), strict=True):
+    # Of a list as long as a dynamic size, the example's says how many there are.
+    few = len(every) != len(edit.outputs(node)) and _has_dynamic_sizes(node)
+    for value, said in zip(every, edit.outputs(node), strict=not few):
         same = value.ndim == said.ndim and all(map(statically_equal, value.shape, said.shape))
         if not same or value.dtype != said.dtype:
             raise Unsound(
                 node,
                 f"makes {value.dtype} {list(value.shape)}, and is said to make {said.dtype} {list(said.shape)}",
             )
-    return True
+    return not few
 
 
 def _is_the_whole_call(made: Folded, node: fx.Node) -> bool:
     """Whether every rank calls what the single device does, on the same."""
     shardings = [made.shardings.get(each) for each in (node, *edit.operands(node))]
     whole = all(found is not None and all(each.is_replicated for each in found) for found in shardings)
+    return whole and "call" not in read_claim(node) and _has_dynamic_sizes(node)
+
+
+def _has_dynamic_sizes(node: fx.Node) -> bool:
     sizes = [size for operand in edit.operands(node) for value in edit.outputs(operand) for size in value.shape]
-    return whole and "call" not in read_claim(node) and not all(isinstance(size, int) for size in sizes)
+    return not all(isinstance(size, int) for size in sizes)
 
 
 def _check_number(node: fx.Node, args: Any, kwargs: Any) -> None:
