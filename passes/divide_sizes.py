@@ -16,7 +16,6 @@ from tpcompiler._torch import (
     divided_sizes,
     substituted,
     sym_multiple,
-    sym_quotient,
     symbols_of,
     tree_map,
 )
@@ -26,6 +25,7 @@ from tpcompiler.ir.bodies import change_bodies
 from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.program import PIN, Note, PlannedProgram
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.sizes import sym_quotient
 
 
 def divide_sizes(program: PlannedProgram) -> PlannedProgram:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -9,13 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import FakeTensorMode, enable_python_dispatcher, make_fx, statically_equal
+from tpcompiler._torch import FakeTensorMode, enable_python_dispatcher, make_fx
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.calls import write_call
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
 from tpcompiler.ir.program import BODY, CALL, GLOBAL, MARK, ORIGIN, RESHARD, LocalProgram, LoweredProgram, Mark
 from tpcompiler.ir.sharding import Size
+from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.rules.notation import ShardRange
 
 aten = torch.ops.aten
@@ -100,7 +103,10 @@ def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
         for at, position in enumerate(positions if cut else ()):
             size = shape[position] if position >= 0 else 1
             axes = mark.shardings[0].dims[position].axes if position >= 0 else ()
-            if isinstance(size, int) and (axes or entries[at] == -1):  # a -1 is open on an empty shard
+            if entries[at] == -1 and 0 in shape:  # of no elements, it might be any number
+                entries[at] = size if isinstance(size, int) else _read_size(size, node)
+                changed = True
+            elif isinstance(size, int) and (axes or entries[at] == -1):
                 entries[at] = size
                 changed = True
             elif axes and isinstance(entries[at], fx.Node):
@@ -185,11 +191,31 @@ def _make_empty(node: fx.Node, mark: Mark, program: LoweredProgram) -> None:
 
 
 def _read_size(size: Size, node: fx.Node) -> fx.Node:
-    """A local size that is dynamic, read off an operand that has it."""
-    pairs = ((operand, dim) for operand in edit.operands(node) for dim in range(operand.meta["val"].ndim))
-    operand, dim = next(pair for pair in pairs if statically_equal(pair[0].meta["val"].shape[pair[1]], size))
-    made = edit.insert_before(node, aten.sym_size.int, (operand, dim), "size")
-    made.meta["val"] = operand.meta["val"].shape[dim]
+    """A dynamic local size, read off the operand's dims that make it: `b * 4` of [b * 4, 2] off [b, 8]."""
+    runs = (
+        (operand, dims)
+        for operand in edit.operands(node)
+        for dims in itertools.combinations(range(operand.meta["val"].ndim + 1), 2)
+    )
+    for operand, (start, end) in runs:
+        shape = operand.meta["val"].shape[start:end]
+        over = sym_quotient(math.prod(shape), size)
+        if not isinstance(over, int) or not over:
+            continue
+        made = _number(node, aten.sym_size.int, operand, start)
+        for dim in range(start + 1, end):
+            made = _number(node, operator.mul, made, _number(node, aten.sym_size.int, operand, dim))
+        return made if over == 1 else _number(node, operator.floordiv, made, over)
+    raise InternalError(
+        f"'{node.name}' ({node.target}) has no operand of which {size} is a size",
+        help="report this with the model and the plan",
+        used_at=edit.source_line(node),
+    )
+
+
+def _number(node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    made = edit.insert_before(node, target, args, "size")
+    made.meta["val"] = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
     return made
 
 

@@ -17,7 +17,9 @@ from torch.export import Dim, ExportedProgram, export
 import tpcompiler
 from tests.launch import called
 from tests.runtime.commands import refused, right
+from tests.sound import findings
 from tests.zoo.case import randomise
+from tpcompiler.ir.program import mark_of
 from tpcompiler.ir.shares import cut, read_sharding
 
 pytestmark = pytest.mark.slow
@@ -184,3 +186,41 @@ def test_ops_with_bodies_of_their_own_for_two_dims_that_are_cut(rows: int, kept:
     assert [c.reason for c in made.collectives() if c.why == "fallback"] == [
         f"{kept}; tril: dims for which it has bodies of their own would be cut at once"
     ]
+
+
+class Merged(nn.Module):
+    """Rows and heads as one dim, which a batch of matrices has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        matrices = x.flatten(0, 2)
+        return (matrices @ matrices.transpose(1, 2)).view(*x.shape[:3], 2, 2)
+
+
+def test_uneven_rows_of_even_heads() -> None:
+    """7 rows of 20, over 2: 4 and 3. In each rank's rows the other axis cuts blocks of 4 heads, which divide both."""
+    x = torch.randn(7, 5, 4, 2, 3)
+    made = tpcompiler.parallelize(export(Merged(), (x,)), {"dp": 2, "tp": 2}, {}, inputs=[{"dp": "S(0)", "tp": "S(2)"}])
+    assert [node.kind for node in made.collectives() if node.why == "fallback"] == []
+    marks = [s.text(made.mesh) for n in made.resharded.graph.nodes for s in mark_of(n).shardings]
+    assert "[S(0, unit 20), S(0, block 4)]" in marks
+    assert findings(made) == []
+    assert made.verify((x,)).ok
+
+
+class Rows(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.reshape(-1, 4) * 2, x.unflatten(1, (-1, 4)).tanh(), x.flatten(1, 2).sin()
+
+
+@pytest.mark.parametrize("free", [(0,), (1,), (0, 1)])
+def test_what_is_left_open_of_an_empty_share(free: tuple[int, ...]) -> None:
+    """A view of no elements in [-1, 0] might have any number of rows: it is said, though it is dynamic."""
+    sizes = dict.fromkeys(free, Dim.AUTO)
+    made = tpcompiler.parallelize(
+        export(Rows(), (torch.randn(6, 8, 4),), dynamic_shapes=(sizes,)), 3, {}, inputs=["S(2)"]
+    )
+    assert [node.meta["val"].shape[2] for node in made.local_program(2).user_inputs()] == [0]
+    assert findings(made) == []
+    for rows, columns in ((6, 8), (5, 8), (6, 12)):
+        if (rows == 6 or 0 in free) and (columns == 8 or 1 in free):
+            assert made.verify((torch.randn(rows, columns, 4),)).ok

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import itertools
-import math
 import warnings
 import zipfile
 from collections import Counter
@@ -42,13 +39,13 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from tpcompiler.errors import ArtifactError
 
-MOST_REMAINDERS = 64
 FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
 
 __all__ = [
     "DeviceMesh",
     "FakeTensor",
     "FakeTensorMode",
+    "FloorDiv",
     "HigherOrderOperator",
     "OpOverload",
     "TreeSpec",
@@ -68,11 +65,10 @@ __all__ = [
     "resolve_group",
     "shape_facts",
     "size_range",
-    "statically_equal",
+    "statically_known_true",
     "substituted",
     "sym_hint",
     "sym_multiple",
-    "sym_quotient",
     "symbols_of",
     "traced_mesh",
     "tree_flatten",
@@ -88,57 +84,6 @@ def decomposed(program: ExportedProgram, table: Any) -> ExportedProgram:
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 warns about its own LeafSpec
         made: ExportedProgram = program.run_decompositions(table)
         return made
-
-
-def statically_equal(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal in every run, without adding a guard."""
-    if statically_known_true(a == b):
-        return True
-    one, other = (v.node.expr if isinstance(v, torch.SymInt) else sympy.sympify(v) for v in (a, b))
-    return any(isinstance(e, sympy.Expr) and e.has(FloorDiv) for e in (one, other)) and _equal_divided(one, other)
-
-
-@functools.lru_cache(maxsize=4096)
-def _equal_divided(one: sympy.Expr, other: sympy.Expr) -> bool:
-    """Whether sizes with divisions are equal for whatever remainders the symbols leave, each tried by itself.
-
-    torch takes neither s**2 // s for s, nor (2*s + 1) // 4 for s // 2.
-    """
-    divisors = [int(d.args[1]) for d in one.atoms(FloorDiv) | other.atoms(FloorDiv) if d.args[1].is_Integer]
-    period, symbols = math.lcm(*divisors), sorted(one.free_symbols | other.free_symbols, key=str)
-    if period ** len(symbols) > MOST_REMAINDERS:
-        return False
-    for remainders in itertools.product(range(period), repeat=len(symbols)):
-        at = {s: period * sympy.Dummy(str(s), integer=True) + r for s, r in zip(symbols, remainders, strict=True)}
-        if len({_divided(size.xreplace(at)) for size in (one, other)}) > 1:
-            return False
-    return True
-
-
-def _divided(size: sympy.Expr) -> sympy.Expr:
-    """With every division that leaves nothing over carried out."""
-    return sympy.expand(size.replace(FloorDiv, lambda a, b: _quotient(a, b) or FloorDiv(sympy.expand(a), b)))
-
-
-def sym_quotient(a: Any, b: Any) -> Any | None:
-    """`a / b` when `b` divides `a` in every run, else None; adds no guard."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a // b if b and a % b == 0 else None
-    quotient = _quotient(*(v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for v in (a, b)))
-    if quotient is None or quotient.is_Integer:
-        return None if quotient is None else int(quotient)
-    env = (a if isinstance(a, torch.SymInt) else b).node.shape_env
-    return env.create_symintnode(quotient, hint=None)
-
-
-@functools.lru_cache(maxsize=4096)
-def _quotient(whole: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
-    quotient = sympy.cancel(whole / part)
-    if quotient.is_Integer:
-        return quotient
-    if not quotient.is_polynomial() or not quotient.free_symbols:
-        return None
-    return quotient if all(c.is_integer for c in sympy.Poly(quotient).coeffs()) else None
 
 
 def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.export import Dim, export
 
-from tpcompiler._torch import statically_equal
+from tpcompiler.ir.sizes import statically_equal
 
 Size = Callable[[Any, Any], Any]
 EQUAL: list[tuple[Size, Size]] = [
@@ -20,13 +20,15 @@ EQUAL: list[tuple[Size, Size]] = [
     (lambda s, t: 40 // ((2 * s + 1) // 4), lambda s, t: 40 // (s // 2)),
     (lambda s, t: (s // 2) // 3, lambda s, t: s // 6),
     (lambda s, t: (4 * s + t) // 4, lambda s, t: s + t // 4),
-    (lambda s, t: s // 2, lambda s, t: s // 2),
+    (lambda s, t: (2 * s + 1) // (2 * t), lambda s, t: s // t),
+    (lambda s, t: (2 * s + 1) // (2 * ((2 * s + 1) // 4)), lambda s, t: s // (s // 2)),
 ]
 UNEQUAL: list[tuple[Size, Size]] = [
     (lambda s, t: (s + 1) // 2, lambda s, t: s // 2),
     (lambda s, t: (s * s) // 2, lambda s, t: s * (s // 2)),
     (lambda s, t: (s + t) // 2, lambda s, t: s // 2 + t // 2),
     (lambda s, t: s // 2, lambda s, t: 4),
+    (lambda s, t: (s + 1) // (2 * t), lambda s, t: s // (2 * t)),
     (lambda s, t: (s + 2) // 3, lambda s, t: s // 3 + 1),
 ]
 

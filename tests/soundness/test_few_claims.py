@@ -100,3 +100,9 @@ def test_a_list_as_long_as_a_dynamic_size() -> None:
     made = artifact(Rows(), (rows, rows.clone()), ({0: Dim.AUTO}, {0: Dim.AUTO}), inputs=["R", "S(0)"])
     report = checked(made)
     assert (report.findings, report.counts["ops that cannot be run here"]) == ([], 1)
+
+
+def test_sizes_of_which_a_division_makes_nothing() -> None:
+    """A dim of s rows as s // 4 of 4, which torch knows as s // (s // 4): at s = 2 there are none."""
+    made = artifact(nn.Unflatten(0, (-1, 4)), (torch.randn(8, 3),), ({0: Dim.AUTO},), outputs=["P(sum)"])
+    assert checked(made).findings == []

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import FakeTensor, FakeTensorMode, shape_facts, statically_equal, sym_hint
+from tpcompiler._torch import FakeTensor, FakeTensorMode, shape_facts, sym_hint
 from tpcompiler.errors import InternalError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding, Size
+from tpcompiler.ir.sizes import statically_equal
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:

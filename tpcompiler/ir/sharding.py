@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from tpcompiler._torch import sym_quotient
 from tpcompiler.errors import ShardingError, UnsupportedError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import Cut, Piece, PlacementSpec, format_placement
+from tpcompiler.ir.sizes import sym_quotient
 
 Size = Any  # int or torch.SymInt; torch's own stubs do not unite them
 

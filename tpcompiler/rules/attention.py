@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from tpcompiler._torch import statically_equal, sym_quotient
 from tpcompiler.ir import edit
+from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pointwise import broadcast, is_one
 from tpcompiler.rules.registry import op_rule

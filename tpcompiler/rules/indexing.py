@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from tpcompiler._torch import statically_equal
 from tpcompiler.ir import edit
+from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.pointwise import is_one
 from tpcompiler.rules.registry import op_rule

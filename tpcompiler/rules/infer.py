@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from tpcompiler._torch import statically_equal
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import WHOLE, DimSharding, Level, Sharding, Size, divides
+from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.notation import Dim, Joined, Rule, Term
 
 INNER = "it would cut two parts of one dim, or a dynamic number of blocks unevenly, or blocks of a dynamic size"
@@ -78,9 +78,12 @@ def _taken_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str
             unit = its // minor
         else:
             return Refusal(f"splits into {size} x {minor}, and {_not_divisible(size, degree)}")
+        if own and factor in uneven and made[factor].levels[-1].unit % own:
+            return Refusal(f"has uneven shards, which blocks of {own} do not divide")
         made[factor] = DimSharding((*made.get(factor, WHOLE).levels, Level(axis, own, unit)))
-        left[factor] = size // degree if divides(size, degree) else -(-size // degree)
-        uneven |= set() if unit == 1 and divides(size, degree) else {factor}
+        even = divides(size, degree * unit)
+        left[factor] = size // degree if even else -(-size // (degree * unit)) * unit
+        uneven |= set() if even else {factor}
         first = dim.index(factor)
     return made
 

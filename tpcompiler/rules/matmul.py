@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from tpcompiler._torch import sym_quotient
 from tpcompiler.ir import edit
+from tpcompiler.ir.sizes import sym_quotient
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pointwise import broadcast
 from tpcompiler.rules.registry import op_rule

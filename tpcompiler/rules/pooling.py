@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from tpcompiler._torch import statically_equal, sym_quotient
 from tpcompiler.ir import edit
 from tpcompiler.ir.sharding import Size
+from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text

@@ -10,11 +10,12 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from tpcompiler._torch import TreeSpec, statically_equal, tree_names
+from tpcompiler._torch import TreeSpec, tree_names
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.shares import join
+from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.soundness.folded import Folded, Unsound, dtype_name, read_claimed
 from tpcompiler.soundness.written import Written

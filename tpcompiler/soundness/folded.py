@@ -13,7 +13,7 @@ from torch import Tag, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import FakeTensorMode, OpOverload, enable_python_dispatcher, statically_equal
+from tpcompiler._torch import FakeTensorMode, OpOverload, enable_python_dispatcher
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, read_bodies
@@ -23,6 +23,7 @@ from tpcompiler.ir.local import fake_mode_of, key, local_strides, no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
+from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, statically_equal
+from tpcompiler._torch import OpOverload
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.local import key
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import WHOLE, Size
+from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of

@@ -1,0 +1,12 @@
+"""What the check says of a program that is not written to files."""
+
+from __future__ import annotations
+
+import tpcompiler
+from tpcompiler.soundness.check import check_programs
+from tpcompiler.soundness.written import written
+
+
+def findings(program: tpcompiler.ParallelProgram) -> list[str]:
+    ranks = [written(program.rank_program(rank)) for rank in range(program.world_size)]
+    return check_programs(ranks, program.manifest(), program.original).findings

@@ -1,0 +1,75 @@
+"""Dynamic sizes compared and divided, without adding a guard."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # it ships no types
+import torch
+
+from tpcompiler._torch import FloorDiv, statically_known_true
+
+MOST_REMAINDERS = 64
+
+
+def statically_equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal in every run, without adding a guard."""
+    if statically_known_true(a == b):
+        return True
+    one, other = (v.node.expr if isinstance(v, torch.SymInt) else sympy.sympify(v) for v in (a, b))
+    return any(isinstance(e, sympy.Expr) and e.has(FloorDiv) for e in (one, other)) and _equal_divided(one, other)
+
+
+@functools.lru_cache(maxsize=4096)
+def _equal_divided(one: sympy.Expr, other: sympy.Expr) -> bool:
+    """Whether sizes with divisions are equal for whatever remainders the symbols leave, each tried by itself.
+
+    torch takes neither s**2 // s for s, nor (2*s + 1) // 4 for s // 2.
+    """
+    divisors = [int(d.args[1]) for d in one.atoms(FloorDiv) | other.atoms(FloorDiv) if d.args[1].is_Integer]
+    period, symbols = math.lcm(*divisors), sorted(one.free_symbols | other.free_symbols, key=str)
+    if period ** len(symbols) > MOST_REMAINDERS:
+        return False
+    for remainders in itertools.product(range(period), repeat=len(symbols)):
+        at = {s: period * sympy.Dummy(str(s), integer=True) + r for s, r in zip(symbols, remainders, strict=True)}
+        if len({_divided(size.xreplace(at)) for size in (one, other)}) > 1:
+            return False
+    return True
+
+
+def _divided(size: sympy.Expr) -> sympy.Expr:
+    """With exact divisions carried out, and others in lowest terms: (2*s + 1) // (2*t) is s // t."""
+
+    def divided(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+        if (exact := _quotient(a, b)) is not None:
+            return exact
+        common = sympy.gcd_terms(sympy.expand(b)).as_coeff_Mul()[0]
+        remainder, rest = sympy.expand(a).as_coeff_Add()
+        terms = _quotient(rest, common)
+        return FloorDiv(sympy.expand(a), b) if terms is None else FloorDiv(terms + remainder // common, b / common)
+
+    return sympy.expand(size.replace(FloorDiv, divided))
+
+
+def sym_quotient(a: Any, b: Any) -> Any | None:
+    """`a / b` when `b` divides `a` in every run, else None; adds no guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    quotient = _quotient(*(v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for v in (a, b)))
+    if quotient is None or quotient.is_Integer:
+        return None if quotient is None else int(quotient)
+    env = (a if isinstance(a, torch.SymInt) else b).node.shape_env
+    return env.create_symintnode(quotient, hint=None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _quotient(whole: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
+    quotient = sympy.cancel(whole / part)
+    if quotient.is_Integer:
+        return quotient
+    if not quotient.is_polynomial() or not quotient.free_symbols:
+        return None
+    return quotient if all(c.is_integer for c in sympy.Poly(quotient).coeffs()) else None
