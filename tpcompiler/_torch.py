@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import warnings
 import zipfile
 from collections import Counter
@@ -111,12 +112,38 @@ def divided_sizes(
     gone = parts.keys() | {s for s, by in env.replacements.items() if by.free_symbols & parts.keys()}
     made.guards = [guard for guard in env.guards if not guard.expr.free_symbols & gone]
     standing: dict[sympy.Symbol, sympy.Expr] = {}
+    examples = _examples(env, parts, ranges)
+    _hints(made).update({s: sympy.Integer(size) for s, size in examples.items() if s not in parts})
     for symbol, count in parts.items():
-        example = max(-(-sym_hint(env.create_symintnode(symbol, hint=None)) // count), 2)  # 1 would be made static
-        new = made.create_symbol(example, ConstantSource(f"a part of {symbol}"), DimDynamic.DYNAMIC)
+        new = made.create_symbol(examples[symbol] // count, ConstantSource(f"a part of {symbol}"), DimDynamic.DYNAMIC)
         made.var_to_range[new] = ValueRanges(*divided_range(ranges[symbol], count))
         standing[symbol] = count * new
     return FakeTensorMode(shape_env=made, allow_non_fake_inputs=mode.allow_non_fake_inputs), standing
+
+
+def _examples(
+    env: Any, parts: Mapping[sympy.Symbol, int], ranges: Mapping[sympy.Symbol, Any]
+) -> dict[sympy.Symbol, int]:
+    """The example's size for every symbol, those of `parts` rounded up to a multiple, at least twice it.
+
+    (Torch makes a size of 1 static.) Where that breaks what the export found of them, that one is no greater than
+    another or is a multiple of 4, all sizes are as many times as large.
+    """
+    known = {symbol: int(size) for symbol, size in _hints(env).items()}
+    known |= {symbol: sym_hint(env.create_symintnode(symbol, hint=None)) for symbol in parts}
+    rounded = known | {s: max(-(-known[s] // count), 2) * count for s, count in parts.items()}
+    rounded |= {s: int(by.xreplace(rounded)) for s, by in env.replacements.items() if by.free_symbols <= known.keys()}
+    if all(guard.expr.xreplace(rounded) != sympy.false for guard in env.guards):
+        return rounded
+    times = math.lcm(*(count // math.gcd(count, known[s]) for s, count in parts.items()))
+    times *= 2 if any(known[s] * times == count for s, count in parts.items()) else 1
+    scaled = {s: size * times for s, size in known.items()}
+    return rounded if any(s in scaled and scaled[s] > sizes.upper for s, sizes in ranges.items()) else scaled
+
+
+def _hints(env: Any) -> dict[sympy.Symbol, sympy.Integer]:
+    found: dict[sympy.Symbol, sympy.Integer] = vars(env).get("backed_var_to_val", vars(env).get("var_to_val"))
+    return found  # torch 2.13 renamed it
 
 
 def divided_range(known: Any, count: int) -> tuple[Any, Any]:

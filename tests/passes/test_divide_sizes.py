@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.export import Dim
 
+import tpcompiler
 from passes.divide_sizes import divide_sizes
 from tests.passes.models import Mlp
 from tests.passes.stages import Call, divided, planned
+from tpcompiler._torch import sym_hint
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of
@@ -173,3 +176,40 @@ def test_a_size_that_depends_on_data() -> None:
 
     with pytest.raises(UnsupportedError, match="its size u0 is dynamic and need not be a multiple of 2"):
         divided(Call(positive), (X,), outputs=["S(0)"])
+
+
+class Added(nn.Module):
+    """Rows of y are put among those of x, so that there may be no more of them."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.scatter_add(1, (y > 0).long(), y) * 2
+
+
+class Fours(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(0, (-1, 4)).sum(1) + y[:1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_a_file", [False, True])
+@pytest.mark.parametrize(
+    ("model", "rows", "cut", "rounded", "sizes"),
+    [
+        (Added(), 7, ["R", "S(0)"], 21, [(9, 9), (14, 6)]),  # 9 would be more than the other 7
+        (Fours(), 8, ["S(0)", "R"], 24, [(12, 5), (24, 24)]),  # 9 would be no multiple of 4
+        (Fours(), 7 * 4, ["R", "S(0)"], 30, [(12, 3), (24, 24)]),  # nothing speaks of these
+    ],
+)
+def test_what_the_export_found_of_sizes_holds_in_the_example(
+    model: nn.Module, rows: int, cut: list[str], rounded: int, sizes: Any, of_a_file: bool, tmp_path: Path
+) -> None:
+    free = ({0: Dim.AUTO}, {0: Dim.AUTO})
+    exported = torch.export.export(model, (torch.randn(rows, 4), torch.randn(rows, 4)), dynamic_shapes=free)
+    if of_a_file:
+        torch.export.save(exported, tmp_path / "model.pt2")
+        exported = torch.export.load(tmp_path / "model.pt2")
+    made = tpcompiler.parallelize(exported, 3, {}, inputs=cut)
+    values = [node.meta["val"] for node in made.resharded.user_inputs()]
+    assert sym_hint(values[cut.index("S(0)")].shape[0]) == rounded
+    for x, y in sizes:
+        assert made.verify((torch.randn(x, 4), torch.randn(y, 4))).ok
