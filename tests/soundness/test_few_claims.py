@@ -108,3 +108,18 @@ def test_sizes_of_which_a_division_makes_nothing() -> None:
     """A dim of s rows as s // 4 of 4, which torch knows as s // (s // 4): at s = 2 there are none."""
     made = artifact(nn.Unflatten(0, (-1, 4)), (torch.randn(8, 3),), ({0: Dim.AUTO},), outputs=["P(sum)"])
     assert checked(made).findings == []
+
+
+class Halves(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        one, other = torch.maximum(x, y).chunk(2, 1)
+        return (one * other).unflatten(1, (2, -1)), y * 2
+
+
+def test_a_size_that_the_export_took_for_another() -> None:
+    """A view in 2 rows of a dim that the example makes 2 of, (s + 1) // 2, is recorded with that; no rank has a share."""
+    args, free = (torch.randn(3, 4, 4, 12), torch.randn(3, 4, 4, 12)), {1: Dim.AUTO}
+    exported = export(Halves(), args, dynamic_shapes=(free, free)).run_decompositions()
+    made = Artifact.of(tpcompiler.parallelize(exported, 3, {}, inputs=["R", "S(1)"]))
+    report = checked(made)
+    assert (report.findings, report.counts["ops that cannot be run here"]) == ([], 1)

@@ -88,8 +88,12 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
     # Of a list as long as a dynamic size, the example's says how many there are.
     few = len(every) != len(edit.outputs(node)) and _has_dynamic_sizes(node)
     for value, said in zip(every, edit.outputs(node), strict=not few):
-        same = value.ndim == said.ndim and all(map(statically_equal, value.shape, said.shape))
-        if not same or value.dtype != said.dtype:
+        kind = value.ndim == said.ndim and value.dtype == said.dtype
+        apart = [ends for ends in zip(value.shape, said.shape, strict=False) if not statically_equal(*ends)]
+        dynamic = kind and not any(isinstance(a, int) and isinstance(b, int) for a, b in apart)
+        if apart and dynamic and _is_the_whole_call(made, node):
+            return False  # the export took a dynamic size for a number that it is in the example
+        if apart or not kind:
             raise Unsound(
                 node,
                 f"makes {value.dtype} {list(value.shape)}, and is said to make {said.dtype} {list(said.shape)}",
