@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.soundness.changes import CASES
+from tests.soundness import boundary_changes, changes
+from tests.soundness.cases import CASES
 from tests.trust.subjects import subject
 from tpcompiler.soundness.check import check_programs
 
+assert boundary_changes  # they register their cases
+assert changes
 pytestmark = pytest.mark.slow
 
 FOUND = Path(__file__).parent / "findings.txt"
