@@ -181,6 +181,21 @@ WEIGHTS = [
         code=ArtifactError,
     ),
     Row(
+        "a manifest without the outputs",
+        "tpcompiler show out",
+        "out/rank_0.pt2: its program returns hidden, logits, the manifest says nothing",
+        AGAIN,
+        spoil=manifest(lambda data: data["outputs"].clear()),
+    ),
+    Row(
+        "a manifest that calls an input otherwise, to be loaded",
+        lambda _: loaded("one"),
+        "one/rank_0.pt2: its program takes x, shift, the manifest says y, shift",
+        AGAIN,
+        spoil=manifest(lambda data: data["inputs"][0].update(name="y"), "one"),
+        code=ArtifactError,
+    ),
+    Row(
         "a model of NaN, where every output is NaN on both sides",
         VERIFY,
         "the single-device program gives no finite number in 36 ('hidden', 'logits'): there is nothing to compare",

@@ -1,4 +1,4 @@
-"""Read a rank's file, whose tensors must be those of its graph and of the manifest."""
+"""Read a rank's file, whose tensors, inputs and outputs must be those of its graph and of the manifest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
+from tpcompiler._torch import tree_names
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import Manifest, checked_file
 from tpcompiler.runtime.model_file import read_model
@@ -18,16 +20,18 @@ AGAIN = "copy the artifact again, or convert the model again"
 def read_rank(
     directory: str | os.PathLike[str], manifest: Manifest, rank: int, *, trust: bool = False
 ) -> ExportedProgram:
-    """The program of a rank, after its hash and its tensors were compared.
+    """The program of a rank, after its hash, its tensors and the names of its inputs and outputs were compared.
 
-    torch compares neither: a bias of one element is spread over all features, and the numbers are wrong.
+    torch compares none: a bias of one element is spread over all features, and the numbers are wrong.
 
     Raises:
-        ArtifactError: as `checked_file` and `read_model`; a tensor too many or missing, of another shape or dtype.
+        ArtifactError: as `checked_file` and `read_model`; a tensor too many or missing, of another shape or dtype;
+            other inputs or outputs than the manifest's.
     """
     path = checked_file(directory, manifest, rank)
     program = read_model(path, trust=trust)
     _check_tensors(program, manifest, path)
+    _check_boundary(program, manifest, path)
     return program
 
 
@@ -49,3 +53,16 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, path: Path) -> 
                 f"{list(want.shape)}",
                 help=AGAIN,
             )
+
+
+def _check_boundary(program: ExportedProgram, manifest: Manifest, path: Path) -> None:
+    signature, tree = program.graph_signature, program.call_spec.out_spec
+    inputs = [spec.arg for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    outputs = [spec.arg for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    takes = [arg.name for arg in inputs if isinstance(arg, TensorArgument)]
+    names = zip(tree_names(tree) if tree is not None else (), outputs, strict=True)
+    gives = [name for name, arg in names if isinstance(arg, TensorArgument)]
+    for does, has, rows in (("takes", takes, manifest.inputs), ("returns", gives, manifest.outputs)):
+        if (said := [row["name"] for row in rows]) != has:
+            both = f"{', '.join(has) or 'nothing'}, the manifest says {', '.join(said) or 'nothing'}"
+            raise ArtifactError(f"{path}: its program {does} {both}", help=AGAIN)
