@@ -65,7 +65,7 @@ def test_show_cannot_write(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("views")
 def test_show_draws_with_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphviz.Digraph, "pipe", lambda self, format, encoding: f"<{format}>")
+    monkeypatch.setattr(graphviz.Digraph, "pipe", lambda self, format, encoding, quiet: f"<{format}>")
     assert right("show", tmp_path, "--format", "svg") == "<svg>\n"
     assert call("show", tmp_path, "-o", tmp_path / "a.svg").exit_code == 0
     assert (tmp_path / "a.svg").read_text() == "<svg>"

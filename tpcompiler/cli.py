@@ -17,6 +17,7 @@ from rich.text import Text
 import tpcompiler.cli_judge  # noqa: F401  (registers its commands)
 from tpcompiler.cli_options import DEFECT, Artifact, Imports, Json, Trust, app, progress
 from tpcompiler.errors import ArtifactError, MeshError, PlanError
+from tpcompiler.printed import one_line, printable
 
 if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh
@@ -147,14 +148,15 @@ def convert(
         from tpcompiler import cli_inspect, cli_print
         from tpcompiler.api import parallelize
         from tpcompiler.plan import Plan
-        from tpcompiler.runtime.artifact import free_target, read_manifest
+        from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.model_file import read_model
+        from tpcompiler.runtime.target import free_target
 
         over = _mesh(tp, mesh)
         chosen = Plan.of(plan)
         if out is not None and not dry_run:
             free_target(out, force=force)  # before the minutes that follow
-        status.update(Text(f"reading {model}"))
+        status.update(Text(one_line(f"reading {model}")))
         exported = read_model(model, imports or (), trust=trust)
         status.update("placing and cutting")
         made = parallelize(
@@ -166,7 +168,7 @@ def convert(
             device_type=device_type.value if device_type else None,
         )
         if out is not None and not dry_run:
-            status.update(Text(f"writing {made.world_size} programs to {out}"))
+            status.update(Text(one_line(f"writing {made.world_size} programs to {out}")))
             made.save(out, force=force, keep_output_types=keep_output_types)
             manifest = read_manifest(out)
         else:
@@ -297,7 +299,7 @@ def main() -> None:
     try:
         app(prog_name="tpcompiler")
     except Exception:
-        traceback.print_exc()
+        typer.echo(printable(traceback.format_exc()), err=True, nl=False)
         typer.echo("this is a defect of tpcompiler: please report it with the traceback above", err=True)
         sys.exit(DEFECT)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,8 +16,10 @@ from tpcompiler.ir.program import Program, tied
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan.styles import STYLES
+from tpcompiler.printed import one_line
 from tpcompiler.runtime.artifact import Manifest
 
+DEEPEST = 8  # numbers in a name that are starred
 EXPLAINED = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicate")
 SKELETON_HEAD = f"""\
 # A plan: what is cut, and how. Change the styles; "replicate" leaves a layer whole on every rank.
@@ -72,6 +73,7 @@ def plan_skeleton(program: ExportedProgram) -> str:
         times = f", {len(names)} times" if len(names) > 1 else ""
         lines.append((f"{json.dumps(pattern)}: replicate", f"{kind}: {', '.join(layers[names[0]])}{times}"))
     lines += [(f"{json.dumps(name)}: R", f"parameter {shape}") for name, shape in alone.items()]
+    lines = [(one_line(line), one_line(comment)) for line, comment in lines]
     width = max((len(line) for line, _ in lines), default=0)
     return SKELETON_HEAD + "".join(f"{line:<{width}}  # {comment}\n" for line, comment in lines)
 
@@ -83,22 +85,31 @@ def folded(signatures: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:
     """
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in signatures:
-        alike.setdefault(_starred(name, ()), []).append(name)
+        alike.setdefault(_starred(name, ()), []).append(name)  # names of as many parts, numbers in the same places
     place = {name: index for index, name in enumerate(signatures)}
     entries = [entry for names in alike.values() for entry in _split(names, signatures)]
     return sorted(entries, key=lambda entry: place[entry[1][0]])
 
 
 def _split(names: Sequence[str], signatures: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:
+    """Star as many numbers as leave one signature in each group; the outer ones first, as inner ones tell more apart.
+
+    To star one more makes groups larger, so that each number needs to be tried once.
+    """
     numbers = [i for i, part in enumerate(names[0].split(".")) if part.isdigit()]
-    for count in range(len(numbers) + 1):
-        for kept in itertools.combinations(reversed(numbers), count):  # an inner number tells more often apart
-            groups: dict[tuple[str, ...], list[str]] = {}
-            for name in names:
-                groups.setdefault(_starred(name, kept), []).append(name)
-            if all(len({signatures[name] for name in group}) == 1 for group in groups.values()):
-                return [(".".join(key) if len(group) > 1 else group[0], group) for key, group in groups.items()]
-    raise AssertionError("with every number kept each name is alone")
+    kept, groups = set(numbers), {_starred(name, numbers): [name] for name in names}
+    for number in numbers[:DEEPEST]:
+        fewer = _grouped(names, kept - {number})
+        if all(len({signatures[name] for name in group}) == 1 for group in fewer.values()):
+            kept, groups = kept - {number}, fewer
+    return [(".".join(key) if len(group) > 1 else group[0], group) for key, group in groups.items()]
+
+
+def _grouped(names: Sequence[str], kept: Iterable[int]) -> dict[tuple[str, ...], list[str]]:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        groups.setdefault(_starred(name, kept), []).append(name)
+    return groups
 
 
 def _starred(name: str, kept: Iterable[int]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,12 +14,18 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from tpcompiler.errors import TpCompilerError
+from tpcompiler.printed import one_line, printed_streams
 
 NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
 
 
 class _Commands(TyperGroup):
-    """Prints this package's errors as their text: what, where, the numbers, one action."""
+    """Prints this package's errors as their text: what, where, the numbers, one action. Whatever a command prints goes
+    through one filter."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        with printed_streams(sys.stdout, sys.stderr):
+            return super().main(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -52,4 +59,5 @@ Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that 
 
 def progress(text: str) -> Status:
     """A spinner on standard error; nothing where that is a file."""
-    return Console(stderr=True).status(Text(text))  # no str: rich would read the brackets of a path as markup
+    # To the terminal itself: a spinner is made of control characters. No str: rich would read brackets as markup.
+    return Console(file=sys.__stderr__).status(Text(one_line(text)))

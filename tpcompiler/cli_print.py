@@ -13,15 +13,19 @@ from rich.console import Console
 from rich.table import Table
 
 from tpcompiler.errors import ArtifactError
+from tpcompiler.printed import one_line
 from tpcompiler.runtime.artifact import NOTE_TITLES
+from tpcompiler.runtime.target import replacing
 
 WIDTH_OF_A_FILE = 160  # rich takes a pipe for 80 columns, and folds names that programs look for
 
 
 def console() -> Console:
-    """Standard output. No markup: the brackets of a shape are not a style."""
+    """Standard output. No markup: the brackets of a shape are not a style. No styles, which are control characters."""
     width = None if sys.stdout.isatty() else WIDTH_OF_A_FILE
-    return Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=width)
+    return Console(
+        file=sys.stdout, markup=False, highlight=False, emoji=False, width=width, color_system=None, no_color=True
+    )
 
 
 def print_json(data: Mapping[str, Any]) -> None:
@@ -42,7 +46,7 @@ def print_model(data: Mapping[str, Any], path: str) -> None:
 
     out = console()
     total = sum(row["bytes"] for row in data["parameters"] if "tied_to" not in row)
-    out.print(f"{path}: {len(data['parameters'])} parameters, buffers and constants, {total:,} bytes")
+    out.print(f"{one_line(path)}: {len(data['parameters'])} parameters, buffers and constants, {total:,} bytes")
     kinds = {row["name"]: row["type"] for row in data["modules"]}
     rows = [(pattern, kinds[names[0]].rpartition(".")[2], _times(names)) for pattern, names in folded(kinds)]
     _table(out, "modules", ("name", "class", ""), rows)
@@ -63,15 +67,15 @@ def print_artifact(data: Mapping[str, Any], path: str) -> None:
     )
     _boundary(out, data)
     if data["output_type"]:
-        out.print(f"the model returned {data['output_type']}; the programs return a dict\n")
-    out.print("written by " + ", ".join(f"{name} {version}" for name, version in data["versions"].items()))
+        out.print(f"the model returned {one_line(data['output_type'])}; the programs return a dict\n")
+    out.print(one_line("written by " + ", ".join(f"{name} {version}" for name, version in data["versions"].items())))
 
 
 def print_summary(data: Mapping[str, Any], title: str) -> None:
     """The report of a conversion: bytes per rank, collectives by cause, fallbacks, what nothing touches."""
     out = console()
     axes = ",".join(f"{axis}={degree}" for axis, degree in data["mesh"].items())
-    out.print(f"{title}: mesh {axes}, {len(data['bytes_per_rank'])} ranks, {data['device_type']}")
+    out.print(f"{one_line(title)}: mesh {axes}, {len(data['bytes_per_rank'])} ranks, {data['device_type']}")
     whole = data["bytes"]
     rows = [("one device", f"{whole:,}", "100.0%")]
     rows += [(f"rank {r}", f"{b:,}", f"{100 * b / max(whole, 1):.1f}%") for r, b in enumerate(data["bytes_per_rank"])]
@@ -85,11 +89,12 @@ def print_summary(data: Mapping[str, Any], title: str) -> None:
     lines = []
     for row in data["fallbacks"]:
         where = row.get("source") or row.get("module") or row.get("node")
-        lines.append(f"fallback: {row['kind']} of {row['payload_bytes']:,} bytes at {where}: {row.get('reason', '')}")
+        text = f"fallback: {row['kind']} of {row['payload_bytes']:,} bytes at {where}: {row.get('reason', '')}"
+        lines.append(one_line(text))
     for kind, title in NOTE_TITLES.items():
         texts = [note["text"] for note in data["notes"] if note["kind"] == kind]
         if texts:
-            lines += [f"{title}:", *(f"  {text}" for text in texts)]
+            lines += [f"{title}:", *(f"  {one_line(text)}" for text in texts)]
     if lines:
         print("\n".join(lines), end="\n\n")
 
@@ -120,7 +125,7 @@ def picture(directory: Path, format: str, file: Path | None, rank: int, *, trust
     if format == "dot":
         return Picture(str(graph.source), file)
     try:
-        return Picture(str(graph.pipe(format="svg", encoding="utf-8")), file)
+        return Picture(str(graph.pipe(format="svg", encoding="utf-8", quiet=True)), file)
     except graphviz.ExecutableNotFound:
         target = file or Path("out.svg")
         note = (
@@ -128,12 +133,18 @@ def picture(directory: Path, format: str, file: Path | None, rank: int, *, trust
             f"  help: install graphviz, then: dot -Tsvg {target.with_suffix('.dot')} -o {target.with_suffix('.svg')}"
         )
         return Picture(str(graph.source), file and file.with_suffix(".dot"), note)
+    except (graphviz.CalledProcessError, OSError) as error:  # OSError: it ended before it had read all
+        line = (str(getattr(error, "stderr", "")).strip() or str(error)).splitlines()[0]
+        raise ArtifactError(
+            f"Graphviz cannot draw {directory}: {line}", help="take its source text with --format dot, or --format text"
+        ) from error
 
 
 def write_text(file: Path, text: str) -> None:
     """Raises ArtifactError where the file cannot be written."""
     try:
-        file.write_text(text, encoding="utf-8")
+        with replacing(file) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ArtifactError(f"cannot write {file}: {error.strerror}", help="choose another file") from error
 
@@ -176,14 +187,14 @@ def _times(names: Sequence[str]) -> str:
 
 def _table(out: Console, title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     rows = list(rows)
-    out.print(title if rows else f"{title}: none", style="bold" if rows else None)
+    out.print(title if rows else f"{title}: none")
     used = [i for i, header in enumerate(headers) if header or any(row[i] for row in rows)]
     table = Table(box=None, pad_edge=False)
     for i in used:
         numbers = "bytes" in headers[i] or headers[i] in ("count", "share", "mean", "largest magnitude")
         table.add_column(headers[i], justify="right" if numbers else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(row[i] for i in used))
+        table.add_row(*(one_line(row[i]) for i in used))
     if rows:
         with out.capture() as drawn:
             out.print(table)

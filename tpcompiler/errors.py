@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tpcompiler.printed import one_line, printable
+
 
 class TpCompilerError(Exception):
     """Base of every error that this package raises on purpose.
@@ -10,12 +12,12 @@ class TpCompilerError(Exception):
     """
 
     def __init__(self, message: str, *, help: str = "", **facts: str) -> None:
-        self.message = message
-        self.help = help
-        self.facts = {name.replace("_", " "): value for name, value in facts.items() if value}
-        lines = [message]
+        self.message = printable(message)
+        self.help = printable(help)
+        self.facts = {name.replace("_", " "): one_line(value) for name, value in facts.items() if value}
+        lines = [self.message]
         if help:
-            lines.append(f"  help: {help}")
+            lines.append(f"  help: {self.help}")
         if self.facts:
             lines.append("  " + "      ".join(f"{name}: {value}" for name, value in self.facts.items()))
         super().__init__("\n".join(lines))

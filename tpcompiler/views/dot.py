@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 import re
 import textwrap
@@ -9,9 +11,11 @@ from html import escape
 
 import graphviz
 
+from tpcompiler.printed import one_line
 from tpcompiler.views.items import Item, seen_from
 from tpcompiler.views.outline import Group, Outline, counted, outline_of, wire
 
+LONGEST = 400  # letters of a text
 FONT = "Helvetica"
 INK, FAINT, FRAME = "#1f2933", "#52606d", "#9aa5b1"
 COLLECTIVE = "#b3123f"
@@ -54,7 +58,7 @@ def artifact_dot(directory: str | os.PathLike[str], rank: int = 0, *, trust: boo
     colors = {item.name: _border(item) for item in outline.root.items()}
     for item in outline.root.items():
         for source in item.sources:
-            dot.edge(source, item.name, color=colors[source])
+            dot.edge(_name(source), _name(item.name), color=colors[source])
     return dot
 
 
@@ -62,8 +66,10 @@ def _draw(dot: graphviz.Digraph, group: Group) -> None:
     for member in group.members:
         if isinstance(member, Group):
             width = "1.8" if member.count > 1 else "0.8"
-            with dot.subgraph(name=f"cluster {member.path} {next(member.items()).name}") as inner:
-                inner.attr(label=_frame(member, group.path), labeljust="l", penwidth=width, tooltip=member.title)
+            name = _name(f"{member.path} {next(member.items()).name}")
+            with dot.subgraph(name=f"cluster {name}") as inner:
+                tooltip = graphviz.escape(_shortened(member.title))
+                inner.attr(label=_frame(member, group.path), labeljust="l", penwidth=width, tooltip=tooltip)
                 inner.attr(color=INK if member.count > 1 else FRAME, style="rounded", margin="9")
                 _draw(inner, member)
         elif member.kind == "collective":
@@ -73,11 +79,11 @@ def _draw(dot: graphviz.Digraph, group: Group) -> None:
 
 
 def _frame(group: Group, outer: str) -> str:
-    title = f"<B>{_text(seen_from(outer, group.title))}</B>"
-    if group.count > 1:
-        records = group.records()
-        title += "   " + _small(f"each: {counted(records)}, {_bytes(wire(records))} on the wire", FAINT)
-    return f"<{title}>"
+    title = seen_from(outer, group.title)
+    if group.count == 1:
+        return f"<<B>{_text(title)}</B>>"
+    records = group.records()
+    return f"<{_beside(title, _small(f'each: {counted(records)}, {_bytes(wire(records))} on the wire', FAINT))}>"
 
 
 def _box(dot: graphviz.Digraph, item: Item, path: str) -> None:
@@ -86,20 +92,20 @@ def _box(dot: graphviz.Digraph, item: Item, path: str) -> None:
         name, style = seen_from(path, item.module), "filled,rounded"
     else:
         name, style, fill = item.kind, "filled", "#ffffff"
-    head = f"<B>{_text(name)}</B> {_text(item.label)}" if name else _text(item.label)
+    head = _beside(name, _text(item.label)) if name else _text(item.label)
     made = _small(f"{item.sharding} {item.value}".strip())
     lines = [f"{head}  {made}"] if len(name + item.label) < 12 and not item.leaves else [head, made]
     if item.detail:
         lines.append(_small(textwrap.shorten(", ".join(item.detail), 40, placeholder=" ..."), FAINT))
     lines += (_small(f"{names} {what}", _colors(what)[1]) for names, what in _leaves(item, path))
-    dot.node(item.name, _lines(lines), style=style, fillcolor=fill, color=border, tooltip=_hint(item))
+    dot.node(_name(item.name), _lines(lines), style=style, fillcolor=fill, color=border, tooltip=_hint(item))
 
 
 def _collective(dot: graphviz.Digraph, item: Item, path: str) -> None:
     record = item.record
     assert record is not None
     sent = f"{_bytes(record['payload_bytes'])} over {record['axis']}, {_bytes(record['wire_bytes'])} on the wire"
-    lines = [f"<B>{record['kind']}</B>  {_text(item.sharding).replace('-&gt;', '&rarr;')}", _small(sent)]
+    lines = [_beside(record["kind"], _text(item.sharding).replace("-&gt;", "&rarr;")), _small(sent)]
     lines += (_small(f"{names} {what}") for names, what in _leaves(item, path))
     if record["why"] != "inherent":
         lines += map(_small, textwrap.wrap(f"{record['why']}: {record['reason']}", 44))
@@ -107,7 +113,7 @@ def _collective(dot: graphviz.Digraph, item: Item, path: str) -> None:
     if record["why"] == "fallback":
         look = {"fillcolor": "#ffffff", "fontcolor": COLLECTIVE, "style": "filled,dashed"}
     dot.node(
-        item.name, _lines(lines), shape="hexagon", margin="0,0.02", color=COLLECTIVE, penwidth="2.5",
+        _name(item.name), _lines(lines), shape="hexagon", margin="0,0.02", color=COLLECTIVE, penwidth="2.5",
         tooltip=_hint(item), **look,
     )  # fmt: skip
 
@@ -120,6 +126,13 @@ def _leaves(item: Item, path: str) -> list[tuple[str, str]]:
     return [(", ".join(names), what) for what, names in alike.items()]
 
 
+def _beside(bold: str, rest: str) -> str:
+    """Two texts in a line. Graphviz places them for Helvetica; where that is missing, bold letters are up to a fifth
+    wider, and without the space the texts would touch. It is a text by itself: readers drop spaces that begin one."""
+    space = "&#160;" * (1 + math.ceil(len(_shortened(bold)) / 6))
+    return f"<B>{_text(bold)}</B><B>{space}</B>{rest}"
+
+
 def _lines(lines: list[str]) -> str:
     """A table, because lines of different sizes are set better there."""
     rows = "".join(f"<TR><TD>{line}</TD></TR>" for line in lines)
@@ -127,15 +140,15 @@ def _lines(lines: list[str]) -> str:
 
 
 def _hint(item: Item) -> str:
-    return str(graphviz.escape(item.note or item.kind))
+    return str(graphviz.escape(_shortened(item.note or item.kind)))
 
 
 def _title(outline: Outline) -> str:
     manifest = outline.manifest
     records = manifest.collectives
+    here = f"{_bytes(outline.bytes_here)} of {_bytes(outline.bytes_whole)} parameters"
     lines = [
-        f"<B>mesh {outline.mesh}, rank {outline.rank} of {manifest.world_size}</B>: "
-        f"{_bytes(outline.bytes_here)} of {_bytes(outline.bytes_whole)} parameters",
+        _beside(f"mesh {outline.mesh}, rank {outline.rank} of {manifest.world_size}", here),
         f"per call: {counted(records)}, {_bytes(wire(records))} on the wire",
     ]
     found: dict[tuple[str, str], set[str]] = {}
@@ -179,7 +192,18 @@ def _small(text: str, color: str = "") -> str:
 
 
 def _text(text: str) -> str:
-    return escape(text, quote=False)
+    return escape(_shortened(text), quote=False)
+
+
+def _shortened(text: str) -> str:
+    """XML knows no control characters, and Graphviz ends at a very long text."""
+    text = one_line(text)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def _name(text: str) -> str:
+    """A name that is not shown: another one where it is too long for Graphviz."""
+    return one_line(text) if len(text) <= LONGEST else hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
 def _bytes(count: int) -> str:

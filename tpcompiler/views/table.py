@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from tpcompiler.printed import one_line
 from tpcompiler.views.items import Item, seen_from
 from tpcompiler.views.outline import Group, counted, outline_of, wire
 
@@ -27,7 +28,7 @@ def artifact_text(directory: str | os.PathLike[str], rank: int = 0, *, trust: bo
         "",
         *_rows(outline.root, 0, GUTTER if widest <= GUTTER else min(widest + 2, WIDEST)),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(one_line, lines)) + "\n"
 
 
 def _widest(group: Group) -> int:

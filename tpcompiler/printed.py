@@ -1,0 +1,64 @@
+"""What of a text may reach a terminal: files choose their own names, and a terminal obeys control characters."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, TextIO
+
+LINE = frozenset("\n\t")
+
+
+def printable(text: str, kept: frozenset[str] = LINE) -> str:
+    """The text with every unseen character escaped that is not `kept`: controls, directions, surrogates."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(text: str) -> str:
+    """The same without line breaks: a name must not write lines of its own."""
+    return printable(text, frozenset())
+
+
+class Printed(io.TextIOBase):
+    """A text stream that lets through what is printable, in its encoding."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        encoding = self.encoding
+        self._stream.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding or "utf-8"
+
+    @property
+    def errors(self) -> str:  # type: ignore[override]
+        return self._stream.errors or "strict"
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def printed_streams(out: TextIO, error: TextIO) -> Iterator[None]:
+    """Filter everything that the block prints."""
+    with redirect_stdout(Printed(out)), redirect_stderr(Printed(error)):
+        yield
