@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import math
 import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import sympy  # type: ignore[import-untyped]  # it ships no types
 import torch
@@ -37,8 +38,6 @@ from torch.testing._internal.distributed import fake_pg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.value_ranges import ValueRanges
-
-from tpcompiler.errors import ArtifactError
 
 FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
 
@@ -239,9 +238,10 @@ def program_target(text: str) -> str | None:
     return text if own and not text.startswith("torch.ops.") else None
 
 
-def record_reader(path: str) -> Any:
+def record_reader(file: IO[bytes] | io.RawIOBase) -> Any:
     """torch's own reader of archives, which need not see what `zipfile` sees."""
-    return vars(torch._C)["PyTorchFileReader"](path)
+    file.seek(0)  # it takes the place where the file is for its beginning
+    return vars(torch._C)["PyTorchFileReader"](file)
 
 
 def tree_names(spec: Any) -> list[str]:
@@ -338,9 +338,9 @@ def redistribute(
 class _Mapped:
     """torch's reader of an archive, which maps the tensors that it stores into memory instead of reading them."""
 
-    def __init__(self, reader: Any, path: Path) -> None:
+    def __init__(self, reader: Any, path: Path, size: int) -> None:
         self._reader = reader
-        self._file = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+        self._file = torch.UntypedStorage.from_file(str(path), False, size)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
@@ -351,30 +351,26 @@ class _Mapped:
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def read_archive_state(path: Path) -> dict[str, torch.Tensor]:
+def read_archive_state(path: Path, file: IO[bytes] | io.RawIOBase | None = None) -> dict[str, torch.Tensor]:
     """The parameters, buffers and constants in a .pt2, by name, without the program. Seen in torch 2.11 and 2.13.
 
-    They take no memory of their own until they are used, but for those that a pickle holds. These are unpickled:
-    inspect the file first.
+    They are mapped from `path` and take no memory of their own until they are used, but for those that a pickle holds.
+    These are unpickled: inspect the file first, and give it as `file`, open.
 
     Raises:
-        ArtifactError: an entry that is missing or damaged.
+        whatever torch raises of an entry that is missing or damaged.
     """
     from torch.export.pt2_archive import _package
 
     found: dict[str, torch.Tensor] = {}
-    try:
-        reader: Any = _package.PT2ArchiveReader(str(path))
-        with zipfile.ZipFile(path) as archive:
+    with contextlib.nullcontext(file) if file is not None else path.open("rb") as opened:
+        opened.seek(0)
+        reader: Any = _package.PT2ArchiveReader(cast(Any, opened))
+        with zipfile.ZipFile(cast(Any, opened)) as archive:
             if all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist()):
-                reader.archive_file = _Mapped(reader.archive_file, path)
+                reader.archive_file = _Mapped(reader.archive_file, path, opened.seek(0, io.SEEK_END))
         for read in (_package._load_constants, _package._load_state_dict):
             made = read(reader, "model")
             assert isinstance(made, dict)
             found.update(made)
-    except Exception as error:  # torch raises what the layer that fails happens to raise
-        line = (str(error).strip() or type(error).__name__).splitlines()[0].partition(" This is an internal")[0]
-        raise ArtifactError(
-            f"the tensors of {path} cannot be read: {line}", help="copy the artifact again, or convert the model again"
-        ) from error
     return found

@@ -29,6 +29,7 @@ from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import flatten_inputs
+from tpcompiler.runtime.target import replacing
 
 MOST_STEPS = 12  # ops before the first wrong one that a piece may reach back
 UNUSABLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, TpCompilerError)  # of a piece by itself
@@ -126,10 +127,12 @@ def write_piece(piece: Piece, directory: str | os.PathLike[str]) -> Path:
     """Write `piece.pt2` and `repro.py`, which exits with 1 as long as the piece is wrong; returns the script."""
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    torch.export.save(piece.program, target / "piece.pt2")
+    with replacing(target / "piece.pt2") as temporary:
+        torch.export.save(piece.program, temporary)
     title = f"Wrong on {piece.mesh}: {', '.join(piece.ops)}."
     text = SCRIPT.format(title=title, mesh=dict(piece.mesh.axes), plan=dict(piece.plan), inputs=list(piece.inputs))
-    (target / "repro.py").write_text(text, encoding="utf-8")
+    with replacing(target / "repro.py") as temporary:
+        temporary.write_text(text, encoding="utf-8")
     return target / "repro.py"
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import Manifest, checked_file, free_target, read_manifest, write_artifact
+from tpcompiler.runtime.artifact import Manifest, checked_file, read_manifest, write_artifact
+from tpcompiler.runtime.target import free_target
 
 ROW = {"name": "w", "kind": "parameter", "shape": [4], "dtype": "f32", "sharding": "S(0)"}
 

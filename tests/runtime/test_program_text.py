@@ -21,11 +21,18 @@ TAKEN = {
         2*s0 + 1
         -oo
         Eq(Mod(s0, 2), 0) & (s1 >= 2)
+        Pow(Symbol('s0', positive=True, integer=True), Integer(-1))
+        Pow(s0, Rational(1, 2))
+        s0**2
+        FloatPow(ToFloat(s0), Float('0.5', precision=53))
         """,
     "guards_code": """
         L['d']['k 1'].size()[0] == L['xs'][0].size()[0]
         2*(L['xs'][0].size()[0] // 2) <= L['xs'][0].size()[0]
-        L['mode'] == 'fast'
+        abs(L['n']) <= 3
+        L['x'].size(0) == L['x'].numel()
+        L['x'].size()[0] ** 2 < 4096
+        torch._sym_sqrt(L['n']) < round(L['x'].size()[0] / 2, 1)
         math.isnan(L['x']) or L['x'] == -math.inf
         torch.sym_max(L['n'], 2) != 3
         L['x'].stride()[0] % 2 == 0 and not L['batch'].x.size()[1] < 4
@@ -71,6 +78,14 @@ REFUSED = {
         Float('open()')
         Function('f')
         Integer(1) # s0
+        9**9**9
+        Pow(9, Pow(9, 9))
+        Pow(Pow(Pow(9, 64), 64), 64)
+        PowByNatural(Integer(9), s0)
+        LShift(Integer(1), Integer(9999999999))
+        floor(Float('1e999999999', precision=53))
+        Float('1.5', precision=999999999)
+        exp(exp(exp(9)))
         Add(
         """,
     "guards_code": """
@@ -79,6 +94,26 @@ REFUSED = {
         L.__class__ is None
         torch.load('x') is None
         math.__loader__
+        math.factorial(L['x'].size()[0]) > 1
+        torch.ctypes.cdll['./lib.so'] != 0
+        torch.os.environ['HOME'] != 0
+        torch.fx.experimental.symbolic_shapes.IsNonOverlappingAndDenseIndicator('eval(1)') == 1
+        torch.fx.experimental.symbolic_shapes.IsNonOverlappingAndDenseIndicator(1) == 1
+        IsNonOverlappingAndDenseIndicator('eval(1)') == 1
+        math.size()
+        math.sym_max(1, 2) == 2
+        (1).size() == 1
+        L.size() == 1
+        L['x'].size() * 9999999999 == 1
+        (1, 2) * 9999999999 == 1
+        L['x'].size(L['y'].data) == 1
+        L['mode'] == 'fast'
+        L['x']['a'] + 'b' == 1
+        9**9**9
+        (9**64)**64 == 1
+        L['n'] ** L['n'] == 1
+        1 << 9999999999
+        1 << L['n']
         print(1)
         open
         s0(1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import yaml
 
 from tpcompiler.errors import PlanError
+from tpcompiler.runtime.opened import open_input
 
 MAX_BYTES = 1 << 20
 
@@ -30,13 +33,13 @@ def read_plan_file(name: str) -> list[tuple[str, object, int]]:
 
 def _read_text(name: str) -> str:
     try:
-        with open(name, "rb") as file:
-            content = file.read(MAX_BYTES + 1)
+        with open_input(Path(name)) as file:
+            content = file.read(MAX_BYTES + 1) or b""
     except FileNotFoundError:
         raise PlanError(f"plan file {name} does not exist", help="give the path of a YAML or JSON file") from None
-    except IsADirectoryError:
-        raise PlanError(f"plan file {name} is a directory", help="give the path of a YAML or JSON file") from None
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        if os.path.isdir(name):
+            raise PlanError(f"plan file {name} is a directory", help="give the path of a YAML or JSON file") from None
         reason = getattr(error, "strerror", None) or error
         raise PlanError(
             f"plan file {name!r} cannot be read: {reason}", help="give the path of a YAML or JSON file"

@@ -10,7 +10,6 @@ import json
 import re
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,28 +17,38 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import record_reader
 from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.program_text import Unsafe, check_keys, check_program
 
 OLD_FORMAT = "serialized_exported_program.json"  # written by torch 2.7 and before, still read
+HEADER = 30  # bytes before an entry's name
 LARGEST_RATIO = 100  # torch compresses nothing, text shrinks to a tenth, and a bomb to a thousandth
+# Brackets and commas of JSON for each byte that is stored: Python makes an object of some 60 bytes of every value.
+LARGEST_DENSITY, FEW = 4, 1 << 18
+TENSORS = re.compile(r"data/weights/weight_\d+|data/constants/tensor_\d+")
 TRUST = "if you trust who made the file, pass --trust (in Python: trust=True)"
 
 Entries = tuple[list[str], Callable[[str], bytes]]  # their names, and what reads one
 
 
-def inspect_archive(path: Path) -> None:
-    """Check that reading the file runs nothing that it says, whatever it says.
+def inspect_archive(file: Opened) -> None:
+    """Check that reading the file runs nothing that it says, whatever it says; what was looked into stays as it is.
 
     Raises:
         ArtifactError: an entry that needs a pickle, could run code, or is none of an exported program.
         OSError, ValueError, RuntimeError: the file, or an entry, is damaged.
     """
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(file) as archive:
         entry = ""
         try:
-            _check_sizes(archive, path.stat().st_size)
+            _check_sizes(archive, file.size)
             old = OLD_FORMAT in archive.namelist()
-            names, read = _old_entries(path, archive) if old else _entries(path, archive)
+            file.keep([] if old else _tensor_bytes(archive))
+            names, read = _old_entries(file, archive) if old else _entries(file, archive)
+            stored = {
+                info.filename if old else info.filename.partition("/")[2]: info.compress_size
+                for info in archive.infolist()
+            }
             for entry in names:
                 check = next(
                     (check for kind, check in (OLD_KINDS if old else KINDS) if re.fullmatch(kind, entry)), None
@@ -47,11 +56,13 @@ def inspect_archive(path: Path) -> None:
                 if check is None:
                     raise Unsafe("is none of a program that needs no pickle")
                 if check is not _inert:
-                    check(read(entry))
+                    content = read(entry)
+                    _check_density(content, stored.get(entry, len(content)))
+                    check(content)
         except Unsafe as error:
             help = f"{error.cure}; or, {TRUST}" if error.cure else TRUST
             where = f"its entry {entry}" if entry else "it"
-            raise ArtifactError(f"{path} is not read: {where} {error}", help=help) from error
+            raise ArtifactError(f"{file.path} is not read: {where} {error}", help=help) from error
 
 
 def has_pickled_examples(program: ExportedProgram) -> bool:
@@ -76,16 +87,46 @@ def _check_sizes(archive: zipfile.ZipFile, size: int) -> None:
         if name.lower() in seen:  # torch's reader takes no notice of case
             raise Unsafe(f"has two entries {name!r}")
         seen.add(name.lower())
+        if info.flag_bits & 1:
+            raise Unsafe(f"has an entry {name!r}, which is encrypted")
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise Unsafe(f"has an entry {name!r}, which is compressed by method {info.compress_type}")
         if info.file_size > LARGEST_RATIO * info.compress_size + 1024:
             sizes = f"{info.file_size:,} bytes and holds {info.compress_size:,}"
             raise Unsafe(f"has an entry {name!r}, which says that it is {sizes}")
-    if sum(info.compress_size for info in infos) > size:
-        raise Unsafe("has entries that lie in one another")
+    following = [info.header_offset for info in sorted(infos, key=_offset)[1:]] + [size]
+    for info, end in zip(sorted(infos, key=_offset), following, strict=True):
+        if info.header_offset + HEADER + info.compress_size > end:
+            raise Unsafe("has entries that lie in one another")
 
 
-def _entries(path: Path, archive: zipfile.ZipFile) -> Entries:
+def _offset(info: zipfile.ZipInfo) -> int:
+    return info.header_offset
+
+
+def _check_density(content: bytes, stored: int) -> None:
+    values = sum(map(content.count, (b"[", b"{", b",")))
+    if values > FEW + LARGEST_DENSITY * stored:
+        raise Unsafe(f"holds {values:,} values in {stored:,} bytes")
+
+
+def _tensor_bytes(archive: zipfile.ZipFile) -> list[tuple[int, int]]:
+    """Where in the file tensors lie, which may be large, and of which nothing but numbers is made.
+
+    No entry lies in another, so each ends before the next one begins.
+    """
+    infos = sorted(archive.infolist(), key=_offset)
+    ends = [info.header_offset for info in infos[1:]] + [archive.start_dir]
+    return [
+        (info.header_offset, end)
+        for info, end in zip(infos, ends, strict=True)
+        if TENSORS.fullmatch(info.filename.partition("/")[2])
+    ]
+
+
+def _entries(file: Opened, archive: zipfile.ZipFile) -> Entries:
     """As torch's reader sees them, without the folder they lie in; `zipfile` must see the same."""
-    reader = record_reader(str(path))
+    reader = record_reader(file)
     inside: list[str] = reader.get_all_records()
     root = archive.namelist()[0].partition("/")[0]
     if sorted(archive.namelist()) != sorted(f"{root}/{name}" for name in inside):
@@ -93,10 +134,10 @@ def _entries(path: Path, archive: zipfile.ZipFile) -> Entries:
     return inside, reader.get_record
 
 
-def _old_entries(path: Path, archive: zipfile.ZipFile) -> Entries:
+def _old_entries(file: Opened, archive: zipfile.ZipFile) -> Entries:
     """As `zipfile` sees them; torch takes them for a program only where its own reader finds no folder in the file."""
     try:
-        record_reader(str(path))
+        record_reader(file)
     except RuntimeError:
         return archive.namelist(), archive.read
     raise Unsafe("is of the old format and of the new")
@@ -140,7 +181,7 @@ def _check_pickle(content: bytes) -> None:
 KINDS: tuple[tuple[str, Callable[[bytes], None]], ...] = (
     (r"archive_format|archive_version|byteorder|version|\.data/(version|serialization_id)|\.format_version", _inert),
     (r"\.storage_alignment|extra/.*", _inert),
-    (r"data/weights/weight_\d+|data/constants/tensor_\d+", _inert),
+    (TENSORS.pattern, _inert),
     (r"data/weights/[^/]+_weights_config\.json|data/constants/[^/]+_constants_config\.json", _check_config),
     (r"models/[^/]+\.json", _check_json),
     (r"data/(sample_inputs|weights|constants)/[^/]+\.pt", _check_pickle),  # the last two in files of torch 2.8

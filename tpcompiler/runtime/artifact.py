@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
-import shutil
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.manifest_form import malformed
+from tpcompiler.runtime.manifest_form import malformed, program
+from tpcompiler.runtime.opened import Opened, read_text
+from tpcompiler.runtime.target import MANIFEST, SET, free_target, in_place_of, reason
 
 VERSION = "0.1.0"
 FORMAT = 1
-MANIFEST = "manifest.json"
-SET = "programs.json"
 NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
     "untouched": "layers that no plan entry touches",
     "no rule": "ops without a rule",
@@ -77,27 +74,6 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank}.pt2"
 
 
-def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Path:
-    """The directory as a path, if an artifact may be written there: ask before the expensive work.
-
-    Raises:
-        ArtifactError: it exists, and `force` is not set or it is no artifact; or the folder it belongs in cannot be
-            written.
-    """
-    target = Path(directory)
-    if os.path.exists(target) and not force:
-        raise ArtifactError(f"{target} exists already", help="choose another directory, or pass force=True (--force)")
-    above = next(parent for parent in (*target.parents, Path()) if os.path.exists(parent))
-    if not os.path.isdir(above) or not os.access(above, os.W_OK):
-        reason = "cannot be written" if os.path.isdir(above) else "is a file"
-        raise ArtifactError(f"cannot write {target}: {above} {reason}", help="choose another directory")
-    if os.path.exists(target) and not any(os.path.isfile(target / name) for name in (MANIFEST, SET)):
-        raise ArtifactError(
-            f"{target} exists and is not an artifact (it has no {MANIFEST})", help="choose another directory"
-        )
-    return target
-
-
 Inspect = Callable[[Path], None]
 
 
@@ -120,7 +96,7 @@ def write_artifact(
     Raises:
         ArtifactError: the directory exists and `force` is not set, or a file cannot be written; nothing is left behind.
     """
-    with _in_place_of(free_target(directory, force=force)) as temporary:
+    with in_place_of(free_target(directory, force=force), force=force) as temporary:
         _write(temporary, manifest, write_rank)
         inspect(temporary)
 
@@ -139,7 +115,7 @@ def write_set(
     Raises:
         ArtifactError: as `write_artifact`.
     """
-    with _in_place_of(free_target(directory, force=force)) as temporary:
+    with in_place_of(free_target(directory, force=force), force=force) as temporary:
         for name, (manifest, write_rank) in programs.items():
             (temporary / name).mkdir()
             _write(temporary / name, manifest, write_rank)
@@ -157,49 +133,6 @@ def _write(directory: Path, manifest: Manifest, write_rank: Callable[[int, Path]
     (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-@contextlib.contextmanager
-def _in_place_of(target: Path) -> Iterator[Path]:
-    """A directory to write into, which becomes the target when all is written."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        raise ArtifactError(
-            f"cannot write {target}: {_reason(error)}", help="choose a directory that can be written"
-        ) from error
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        _move_into_place(temporary, target)
-    except OSError as error:
-        raise ArtifactError(
-            f"cannot write {target}: {_reason(error)}",
-            help="check the free space and the permissions",
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _reason(error: Exception) -> str:
-    """Without the number and the name of a file that is temporary, or named already."""
-    return ((getattr(error, "strerror", None) or str(error)) or type(error).__name__).splitlines()[0]
-
-
-def _move_into_place(temporary: Path, target: Path) -> None:
-    if not target.exists():
-        temporary.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    target.rename(old / "artifact")
-    try:
-        temporary.rename(target)
-    except OSError:
-        (old / "artifact").rename(target)
-        raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
-
-
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """Read and check the manifest of an artifact.
 
@@ -213,7 +146,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             help=f"give one of them: {path.parent / programs[0]}",
         )
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_text(path))
     except (FileNotFoundError, NotADirectoryError) as error:
         state = (
             f"is not an artifact: it has no {MANIFEST}"
@@ -224,7 +157,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         )
         raise ArtifactError(f"{directory} {state}", help="make one with tpcompiler convert") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path} cannot be read: {_reason(error)}", help="convert the model again") from error
+        raise ArtifactError(f"{path} cannot be read: {reason(error)}", help="convert the model again") from error
     version = data.get("format") if isinstance(data, Mapping) else None
     if version != FORMAT:
         raise ArtifactError(
@@ -271,17 +204,30 @@ def programs_in(directory: str | os.PathLike[str]) -> list[str]:
     """
     path = _inside(directory, SET)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_text(path))
         names = data["programs"] if data["format"] == FORMAT else None
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ArtifactError(f"{path} cannot be read: {_reason(error)}", help="convert the models again") from error
-    if not isinstance(names, list) or not all(isinstance(name, str) and name.isidentifier() for name in names):
+        raise ArtifactError(f"{path} cannot be read: {reason(error)}", help="convert the models again") from error
+    if not isinstance(names, list) or not all(map(program, names)):
         raise ArtifactError(f"{path} is damaged, or of another format than {FORMAT}", help="convert the models again")
     for name in names:
         _inside(directory, name)
     return names
+
+
+def manifests_beside(directory: str | os.PathLike[str], manifest: Manifest) -> dict[str, Manifest]:
+    """Of the other programs in whose files tensors of this one lie, by name.
+
+    Raises:
+        ArtifactError: as `read_manifest`; a link to somewhere else.
+    """
+    above = Path(directory).parent
+    return {
+        name: read_manifest(_inside(above, name))
+        for name in {str(row["stored_in"]) for row in manifest.tensors if "stored_in" in row}
+    }
 
 
 def _inside(directory: str | os.PathLike[str], name: str) -> Path:
@@ -296,6 +242,16 @@ def checked_file(directory: str | os.PathLike[str], manifest: Manifest, rank: in
     """The path of a rank's program, after its hash was compared.
 
     Raises:
+        ArtifactError: as `open_checked`.
+    """
+    with open_checked(directory, manifest, rank) as file:
+        return file.path
+
+
+def open_checked(directory: str | os.PathLike[str], manifest: Manifest, rank: int) -> Opened:
+    """A rank's program, open, after its hash was compared.
+
+    Raises:
         ArtifactError: a rank outside the world, the file is missing, a link to elsewhere, or not what was written.
     """
     if not 0 <= rank < manifest.world_size:
@@ -304,33 +260,32 @@ def checked_file(directory: str | os.PathLike[str], manifest: Manifest, rank: in
             help=f"use a rank from 0 to {manifest.world_size - 1}",
         )
     path = _inside(directory, rank_file(rank))
-    if wrong := _other_than_written(path, manifest.files[path.name]):
-        raise ArtifactError(f"{path} {wrong}", help="copy the artifact again, or convert the model again")
-    return path
-
-
-def _other_than_written(path: Path, hash: str) -> str:
-    """What a rank's file is, if it is not the one with this hash."""
+    again = "copy the artifact again, or convert the model again"
     try:
-        found = sha256(path)
-    except FileNotFoundError:
-        return "is missing"
+        file = Opened(path)
+        if not (wrong := _other_than_written(file, manifest.files[path.name])):
+            return file
+        file.close()
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{path} is missing", help=again) from error
     except OSError as error:
-        return f"cannot be read: {_reason(error)}"
-    if found != hash:
+        raise ArtifactError(f"{path} cannot be read: {reason(error)}", help=again) from error
+    raise ArtifactError(f"{path} {wrong}", help=again)
+
+
+def _other_than_written(file: Opened, hash: str) -> str:
+    """What a rank's file is, if it is not the one with this hash."""
+    if (found := file.sha256()) != hash:
         return f"has SHA-256 {found[:12]}.., the manifest says {hash[:12]}.."
     # The graphs of all ranks may be equal: then nothing but this name tells that a file has another's weights.
-    with contextlib.suppress(zipfile.BadZipFile, OSError, ValueError), zipfile.ZipFile(path) as archive:
-        folder = archive.namelist()[0].partition("/")[0]
-        if folder.startswith("rank_") and folder != path.stem:
+    with contextlib.suppress(zipfile.BadZipFile, ValueError, NotImplementedError), zipfile.ZipFile(file) as archive:
+        folder = archive.namelist()[0].partition("/")[0] if archive.namelist() else ""
+        if folder.startswith("rank_") and folder != file.path.stem:
             return f"was written as {folder}.pt2"
     return ""
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+    """SHA-256 of a file."""
+    with Opened(path) as file:
+        return file.sha256()

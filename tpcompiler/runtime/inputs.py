@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 
 from tpcompiler._torch import tree_flatten, tree_unflatten
 from tpcompiler.errors import ArtifactError, InputsError
+from tpcompiler.runtime.opened import Opened
+from tpcompiler.runtime.target import reason, replacing
 
 
 def read_inputs(path: str | os.PathLike[str], program: ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -27,12 +30,13 @@ def read_inputs(path: str | os.PathLike[str], program: ExportedProgram) -> tuple
         InputsError: not a safetensors file; a tensor that is missing, unknown, or of another shape or dtype.
     """
     try:
-        tensors = load_file(os.fspath(path))
+        with Opened(Path(path)):  # a pipe would keep the reader waiting
+            tensors = load_file(os.fspath(path))
     except FileNotFoundError as error:
         raise InputsError(f"inputs file {path} does not exist", help="give the path of a safetensors file") from error
     except OSError as error:  # what it is called differs: safetensors maps the file into memory
-        reason = "is a directory" if os.path.isdir(path) else f"cannot be read: {error}"
-        raise InputsError(f"inputs file {path} {reason}", help="give the path of a safetensors file") from error
+        said = "is a directory" if os.path.isdir(path) else f"cannot be read: {reason(error)}"
+        raise InputsError(f"inputs file {path} {said}", help="give the path of a safetensors file") from error
     except (SafetensorError, ValueError) as error:
         raise InputsError(
             f"{path} is not a safetensors file: {error}",
@@ -165,8 +169,9 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tens
     # Clones: two names of one memory are an error for safetensors.
     written = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     try:
-        save_file(written, os.fspath(path))
+        with replacing(Path(path)) as temporary:
+            save_file(written, temporary)
     except (OSError, SafetensorError) as error:
         raise ArtifactError(
-            f"cannot write {path}: {error}", help="check the folder, the free space and the permissions"
+            f"cannot write {path}: {reason(error)}", help="check the folder, the free space and the permissions"
         ) from error

@@ -25,7 +25,17 @@ DTYPES = {
     "bool": "b8",
 }  # by torch's name; others are written as torch prints them
 OTHERS = "complex32 complex64 complex128 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
+DEEPEST = 8  # what a plan says of one name is a text, or a table of texts
 LARGEST = 1 << 62  # elements or bytes: what a size in a file can be
+
+
+def nesting(value: Any) -> int:
+    """How many lists and dicts lie in one another, counted up to one more than is allowed."""
+    depth, level = 0, [value]
+    while depth <= DEEPEST and (level := [part for part in level if isinstance(part, (dict, list))]):
+        depth += 1
+        level = [each for part in level for each in (part.values() if isinstance(part, dict) else part)]
+    return depth
 
 
 def text(value: Any) -> bool:
@@ -76,6 +86,11 @@ def shape(value: Any) -> bool:
     return isinstance(value, list) and all(number(size) or text(size) for size in value) and math.prod(known) < LARGEST
 
 
+def program(value: Any) -> bool:
+    """The name of a directory beside another one: it leads nowhere else."""
+    return isinstance(value, str) and value.isidentifier()
+
+
 def static_shape(value: Any) -> bool:
     return shape(value) and all(map(number, value))
 
@@ -97,8 +112,8 @@ FIELDS: dict[str, Form] = {
     "mesh": mesh,
     "groups": table(text, some(some(number))),
     "device_type": one_of("cpu", "cuda"),
-    "plan": table(text, lambda value: True),
-    "tensors": some(row(TENSOR, {"tied_to": text, "stored_in": text})),
+    "plan": table(text, lambda value: nesting(value) <= DEEPEST),
+    "tensors": some(row(TENSOR, {"tied_to": text, "stored_in": program})),
     "inputs": some(row(BOUNDARY)),
     "outputs": some(row(BOUNDARY)),
     "collectives": some(row(COLLECTIVE)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import logging
 import os
 import re
@@ -12,12 +13,14 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch.export import ExportedProgram
 
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
+from tpcompiler.runtime.opened import Opened
 
 EXPORT = "export the model and write it with torch.export.save(exported_program, path)"
 
@@ -28,17 +31,33 @@ def import_modules(names: Sequence[str]) -> None:
     Raises:
         ArtifactError: a module that cannot be imported.
     """
-    here = os.getcwd()
-    if names and here not in sys.path:
-        sys.path.append(here)  # an installed command does not look for modules where it was called
     for name in names:
         try:
-            importlib.import_module(name)
+            with _working_directory() if _is_only_here(name) else contextlib.nullcontext():
+                importlib.import_module(name)
         except Exception as error:  # whatever the module's own code raises
             raise ArtifactError(
                 f"cannot import {name}: {type(error).__name__}: {_first_line(error)}",
                 help="give the dotted name of a module that python can import here",
             ) from error
+
+
+def _is_only_here(name: str) -> bool:
+    """Whether an installed command, which does not look for modules where it was called, would find it there only."""
+    first = name.partition(".")[0]
+    return first not in sys.modules and importlib.util.find_spec(first) is None
+
+
+@contextlib.contextmanager
+def _working_directory() -> Iterator[None]:
+    """Look for modules where the command was called, for the time of an import: what an installed module asks for, now
+    or later, must not come from there."""
+    here = os.getcwd()
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
 
 
 def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, trust: bool = False) -> ExportedProgram:
@@ -51,41 +70,94 @@ def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, tru
             without `trust`, one that needs a pickle or could run code.
     """
     import_modules(imports)
+    with open_model(path, trust=trust) as file:
+        return load_opened(file)
+
+
+def load_opened(file: Opened) -> ExportedProgram:
+    """The program in what `open_model` gave."""
+    file.seek(0)
+    program = torch.export.load(cast(Any, file))
+    if problem := _strange_examples(program):
+        raise ArtifactError(f"{file.path}: {problem}", help="export the model again")
+    return program
+
+
+@contextlib.contextmanager
+def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator[Opened]:
+    """A .pt2, open and, without `trust`, looked into; what is read of it in the block is what was looked into.
+
+    Raises:
+        ArtifactError: as `read_model`; whatever the block raises is said to be the file's fault.
+    """
     file = Path(path)
+    if os.path.isdir(file):  # unlike pathlib's, it does not raise where a name is too long or a folder is closed
+        raise _refusal(file, *_directory(file))
+    try:
+        opened = Opened(file)
+    except FileNotFoundError as error:
+        help = f"give the path of a .pt2 file; to make one, {EXPORT}"
+        raise _refusal(file, "does not exist", help) from error
+    except OSError as error:
+        said = f"cannot be read: {error.strerror}"
+        raise _refusal(file, said, "check the path and the permissions") from error
+    with opened, looked_into(opened, trust=trust):
+        yield opened
+
+
+@contextlib.contextmanager
+def looked_into(file: Opened, *, trust: bool) -> Iterator[None]:
+    """What `open_model` does with an open file."""
     if found := _other_than_pt2(file):
-        raise ArtifactError(f"{file} {found[0]}", help=found[1])
+        raise _refusal(file.path, *found)
     try:
         with quiet_torch() as heard:
             if not trust:
                 inspect_archive(file)
-            return torch.export.load(file)
+            yield
     except ArtifactError:
         raise
     except Exception as error:  # torch raises what the layer that fails happens to raise
+        file.refuse_change()
         # torch.export.load logs the cause, and then raises a general text that says to look above.
         cause = _innermost(heard[-1]) if heard else error
-        raise _load_error(file, cause) from error
+        raise _load_error(file.path, cause) from error
+    file.refuse_change()
 
 
-def _other_than_pt2(file: Path) -> tuple[str, str] | None:
+def _strange_examples(program: ExportedProgram) -> str:
+    """torch gives back whatever the file has."""
+    examples = program.example_inputs
+    if examples is None or (
+        isinstance(examples, (tuple, list))
+        and len(examples) == 2
+        and isinstance(examples[0], (tuple, list))
+        and isinstance(examples[1], dict)
+    ):
+        return ""
+    return f"its example inputs are of type {type(examples).__name__}, and no (args, kwargs)"
+
+
+def _refusal(file: Path, said: str, help: str) -> ArtifactError:
+    return ArtifactError(f"{file} {said}", help=help)
+
+
+def _directory(file: Path) -> tuple[str, str]:
+    if os.path.isfile(file / "manifest.json"):
+        return "is a directory that tpcompiler wrote", "give the .pt2 file of the single-device model"
+    return "is a directory", "give a .pt2 file"
+
+
+def _other_than_pt2(file: Opened) -> tuple[str, str] | None:
     """(what the file seems to be, what to do) unless it looks like a .pt2 with an exported program."""
-    if os.path.isdir(file):  # unlike pathlib's, it does not raise where a name is too long or a folder is closed
-        if os.path.isfile(file / "manifest.json"):
-            return "is a directory that tpcompiler wrote", "give the .pt2 file of the single-device model"
-        return "is a directory", "give a .pt2 file"
-    try:
-        with file.open("rb") as opened:
-            head = opened.read(512)
-    except FileNotFoundError:
-        return "does not exist", f"give the path of a .pt2 file; to make one, {EXPORT}"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}", "check the path and the permissions"
+    head = file.read(512)
+    file.seek(0)
     if not head.startswith(b"PK"):
         return _other_than_zip(head)
     try:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
-    except (zipfile.BadZipFile, OSError, ValueError):
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
         return "is a damaged or truncated .pt2 (a zip archive without its end)", "copy the file again, or export again"
     return _other_archive(names)
 

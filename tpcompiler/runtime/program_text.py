@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import keyword
@@ -13,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from tpcompiler._torch import program_target
+from tpcompiler.runtime.expressions import LARGEST_EXPONENT, is_guard, is_size
 
 Check = Callable[[str], str | None]
 
@@ -23,23 +23,11 @@ FILE_OPS = frozenset({"aten.save", "aten.from_file", "debugprims.load_tensor"}) 
 CODE_OPS = frozenset({"aoti_call_delegate", "inline_asm_elementwise"})  # they run machine code that an argument names
 OPERATORS = re.compile(
     r"_operator\.(add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|eq|ne|lt|le|gt|ge|and_|or_|xor|not_|lshift|rshift"
-    r"|getitem)|math\.[a-z]\w*|torch\.(_sym|sym)_\w+"
+    r"|getitem)|math\.(?!factorial|comb|perm)[a-z]\w*|torch\.(_sym|sym)_\w+"
 )
+POWERS = ("_operator.pow", "_operator.lshift")
+COUNTED = re.compile("(u|zuf)")  # of sizes that data decide, torch counts from 0 to the number in the name
 VMAP = re.compile(r"torch\._functorch\.predispatch\.\w+")  # what torch.vmap leaves in a training program
-
-SYMPY = re.compile(
-    "Symbol|Dummy|Integer|Float|Rational|Add|Mul|Pow|Mod|Abs|Max|Min|floor|ceiling|sqrt|log|exp|Piecewise|ExprCondPair"
-    "|And|Or|Not|Xor|ITE|Eq|Ne|Lt|Le|Gt|Ge|Equality|Unequality|Relational|(Strict)?(LessThan|GreaterThan)"
-    "|FloorDiv|ModularIndexing|Where|PythonMod|CleanDiv|(CeilTo|FloorTo|TruncTo|RoundTo)Int|CeilDiv|LShift|RShift"
-    "|PowByNatural|FloatPow|FloatTrueDiv|IntTrueDiv|IsNonOverlappingAndDenseIndicator|TruncToFloat|RoundDecimal|ToFloat"
-    "|Identity"
-)
-SYMPY_LEAVES = re.compile(r"oo|zoo|nan|pi|E|true|false|int_oo|[a-z]+\d+")
-GUARD_NAMES = frozenset({"L", "math", "torch", "inf", "nan"})
-GUARD_CALLS = frozenset({"IsNonOverlappingAndDenseIndicator", "cast_symbool_to_symint_guardless", "max", "min", "abs"})
-GUARD_CALLS |= {"int", "float", "bool", "round", "len", "size", "stride", "storage_offset", "numel", "dim"}
-ARITHMETIC: tuple[type[ast.AST], ...] = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp)
-ARITHMETIC += (ast.Tuple, ast.Load, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 
 
 class Unsafe(Exception):
@@ -66,6 +54,20 @@ def check_program(data: object) -> None:
         if what := CHECKS[key](text):
             raise Unsafe(f"{what}: {_short(text)}")
         seen.add((key, text))
+    for name in data.get("range_constraints") or () if isinstance(data, dict) else ():
+        if COUNTED.match(name) and not re.fullmatch(rf"{COUNTED.pattern}\d{{1,6}}", name):
+            raise Unsafe(f"makes torch count up to a size's name: {_short(name)}")
+    if not seen.isdisjoint(("target", power) for power in POWERS):
+        _check_powers(data)
+
+
+def _check_powers(data: object) -> None:
+    for node in _dicts(data):
+        if node.get("target") in POWERS:
+            for given in node["inputs"][1:]:
+                for exponent in (part["as_int"] for part in _dicts(given) if "as_int" in part):
+                    if not isinstance(exponent, int) or abs(exponent) > LARGEST_EXPONENT:
+                        raise Unsafe(f"has a power that is too large: {_short(str(exponent))}")
 
 
 def check_keys(value: object) -> None:
@@ -123,73 +125,11 @@ def _target(text: str) -> str | None:
 
 
 def _expression(text: str) -> str | None:
-    what = "has a size that is no plain expression"
-    tree = None if re.search(r"[^\w ,.='+*/%<>!&|~()-]", text) else _parsed(text)
-    if tree is None:
-        return what
-    texts = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            if not (isinstance(node.func, ast.Name) and SYMPY.fullmatch(node.func.id)):
-                return what
-            first = node.args[0] if node.args else None
-            shape = {"Symbol": r"[A-Za-z_]\w*", "Dummy": r"[A-Za-z_]\w*", "Float": r"[-+.\deE]+|-?inf|nan"}
-            if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                if re.fullmatch(shape.get(node.func.id, "(?!)"), first.value):
-                    texts.add(id(first))
-        elif isinstance(node, ast.Name):
-            if not SYMPY.fullmatch(node.id) and not SYMPY_LEAVES.fullmatch(node.id):
-                return what
-        elif isinstance(node, ast.keyword):
-            if node.arg is None or not isinstance(node.value, ast.Constant) or isinstance(node.value.value, str):
-                return what
-        elif isinstance(node, ast.Constant):
-            if isinstance(node.value, (str, bytes)) and id(node) not in texts:
-                return what
-        elif not isinstance(node, ARITHMETIC):
-            return what
-    return None
+    return None if is_size(text) else "has a size that is no plain expression"
 
 
 def _guard(text: str) -> str | None:
-    what = "has an input check that is no plain comparison"
-    tree = None if re.search(r'["\\#\n\r]', text) else _parsed(text)
-    if tree is None:
-        return what
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            if node.keywords or not _guard_call(node.func):
-                return what
-        elif isinstance(node, ast.Name):
-            if node.id not in GUARD_NAMES | GUARD_CALLS:
-                return what
-        elif isinstance(node, ast.Attribute):
-            if node.attr.startswith("_"):
-                return what
-        elif isinstance(node, ast.Constant):
-            if isinstance(node.value, bytes) or (isinstance(node.value, str) and _plain(node.value)):
-                return what
-        elif not isinstance(node, (*ARITHMETIC, ast.Subscript)):
-            return what
-    return None
-
-
-def _guard_call(function: ast.expr) -> bool:
-    """Whether it is a function of numbers, `math.floor`, `torch.sym_max`, or a size of an input."""
-    if isinstance(function, ast.Name):
-        return function.id in GUARD_CALLS
-    if not isinstance(function, ast.Attribute):
-        return False
-    if isinstance(function.value, ast.Name) and function.value.id in ("math", "torch"):
-        return function.value.id == "math" or function.attr.startswith("sym_")
-    return function.attr in GUARD_CALLS
-
-
-def _parsed(text: str) -> ast.Expression | None:
-    try:
-        return ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, MemoryError):
-        return None
+    return None if is_guard(text) else "has an input check that is no plain comparison"
 
 
 def _outputs_tree(text: str) -> str | None:
@@ -264,7 +204,8 @@ CHECKS: dict[str, Check] = {
     "as_floats": lambda text: None if text in ("Infinity", "-Infinity", "NaN") else "has text for a number",
     "path_name": lambda text: None if re.fullmatch(r"(weight|tensor)_\d+", text) else "names an entry of another kind",
     **dict.fromkeys(("parameter_name", "buffer_name", "tensor_constant_name", "user_input_name", "fqn"), _path),
-    **dict.fromkeys(("custom_obj_name", "class_fqn", "field_names", "as_string", "as_strings"), _plain),
+    "field_names": _name,
+    **dict.fromkeys(("custom_obj_name", "class_fqn", "as_string", "as_strings"), _plain),
     **dict.fromkeys(FREE, lambda text: None),
     **dict.fromkeys(("type", "verifiers", "dialect", "torch_version"), _plain),
 }

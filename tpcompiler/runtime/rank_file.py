@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,8 +13,9 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from tpcompiler._torch import tree_names
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import Manifest, checked_file
-from tpcompiler.runtime.model_file import read_model
+from tpcompiler.runtime.artifact import Manifest, open_checked
+from tpcompiler.runtime.model_file import load_opened, looked_into
+from tpcompiler.runtime.opened import Opened
 
 AGAIN = "copy the artifact again, or convert the model again"
 
@@ -25,14 +28,27 @@ def read_rank(
     torch compares none: a bias of one element is spread over all features, and the numbers are wrong.
 
     Raises:
-        ArtifactError: as `checked_file` and `read_model`; a tensor too many or missing, of another shape or dtype;
+        ArtifactError: as `open_rank`; a tensor too many or missing, of another shape or dtype;
             other inputs or outputs than the manifest's.
     """
-    path = checked_file(directory, manifest, rank)
-    program = read_model(path, trust=trust)
-    _check_tensors(program, manifest, path)
-    _check_boundary(program, manifest, path)
+    with open_rank(directory, manifest, rank, trust=trust) as file:
+        program = load_opened(file)
+    _check_tensors(program, manifest, file.path)
+    _check_boundary(program, manifest, file.path)
     return program
+
+
+@contextlib.contextmanager
+def open_rank(
+    directory: str | os.PathLike[str], manifest: Manifest, rank: int, *, trust: bool = False
+) -> Iterator[Opened]:
+    """A rank's file, open, with its hash compared and, without `trust`, looked into.
+
+    Raises:
+        ArtifactError: as `open_checked` and `open_model`.
+    """
+    with open_checked(directory, manifest, rank) as file, looked_into(file, trust=trust):
+        yield file
 
 
 def _check_tensors(program: ExportedProgram, manifest: Manifest, path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.runtime.artifact import Manifest, programs_in, rank_file, read_manifest
+from tpcompiler.runtime.artifact import Manifest, manifests_beside, programs_in, rank_file, read_manifest
 from tpcompiler.runtime.model_file import quiet_torch
 from tpcompiler.soundness.boundary import check_calls, check_outputs, check_state
 from tpcompiler.soundness.collectives import check_collectives
@@ -57,8 +57,7 @@ def check_artifact(
     names = programs_in(directory)
     if not names:
         manifest = read_manifest(directory)
-        others = {str(row["stored_in"]) for row in manifest.tensors if "stored_in" in row}
-        beside = {name: read_manifest(Path(directory).parent / name) for name in others}
+        beside = manifests_beside(directory, manifest)
         return check_programs(read_ranks(directory, manifest, prepare, trust=trust), manifest, original, beside)
     reports = {
         name: check_artifact(Path(directory) / name, original=original, prepare=prepare, trust=trust) for name in names

@@ -8,7 +8,6 @@ import os
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -16,9 +15,10 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import read_archive_state
 from tpcompiler.ir import edit
-from tpcompiler.runtime.archive import inspect_archive
-from tpcompiler.runtime.artifact import Manifest, checked_file
-from tpcompiler.runtime.model_file import read_model
+from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.model_file import load_opened
+from tpcompiler.runtime.opened import Opened
+from tpcompiler.runtime.rank_file import open_rank
 
 GRAPH = "models/model.json"
 ARGUMENTS = ("as_int", "as_ints", "as_float", "as_tensor")  # what may differ where nothing else does
@@ -55,20 +55,16 @@ def read_ranks(
     first: tuple[Any, ExportedProgram] | None = None
     found = []
     for rank in range(manifest.world_size):
-        path = checked_file(directory, manifest, rank)
-        graph = _graph(path)
-        name = hashlib.sha256(graph).hexdigest() if graph is not None else str(path)
-        text = None
-        if name not in known and graph is not None:
-            text = json.loads(graph)
-            if first is not None and (like := _like(first[1], first[0], text)) is not None:
+        with open_rank(directory, manifest, rank, trust=trust) as file:
+            graph = _graph(file)
+            name = hashlib.sha256(graph).hexdigest() if graph is not None else str(file.path)
+            text = json.loads(graph) if graph is not None and name not in known else None
+            if text is not None and first is not None and (like := _like(first[1], first[0], text)) is not None:
                 known[name] = like
-        if name in known:
-            if not trust:
-                inspect_archive(path)
-            found.append(Written(known[name], read_archive_state(path)))
-            continue
-        whole = read_model(path, trust=trust)
+            if name in known:
+                found.append(Written(known[name], read_archive_state(file.path, file)))
+                continue
+            whole = load_opened(file)
         known[name] = prepare(whole)
         if first is None and text is not None:
             first = text, known[name]
@@ -76,10 +72,10 @@ def read_ranks(
     return found
 
 
-def _graph(path: Path) -> bytes | None:
+def _graph(file: Opened) -> bytes | None:
     """What says all of a program but its tensors; None for a file of another form."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             (name,) = (name for name in archive.namelist() if name.partition("/")[2] == GRAPH)
             return archive.read(name)
     except (zipfile.BadZipFile, ValueError, OSError):

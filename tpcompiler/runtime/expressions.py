@@ -1,0 +1,212 @@
+"""What an expression in a program's file may be: arithmetic of sizes, whose numbers stay small.
+
+torch evaluates two kinds: sizes, by sympy, and input checks (guards), as Python. Both are parsed here and taken only if
+every part of them is one that torch writes.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import warnings
+from collections.abc import Callable
+
+LONGEST = 20_000  # characters
+PARTS = 4_000
+BITS = 4_096  # of the largest number that evaluating it can make
+SIZE_BITS = 64  # of a size that is not known yet
+EXTREMES = 16  # arguments of maxima: sympy compares them pair by pair, in a second for twenty
+LARGEST_EXPONENT = 64  # of a power, and the places of a shift
+
+SYMPY = re.compile(
+    "Symbol|Dummy|Integer|Float|Rational|Add|Mul|Pow|Mod|Abs|Max|Min|floor|ceiling|sqrt|Piecewise|ExprCondPair"
+    "|And|Or|Not|Xor|ITE|Eq|Ne|Lt|Le|Gt|Ge|Equality|Unequality|Relational|(Strict)?(LessThan|GreaterThan)"
+    "|FloorDiv|ModularIndexing|Where|PythonMod|CleanDiv|(CeilTo|FloorTo|TruncTo|RoundTo)Int|CeilDiv|LShift|RShift"
+    "|PowByNatural|FloatPow|FloatTrueDiv|IntTrueDiv|IsNonOverlappingAndDenseIndicator|TruncToFloat|RoundDecimal|ToFloat"
+    "|Identity"
+)
+SYMPY_POWERS = ("Pow", "PowByNatural", "FloatPow", "LShift")
+SYMPY_LEAVES = re.compile(r"oo|zoo|nan|pi|E|true|false|int_oo|[a-z]+\d+")
+SYMPY_TEXTS = {"Symbol": r"[A-Za-z_]\w*", "Dummy": r"[A-Za-z_]\w*", "Float": r"[-+]?[\d.]+(e[-+]?\d{1,3})?|-?inf|nan"}
+FUNCTIONS = {  # of guards, by where they lie
+    "": re.compile(
+        "IsNonOverlappingAndDenseIndicator|cast_symbool_to_symint_guardless|max|min|abs|int|float|bool|round|len"
+    ),
+    "math": re.compile("floor|ceil|trunc|sqrt|isnan|isinf|a?(sin|cos|tan)h?|log2?|exp|fabs"),
+    "torch": re.compile("_?sym_(float|int|ite|max|min|not|sqrt|log2|a?(sin|cos|tan)h?)"),
+}
+LISTS, NUMBERS = ("size", "stride"), ("storage_offset", "numel", "dim")  # of an input's layout
+
+
+class Strange(Exception):
+    """A part that is not among those that torch writes."""
+
+
+Leaf = Callable[[ast.expr], int]  # bits of what is neither a number nor an operator; raises Strange
+
+
+def is_size(text: str) -> bool:
+    """Whether sympy makes nothing but arithmetic of symbols and numbers of it."""
+    return not re.search(r"[^\w ,.='+*/%<>!&|~()-]", text) and _is_small(text, _size_leaf)
+
+
+def is_guard(text: str) -> bool:
+    """Whether it compares sizes, strides and numbers of inputs, and does nothing else."""
+    return not re.search(r'["\\#\n\r]', text) and _is_small(text, _guard_leaf)
+
+
+def _is_small(text: str, leaf: Leaf) -> bool:
+    if len(text) > LONGEST:
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a number that is called, which is Strange here
+            tree = ast.parse(text.strip(), mode="eval")
+        parts = list(ast.walk(tree))
+        extremes = sum(len(part.args) for part in parts if isinstance(part, ast.Call) and _is_extreme(part.func))
+        return len(parts) <= PARTS and extremes <= EXTREMES and _bits(tree.body, leaf) <= BITS
+    except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError, Strange):
+        return False
+
+
+def _is_extreme(function: ast.expr) -> bool:
+    return isinstance(function, ast.Name) and function.id in ("Max", "Min")
+
+
+def _bits(node: ast.expr, leaf: Leaf) -> int:
+    """Of the largest number that evaluating it makes on the way."""
+
+    def bits(part: ast.expr) -> int:
+        return _bits(part, leaf)
+
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):  # bool is one too
+        return _few(node.value.bit_length() if isinstance(node.value, int) else SIZE_BITS)
+    if isinstance(node, ast.BinOp):
+        if isinstance(node.op, (ast.Pow, ast.LShift)):
+            return _power(node.left, node.right, isinstance(node.op, ast.LShift), bits)
+        left, right = bits(node.left), bits(node.right)
+        if isinstance(node.op, (ast.Mult, ast.Div)):
+            return _few(left + right)
+        if isinstance(
+            node.op, (ast.Add, ast.Sub, ast.FloorDiv, ast.Mod, ast.RShift, ast.BitAnd, ast.BitOr, ast.BitXor)
+        ):
+            return _few(max(left, right) + 1)
+        raise Strange
+    if isinstance(node, ast.UnaryOp):
+        return bits(node.operand)
+    if isinstance(node, ast.BoolOp):
+        return max(map(bits, node.values))
+    if isinstance(node, ast.Compare) and not any(isinstance(op, (ast.In, ast.NotIn)) for op in node.ops):
+        return max(map(bits, (node.left, *node.comparators)))
+    if isinstance(node, ast.IfExp):
+        return max(map(bits, (node.test, node.body, node.orelse)))
+    return leaf(node)
+
+
+def _few(bits: int) -> int:
+    if bits > BITS:
+        raise Strange
+    return bits
+
+
+def _power(base: ast.expr, exponent: ast.expr, shifts: bool, bits: Callable[[ast.expr], int]) -> int:
+    """Of a power (a shift) by a number that is written out: nobody knows how large another is."""
+    value = _number(exponent)
+    if not -LARGEST_EXPONENT <= value <= LARGEST_EXPONENT:
+        raise Strange
+    return _few(bits(base) + int(abs(value))) if shifts else _few(bits(base) * (int(abs(value)) + 1))
+
+
+def _number(node: ast.expr) -> float:
+    """What is written out as `2`, `-2`, `Integer(2)`, `Float('0.5')` or `Rational(1, 2)`."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+        first, *others = node.args
+        if node.func.id in ("Integer", "ToFloat") and not others:
+            return _number(first)
+        if node.func.id == "Rational" and len(others) == 1:
+            return _number(first)  # no less than the quotient
+        if node.func.id == "Float" and isinstance(first, ast.Constant) and isinstance(first.value, str):
+            return float(first.value)
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        return float(node.value) if abs(node.value) <= LARGEST_EXPONENT else math.inf
+    raise Strange
+
+
+def _size_leaf(node: ast.expr) -> int:
+    if isinstance(node, ast.Name) and SYMPY_LEAVES.fullmatch(node.id):
+        return SIZE_BITS
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and SYMPY.fullmatch(node.func.id)):
+        raise Strange
+    for keyword in node.keywords:  # what is assumed of a symbol, and a float's precision
+        value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+        if keyword.arg is None or not isinstance(value, int) or value > 1_000:
+            raise Strange
+    kind, args = node.func.id, node.args
+    first = args[0] if args else None
+    if isinstance(first, ast.Constant) and isinstance(first.value, str):
+        if not re.fullmatch(SYMPY_TEXTS.get(kind, "(?!)"), first.value) or len(first.value) > BITS // 4:
+            raise Strange
+        _few(max((_bits(each, _size_leaf) for each in args[1:]), default=1))
+        return SIZE_BITS if kind != "Float" else BITS // 4
+    if kind in SYMPY_POWERS and len(args) == 2:
+        return _power(args[0], args[1], kind == "LShift", lambda part: _bits(part, _size_leaf))
+    every = [_bits(part, _size_leaf) for arg in args for part in (arg.elts if isinstance(arg, ast.Tuple) else [arg])]
+    return _few(sum(every) if kind in ("Mul", "Rational") else max(every, default=1) + len(every))
+
+
+def _guard_leaf(node: ast.expr) -> int:
+    if _is_input(node):
+        return SIZE_BITS
+    if isinstance(node, ast.Name) and node.id in ("inf", "nan"):
+        return SIZE_BITS
+    if isinstance(node, ast.Attribute) and _is_named(node.value, "math") and node.attr in ("inf", "nan", "pi", "e"):
+        return SIZE_BITS
+    if not isinstance(node, ast.Call) or node.keywords:
+        raise Strange
+    if _is_layout(node) and bool(node.args) == (_method(node) in LISTS):
+        return SIZE_BITS
+    module, name = "", node.func
+    if isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name) and name.value.id in ("math", "torch"):
+        module, name = name.value.id, ast.Name(name.attr)
+    if not isinstance(name, ast.Name) or not FUNCTIONS[module].fullmatch(name.id):
+        raise Strange
+    return max((_bits(each, _guard_leaf) for each in node.args), default=1)
+
+
+def _is_named(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _is_input(node: ast.expr) -> bool:
+    """`L['x']`, a part of it such as `L['x'][0]['key'].field`, or an entry of its `.size()` or `.stride()`."""
+    if isinstance(node, ast.Attribute):
+        return not node.attr.startswith("_") and _is_input(node.value) and not _is_named(node.value, "L")
+    if not isinstance(node, ast.Subscript):
+        return False
+    index = node.slice
+    if isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.USub):
+        index = index.operand
+    if not isinstance(index, ast.Constant):
+        return False
+    if isinstance(index.value, str) and not index.value.isprintable():
+        return False
+    if not isinstance(index.value, (int, str)):
+        return False
+    if isinstance(node.value, ast.Call):
+        return _is_layout(node.value) and not node.value.args and _method(node.value) in LISTS
+    return _is_named(node.value, "L") or _is_input(node.value)
+
+
+def _is_layout(node: ast.expr) -> bool:
+    """`L['x'].size()`, whose receiver is an input and nothing else."""
+    if not (isinstance(node, ast.Call) and not node.keywords and isinstance(node.func, ast.Attribute)):
+        return False
+    plain = all(isinstance(each, ast.Constant) and isinstance(each.value, int) for each in node.args)
+    return plain and _method(node) in (*LISTS, *NUMBERS) and _is_input(node.func.value)
+
+
+def _method(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else ""

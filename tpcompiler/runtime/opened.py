@@ -1,0 +1,139 @@
+"""A file that is opened once: what was looked into is what is read, whatever happens to its path meanwhile."""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import hashlib
+import io
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from tpcompiler.errors import ArtifactError
+
+INHERITED = (Path("/dev/fd"), Path("/proc/self/fd"))
+
+
+class Opened(io.RawIOBase):
+    """A regular file, open for reading.
+
+    Attributes:
+        path: where it was found, for messages; nothing is read from there again.
+
+    Raises:
+        OSError: there is none, it may not be read, or it is no regular file: reading a pipe would wait for a writer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self._at = 0
+        self._starts: list[int] = []
+        self._kept: list[bytes] = []
+        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        if not stat.S_ISREG(mode := os.fstat(self._descriptor).st_mode):
+            os.close(self._descriptor)
+            if stat.S_ISDIR(mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+            raise OSError(errno.EINVAL, "it is a pipe or a device", os.fspath(path))
+        self._known = self._state()
+        self.size: int = os.fstat(self._descriptor).st_size
+
+    def keep(self, loose: Sequence[tuple[int, int]]) -> None:
+        """Read everything but these ranges (first byte, end) into memory, and answer from there from now on."""
+        at = 0
+        for start, end in (*sorted(loose), (self.size, self.size)):
+            if start > at:
+                self._starts.append(at)
+                self._kept.append(self._read_file(at, start - at))
+            at = max(at, end)
+
+    def refuse_change(self) -> None:
+        """Raises ArtifactError if the file, or what its path leads to, is another than when it was opened."""
+        try:
+            there = os.stat(self.path)
+            same = (there.st_dev, there.st_ino) == self._known[:2]
+        except OSError:
+            same = False
+        if not same or self._state() != self._known:
+            raise ArtifactError(f"{self.path} was changed while it was read", help="read it again when it is whole")
+
+    def sha256(self) -> str:
+        """In hex, read in pieces."""
+        digest = hashlib.sha256()
+        self.seek(0)
+        while piece := self.read(1 << 20):
+            digest.update(piece)
+        self.seek(0)
+        return digest.hexdigest()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence])
+        return self._at
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        into = memoryview(buffer).cast("B")
+        count = max(0, min(len(into), self.size - self._at))
+        done = 0
+        while done < count and (step := self._read_piece(self._at + done, into[done:count])):
+            done += step  # less than all of it, if the file was cut short: refuse_change says so
+        self._at += done
+        return done
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
+
+    def _read_piece(self, at: int, into: memoryview) -> int:
+        """Put some bytes from there on: kept ones, or the file's up to the next kept ones; how many."""
+        index = bisect.bisect_right(self._starts, at) - 1
+        if index >= 0 and (inside := at - self._starts[index]) < len(self._kept[index]):
+            piece = memoryview(self._kept[index])[inside : inside + len(into)]
+            into[: len(piece)] = piece
+            return len(piece)
+        following = self._starts[index + 1] if index + 1 < len(self._starts) else self.size
+        return os.preadv(self._descriptor, [into[: following - at]], at)
+
+    def _read_file(self, at: int, count: int) -> bytes:
+        pieces = []
+        while count and (piece := os.pread(self._descriptor, count, at)):
+            pieces.append(piece)
+            at, count = at + len(piece), count - len(piece)
+        return b"".join(pieces)
+
+    def _state(self) -> tuple[int, ...]:
+        found = os.fstat(self._descriptor)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_nlink
+
+
+def open_input(path: Path) -> io.RawIOBase | BinaryIO:
+    """A file, or a pipe that this process was started with, such as the shell's `<(command)`, to be read once.
+
+    Raises:
+        OSError: as `Opened`.
+    """
+    inherited = path.parent in INHERITED or path == Path("/dev/stdin")
+    return path.open("rb") if inherited else Opened(path)
+
+
+def read_text(path: Path) -> str:
+    """All of a small text file.
+
+    Raises:
+        OSError, UnicodeDecodeError: as `Opened`; it is no UTF-8.
+    """
+    with open_input(path) as file:
+        return (file.read() or b"").decode("utf-8")

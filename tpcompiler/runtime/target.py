@@ -1,0 +1,195 @@
+"""Where things are written: under a temporary name first, so that what was there stays until all is written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.opened import read_text
+
+MANIFEST = "manifest.json"
+SET = "programs.json"
+PARTS = re.compile(r"manifest\.json|rank_\d+\.pt2")  # the files of an artifact
+STREAMS = (Path("/dev"), Path("/proc"))  # /dev/stdout may lead to a file, and is none
+
+
+def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Path:
+    """The directory as a path, if an artifact may be written there: ask before the expensive work.
+
+    Raises:
+        ArtifactError: it exists, and `force` is not set or it is more, or something else, than an artifact; or the
+            folder it belongs in cannot be written.
+    """
+    target = Path(directory)
+    if os.path.lexists(target) and not force:
+        raise ArtifactError(f"{target} exists already", help="choose another directory, or pass force=True (--force)")
+    above = next(parent for parent in (*target.parents, Path()) if os.path.exists(parent))
+    if not os.path.isdir(above) or not os.access(above, os.W_OK):
+        reason = "cannot be written" if os.path.isdir(above) else "is a file"
+        raise ArtifactError(f"cannot write {target}: {above} {reason}", help="choose another directory")
+    if os.path.lexists(target):
+        _refuse_others(target, target)
+    return target
+
+
+@contextlib.contextmanager
+def in_place_of(target: Path, *, force: bool) -> Iterator[Path]:
+    """A directory to write into, which becomes the target when all is written. Nothing but an artifact is replaced.
+
+    Raises:
+        ArtifactError: it cannot be written, or what `free_target` refuses has come to be there meanwhile.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise ArtifactError(
+            f"cannot write {target}: {reason(error)}", help="choose a directory that can be written"
+        ) from error
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if os.path.lexists(target):
+            free_target(target, force=force)
+            _replace(temporary, target)
+        else:
+            _rename_to_free(temporary, target)
+    except OSError as error:
+        raise ArtifactError(
+            f"cannot write {target}: {reason(error)}",
+            help="check the free space and the permissions",
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A path to write, whose content becomes the file's when all is written; a link is replaced, not followed.
+
+    Devices and pipes are written as they are. Raises OSError.
+    """
+    absolute = Path(os.path.abspath(file))
+    if any(absolute.is_relative_to(place) for place in STREAMS) or not _is_replaceable(file):
+        yield file
+        return
+    descriptor, name = tempfile.mkstemp(prefix=f".{file.stem[:100]}.", suffix=file.suffix, dir=absolute.parent)
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(_mode(file))
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def reason(error: Exception) -> str:
+    """Without the number and the name of a file that is temporary, or named already."""
+    return ((getattr(error, "strerror", None) or str(error)) or type(error).__name__).splitlines()[0]
+
+
+def _is_replaceable(file: Path) -> bool:
+    """Whether there is nothing, a file or a link to one."""
+    try:
+        return stat.S_ISREG(os.stat(file).st_mode)
+    except FileNotFoundError:
+        return True
+
+
+def _mode(file: Path) -> int:
+    """As it is, or as a new file's would be."""
+    with contextlib.suppress(FileNotFoundError):
+        return stat.S_IMODE(os.stat(file, follow_symlinks=False).st_mode) & 0o777 if not file.is_symlink() else 0o644
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+def _refuse_others(directory: Path, target: Path) -> None:
+    """Raises ArtifactError unless all that lies in the directory is an artifact's; `target` is what it is called."""
+    names = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
+    programs = [name for name in names if os.path.isdir(directory / name)] if SET in names else []
+    listing = SET if SET in names else MANIFEST
+    if listing not in names or not _is_ours(directory / listing):
+        lacks = f"it has no {MANIFEST}" if listing not in names else f"its {listing} is another's"
+        raise ArtifactError(f"{target} exists and is not an artifact ({lacks})", help="choose another directory")
+    for name in programs:
+        _refuse_others(directory / name, target / name)
+    parts = {SET, *programs} if SET in names else {name for name in names if PARTS.fullmatch(name)}
+    if others := sorted(set(names) - parts):
+        raise ArtifactError(
+            f"{target} holds {others[0]!r}, which is no part of an artifact",
+            help="move it elsewhere, or choose another directory",
+        )
+
+
+def _is_ours(listing: Path) -> bool:
+    """Whether a manifest is one of an artifact, though of another version or damaged: others use the name too."""
+    try:
+        text = read_text(listing)
+    except (OSError, UnicodeDecodeError):
+        return False
+    return '"format"' in text and ('"mesh"' in text if listing.name == MANIFEST else '"programs"' in text)
+
+
+def _rename_to_free(temporary: Path, target: Path) -> None:
+    try:
+        temporary.rename(target)
+    except OSError as error:
+        if os.path.lexists(target):  # it has come meanwhile
+            raise ArtifactError(f"{target} exists already", help="choose another directory") from error
+        raise
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    """Move an artifact aside, the new one in its place, and delete the old one, of which nothing is lost before."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    old = aside / "artifact"
+    try:
+        target.rename(old)
+        try:
+            _refuse_others(old, target)
+            _rename_to_free(temporary, target)
+        except (OSError, ArtifactError) as error:
+            if os.path.lexists(target):  # another save was quicker
+                raise ArtifactError(
+                    f"cannot write {target}: another one came there, and the old one lies in {old}",
+                    help="look which of them you want, and delete the other",
+                ) from error
+            old.rename(target)
+            raise
+        _delete(old)
+    finally:
+        if not os.path.lexists(old):
+            aside.rmdir()
+
+
+def _delete(artifact: Path) -> None:
+    """Delete the files of an artifact, and the directory if nothing else has come into it.
+
+    Raises:
+        ArtifactError: something has; it is left where it is.
+    """
+    if artifact.is_symlink():
+        artifact.unlink()
+        return
+    for name in os.listdir(artifact):
+        if name == SET or PARTS.fullmatch(name):
+            (artifact / name).unlink()
+        elif os.path.isdir(artifact / name):
+            _delete(artifact / name)
+    try:
+        artifact.rmdir()
+    except OSError as error:
+        raise ArtifactError(
+            f"the new artifact is written, and {artifact} is left of the old one: it holds what is no part of it",
+            help="look what it is, and move or delete it",
+        ) from error
