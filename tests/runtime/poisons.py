@@ -177,6 +177,59 @@ def guard(entries: Entries, marker: Path) -> None:
     changed(entries, MODEL, lambda data: data.update(guards_code=[f"{code(marker)} is None"]))
 
 
+def spelled_out(marker: Path) -> str:
+    """Without any quotes."""
+    return "eval(" + "+".join(f"chr({ord(letter)})" for letter in code(marker)) + ")"
+
+
+def guard_that_sympy_evaluates(entries: Entries, marker: Path) -> None:
+    """A class below torch that makes an expression of a text."""
+    indicator = "torch.fx.experimental.symbolic_shapes.IsNonOverlappingAndDenseIndicator"
+    text = f"{indicator}('{spelled_out(marker)}') != 7"
+    changed(entries, MODEL, lambda data: data.update(guards_code=[text]))
+
+
+def guard_with_a_module(entries: Entries, marker: Path) -> None:
+    """Without a call of anything but a method whose name a tensor's layout has too."""
+    text = f"torch.os.mkdir('{marker}') is None"
+    changed(entries, MODEL, lambda data: data.update(guards_code=[text]))
+
+
+def guard_with_a_library(entries: Entries, marker: Path) -> None:
+    """dlopen by a subscript."""
+    changed(entries, MODEL, lambda data: data.update(guards_code=[f"torch.ctypes.cdll['{marker}.so'] != 0"]))
+
+
+def guard_that_reads_the_environment(entries: Entries, marker: Path) -> None:
+    changed(entries, MODEL, lambda data: data.update(guards_code=["torch.os.environ['HOME'] != 0"]))
+
+
+def guard_without_end(entries: Entries, marker: Path) -> None:
+    changed(entries, MODEL, lambda data: data.update(guards_code=["9**9**9 > 1"]))
+
+
+def size_without_end(entries: Entries, marker: Path) -> None:
+    def change(data: Any) -> None:
+        values = data["graph_module"]["graph"]["tensor_values"]
+        next(size for size in values["x"]["sizes"] if "as_expr" in size)["as_expr"]["expr_str"] = "9**9**9"
+
+    changed(entries, MODEL, change)
+
+
+def names_without_end(entries: Entries, marker: Path) -> None:
+    """torch counts from 0 to the number in the name."""
+    limits = {"min_val": 0, "max_val": 9}
+    changed(entries, MODEL, lambda data: data["range_constraints"].update(u99999999999=limits))
+
+
+def power_without_end(entries: Entries, marker: Path) -> None:
+    def change(data: Any) -> None:
+        numbers = [{"name": "", "arg": {"as_int": number}, "kind": 1} for number in (9999, 99999999)]
+        relu(data).update(target="_operator.pow", inputs=numbers)
+
+    changed(entries, MODEL, change)
+
+
 def constant_input(entries: Entries, marker: Path) -> None:
     text(entries, '{"as_string": "fast"}', json.dumps({"as_string": f"' + str({code(marker)}) + '"}))
 
@@ -260,6 +313,8 @@ POISONS: list[tuple[Callable[[Entries, Path], None], bool, str]] = [
     (name_of_an_input, True, f"{MODEL} has a name that is no identifier: "),
     (name_of_a_weight, True, f"{MODEL} has quotes, or what cannot be printed, in a text: "),
     (guard, True, f"{MODEL} has an input check that is no plain comparison: "),
+    (guard_that_sympy_evaluates, True, f"{MODEL} has an input check that is no plain comparison: "),
+    (guard_with_a_module, True, f"{MODEL} has an input check that is no plain comparison: "),
     (constant_input, True, f"{MODEL} has quotes, or what cannot be printed, in a text: "),
     (key_of_an_example, True, f"{EXAMPLES} has a key that is not plain text: "),
     (key_of_an_input, True, f"{MODEL} has quotes, or what cannot be printed, in a text: "),
@@ -280,4 +335,14 @@ POISONS: list[tuple[Callable[[Entries, Path], None], bool, str]] = [
     ),
     (text_for_a_number, False, f"{MODEL} has text where none belongs: "),
     (compiled_code, False, "data/aotinductor/model/model.wrapper.so is none of a program that needs no pickle"),
+]
+
+# What is neither run nor ends where the file is trusted, and so is not tried.
+ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
+    (guard_with_a_library, f"{MODEL} has an input check that is no plain comparison: "),
+    (guard_that_reads_the_environment, f"{MODEL} has an input check that is no plain comparison: "),
+    (guard_without_end, f"{MODEL} has an input check that is no plain comparison: '9**9**9 > 1'"),
+    (size_without_end, f"{MODEL} has a size that is no plain expression: '9**9**9'"),
+    (names_without_end, f"{MODEL} makes torch count up to a size's name: 'u99999999999'"),
+    (power_without_end, f"{MODEL} has a power that is too large: '99999999'"),
 ]

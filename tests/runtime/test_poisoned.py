@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import io
 import json
+import random
+import re
 import sys
 import warnings
 import zipfile
@@ -24,6 +26,7 @@ from tests.runtime.commands import call, refused, right
 from tests.runtime.models import PLAN, PLAN_TEXT, export_mlp, mlp_inputs
 from tests.runtime.poisons import (
     ARGS,
+    ENDLESS,
     EXAMPLES,
     MODEL,
     POISONS,
@@ -92,6 +95,17 @@ def test_a_poisoned_file_runs_nothing(
         assert program.example_inputs is not None
         module(*program.example_inputs[0])
     assert marker.exists() == fires
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("poison", "said"), ENDLESS, ids=[poison.__name__ for poison, _ in ENDLESS])
+def test_a_file_without_end_is_refused(
+    poison: Callable[[Entries, Path], None], said: str, clean: Path, tmp_path: Path
+) -> None:
+    entries, path = entries_of(clean), tmp_path / "poisoned.pt2"
+    poison(entries, tmp_path / "marker")
+    write_entries(path, entries)
+    assert refusal(path).startswith(f"{path} is not read: its entry {said}")
 
 
 def test_a_module_that_is_imported_makes_an_enum_loadable(clean: Path, tmp_path: Path) -> None:
@@ -173,6 +187,32 @@ def test_a_bomb(clean: Path, tmp_path: Path) -> None:
     )
 
 
+def test_values_that_take_much_memory(clean: Path, tmp_path: Path) -> None:
+    """A few bytes of a compressed text can stand for millions of values."""
+    entries, path = entries_of(clean), tmp_path / "model.pt2"
+    drawn = random.Random(0)
+    entries[MODEL] = entries[MODEL][:-1] + b', "x": [' + b"".join(drawn.choices((b"[],", b"{},"), k=1 << 20)) + b"[]]}"
+    zipped(path, [(f"model/{name}", content) for name, content in entries.items()], zipfile.ZIP_DEFLATED)
+    assert re.search(rf"its entry {MODEL} holds 2,\d\d\d,\d\d\d values in \d\d\d,\d\d\d bytes\n", refusal(path))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"flag_bits": 1}, "which is encrypted"),
+        ({"compress_type": 99}, "which is compressed by method 99"),
+    ],
+)
+def test_entries_that_cannot_be_read(damage: dict[str, int], said: str, clean: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    write_entries(path, entries_of(clean))
+    with zipfile.ZipFile(path, "a") as archive:
+        for name, value in damage.items():
+            setattr(archive.getinfo(f"model/{MODEL}"), name, value)
+        archive._didModify = True  # type: ignore[attr-defined]
+    assert f"it has an entry 'model/{MODEL}', {said}\n" in refusal(path)
+
+
 def test_entries_that_lie_in_one_another(clean: Path, tmp_path: Path) -> None:
     """The directory of a zip may list the same bytes under many names."""
     path = tmp_path / "model.pt2"
@@ -208,7 +248,7 @@ def test_readers_that_differ(
     """No file is known of which torch's reader and zipfile see different entries: here torch's sees one more."""
 
     class Reader:
-        def __init__(self, path: str) -> None:
+        def __init__(self, file: object) -> None:
             self.entries = entries_of(clean)
 
         def get_all_records(self) -> list[str]:

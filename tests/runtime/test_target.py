@@ -1,0 +1,227 @@
+"""What is written replaces nothing but what it may, and nothing before it is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.commands import call
+from tests.runtime.test_artifact import content, manifest
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.artifact import MANIFEST, read_manifest, write_artifact, write_set
+from tpcompiler.runtime.inputs import write_tensors
+from tpcompiler.runtime.target import free_target, replacing
+
+
+def files_of(directory: Path) -> dict[str, str]:
+    return {str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*") if path.is_file()}
+
+
+def stranger(out: Path) -> None:
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+
+
+def another_save(out: Path) -> None:
+    write_artifact(out, manifest(plan={"w": "R"}), content)
+
+
+def a_file(out: Path) -> None:
+    out.write_text("mine")
+
+
+def a_link(out: Path) -> None:
+    out.symlink_to(out.parent)
+
+
+def then(work: Callable[[], None]) -> Callable[[int, Path], None]:
+    """Write the ranks' files, and do something else before the last."""
+
+    def write(rank: int, path: Path) -> None:
+        content(rank, path)
+        if rank == 1:
+            work()
+
+    return write
+
+
+@pytest.mark.parametrize("comes", [stranger, another_save, a_file, a_link])
+def test_a_target_that_appears_meanwhile_is_left(comes: Callable[[Path], None], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ArtifactError) as raised:
+        write_artifact(out, manifest(), then(lambda: comes(out)))
+    assert str(raised.value) == f"{out} exists already\n  help: choose another directory, or pass force=True (--force)"
+    if comes is another_save:
+        assert read_manifest(out).plan == {"w": "R"}
+    elif comes is stranger:
+        assert files_of(out) == {"notes.txt": "mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("comes", [stranger, a_file])
+def test_force_replaces_no_stranger(comes: Callable[[Path], None], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ArtifactError, match="exists and is not an artifact"):
+        write_artifact(out, manifest(), then(lambda: comes(out)), force=True)
+    assert out.read_text() == "mine" if comes is a_file else files_of(out) == {"notes.txt": "mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_force_keeps_what_is_no_part_of_an_artifact(after: bool, tmp_path: Path) -> None:
+    """In the artifact that is replaced: before, or since the save began."""
+    out = tmp_path / "out"
+    write_artifact(out, manifest(), content)
+
+    def add() -> None:
+        (out / "notes.txt").write_text("mine")
+
+    if not after:
+        add()
+    before = files_of(out)
+    with pytest.raises(ArtifactError) as raised:
+        write_artifact(out, manifest(), then(add), force=True)
+    assert str(raised.value) == (
+        f"{out} holds 'notes.txt', which is no part of an artifact\n"
+        "  help: move it elsewhere, or choose another directory"
+    )
+    assert files_of(out) == {**before, "notes.txt": "mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_that_comes_at_the_last_moment_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a process that works in the directory."""
+    out = tmp_path / "out"
+    write_artifact(out, manifest(), content)
+    unlink = Path.unlink
+
+    def add_and_unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.name == MANIFEST:
+            path.with_name("notes.txt").write_text("mine")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", add_and_unlink)
+    with pytest.raises(ArtifactError, match="^the new artifact is written, and .* is left of the old one"):
+        write_artifact(out, manifest(plan={"w": "R"}), content, force=True)
+    assert read_manifest(out).plan == {"w": "R"}
+    (old,) = (path for path in tmp_path.iterdir() if path != out)
+    assert files_of(old) == {"artifact/notes.txt": "mine"}
+
+
+def test_another_program_has_a_manifest_too(tmp_path: Path) -> None:
+    """Of a web page, say."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / MANIFEST).write_text(json.dumps({"name": "page", "icons": []}))
+    with pytest.raises(ArtifactError, match=r"exists and is not an artifact \(its manifest.json is another's\)"):
+        free_target(tmp_path / "out", force=True)
+
+
+def test_a_link_to_an_artifact_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    write_artifact(tmp_path / "real", manifest(), content)
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+    write_artifact(tmp_path / "out", manifest(plan={"w": "R"}), content, force=True)
+    assert not (tmp_path / "out").is_symlink()
+    assert [read_manifest(tmp_path / name).plan for name in ("out", "real")] == [{"w": "R"}, {"w": "S(0)"}]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "real"]
+
+
+def test_sets_are_replaced_too(tmp_path: Path) -> None:
+    for degree in (1, 2):
+        groups = {f"tp={degree}:tp": [list(range(degree))]}
+        one = manifest(mesh={"tp": degree}, groups=groups)
+        write_set(tmp_path / "out", {"prefill": (one, content), "decode": (one, content)}, force=True)
+        assert read_manifest(tmp_path / "out" / "decode").world_size == degree
+    (tmp_path / "out" / "decode" / "mine").mkdir()
+    with pytest.raises(ArtifactError, match="decode holds 'mine', which is no part of an artifact"):
+        write_set(tmp_path / "out", {"decode": (one, content)}, force=True)
+
+
+def test_of_two_saves_one_is_refused(tmp_path: Path) -> None:
+    """Both are at their ends at the same time."""
+    ready, ended = threading.Barrier(2), []
+
+    def save() -> None:
+        def write(rank: int, path: Path) -> None:
+            content(rank, path)
+            if rank == 1:
+                ready.wait(30)
+
+        try:
+            write_artifact(tmp_path / "out", manifest(), write)
+            ended.append("written")
+        except ArtifactError as error:
+            ended.append(error.message)
+
+    threads = [threading.Thread(target=save) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(ended) == [f"{tmp_path / 'out'} exists already", "written"]
+    assert read_manifest(tmp_path / "out").world_size == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_is_replaced_when_it_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "out.svg"
+    file.write_text("old")
+
+    def half(path: Path) -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        half(file)
+    assert files_of(tmp_path) == {"out.svg": "old"}
+    with replacing(file) as temporary:
+        temporary.write_text("new")
+    assert files_of(tmp_path) == {"out.svg": "new"}
+
+
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    for name, write in (
+        ("a", lambda path: write_tensors(path, {"x": torch.ones(1)})),
+        ("b", lambda path: replacing(path).__enter__().write_text("new")),
+    ):
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+        write(tmp_path / name)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert not (tmp_path / "a").is_symlink()
+
+
+def test_a_new_file_has_the_mode_of_any_other(tmp_path: Path) -> None:
+    with replacing(tmp_path / "a") as temporary:
+        temporary.write_text("new")
+    (tmp_path / "b").write_text("any")
+    (tmp_path / "c").write_text("old")
+    (tmp_path / "c").chmod(0o600)
+    with replacing(tmp_path / "c") as temporary:
+        temporary.write_text("new")
+    modes = [os.stat(tmp_path / name).st_mode & 0o777 for name in "abc"]
+    assert (modes[0], modes[2]) == (modes[1], 0o600)
+
+
+def test_show_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out.txt").write_text("old")
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tpcompiler.views.table.artifact_text", lambda *_, **__: "new")
+    monkeypatch.setattr(Path, "write_text", full)
+    result = call("show", tmp_path, "-o", tmp_path / "out.txt")
+    monkeypatch.undo()
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"cannot write {tmp_path}/out.txt: No space left on device\n  help: choose another file\n",
+    )
+    assert files_of(tmp_path) == {"out.txt": "old"}

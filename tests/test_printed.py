@@ -1,0 +1,183 @@
+"""What a file says of itself reaches a terminal, a plan and a picture as text, and as nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import tpcompiler
+from tests.runtime.commands import call, refused, right
+from tests.runtime.models import PLAN, export_mlp
+from tests.runtime.poisons import MODEL, entries_of, write_entries
+from tests.runtime.test_opened import sign
+from tpcompiler.cli_inspect import folded
+from tpcompiler.printed import one_line, printable
+from tpcompiler.runtime.artifact import MANIFEST
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202e\ud800"
+ESCAPED = r"\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202e\ud800"
+
+
+def test_texts() -> None:
+    assert printable(f"a\tb\n{EVIL}é世") == f"a\tb\n{ESCAPED}é世"
+    assert one_line("a\nb\u2028c") == r"a\nb\u2028c"
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("artifact") / "out"
+    tpcompiler.parallelize(export_mlp(), 2, PLAN).save(path)
+    return path
+
+
+@pytest.fixture
+def out(artifact: Path, tmp_path: Path) -> Path:
+    shutil.copytree(artifact, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def change_manifest(out: Path, change: Callable[[Any], None]) -> None:
+    data = json.loads((out / MANIFEST).read_text())
+    change(data)
+    (out / MANIFEST).write_text(json.dumps(data))
+
+
+def say_evil(data: Any) -> None:
+    for name in ("node", "module", "source", "reason"):
+        data["collectives"][0][name] = EVIL
+    data["collectives"][0]["why"] = "fallback"
+    data["notes"] = [{"kind": "size", "text": f"{EVIL}\nsound: all"}]
+    data["versions"] = {EVIL: EVIL}
+    data["output_type"] = EVIL
+    for rows in ("tensors", "inputs", "outputs"):
+        data[rows][0]["name"] += f"{EVIL}\nsound: all"
+
+
+@pytest.mark.parametrize("words", ["inspect {}", "check {}", "show {}", "verify {} --against {}.pt2"])
+def test_a_manifest_writes_no_control_characters(words: str, out: Path) -> None:
+    torch.export.save(export_mlp(), f"{out}.pt2")
+    change_manifest(out, say_evil)
+    result = call(*words.format(out, out).split())
+    assert printable(result.output) == result.output
+    assert "Traceback" not in result.output
+    assert ESCAPED in result.output or words.startswith("check")  # which has no need to name them
+    assert not re.search("^ *sound: all", result.output, re.MULTILINE)
+
+
+def renamed_modules(path: Path, name: str) -> None:
+    """All ops come from a module of this name and class."""
+    entries = entries_of(path)
+    data = json.loads(entries[MODEL])
+    for node in data["graph_module"]["graph"]["nodes"]:
+        node["metadata"]["nn_module_stack"] = f"L__self__,,M;L__self___a,{name},{name}"
+    entries[MODEL] = json.dumps(data).encode()
+    write_entries(path, entries)
+
+
+def test_a_class_writes_no_line_into_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    torch.export.save(export_mlp(), path)
+    entries = entries_of(path)
+    data = json.loads(entries[MODEL])
+    for node in data["graph_module"]["graph"]["nodes"]:
+        stack = node["metadata"].get("nn_module_stack", "")
+        node["metadata"]["nn_module_stack"] = re.sub(r"torch\.nn\.[\w.]*Linear", 'Li\n"**": colwise #', stack)
+    entries[MODEL] = json.dumps(data).encode()
+    write_entries(path, entries)
+    plan = json.loads(right("inspect", path, "--json"))["plan"]
+    assert '"**": colwise #' in plan
+    assert "**" not in yaml.safe_load(plan)
+    assert set(yaml.safe_load(plan).values()) <= {"replicate", "colwise", "rowwise", "R"}
+
+
+needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="the program `dot` (Graphviz) is not installed")
+
+
+@needs_dot
+@pytest.mark.parametrize(
+    "name", ["a\x01\x1b\x0bb", "é\udcffb", "<B>&amp", "a" * 100_000], ids=["controls", "half", "html", "long"]
+)
+def test_names_are_drawn(name: str, out: Path) -> None:
+    renamed_modules(out / "rank_0.pt2", name)
+    sign(out / "rank_0.pt2")
+    right_or_refused = call("show", out, "--format", "svg")
+    assert right_or_refused.exit_code == 0, right_or_refused.output[-300:]
+    assert right_or_refused.stdout.rstrip().endswith("</svg>")
+    assert "\x01" not in right_or_refused.stdout
+
+
+def test_a_picture_that_cannot_be_drawn(out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever Graphviz ends of."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "dot").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin" / "dot").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    said = refused("show", out, "--format", "svg")
+    assert said.startswith(f"Graphviz cannot draw {out}: ")
+    assert said.endswith("help: take its source text with --format dot, or --format text\n")
+
+
+def test_a_plan_in_a_manifest_is_not_deep(out: Path) -> None:
+    deep: Any = "colwise"
+    for _ in range(900):
+        deep = {"a": deep}
+    change_manifest(out, lambda data: data["plan"].update(up=deep))
+    assert refused("inspect", out, "--json").startswith(f"{out / MANIFEST} is damaged: 'plan' is not in the form")
+
+
+@pytest.mark.timeout(60)
+def test_names_that_differ_in_digits_are_folded_at_once() -> None:
+    long = ".".join(str(number % 10) for number in range(1_800))
+    names = {f"{long}.{last}": last for last in range(4)} | {f"1.{long[2:]}.0": 9}
+    began = time.monotonic()
+    assert len(folded(names)) == 5
+    assert time.monotonic() - began < 10
+    repeated = {f"layers.{layer}.{name}": name for layer in range(3) for name in ("up", "0.up", "1.up")}
+    assert [pattern for pattern, _ in folded(repeated)] == ["layers.*.up", "layers.*.0.up", "layers.*.1.up"]
+
+
+SCRIPT = """
+import sys
+from tpcompiler.runtime.model_file import import_modules
+sys.path.remove("")  # as for an installed command
+import_modules([sys.argv[1]])
+print(sorted(name for name in sys.modules if name.startswith("mine")), sys.path[-1] == sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "imported"),
+    [
+        ("installed", "[]"),
+        ("mine", "['mine', 'mine_too']"),
+        ("mine_package.part", "['mine_package', 'mine_package.part']"),
+    ],
+)
+def test_imports_of_an_import(name: str, imported: str, tmp_path: Path) -> None:
+    """What an installed module tries to import does not come from where the command was called."""
+    site, here = tmp_path / "site", tmp_path / "here"
+    for folder in (site, here, here / "mine_package"):
+        folder.mkdir()
+    attempt = "try:\n    import mine_too\nexcept ImportError:\n    pass\n"
+    (site / "installed.py").write_text(attempt)
+    (here / "mine.py").write_text(attempt)
+    (here / "mine_too.py").write_text("")
+    (here / "mine_package" / "__init__.py").write_text("")
+    (here / "mine_package" / "part.py").write_text("")
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, name, here], cwd=here, capture_output=True, text=True, timeout=120,
+        env={"PYTHONPATH": f"{site}:{root}", "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", f"{imported} False\n")
