@@ -39,6 +39,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, 
 from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from tpcompiler.errors import ArtifactError
+
 FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
 
 __all__ = [
@@ -358,19 +360,25 @@ def read_archive_state(path: Path, file: IO[bytes] | io.RawIOBase | None = None)
     These are unpickled: inspect the file first, and give it as `file`, open.
 
     Raises:
-        whatever torch raises of an entry that is missing or damaged.
+        ArtifactError: an entry that is missing or damaged.
     """
     from torch.export.pt2_archive import _package
 
     found: dict[str, torch.Tensor] = {}
-    with contextlib.nullcontext(file) if file is not None else path.open("rb") as opened:
-        opened.seek(0)
-        reader: Any = _package.PT2ArchiveReader(cast(Any, opened))
-        with zipfile.ZipFile(cast(Any, opened)) as archive:
-            if all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist()):
-                reader.archive_file = _Mapped(reader.archive_file, path, opened.seek(0, io.SEEK_END))
-        for read in (_package._load_constants, _package._load_state_dict):
-            made = read(reader, "model")
-            assert isinstance(made, dict)
-            found.update(made)
+    try:
+        with contextlib.nullcontext(file) if file is not None else path.open("rb") as opened:
+            opened.seek(0)
+            reader: Any = _package.PT2ArchiveReader(cast(Any, opened))
+            with zipfile.ZipFile(cast(Any, opened)) as archive:
+                if all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist()):
+                    reader.archive_file = _Mapped(reader.archive_file, path, opened.seek(0, io.SEEK_END))
+            for read in (_package._load_constants, _package._load_state_dict):
+                made = read(reader, "model")
+                assert isinstance(made, dict)
+                found.update(made)
+    except Exception as error:  # torch raises what the layer that fails happens to raise
+        line = (str(error).strip() or type(error).__name__).splitlines()[0].partition(" This is an internal")[0]
+        raise ArtifactError(
+            f"the tensors of {path} cannot be read: {line}", help="copy the artifact again, or convert the model again"
+        ) from error
     return found

@@ -192,6 +192,20 @@ ARTIFACTS = [
 
 MANIFESTS = [
     Row(
+        "tensors in a file outside",
+        "tpcompiler check out",
+        "out/manifest.json is damaged: 'tensors' is not in the form of format 1",
+        CONVERT,
+        spoil=manifest(lambda data: data["tensors"][0].update(stored_in="../other")),
+    ),
+    Row(
+        "a plan without end",
+        "tpcompiler inspect out --json",
+        "out/manifest.json is damaged: 'plan' is not in the form of format 1",
+        CONVERT,
+        spoil=manifest(lambda data: data["plan"].update(up=[[[[[[[[[]]]]]]]]])),
+    ),
+    Row(
         "a later format",
         "tpcompiler inspect out",
         "out/manifest.json has format 2 of tpcompiler 9.0, this tpcompiler <tpcompiler> reads format 1",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.bad_input.row import Row, loaded
+from tests.bad_input.row import Row, loaded, text
 from tests.runtime.models import PLAN, mlp_inputs
 from tpcompiler import load, parallelize
 from tpcompiler.api import verify_artifact
@@ -156,6 +156,20 @@ ENVIRONMENTS = [
         "mine exists and is not an artifact (it has no manifest.json)",
         "choose another directory",
         spoil=lambda patch: Path("mine").mkdir(),
+    ),
+    Row(
+        "an artifact with a file of someone else's in it, to be replaced",
+        "tpcompiler convert none.pt2 --tp 2 --plan plan.yaml -o out --force",
+        "out holds 'notes.txt', which is no part of an artifact",
+        "move it elsewhere, or choose another directory",
+        spoil=text("out/notes.txt", "mine"),
+    ),
+    Row(
+        "a directory with another program's manifest, to be replaced",
+        "tpcompiler convert none.pt2 --tp 2 --plan plan.yaml -o mine --force",
+        "mine exists and is not an artifact (its manifest.json is another's)",
+        "choose another directory",
+        spoil=lambda patch: (Path("mine").mkdir(), Path("mine/manifest.json").write_text('{"name": "page"}')),
     ),
     Row(
         "a file where the directory belongs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 
@@ -50,6 +51,13 @@ FILES = [
         "given.pt2 is empty",
         f"it is no .pt2: {EXPORT}",
         spoil=content("given.pt2", b""),
+    ),
+    Row(
+        "a pipe",
+        "tpcompiler inspect pipe",
+        "pipe cannot be read: it is a pipe or a device",
+        "check the path and the permissions",
+        spoil=lambda patch: os.mkfifo("pipe"),
     ),
     Row(
         "noise",

@@ -107,7 +107,7 @@ def test_a_file_that_comes_at_the_last_moment_is_left(tmp_path: Path, monkeypatc
         unlink(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", add_and_unlink)
-    with pytest.raises(ArtifactError, match="^the new artifact is written, and .* is left of the old one"):
+    with pytest.raises(ArtifactError, match=r"^the new artifact is written, and .* is left of the old one"):
         write_artifact(out, manifest(plan={"w": "R"}), content, force=True)
     assert read_manifest(out).plan == {"w": "R"}
     (old,) = (path for path in tmp_path.iterdir() if path != out)
