@@ -91,7 +91,7 @@ def check(
 
     Nothing of the model is run: every op's share follows from its rule, what ranks do together is run on small
     tensors, all ranks issue the same collectives, and the tensors are what the manifest says. Exits with 1 where
-    something does not hold.
+    something does not hold. The weights are compared with the model's only where --original gives it.
 
     \b
     Example:
@@ -110,8 +110,10 @@ def check(
         status.update("checking all ranks")
         report = api.check(directory, model, trust=trust)
     if json:
-        cli_print.print_json(dataclasses.asdict(report))
+        cli_print.print_json({**dataclasses.asdict(report), "weights_compared": original is not None})
     else:
         typer.echo(str(report))
+        if original is None:
+            typer.echo("the weights were not compared with the model's: pass --original MODEL.pt2")
     if not report.ok:
         raise typer.Exit(NOT_EQUAL)
