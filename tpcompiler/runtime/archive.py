@@ -25,6 +25,7 @@ HEADER = 30  # bytes before an entry's name
 LARGEST_RATIO = 100  # torch compresses nothing, text shrinks to a tenth, and a bomb to a thousandth
 # Brackets and commas of JSON for each byte that is stored: Python makes an object of some 60 bytes of every value.
 LARGEST_DENSITY, FEW = 4, 1 << 18
+LARGEST_PACKED = 1 << 25  # bytes of a compressed text: that of a hundred layers is 5 MB
 TENSORS = re.compile(r"data/weights/weight_\d+|data/constants/tensor_\d+")
 TRUST = "if you trust who made the file, pass --trust (in Python: trust=True)"
 
@@ -105,6 +106,8 @@ def _offset(info: zipfile.ZipInfo) -> int:
 
 
 def _check_density(content: bytes, stored: int) -> None:
+    if stored < len(content) > LARGEST_PACKED:
+        raise Unsafe(f"is {len(content):,} bytes, compressed to {stored:,}")
     values = sum(map(content.count, (b"[", b"{", b",")))
     if values > FEW + LARGEST_DENSITY * stored:
         raise Unsafe(f"holds {values:,} values in {stored:,} bytes")
