@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tpcompiler.printed import one_line, printable
+from tpcompiler.printed import one_line
 
 
 class TpCompilerError(Exception):
@@ -12,8 +12,8 @@ class TpCompilerError(Exception):
     """
 
     def __init__(self, message: str, *, help: str = "", **facts: str) -> None:
-        self.message = printable(message)
-        self.help = printable(help)
+        self.message = one_line(message)
+        self.help = one_line(help)
         self.facts = {name.replace("_", " "): one_line(value) for name, value in facts.items() if value}
         lines = [self.message]
         if help:

@@ -33,9 +33,10 @@ class Opened(io.RawIOBase):
         self._at = 0
         self._starts: list[int] = []
         self._kept: list[bytes] = []
+        self._descriptor = -1
         self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         if not stat.S_ISREG(mode := os.fstat(self._descriptor).st_mode):
-            os.close(self._descriptor)
+            self.close()
             if stat.S_ISDIR(mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
             raise OSError(errno.EINVAL, "it is a pipe or a device", os.fspath(path))
@@ -93,7 +94,7 @@ class Opened(io.RawIOBase):
         return done
 
     def close(self) -> None:
-        if not self.closed:
+        if not self.closed and self._descriptor >= 0:
             os.close(self._descriptor)
         super().close()
 
