@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from tpcompiler import PlanError, parallelize, tensor_parallel_transformation
-from tpcompiler.runtime.load import exit_together
 
 
 class Blocks(torch.nn.Module):
@@ -105,7 +104,7 @@ def main() -> None:
         else:
             raise AssertionError("a plan entry that matches nothing was accepted")
     assert state() == before
-    exit_together()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ def run(
     from tpcompiler import cli_print
     from tpcompiler.runtime.artifact import read_manifest
     from tpcompiler.runtime.inputs import write_tensors
-    from tpcompiler.runtime.load import exit_together, load
+    from tpcompiler.runtime.load import load
     from tpcompiler.runtime.model_file import import_modules
     from tpcompiler.runtime.run import refuse_sharded_boundary, run_file, summarize
 
@@ -219,7 +219,7 @@ def run(
         cli_print.print_outputs(summarize(named))
         if outputs is not None:
             write_tensors(outputs, named)
-    exit_together()
+    dist.destroy_process_group()  # as NCCL asks for
 
 
 @app.command()

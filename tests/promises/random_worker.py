@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import tpcompiler
-from tpcompiler.runtime.load import exit_together
 
 
 def main(artifact: Path, seed: int, out: Path) -> None:
@@ -23,4 +22,3 @@ def main(artifact: Path, seed: int, out: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    exit_together()

@@ -17,7 +17,6 @@ import tpcompiler
 from tests.promises.models import CASES
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.runtime.inputs import flatten_inputs
-from tpcompiler.runtime.load import exit_together
 
 Bits = dict[str, str]
 
@@ -104,4 +103,3 @@ def main(folder: Path, names: list[str], compile_too: bool) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(Path(sys.argv[1]), sys.argv[3:], sys.argv[2] == "compile")
-    exit_together()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from tpcompiler.errors import ArtifactError, LaunchError
 from tpcompiler.runtime.agree import RESTART, WAIT, agreeing, artifact_facts, input_facts, named_failures
 from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
 from tpcompiler.runtime.inputs import named_inputs
+from tpcompiler.runtime.leave import destroy_at_exit, release_default_group
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.rank_file import read_rank
 
@@ -33,11 +33,15 @@ def load(
     """This process's program, ready to call.
 
     Takes the GPU of this process (`LOCAL_RANK`) for a program that is for CUDA, initialises the default process group
-    from torchrun's environment where the caller has not (NCCL for CUDA, gloo for CPU), registers it under the names
-    that the graphs use, compares the file's hash with the manifest, and puts the weights on the device.
+    from torchrun's environment where the caller has not (NCCL for CUDA, gloo for CPU), makes the groups that the graphs
+    name, compares the file's hash with the manifest, and puts the weights on the device.
 
     All ranks must have the same artifact, world and versions: they say so to one another before any collective, and
     where one has failed or does not come, all raise.
+
+    A script just ends: gloo groups that are made here are destroyed at exit, unless the caller has called
+    `destroy_process_group`. A process group of the caller's is left to the caller. With NCCL, end with
+    `destroy_process_group`, as torch asks for.
 
     Args:
         directory: what `ParallelProgram.save` or `tpcompiler convert` wrote.
@@ -45,7 +49,7 @@ def load(
         check_inputs: at the first call, all ranks compare their inputs' dtypes and shapes, and the content of those
             that every rank is given whole, before the first collective. Later calls are not compared: what ranks that
             are called differently give is undefined, and they may hang until the process group's own timeout.
-        timeout: how long ranks wait for one another: here, and at a collective of the process group that is made here.
+        timeout: how long ranks wait for one another: here, and at a collective of the groups that are made here.
         trust: read files too that need a pickle or could run code (docs/security.md).
 
     Returns:
@@ -79,6 +83,7 @@ def _exported(
             help=f"load {Path(directory).parent}, which gives all of its programs",
         )
     device = _own_device(manifest)
+    release_default_group()
     _join_world(manifest, timeout)
     here = dist.get_rank() if rank is None else rank
     if here != dist.get_rank():
@@ -88,7 +93,8 @@ def _exported(
     with agreeing(timeout) as mine:
         exported = read_rank(directory, manifest, here, trust=trust)
         mine.update(artifact_facts(manifest))
-    _register_groups(manifest)
+    with named_failures():
+        _register_groups(manifest, timeout)
     for held in (exported.state_dict, exported.constants):
         held.update({name: stored[name] for name in held.keys() & left_out})
     place_state(exported, device)
@@ -160,13 +166,17 @@ def _join_world(manifest: Manifest, timeout: timedelta) -> None:
             raise LaunchError(f"the ranks have no place to meet: {missing[0]} is not set", help=start)
         if (port := _number("MASTER_PORT")) >= 1 << 16:
             raise LaunchError(f"MASTER_PORT is {port}, and the last port is {(1 << 16) - 1}", help=start)
+        backend = "nccl" if manifest.device_type == "cuda" else "gloo"
         try:
-            dist.init_process_group("nccl" if manifest.device_type == "cuda" else "gloo", timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout)
         except dist.DistError as error:
             raise LaunchError(
                 f"not all of {manifest.world_size} ranks came within {timeout.total_seconds():g} s: {_line(error)}",
                 help=RESTART,
             ) from error
+        assert dist.group.WORLD is not None
+        if backend == "gloo":
+            destroy_at_exit(dist.group.WORLD)
     _same_world(dist.get_world_size(), manifest)
 
 
@@ -182,18 +192,6 @@ def _line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def exit_together() -> NoReturn:
-    """End this process, successfully, when all ranks are here: one that goes early breaks the others' connections.
-
-    The interpreter is not shut down in the usual way, because a thread of torch's gloo that lets go of a tensor
-    meanwhile aborts the process ("terminate called without an active exception", about one run in ten of four ranks).
-    """
-    dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
 def _same_world(size: int, manifest: Manifest) -> None:
     if size != manifest.world_size:
         raise LaunchError(
@@ -202,16 +200,26 @@ def _same_world(size: int, manifest: Manifest) -> None:
         )
 
 
-def _register_groups(manifest: Manifest) -> None:
-    """Every name stands for this rank's own group; an equal registration by another artifact is used again."""
+def _register_groups(manifest: Manifest, timeout: timedelta) -> None:
+    """Every name stands for a group of this rank; an equal registration by another artifact is used again.
+
+    With gloo every group is made here, also one of all ranks, so that it can be destroyed at exit (see `leave`): the
+    default group may be the caller's. With NCCL another group of all ranks would only take GPU memory.
+    """
+    nccl = dist.get_backend() == "nccl"
     for name, groups in manifest.groups.items():
         own = next(ranks for ranks in groups if dist.get_rank() in ranks)
         if not group_is_registered(name):
-            world = dist.group.WORLD
-            assert world is not None
             # Every rank makes every group, in the same order, as new_group asks for.
-            made = [world if len(ranks) == dist.get_world_size() else dist.new_group(ranks) for ranks in groups]
-            register_group(name, made[groups.index(own)])
+            made = [
+                dist.group.WORLD if nccl and len(ranks) == dist.get_world_size() else dist.new_group(ranks, timeout)
+                for ranks in groups
+            ]
+            group = made[groups.index(own)]
+            assert group is not None
+            register_group(name, group)
+            if not nccl:
+                destroy_at_exit(group)
         elif resolve_group(name).size() != len(own):
             raise LaunchError(
                 f"the process-group name {name!r} is taken by a group of {resolve_group(name).size()} ranks",

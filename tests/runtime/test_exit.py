@@ -1,0 +1,71 @@
+"""How scripts that load an artifact end: with their own exit code, and none of gloo's threads left for the shutdown."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.exits import (
+    DESTROY,
+    IN_THE_CALLERS_GROUP,
+    LOAD,
+    TORCH_ALONE,
+    never_switch,
+    run_script,
+    write_artifact,
+)
+
+pytestmark = pytest.mark.slow
+
+# Registered before torch registers anything, so it runs last.
+COUNT_THREADS = """
+import atexit, pathlib
+def count():
+    names = [file.read_text().strip() for file in pathlib.Path("/proc/self/task").glob("*/comm")]
+    print("gloo's threads:", names.count("pt_gloo_runloop"))
+atexit.register(count)
+"""
+ERROR_BEFORE_THE_CALL = LOAD.replace(
+    "# the last call", 'if torch.distributed.get_rank() == 1: raise ValueError("mine")'
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exit")
+    write_artifact(path)
+    return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@pytest.mark.parametrize(
+    ("script", "threads"),
+    [
+        (LOAD, 0),
+        (LOAD + DESTROY, 0),
+        (IN_THE_CALLERS_GROUP, 2),  # the caller's, which have done nothing
+        (IN_THE_CALLERS_GROUP + "torch.distributed.all_reduce(torch.ones(1))\n" + DESTROY, 0),
+        (LOAD + "kept = torch.distributed.group.WORLD\n" + DESTROY, 2),  # the default group's, which have done nothing
+        (TORCH_ALONE + DESTROY, 0),
+    ],
+)
+def test_no_thread_of_the_programs_groups_is_left(directory: Path, script: str, threads: int) -> None:
+    ended = run_script(directory, never_switch(COUNT_THREADS + script))
+    assert (ended.codes, ended.printed) == ((0, 0), (f"gloo's threads: {threads}\n",) * 2)
+
+
+@pytest.mark.parametrize(
+    ("script", "codes"),
+    [
+        (LOAD + "import sys; sys.exit(3)\n", (3, 3)),
+        (LOAD + 'raise ValueError("mine")\n', (1, 1)),
+        (ERROR_BEFORE_THE_CALL, (1, 1)),  # the other waits for it in a collective
+    ],
+)
+def test_an_exit_code_is_kept(directory: Path, script: str, codes: tuple[int, int]) -> None:
+    ended = run_script(directory, never_switch(script))
+    assert ended.codes == codes, ended.printed
+    if script == ERROR_BEFORE_THE_CALL:
+        assert "a collective has failed: another rank has ended" in ended.printed[0]
