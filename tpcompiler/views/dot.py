@@ -140,7 +140,7 @@ def _lines(lines: list[str]) -> str:
 
 
 def _hint(item: Item) -> str:
-    return str(graphviz.escape(_shortened(item.note or item.kind)))
+    return str(graphviz.escape("\n".join(map(_shortened, (item.note or item.kind).split("\n")))))
 
 
 def _title(outline: Outline) -> str:
