@@ -8,6 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -c constraints.txt
 # More words for pytest: make test PYTEST_ARGS="-k mesh"
 PYTEST_ARGS ?=
+TRUST ?=
 # Two workers, each with whole files (the tests of a file share exports and conversions), in the order of tests/conftest.py.
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -85,12 +86,8 @@ ops: venv  ## Measure the rules on torch's op database and write docs/ops.md; go
 
 # Hours: the random programs come last, and go on where they were interrupted.
 trust: export OMP_NUM_THREADS := 1
-trust: venv  ## Measure what docs/trust.md says: faults, kills, mutants, the check of the zoo, 10,000 random programs
-	$(BIN)/python -m tests.trust
-	$(BIN)/python -m tests.zoo
-	$(BIN)/python -m tests.trust.mutants
-	TPCOMPILER_LONG_TESTS=1 $(BIN)/$(PYTEST) $$(grep -rl "tests.long import" tests)
-	$(BIN)/python -m tests.property 10000 --workers 2
+trust: venv  ## Measure what docs/trust.md says, and print one table; TRUST="exits mutants" for some of its steps
+	$(BIN)/python -m tests.trust $(TRUST)
 
 bench: venv  ## Run the benchmarks
 	$(BIN)/python tools/bench_convert.py

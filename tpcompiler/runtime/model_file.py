@@ -57,7 +57,8 @@ def _working_directory() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path.remove(here)
+        with contextlib.suppress(ValueError):  # the module may have changed the path itself
+            sys.path.remove(here)
 
 
 def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, trust: bool = False) -> ExportedProgram:
@@ -98,8 +99,8 @@ def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator
     except FileNotFoundError as error:
         help = f"give the path of a .pt2 file; to make one, {EXPORT}"
         raise _refusal(file, "does not exist", help) from error
-    except OSError as error:
-        said = f"cannot be read: {error.strerror}"
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        said = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise _refusal(file, said, "check the path and the permissions") from error
     with opened, looked_into(opened, trust=trust):
         yield opened

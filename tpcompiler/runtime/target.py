@@ -80,15 +80,12 @@ def replacing(file: Path) -> Iterator[Path]:
     if any(absolute.is_relative_to(place) for place in STREAMS) or not _is_replaceable(file):
         yield file
         return
-    descriptor, name = tempfile.mkstemp(prefix=f".{file.stem[:100]}.", suffix=file.suffix, dir=absolute.parent)
-    os.close(descriptor)
-    temporary = Path(name)
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{file.stem[:100]}.", dir=absolute.parent) as directory:
+        temporary = Path(directory) / f"new{file.suffix}"
         yield temporary
-        temporary.chmod(_mode(file))
+        if not file.is_symlink() and file.exists():
+            temporary.chmod(stat.S_IMODE(file.stat().st_mode))
         os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def reason(error: Exception) -> str:
@@ -102,15 +99,6 @@ def _is_replaceable(file: Path) -> bool:
         return stat.S_ISREG(os.stat(file).st_mode)
     except FileNotFoundError:
         return True
-
-
-def _mode(file: Path) -> int:
-    """As it is, or as a new file's would be."""
-    with contextlib.suppress(FileNotFoundError):
-        return stat.S_IMODE(os.stat(file, follow_symlinks=False).st_mode) & 0o777 if not file.is_symlink() else 0o644
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
 
 
 def _refuse_others(directory: Path, target: Path) -> None:
