@@ -217,6 +217,7 @@ def main() -> int:
     asked = options.parse_args()
     if asked.worker:
         work(asked.worker, asked.backend)
+        return 0
     if asked.device == "cuda" and not torch.cuda.is_available():
         print("torch finds no CUDA device here: nothing was checked (try --device cpu)", file=sys.stderr)
         return 2
