@@ -50,6 +50,7 @@ __all__ = [
     "FloorDiv",
     "HigherOrderOperator",
     "OpOverload",
+    "OpOverloadPacket",
     "TreeSpec",
     "decomposed",
     "divided_range",

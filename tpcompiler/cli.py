@@ -286,7 +286,7 @@ def _mesh(tp: int | None, text: str | None) -> Mesh:
     axes = []
     for part in text.split(","):
         axis, _, degree = part.partition("=")
-        if not degree.strip().isdecimal():
+        if not re.fullmatch(r"\s*\d{1,9}\s*", degree, re.ASCII):
             raise MeshError(f"--mesh {text!r} is not a mesh", help="write axis=degree, such as --mesh tp=4")
         axes.append((axis.strip(), int(degree)))
     return Mesh.of(Mesh(tuple(axes)))

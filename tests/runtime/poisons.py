@@ -128,11 +128,7 @@ def older_constants(entries: Entries, marker: Path) -> None:
 
 
 def sympy_expression(entries: Entries, marker: Path) -> None:
-    def change(data: Any) -> None:
-        values = data["graph_module"]["graph"]["tensor_values"]
-        next(size for size in values["x"]["sizes"] if "as_expr" in size)["as_expr"]["expr_str"] = code(marker)
-
-    changed(entries, MODEL, change)
+    size(entries, code(marker))
 
 
 def hidden_expression(entries: Entries, marker: Path) -> None:
@@ -209,17 +205,87 @@ def guard_without_end(entries: Entries, marker: Path) -> None:
 
 
 def size_without_end(entries: Entries, marker: Path) -> None:
-    def change(data: Any) -> None:
-        values = data["graph_module"]["graph"]["tensor_values"]
-        next(size for size in values["x"]["sizes"] if "as_expr" in size)["as_expr"]["expr_str"] = "9**9**9"
-
-    changed(entries, MODEL, change)
+    size(entries, "9**9**9")
 
 
 def names_without_end(entries: Entries, marker: Path) -> None:
     """torch counts from 0 to the number in the name."""
     limits = {"min_val": 0, "max_val": 9}
     changed(entries, MODEL, lambda data: data["range_constraints"].update(u99999999999=limits))
+
+
+def size(entries: Entries, text: str) -> None:
+    def change(data: Any) -> None:
+        values = data["graph_module"]["graph"]["tensor_values"]
+        next(size for size in values["x"]["sizes"] if "as_expr" in size)["as_expr"]["expr_str"] = text
+
+    changed(entries, MODEL, change)
+
+
+def call_in_an_exponent(entries: Entries, marker: Path) -> None:
+    size(entries, f"2**Rational(1, {spelled_out(marker)})")
+
+
+def keyword_in_an_exponent(entries: Entries, marker: Path) -> None:
+    size(entries, f"2**Integer(2, x={spelled_out(marker)})")
+
+
+def argument_in_an_exponent(entries: Entries, marker: Path) -> None:
+    size(entries, f"2**Float('2', {spelled_out(marker)})")
+
+
+def guard_that_leaves_its_message(entries: Entries, marker: Path) -> None:
+    """torch writes the check between double quotes, with the quotes that `ast.unparse` chooses."""
+    text = f"1 or L['''+str({code(marker)})+'''] == 1"
+    changed(entries, MODEL, lambda data: data.update(guards_code=[text]))
+
+
+def enum_beside_a_factory(entries: Entries, marker: Path) -> None:
+    def change(data: Any) -> None:
+        protocol, spec = json.loads(signature(data)["in_spec"])
+        context = {"default_factory_module": "builtins", "default_factory_name": "list"}
+        context["key"] = {"__enum__": True, "fqn": "poison_module:Kind", "name": "A"}  # type: ignore[assignment]
+        spec["children_spec"][0]["children_spec"][2]["context"] = json.dumps(context)
+        signature(data).update(in_spec=json.dumps([protocol, spec]))
+
+    changed(entries, MODEL, change)
+
+
+def origin_that_opens_a_library(entries: Entries, marker: Path) -> None:
+    change = {"source_fn_stack": f"x,torch.ctypes.cdll.{str(marker).replace('.', '_')}"}
+    changed(entries, MODEL, lambda data: relu(data)["metadata"].update(change))
+
+
+def quotient_without_end(entries: Entries, marker: Path) -> None:
+    size(entries, "9**Rational(64, Rational(1, 10**18))")
+
+
+def number_without_end(entries: Entries, marker: Path) -> None:
+    size(entries, "1e9999999999")
+
+
+def sum_without_end(entries: Entries, marker: Path) -> None:
+    size(entries, "Pow(Add(s0,s1,s2,s3,s4,s5,s6,s7), 50)")
+
+
+def rounding_without_end(entries: Entries, marker: Path) -> None:
+    changed(entries, MODEL, lambda data: data.update(guards_code=["round(5, -9999999999) == 0"]))
+
+
+def examples_without_end(entries: Entries, marker: Path) -> None:
+    value: Any = ()
+    for _ in range(40):
+        value = (value, value)
+    entries[EXAMPLES] = saved(((value,), {}))
+
+
+class Large:
+    def __reduce__(self) -> Any:
+        return bytearray, (3 * 10**9,)
+
+
+def bytes_without_end(entries: Entries, marker: Path) -> None:
+    entries[EXAMPLES] = saved(((Large(),), {}))
 
 
 def power_without_end(entries: Entries, marker: Path) -> None:
@@ -315,6 +381,11 @@ POISONS: list[tuple[Callable[[Entries, Path], None], bool, str]] = [
     (guard, True, f"{MODEL} has an input check that is no plain comparison: "),
     (guard_that_sympy_evaluates, True, f"{MODEL} has an input check that is no plain comparison: "),
     (guard_with_a_module, True, f"{MODEL} has an input check that is no plain comparison: "),
+    (call_in_an_exponent, True, f"{MODEL} has a size that is no plain expression: "),
+    (keyword_in_an_exponent, True, f"{MODEL} has a size that is no plain expression: "),
+    (argument_in_an_exponent, True, f"{MODEL} has a size that is no plain expression: "),
+    (guard_that_leaves_its_message, True, f"{MODEL} has an input check that is no plain comparison: "),
+    (enum_beside_a_factory, True, f"{MODEL} makes torch import the module 'poison_module'"),
     (constant_input, True, f"{MODEL} has quotes, or what cannot be printed, in a text: "),
     (key_of_an_example, True, f"{EXAMPLES} has a key that is not plain text: "),
     (key_of_an_input, True, f"{MODEL} has quotes, or what cannot be printed, in a text: "),
@@ -343,6 +414,13 @@ ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (guard_that_reads_the_environment, f"{MODEL} has an input check that is no plain comparison: "),
     (guard_without_end, f"{MODEL} has an input check that is no plain comparison: '9**9**9 > 1'"),
     (size_without_end, f"{MODEL} has a size that is no plain expression: '9**9**9'"),
+    (origin_that_opens_a_library, f"{MODEL} looks into what is no module, class or op: "),
+    (quotient_without_end, f"{MODEL} has a size that is no plain expression: "),
+    (number_without_end, f"{MODEL} has a size that is no plain expression: "),
+    (sum_without_end, f"{MODEL} has a size that is no plain expression: "),
+    (rounding_without_end, f"{MODEL} has an input check that is no plain comparison: "),
+    (examples_without_end, f"{EXAMPLES} has example inputs without end"),
+    (bytes_without_end, f"{EXAMPLES} needs a pickle that may make a thing of any size ("),
     (names_without_end, f"{MODEL} makes torch count up to a size's name: 'u99999999999'"),
     (power_without_end, f"{MODEL} has a power that is too large: '99999999'"),
 ]

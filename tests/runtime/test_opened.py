@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch
 import tpcompiler
 from tests.runtime.commands import refused
 from tests.runtime.models import PLAN, export_mlp
-from tests.runtime.poisons import EXAMPLES, Fire, entries_of, pickled_examples, save_victim, saved, write_entries
+from tests.runtime.poisons import EXAMPLES, MODEL, Fire, entries_of, pickled_examples, save_victim, saved, write_entries
 from tests.runtime.test_poisoned import zipped
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime import model_file
@@ -61,6 +63,18 @@ def test_a_file_that_is_exchanged_after_it_was_looked_into(
         read_model(clean)
     assert str(raised.value) == f"{clean} was changed while it was read\n  help: read it again when it is whole"
     assert not (tmp_path / "marker").exists()
+
+
+def test_a_program_that_lies_in_a_tensor(clean: Path) -> None:
+    """By a local header that is longer than the directory says: what is kept must not be found by the directory alone."""
+    content, longer = bytearray(clean.read_bytes()), 200
+    with zipfile.ZipFile(clean) as archive:
+        info = next(info for info in archive.infolist() if info.filename.endswith("weights/weight_0"))
+    (length,) = struct.unpack_from("<H", content, info.header_offset + 28)
+    struct.pack_into("<H", content, info.header_offset + 28, length + longer)
+    clean.write_bytes(content)
+    with pytest.raises(ArtifactError, match="it has entries that lie in one another"):
+        read_model(clean)
 
 
 def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
@@ -126,6 +140,17 @@ def test_a_rank_whose_program_is_none(command: str, graph: bytes, artifact: Path
     sign(path)
     words = (command, path.parent, *(("--rank", 1) if command == "show" else ()))
     assert refused(*words).startswith(f"{path} cannot be read by torch {torch.__version__}: ")
+
+
+@pytest.mark.parametrize("change", [{"signature": None}, None])
+def test_a_program_that_does_not_say_what_it_takes(change: dict[str, None] | None, clean: Path) -> None:
+    entries = entries_of(clean)
+    data = json.loads(entries[MODEL])
+    graph = data["graph_module"]["module_call_graph"]
+    graph[0].update(change) if change else graph.clear()
+    write_entries(clean, {**entries, MODEL: json.dumps(data).encode()})
+    said = f"{clean}: it does not say what its program takes and returns\n  help: export the model again\n"
+    assert refused("inspect", clean) == said
 
 
 @pytest.mark.parametrize("content", [[], [("rank_1/", b"")]], ids=["no entry", "a folder"])

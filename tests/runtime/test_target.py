@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_a_file_that_comes_at_the_last_moment_is_left(tmp_path: Path, monkeypatc
 def test_another_program_has_a_manifest_too(tmp_path: Path) -> None:
     """Of a web page, say."""
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / MANIFEST).write_text(json.dumps({"name": "page", "icons": []}))
+    (tmp_path / "out" / MANIFEST).write_text(json.dumps({"format": "glTF", "mesh": "mine.obj", "programs": []}))
     with pytest.raises(ArtifactError, match=r"exists and is not an artifact \(its manifest.json is another's\)"):
         free_target(tmp_path / "out", force=True)
 
@@ -129,6 +130,20 @@ def test_a_link_to_an_artifact_is_replaced_and_not_followed(tmp_path: Path) -> N
     assert not (tmp_path / "out").is_symlink()
     assert [read_manifest(tmp_path / name).plan for name in ("out", "real")] == [{"w": "R"}, {"w": "S(0)"}]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "real"]
+
+
+def test_a_relative_link_is_replaced(tmp_path: Path) -> None:
+    write_artifact(tmp_path / "real", manifest(), content)
+    (tmp_path / "out").symlink_to("real")
+    write_artifact(tmp_path / "out", manifest(plan={"w": "R"}), content, force=True)
+    assert [read_manifest(tmp_path / name).plan for name in ("out", "real")] == [{"w": "R"}, {"w": "S(0)"}]
+
+
+def test_folders_that_were_made_for_nothing_are_removed(tmp_path: Path) -> None:
+    for name in ("a" * 5000, "out"):
+        with pytest.raises((ArtifactError, ZeroDivisionError)):
+            write_artifact(tmp_path / "left" / "b" / name, manifest(), lambda rank, path: 1 // 0)  # type: ignore[arg-type, return-value]
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_sets_are_replaced_too(tmp_path: Path) -> None:
@@ -206,6 +221,28 @@ def test_a_new_file_has_the_mode_of_any_other(tmp_path: Path) -> None:
         temporary.write_text("new")
     modes = [os.stat(tmp_path / name).st_mode & 0o777 for name in "abc"]
     assert (modes[0], modes[2]) == (modes[1], 0o600)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write every file")
+def test_a_file_that_may_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    (tmp_path / "a").chmod(0o444)
+    with pytest.raises(PermissionError), replacing(tmp_path / "a"):
+        pass
+
+
+def test_a_link_below_dev_is_one_too(tmp_path: Path) -> None:
+    """Ordinary files lie there as well."""
+    folder = Path("/dev/shm")
+    if not os.access(folder, os.W_OK):
+        pytest.skip("this machine has no /dev/shm to write to")
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        mine, link = Path(name) / "mine", Path(name) / "link"
+        mine.write_text("mine")
+        link.symlink_to(mine)
+        with replacing(link) as temporary:
+            temporary.write_text("new")
+        assert mine.read_text() == "mine"
 
 
 def test_show_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import io
 import json
+import pickletools
 import re
+import struct
 import zipfile
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.export import ExportedProgram
@@ -26,6 +28,8 @@ LARGEST_RATIO = 100  # torch compresses nothing, text shrinks to a tenth, and a 
 # Brackets and commas of JSON for each byte that is stored: Python makes an object of some 60 bytes of every value.
 LARGEST_DENSITY, FEW = 4, 1 << 18
 LARGEST_PACKED = 1 << 25  # bytes of a compressed text: that of a hundred layers is 5 MB
+# What torch's safe reader makes as large as a number in the pickle says, or as a list that shares its parts.
+WITHOUT_END = frozenset({"builtins bytearray", "__builtin__ bytearray", "collections Counter", "torch Tensor"})
 TENSORS = re.compile(r"data/weights/weight_\d+|data/constants/tensor_\d+")
 TRUST = "if you trust who made the file, pass --trust (in Python: trust=True)"
 
@@ -40,11 +44,15 @@ def inspect_archive(file: Opened) -> None:
         OSError, ValueError, RuntimeError: the file, or an entry, is damaged.
     """
     with zipfile.ZipFile(file) as archive:
+        loose = _tensor_bytes(file, archive)
+    file.keep(loose)
+    with zipfile.ZipFile(file) as archive:  # as it is kept, which need not be as it was a moment ago
         entry = ""
         try:
-            _check_sizes(archive, file.size)
+            _check_sizes(file, archive)
+            if _tensor_bytes(file, archive) != loose:
+                raise Unsafe("changes while it is read")
             old = OLD_FORMAT in archive.namelist()
-            file.keep([] if old else _tensor_bytes(archive))
             names, read = _old_entries(file, archive) if old else _entries(file, archive)
             stored = {
                 info.filename if old else info.filename.partition("/")[2]: info.compress_size
@@ -77,7 +85,7 @@ def has_pickled_examples(program: ExportedProgram) -> bool:
     return False
 
 
-def _check_sizes(archive: zipfile.ZipFile, size: int) -> None:
+def _check_sizes(file: IO[bytes] | io.RawIOBase, archive: zipfile.ZipFile) -> None:
     """Names that stand for one entry each, and entries that are as large as what is stored."""
     infos = archive.infolist()
     seen: set[str] = set()
@@ -95,14 +103,19 @@ def _check_sizes(archive: zipfile.ZipFile, size: int) -> None:
         if info.file_size > LARGEST_RATIO * info.compress_size + 1024:
             sizes = f"{info.file_size:,} bytes and holds {info.compress_size:,}"
             raise Unsafe(f"has an entry {name!r}, which says that it is {sizes}")
-    following = [info.header_offset for info in sorted(infos, key=_offset)[1:]] + [size]
-    for info, end in zip(sorted(infos, key=_offset), following, strict=True):
-        if info.header_offset + HEADER + info.compress_size > end:
+    infos.sort(key=lambda info: info.header_offset)
+    following = [info.header_offset for info in infos[1:]] + [archive.start_dir]
+    for info, end in zip(infos, following, strict=True):
+        if _content(file, info)[1] > end:
             raise Unsafe("has entries that lie in one another")
 
 
-def _offset(info: zipfile.ZipInfo) -> int:
-    return info.header_offset
+def _content(file: IO[bytes] | io.RawIOBase, info: zipfile.ZipInfo) -> tuple[int, int]:
+    """Where the content of an entry begins and ends: its own header, before it, may be longer than the directory's."""
+    file.seek(info.header_offset)
+    header = (file.read(HEADER) or b"").ljust(HEADER, b"\0")
+    start = info.header_offset + HEADER + sum(struct.unpack("<HH", header[-4:]))  # of the name and of what follows it
+    return start, start + info.compress_size
 
 
 def _check_density(content: bytes, stored: int) -> None:
@@ -113,18 +126,10 @@ def _check_density(content: bytes, stored: int) -> None:
         raise Unsafe(f"holds {values:,} values in {stored:,} bytes")
 
 
-def _tensor_bytes(archive: zipfile.ZipFile) -> list[tuple[int, int]]:
-    """Where in the file tensors lie, which may be large, and of which nothing but numbers is made.
-
-    No entry lies in another, so each ends before the next one begins.
-    """
-    infos = sorted(archive.infolist(), key=_offset)
-    ends = [info.header_offset for info in infos[1:]] + [archive.start_dir]
-    return [
-        (info.header_offset, end)
-        for info, end in zip(infos, ends, strict=True)
-        if TENSORS.fullmatch(info.filename.partition("/")[2])
-    ]
+def _tensor_bytes(file: IO[bytes] | io.RawIOBase, archive: zipfile.ZipFile) -> list[tuple[int, int]]:
+    """Where in the file the content of tensors lies, which may be large, and of which nothing but numbers is made."""
+    infos = [] if OLD_FORMAT in archive.namelist() else archive.infolist()
+    return [_content(file, info) for info in infos if TENSORS.fullmatch(info.filename.partition("/")[2])]
 
 
 def _entries(file: Opened, archive: zipfile.ZipFile) -> Entries:
@@ -134,6 +139,9 @@ def _entries(file: Opened, archive: zipfile.ZipFile) -> Entries:
     root = archive.namelist()[0].partition("/")[0]
     if sorted(archive.namelist()) != sorted(f"{root}/{name}" for name in inside):
         raise Unsafe("has other entries for torch than for zipfile")
+    for info in archive.infolist():
+        if reader.get_record_offset(info.filename.partition("/")[2]) != _content(file, info)[0]:
+            raise Unsafe(f"has the entry {info.filename!r} at another place for torch than for zipfile")
     return inside, reader.get_record
 
 
@@ -168,16 +176,22 @@ def _check_pickle(content: bytes) -> None:
     """Read it as torch does first; where that fails torch unpickles whatever is there."""
     if not content:
         return
-    if zipfile.is_zipfile(io.BytesIO(content)):
+    try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            _check_sizes(archive, len(content))
+            _check_sizes(io.BytesIO(content), archive)
+            (pickle,) = (name for name in archive.namelist() if name.partition("/")[2] == "data.pkl")
+            names = {str(value) for op, value, _ in pickletools.genops(archive.read(pickle)) if op.name == "GLOBAL"}
+    except (zipfile.BadZipFile, ValueError) as error:
+        raise Unsafe("needs a pickle in a form that torch does not write any more") from error
+    if found := sorted(names & WITHOUT_END):
+        raise Unsafe(f"needs a pickle that may make a thing of any size ({'.'.join(found[0].split())})")
     try:
         value = torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:
         if "torch.cuda.is_available() is False" in str(error):
             raise  # no pickle, but tensors of a device that is not here
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        raise Unsafe(f"needs a pickle that may run code{f' ({found[1]})' if found else ''}") from error
+        called = re.search(r"GLOBAL (\S+)", str(error))
+        raise Unsafe(f"needs a pickle that may run code{f' ({called[1]})' if called else ''}") from error
     check_keys(value)
 
 

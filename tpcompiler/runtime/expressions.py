@@ -15,6 +15,7 @@ from collections.abc import Callable
 LONGEST = 20_000  # characters
 PARTS = 4_000
 BITS = 4_096  # of the largest number that evaluating it can make
+TERMS = 1_000  # of sums that are multiplied out, as sympy does
 SIZE_BITS = 64  # of a size that is not known yet
 EXTREMES = 16  # arguments of maxima: sympy compares them pair by pair, in a second for twenty
 LARGEST_EXPONENT = 64  # of a power, and the places of a shift
@@ -48,12 +49,14 @@ Leaf = Callable[[ast.expr], int]  # bits of what is neither a number nor an oper
 
 def is_size(text: str) -> bool:
     """Whether sympy makes nothing but arithmetic of symbols and numbers of it."""
-    return not re.search(r"[^\w ,.='+*/%<>!&|~()-]", text) and _is_small(text, _size_leaf)
+    # sympy takes 1e9999 for a whole number, which Python does not.
+    return not re.search(r"[^\w ,.='+*/%<>!&|~()-]|[\d.]e[-+]?\d{4}", text, re.I) and _is_small(text, _size_leaf)
 
 
 def is_guard(text: str) -> bool:
     """Whether it compares sizes, strides and numbers of inputs, and does nothing else."""
-    return not re.search(r'["\\#\n\r]', text) and _is_small(text, _guard_leaf)
+    # torch writes it between double quotes too, as `ast.unparse` spells it.
+    return not re.search(r'["\\#\n\r]|\'\'', text) and _is_small(text, _guard_leaf)
 
 
 def _is_small(text: str, leaf: Leaf) -> bool:
@@ -65,7 +68,9 @@ def _is_small(text: str, leaf: Leaf) -> bool:
             tree = ast.parse(text.strip(), mode="eval")
         parts = list(ast.walk(tree))
         extremes = sum(len(part.args) for part in parts if isinstance(part, ast.Call) and _is_extreme(part.func))
-        return len(parts) <= PARTS and extremes <= EXTREMES and _bits(tree.body, leaf) <= BITS
+        if len(parts) > PARTS or extremes > EXTREMES or _bits(tree.body, leaf) > BITS:
+            return False
+        return _terms(tree.body) <= TERMS and '"' not in ast.unparse(tree)
     except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError, Strange):
         return False
 
@@ -104,6 +109,33 @@ def _bits(node: ast.expr, leaf: Leaf) -> int:
     return leaf(node)
 
 
+def _terms(node: ast.expr) -> int:
+    """Of the sum that an expression is when all is multiplied out; of what is known to be one that `_bits` takes."""
+    if isinstance(node, ast.BinOp):
+        if isinstance(node.op, ast.Pow):
+            return _power_of_terms(node.left, node.right)
+        both = [_terms(node.left), _terms(node.right)]
+        return _limited(math.prod(both) if isinstance(node.op, ast.Mult) else sum(both))
+    children = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
+    if not isinstance(node, ast.Call):
+        return max(map(_terms, children), default=1)
+    kind = node.func.id if isinstance(node.func, ast.Name) else ""
+    if kind in SYMPY_POWERS and len(node.args) == 2:
+        return _power_of_terms(node.args[0], node.args[1])
+    every = [_terms(each) for each in node.args]
+    return _limited(math.prod(every) if kind == "Mul" else sum(every) if kind == "Add" else max(every, default=1))
+
+
+def _power_of_terms(base: ast.expr, exponent: ast.expr) -> int:
+    return _limited(_terms(base) ** max(1, int(abs(_number(exponent)))))
+
+
+def _limited(terms: int) -> int:
+    if terms > TERMS:
+        raise Strange
+    return terms
+
+
 def _few(bits: int) -> int:
     if bits > BITS:
         raise Strange
@@ -112,6 +144,7 @@ def _few(bits: int) -> int:
 
 def _power(base: ast.expr, exponent: ast.expr, shifts: bool, bits: Callable[[ast.expr], int]) -> int:
     """Of a power (a shift) by a number that is written out: nobody knows how large another is."""
+    bits(exponent)
     value = _number(exponent)
     if not -LARGEST_EXPONENT <= value <= LARGEST_EXPONENT:
         raise Strange
@@ -122,14 +155,15 @@ def _number(node: ast.expr) -> float:
     """What is written out as `2`, `-2`, `Integer(2)`, `Float('0.5')` or `Rational(1, 2)`."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_number(node.operand)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
-        first, *others = node.args
-        if node.func.id in ("Integer", "ToFloat") and not others:
-            return _number(first)
-        if node.func.id == "Rational" and len(others) == 1:
-            return _number(first)  # no less than the quotient
-        if node.func.id == "Float" and isinstance(first, ast.Constant) and isinstance(first.value, str):
-            return float(first.value)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        kind, args = node.func.id, node.args
+        values = [arg.value for arg in args if isinstance(arg, ast.Constant)]
+        if kind == "Rational" and len(args) == len(values) == 2 and isinstance(values[1], int) and values[1] > 0:
+            return _number(args[0])  # no less than the quotient
+        if kind == "Float" and len(args) == 1 and values and isinstance(values[0], str):
+            return float(values[0])
+        if kind in ("Integer", "ToFloat") and len(args) == 1 and not node.keywords:
+            return _number(args[0])
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
         return float(node.value) if abs(node.value) <= LARGEST_EXPONENT else math.inf
     raise Strange
@@ -173,6 +207,8 @@ def _guard_leaf(node: ast.expr) -> int:
         module, name = name.value.id, ast.Name(name.attr)
     if not isinstance(name, ast.Name) or not FUNCTIONS[module].fullmatch(name.id):
         raise Strange
+    if name.id == "round" and len(node.args) == 2 and abs(_number(node.args[1])) > LARGEST_EXPONENT:
+        raise Strange
     return max((_bits(each, _guard_leaf) for each in node.args), default=1)
 
 
@@ -191,7 +227,7 @@ def _is_input(node: ast.expr) -> bool:
         index = index.operand
     if not isinstance(index, ast.Constant):
         return False
-    if isinstance(index.value, str) and not index.value.isprintable():
+    if isinstance(index.value, str) and re.search(r"['\"\\]", index.value + "'" * (not index.value.isprintable())):
         return False
     if not isinstance(index.value, (int, str)):
         return False

@@ -26,6 +26,7 @@ DTYPES = {
 }  # by torch's name; others are written as torch prints them
 OTHERS = "complex32 complex64 complex128 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
 DEEPEST = 8  # what a plan says of one name is a text, or a table of texts
+MOST_SHARES = 1 << 22  # of all tensors on all ranks
 LARGEST = 1 << 62  # elements or bytes: what a size in a file can be
 
 
@@ -86,6 +87,10 @@ def shape(value: Any) -> bool:
     return isinstance(value, list) and all(number(size) or text(size) for size in value) and math.prod(known) < LARGEST
 
 
+def sha256(value: Any) -> bool:
+    return isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value))
+
+
 def program(value: Any) -> bool:
     """The name of a directory beside another one: it leads nowhere else."""
     return isinstance(value, str) and value.isidentifier()
@@ -120,7 +125,7 @@ FIELDS: dict[str, Form] = {
     "notes": some(row({"kind": text, "text": text})),
     "output_type": lambda value: value is None or text(value),
     "versions": table(text, text),
-    "files": table(text, text),
+    "files": table(text, sha256),
     "format": number,
 }
 
@@ -128,6 +133,8 @@ FIELDS: dict[str, Form] = {
 def malformed(data: Mapping[str, Any]) -> str | None:
     """The first field that is not in its form."""
     wrong = next((name for name, form in FIELDS.items() if not form(data[name])), None)
+    if wrong is None and len(data["tensors"]) * math.prod(data["mesh"].values()) > MOST_SHARES:
+        return "tensors"
     if wrong is None and not all(_is_partition(groups, data["mesh"]) for groups in data["groups"].values()):
         return "groups"
     return wrong

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
 
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
@@ -79,7 +80,7 @@ def load_opened(file: Opened) -> ExportedProgram:
     """The program in what `open_model` gave."""
     file.seek(0)
     program = torch.export.load(cast(Any, file))
-    if problem := _strange_examples(program):
+    if problem := _strange_calling(program) or _strange_examples(program):
         raise ArtifactError(f"{file.path}: {problem}", help="export the model again")
     return program
 
@@ -124,6 +125,22 @@ def looked_into(file: Opened, *, trust: bool) -> Iterator[None]:
         cause = _innermost(heard[-1]) if heard else error
         raise _load_error(file.path, cause) from error
     file.refuse_change()
+
+
+def _strange_calling(program: ExportedProgram) -> str:
+    """torch takes a program without its calling convention, and fails when it is called."""
+    signature, graph = program.graph_signature, program.module_call_graph
+    spec = graph[0].signature if graph else None
+    if spec is None or spec.in_spec is None or spec.out_spec is None:
+        return "it does not say what its program takes and returns"
+    takes = sum(each.kind is InputKind.USER_INPUT for each in signature.input_specs)
+    gives = sum(each.kind is OutputKind.USER_OUTPUT for each in signature.output_specs)
+    if (spec.in_spec.num_leaves, spec.out_spec.num_leaves) != (takes, gives):
+        return (
+            f"it says that its program takes {spec.in_spec.num_leaves} and returns {spec.out_spec.num_leaves} values, "
+            f"and the graph takes {takes} and returns {gives}"
+        )
+    return ""
 
 
 def _strange_examples(program: ExportedProgram) -> str:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import keyword
+import math
+import operator
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from tpcompiler._torch import program_target
+import torch
+
+from tpcompiler._torch import OpOverloadPacket, program_target
 from tpcompiler.runtime.expressions import LARGEST_EXPONENT, is_guard, is_size
 
 Check = Callable[[str], str | None]
 
 # What torch keeps of a node's origin, and neither runs nor calls.
-FREE = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom", "from_node")
+FREE = ("stack_trace", "nn_module_stack", "torch_fn", "custom", "from_node")
 QUOTES = frozenset("\"'\\")
 FILE_OPS = frozenset({"aten.save", "aten.from_file", "debugprims.load_tensor"})  # they open a file by its name
 CODE_OPS = frozenset({"aoti_call_delegate", "inline_asm_elementwise"})  # they run machine code that an argument names
@@ -25,6 +31,7 @@ OPERATORS = re.compile(
     r"_operator\.(add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|eq|ne|lt|le|gt|ge|and_|or_|xor|not_|lshift|rshift"
     r"|getitem)|math\.(?!factorial|comb|perm)[a-z]\w*|torch\.(_sym|sym)_\w+"
 )
+LARGEST_EXAMPLES = 100_000  # parts
 POWERS = ("_operator.pow", "_operator.lshift")
 COUNTED = re.compile("(u|zuf)")  # of sizes that data decide, torch counts from 0 to the number in the name
 VMAP = re.compile(r"torch\._functorch\.predispatch\.\w+")  # what torch.vmap leaves in a training program
@@ -76,12 +83,18 @@ def check_keys(value: object) -> None:
     Raises:
         Unsafe: a key that is neither a number nor plain text.
     """
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, (int, float)) and not (isinstance(key, str) and _plain(key) is None):
-                raise Unsafe(f"has a key that is not plain text: {_short(str(key))}")
-    for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
-        check_keys(part)
+    level = [value]
+    for count in itertools.count():
+        if not level:
+            return
+        if count > LARGEST_EXAMPLES:  # of lists that share their parts, torch takes each part as often as it is there
+            raise Unsafe("has example inputs without end")
+        value = level.pop()
+        if isinstance(value, Mapping):
+            for key in value:
+                if not isinstance(key, (int, float)) and not (isinstance(key, str) and _plain(key) is None):
+                    raise Unsafe(f"has a key that is not plain text: {_short(str(key))}")
+        level += value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
 
 
 def _texts(value: object, key: str, parent: str) -> Iterator[tuple[str, str, str]]:
@@ -108,6 +121,20 @@ def _name(text: str) -> str | None:
 def _path(text: str) -> str | None:
     hidden = any(part.startswith("__") and part.endswith("__") for part in text.split("."))
     return "names an attribute of Python's own" if hidden else _plain(text)
+
+
+def _origins(text: str) -> str | None:
+    """Functions that nodes came from, which torch looks up by `getattr`: that of a loader opens a library."""
+    for origin in text.split(";"):
+        target = origin.rpartition(",")[2]
+        if not target.startswith(("torch", "math", "_operator")):
+            continue
+        found: Any = {"torch": torch, "math": math}.get(target.partition(".")[0], operator)
+        for part in target.split(".")[1:]:
+            if not isinstance(found, (types.ModuleType, type, OpOverloadPacket)):
+                return "looks into what is no module, class or op"
+            found = getattr(found, part, None)
+    return None
 
 
 def _target(text: str) -> str | None:
@@ -155,13 +182,14 @@ def _tree(spec: dict[str, Any]) -> str | None:
     if isinstance(context, str):
         with contextlib.suppress(ValueError):  # the name of a named tuple
             context = json.loads(context)
-    if isinstance(context, dict) and "default_factory_module" in context:
-        _look_up(context["default_factory_module"], context["default_factory_name"], type)
-        context = context.get("dict_context")
     for part in _dicts(context):
+        if "default_factory_module" in part:
+            _look_up(part["default_factory_module"], part["default_factory_name"], type)
         if "__enum__" in part:
             module, _, name = str(part["fqn"]).partition(":")
             _look_up(module, name, type(Enum))
+        if what := next(filter(None, map(_plain, part)), None):
+            return what
     for _, _, text in _texts(context, "", ""):
         if what := _plain(text):
             return what
@@ -206,6 +234,7 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("parameter_name", "buffer_name", "tensor_constant_name", "user_input_name", "fqn"), _path),
     "field_names": _name,
     **dict.fromkeys(("custom_obj_name", "class_fqn", "as_string", "as_strings"), _plain),
+    "source_fn_stack": _origins,
     **dict.fromkeys(FREE, lambda text: None),
     **dict.fromkeys(("type", "verifiers", "dialect", "torch_version"), _plain),
 }

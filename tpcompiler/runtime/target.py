@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tpcompiler.errors import ArtifactError
@@ -17,7 +19,8 @@ from tpcompiler.runtime.opened import read_text
 MANIFEST = "manifest.json"
 SET = "programs.json"
 PARTS = re.compile(r"manifest\.json|rank_\d+\.pt2")  # the files of an artifact
-STREAMS = (Path("/dev"), Path("/proc"))  # /dev/stdout may lead to a file, and is none
+STREAMS = re.compile(r"/dev/std(out|err)|/dev/fd/\d+|/proc/[^/]+/fd/\d+")  # which may lead to files, and are none
+FIELDS = {MANIFEST: {"format", "mesh", "groups", "tensors", "collectives", "files"}, SET: {"format", "programs"}}
 
 
 def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Path:
@@ -46,10 +49,12 @@ def in_place_of(target: Path, *, force: bool) -> Iterator[Path]:
     Raises:
         ArtifactError: it cannot be written, or what `free_target` refuses has come to be there meanwhile.
     """
+    above = [parent for parent in target.parents if not os.path.exists(parent)]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
+        _remove_empty(above)
         raise ArtifactError(
             f"cannot write {target}: {reason(error)}", help="choose a directory that can be written"
         ) from error
@@ -68,6 +73,14 @@ def in_place_of(target: Path, *, force: bool) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        _remove_empty(above)
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    """Those that were made for what is not there in the end, innermost first."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
 
 
 @contextlib.contextmanager
@@ -77,7 +90,7 @@ def replacing(file: Path) -> Iterator[Path]:
     Devices and pipes are written as they are. Raises OSError.
     """
     absolute = Path(os.path.abspath(file))
-    if any(absolute.is_relative_to(place) for place in STREAMS) or not _is_replaceable(file):
+    if STREAMS.fullmatch(str(absolute)) or not _is_replaceable(file):
         yield file
         return
     with tempfile.TemporaryDirectory(prefix=f".{file.stem[:100]}.", dir=absolute.parent) as directory:
@@ -94,11 +107,18 @@ def reason(error: Exception) -> str:
 
 
 def _is_replaceable(file: Path) -> bool:
-    """Whether there is nothing, a file or a link to one."""
+    """Whether there is nothing, a file or a link to one.
+
+    Raises:
+        PermissionError: a file that may not be written, though its directory may.
+    """
     try:
-        return stat.S_ISREG(os.stat(file).st_mode)
+        regular = stat.S_ISREG(os.stat(file).st_mode)
     except FileNotFoundError:
         return True
+    if regular and not os.access(file, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(file))
+    return regular
 
 
 def _refuse_others(directory: Path, target: Path) -> None:
@@ -122,10 +142,10 @@ def _refuse_others(directory: Path, target: Path) -> None:
 def _is_ours(listing: Path) -> bool:
     """Whether a manifest is one of an artifact, though of another version or damaged: others use the name too."""
     try:
-        text = read_text(listing)
-    except (OSError, UnicodeDecodeError):
+        data = json.loads(read_text(listing))
+    except (OSError, ValueError, RecursionError):
         return False
-    return '"format"' in text and ('"mesh"' in text if listing.name == MANIFEST else '"programs"' in text)
+    return isinstance(data, dict) and data.keys() >= FIELDS[listing.name] and isinstance(data["format"], int)
 
 
 def _rename_to_free(temporary: Path, target: Path) -> None:
@@ -144,7 +164,8 @@ def _replace(temporary: Path, target: Path) -> None:
     try:
         target.rename(old)
         try:
-            _refuse_others(old, target)
+            if not old.is_symlink():  # of which nothing but the link is deleted
+                _refuse_others(old, target)
             _rename_to_free(temporary, target)
         except (OSError, ArtifactError) as error:
             if os.path.lexists(target):  # another save was quicker
