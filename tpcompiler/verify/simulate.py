@@ -27,7 +27,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankResult:
-    """Flat user outputs, and the values written back, by name of the buffer or input."""
+    """Flat user outputs, and the values written back, by name of the buffer or input.
+
+    Among them buffers that an op has changed and the signature does not name: `instance_norm` in training does, and its
+    schema does not say so, so that torch's functional form of the program knows nothing of it.
+    """
 
     outputs: list[Any]
     mutated: dict[str, torch.Tensor]
@@ -121,13 +125,17 @@ def _run(
     seen: Seen | None,
 ) -> Generator[Waiting, torch.Tensor | None, RankResult]:
     env: dict[fx.Node, Any] = {}
+    buffers: dict[str, torch.Tensor] = {}
     feed = iter(inputs)
     specs = iter(program.graph_signature.input_specs)
     outputs: list[Any] = []
     last_use = _last_uses(program.graph)
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            env[node] = _input(program, next(specs), feed, state)
+            spec = next(specs)
+            env[node] = _input(program, spec, feed, state)
+            if spec.kind is InputKind.BUFFER and isinstance(env[node], torch.Tensor):
+                buffers[str(spec.target)] = env[node]
         elif node.op == "output":
             outputs = [env[a] if isinstance(a, fx.Node) else a for a in node.args[0]]
         elif node.op == "get_attr":
@@ -144,7 +152,8 @@ def _run(
             user.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else value)
         elif spec.target is not None:
             mutated[spec.target] = value
-    return RankResult(user, mutated)
+    changed = {name: value for name, value in buffers.items() if value._version and name not in mutated}
+    return RankResult(user, mutated | changed)
 
 
 def run_call(node: fx.Node, env: Mapping[fx.Node, Any]) -> Generator[Waiting, torch.Tensor | None, Any]:
