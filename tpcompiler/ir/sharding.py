@@ -244,8 +244,8 @@ class Sharding:
         by_axis: Mapping[str, Placement]
         if isinstance(spec, Mapping):
             by_axis = spec
-        elif len(mesh.axes) == 1:
-            by_axis = {mesh.names[0]: spec}
+        elif len(mesh.axes) == 1 or type(spec) is Replicate:  # whole is whole on every axis
+            by_axis = dict.fromkeys(mesh.names, spec)
         else:
             raise ShardingError(
                 f"{what} has one placement, {format_placement(spec)}, on a mesh of {len(mesh.axes)} axes ({mesh})",
