@@ -79,11 +79,13 @@ def _trace(
 
         def body(x: torch.Tensor) -> torch.Tensor:
             # Collectives read memory in order: the dims are changed as they lie there, and lie so again after it.
+            given = x
             x = _permuted(x, order)
             x = x if dense else x.clone(memory_format=torch.contiguous_format)
             for line, first in steps:
                 x = on_first(x, line) if first else change_on_line(x, line, over[line.axes])
-            return _permuted(x, [order.index(dim) for dim in range(x.ndim)])
+            x = _permuted(x, [order.index(dim) for dim in range(x.ndim)])
+            return x.clone() if x is given else x  # so that there is a node to say what this value is from here on
 
         with mode, torch.no_grad():
             graph = make_fx(body, tracing_mode="real")(local).graph
