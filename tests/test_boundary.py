@@ -170,3 +170,38 @@ def test_guards_of_the_export_do_not_hold_for_a_cut_input() -> None:
     rows, whole = made.rank_program(1).module()(x[3:], y)  # with its guards; no collective, so no group
     assert torch.equal(rows, x[3:] * 2)
     assert torch.equal(whole, y + 6)
+
+
+class Counting(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(x.sum(0))
+        return x + self.total
+
+
+def test_whole_is_whole_on_every_axis() -> None:
+    """And the ranks that cut a dim are those of its axes: replicas on the others are no more of it."""
+    rows = torch.export.export(Counting(), (torch.randn(4, 3),), dynamic_shapes=({0: Dim("rows")},))
+    program = tpcompiler.parallelize(rows, {"dp": 2, "tp": 2}, {}, inputs=[{"dp": "S(0)"}], outputs=["R"])
+    assert program.manifest().outputs[0]["sharding"] == "[R, R]"
+    whole = tpcompiler.parallelize(rows, {"dp": 2, "tp": 2}, {}, inputs=["R"])
+    assert whole.manifest().inputs[0]["sharding"] == "[R, R]"
+    with pytest.raises(tpcompiler.TpCompilerError) as raised:
+        program.verify((torch.randn(3, 3),))
+    assert str(raised.value) == "input 'x' has 3 on dim 0, which is cut by 2 ranks\n  help: give a multiple of 2"
+
+
+def test_further_calls_are_given_as_the_first_one(tmp_path: Path) -> None:
+    """As args, or as (args, kwargs)."""
+    first, second = torch.randn(4, 3), torch.randn(4, 3)
+    rows = torch.export.export(Counting(), (first,))
+    program = tpcompiler.parallelize(rows, 2, {}, inputs=["S(0)"])
+    program.save(tmp_path / "out")
+    both = program.verify((first,), then=[((second,), {})])
+    for then in ([(second,)], [[second]]):
+        assert str(program.verify((first,), then=then)) == str(both)
+        assert str(verify_artifact(tmp_path / "out", rows, (first,), then=then)) == str(both)
+    assert [d.name.partition(":")[0] for d in both.outputs] == ["call 1", "call 1", "call 2", "call 2"]

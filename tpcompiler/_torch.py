@@ -59,6 +59,7 @@ __all__ = [
     "fake_group",
     "forget_index",
     "group_is_registered",
+    "guards_of",
     "make_fx",
     "op_overload",
     "program_target",
@@ -258,6 +259,11 @@ def tree_names(spec: Any) -> list[str]:
         times[name] += 1
         names.append(name if times[name] == 1 else f"{name}#{times[name]}")
     return names
+
+
+def guards_of(program: ExportedProgram) -> list[str]:
+    """What `program.module()` asserts of its inputs beside their shapes and ranges, as Python that it runs."""
+    return list(vars(program).get("_guards_code") or ())
 
 
 def forget_index(value: torch.Tensor) -> None:

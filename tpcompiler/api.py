@@ -29,7 +29,7 @@ from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.rank_file import read_rank
 from tpcompiler.soundness.check import CheckReport, check_artifact
-from tpcompiler.verify.compare import Subject, VerifyReport
+from tpcompiler.verify.compare import Call, Subject, VerifyReport, read_call
 
 Given = Mapping[str, Any] | Sequence[Any] | None
 Programs = Mapping[str, ExportedProgram] | Sequence[tuple[str, ExportedProgram]]
@@ -174,13 +174,13 @@ def verify_artifact(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    then: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] = (),
+    then: Sequence[Call] = (),
     trust: bool = False,
 ) -> VerifyReport:
     """What `ParallelProgram.verify` does, for files: all ranks run in this process, beside the original.
 
     Args:
-        then: (args, kwargs) of further calls, each on the buffers that those before wrote.
+        then: args, or (args, kwargs), of further calls, each on the buffers that those before wrote.
         trust: read files too that need a pickle or could run code (docs/security.md).
 
     Raises:
@@ -210,7 +210,7 @@ def verify_artifact(
         canonical.output_names(),
         canonical.source,
     )
-    return compared_calls({"": subject}, [("", args, kwargs or {}), *(("", *call) for call in then)])
+    return compared_calls({"": subject}, [("", args, kwargs or {}), *(("", *read_call(call)) for call in then)])
 
 
 def check(

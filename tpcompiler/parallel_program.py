@@ -20,10 +20,11 @@ from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
 from passes.move_device import move_device
 from passes.shard_state import shard_state
-from tpcompiler._torch import forget_index
+from tpcompiler._torch import forget_index, guards_of
 from tpcompiler.cost.program import differs_by_rank
 from tpcompiler.errors import InternalError, UnsupportedError
 from tpcompiler.ir import edit
+from tpcompiler.ir.calling import calling_of, tree_text
 from tpcompiler.ir.devices import device_types, values
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
@@ -39,7 +40,7 @@ from tpcompiler.runtime.archive import has_pickled_examples
 from tpcompiler.runtime.artifact import VERSION, Manifest, write_artifact
 from tpcompiler.runtime.place import leave_out, place_state
 from tpcompiler.soundness.check import check_artifact
-from tpcompiler.verify.compare import Subject, VerifyReport, compare_calls, functional
+from tpcompiler.verify.compare import Call, Subject, VerifyReport, compare_calls, functional, read_call
 from tpcompiler.verify.judge import Layout
 
 
@@ -141,6 +142,7 @@ class ParallelProgram:
             for name, value in zip(program.output_names(), self._user_outputs(), strict=True)
             if edit.is_tensor(value)
         ]
+        first = self.rank_program(0)
         return Manifest(
             mesh=dict(self.mesh.axes),
             groups=self._groups(),
@@ -153,6 +155,7 @@ class ParallelProgram:
             notes=[asdict(note) for note in program.notes],
             output_type=None,
             versions=versions(),
+            calling=calling_of(first, guards_of(first)),
         )
 
     def _groups(self) -> dict[str, list[list[int]]]:
@@ -231,14 +234,17 @@ class ParallelProgram:
 
         tensors = [{**row, "stored_in": (elsewhere or {}).get(row["name"])} for row in manifest.tensors]
         tensors = [{key: value for key, value in row.items() if value is not None} for row in tensors]
-        return replace(manifest, output_type=replaced, tensors=tensors), write_rank
+        calling = manifest.calling
+        if replaced is not None:
+            calling = {**calling, "returns": tree_text(plain_outputs(spec)[0])}
+        return replace(manifest, output_type=replaced, tensors=tensors, calling=calling), write_rank
 
     def verify(
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         *,
-        then: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] = (),
+        then: Sequence[Call] = (),
     ) -> VerifyReport:
         """Run all ranks in lock step in this process and compare them with the single-device program.
 
@@ -247,12 +253,13 @@ class ParallelProgram:
 
         Args:
             args, kwargs: global inputs, as the original program takes them.
-            then: (args, kwargs) of further calls, each on the buffers (a cache, statistics) that those before wrote.
+            then: args, or (args, kwargs), of further calls, each on the buffers (a cache, statistics) that those before
+                wrote.
 
         Raises:
             InputsError: arguments that the program does not take.
         """
-        return compared_calls({"": self.subject()}, [("", args, kwargs or {}), *(("", *call) for call in then)])
+        return compared_calls({"": self.subject()}, [("", args, kwargs or {}), *(("", *read_call(c)) for c in then)])
 
     def subject(self) -> Subject:
         """The programs of all ranks beside the single device's, to be compared."""

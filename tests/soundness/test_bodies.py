@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler
-from tests.trust.damage import Artifact
+from tests.trust.damage import Artifact, inserted
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.soundness.check import CheckReport, check_programs
 
@@ -77,3 +77,30 @@ def test_a_mean_of_half_the_weight_is_not() -> None:
         node.update_arg(1, 0.4)
     (finding,) = checked(artifact).findings
     assert finding.endswith("does not become P(sum) of the whole in its region")
+
+
+def numbers_in_place_of_infinity(artifact: Artifact) -> None:
+    for program in artifact.ranks:
+        node = next(n for n in program.graph.nodes if n.target is torch.ops.aten.masked_fill.Scalar)
+        node.update_arg(0, inserted(node, torch.ops.aten.nan_to_num.default, (node.args[0],), node))
+
+
+def no_more_than_so_many(artifact: Artifact) -> None:
+    for program in artifact.ranks:
+        node = next(n for n in program.graph.nodes if n.target is torch.ops.aten.masked_fill.Scalar)
+        node.update_arg(0, inserted(node, torch.ops.aten.clamp.default, (node.args[0], -1e4, 1e4), node))
+
+
+def another_fill(artifact: Artifact) -> None:
+    for program in artifact.ranks:
+        node = next(n for n in program.graph.nodes if n.target is torch.ops.aten.masked_fill.Scalar)
+        node.update_arg(2, 1e-9)
+
+
+@pytest.mark.parametrize("change", [numbers_in_place_of_infinity, no_more_than_so_many, another_fill])
+def test_a_body_is_its_rule_s(change: Callable[[Artifact], None]) -> None:
+    """Whatever the values are: these differ from it on none that is tried."""
+    artifact = made("embedding", torch.float32)
+    change(artifact)
+    (finding,) = checked(artifact).findings
+    assert finding.endswith("is not what the rule of aten.embedding.default does on a share")

@@ -37,7 +37,8 @@ def lines() -> list[str]:
 
 
 def _lasting(finding: str) -> str:
-    """Without lines of code, and the names of bodies, which depend on torch's version."""
+    """Without lines of code, the sizes that were drawn, and the names of bodies, which depend on torch's version."""
+    finding = re.sub(r", at \w+=\d+(, \w+=\d+)*$", "", finding)
     return re.sub(r"body [0-9a-f]{12}", "body ...", re.sub(r", small[.]py:[0-9]+, in \w+", "", finding))
 
 

@@ -69,7 +69,7 @@ def _copied(program: ExportedProgram) -> ExportedProgram:
     graph = edit.copy_graph(program.graph)
     for node in graph.nodes:
         node.meta["custom"] = copy.deepcopy(node.meta.get("custom") or {})
-    return ExportedProgram(
+    made = ExportedProgram(
         root=fx.GraphModule(program.graph_module, graph),
         graph=graph,
         graph_signature=copy.deepcopy(program.graph_signature),
@@ -79,6 +79,8 @@ def _copied(program: ExportedProgram) -> ExportedProgram:
         constants=dict(program.constants),
         verifiers=[program.verifier],
     )
+    made._guards_code = list(program._guards_code)  # torch would read them off sizes that a damage may have compared
+    return made
 
 
 # A damage is done to a copy, at the nth place where the kind applies; false where there is none.

@@ -65,6 +65,12 @@ def sym_quotient(a: Any, b: Any) -> Any | None:
     return env.create_symintnode(quotient, hint=None)
 
 
+def is_fixed_part(part: Any, whole: Any) -> bool:
+    """Whether a size is as large a part of another in every run: all of it, a half, two thirds."""
+    one, other = (v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for v in (part, whole))
+    return bool(sympy.cancel(one / other).is_Rational)
+
+
 @functools.lru_cache(maxsize=4096)
 def _quotient(whole: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
     quotient = sympy.cancel(whole / part)

@@ -46,6 +46,8 @@ class Manifest:
         output_type: the class that the model returned, where a plain dict was written instead.
         versions: of tpcompiler, torch and python.
         files: file name -> SHA-256 (hex).
+        calling: how every rank's program is called: the pytrees that it takes and returns, the names of its arguments,
+            the range of every dynamic size (None: without an end), and what is asserted of inputs.
     """
 
     mesh: dict[str, int]
@@ -60,6 +62,7 @@ class Manifest:
     output_type: str | None
     versions: dict[str, str]
     files: dict[str, str] = dataclasses.field(default_factory=dict)
+    calling: dict[str, Any] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
 
     @property

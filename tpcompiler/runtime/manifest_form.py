@@ -47,6 +47,11 @@ def number(value: Any) -> bool:
     return type(value) is int and 0 <= value < LARGEST
 
 
+def end(value: Any) -> bool:
+    """Of a range of sizes; None where it has none."""
+    return value is None or number(value)
+
+
 def one_of(*values: str) -> Form:
     return lambda value: isinstance(value, str) and value in values
 
@@ -113,6 +118,13 @@ COLLECTIVE: dict[str, Form] = {
     **dict.fromkeys(("axis", "node", "module", "source", "reason", "reshard"), text),
     **dict.fromkeys(("payload_bytes", "group_size", "wire_bytes"), number),
 }
+CALLING: dict[str, Form] = {
+    "takes": text,
+    "returns": text,
+    "names": some(text),
+    "ranges": table(text, lambda ends: isinstance(ends, list) and len(ends) == 2 and all(map(end, ends))),
+    "asserted": some(text),
+}
 FIELDS: dict[str, Form] = {
     "mesh": mesh,
     "groups": table(text, some(some(number))),
@@ -122,6 +134,7 @@ FIELDS: dict[str, Form] = {
     "inputs": some(row(BOUNDARY)),
     "outputs": some(row(BOUNDARY)),
     "collectives": some(row(COLLECTIVE)),
+    "calling": lambda value: value == {} or row(CALLING)(value),
     "notes": some(row({"kind": text, "text": text})),
     "output_type": lambda value: value is None or text(value),
     "versions": table(text, text),

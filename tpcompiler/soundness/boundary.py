@@ -12,6 +12,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from tpcompiler._torch import TreeSpec, tree_names
 from tpcompiler.ir import edit
+from tpcompiler.ir.calling import calling_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.shares import join
@@ -24,6 +25,15 @@ KINDS = {
     InputKind.PARAMETER: "parameter",
     InputKind.BUFFER: "buffer",
     InputKind.CONSTANT_TENSOR: "constant_tensor",
+}
+
+
+CALLING = {
+    "takes": "takes",
+    "returns": "returns",
+    "names": "calls its arguments",
+    "ranges": "takes the sizes",
+    "asserted": "asserts of its inputs",
 }
 
 
@@ -89,16 +99,18 @@ def _has_shape(shape: Sequence[Any], said: Sequence[Any]) -> bool:
     )
 
 
-def check_calls(ranks: Sequence[Written], original: ExportedProgram | None) -> None:
-    """All ranks take their arguments and give their results in one structure; with the original, in its own.
+def check_calls(ranks: Sequence[Written], manifest: Manifest, original: ExportedProgram | None) -> None:
+    """All ranks are called as the manifest says; with the original, as that is called, at sizes that it takes.
 
     Raises:
-        Unsound: a rank in which keys are others, or in another order.
+        Unsound: a rank in which keys are others, or in another order; sizes of another range; other assertions.
     """
+    for rank, each in enumerate(ranks):
+        found = calling_of(each.program, each.guards)
+        for what, said in CALLING.items():
+            if found[what] != (wanted := manifest.calling.get(what)):
+                raise Unsound(None, f"rank {rank} {said} {found[what]}, and the manifest says {wanted}")
     specs = [(spec.in_spec, spec.out_spec) for spec in (each.program.call_spec for each in ranks)]
-    for rank, spec in enumerate(specs):
-        if spec != specs[0]:
-            raise Unsound(None, f"ranks 0 and {rank} take or return other structures")
     if original is None:
         return
     theirs, (takes, gives) = original.call_spec, specs[0]

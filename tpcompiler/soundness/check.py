@@ -19,6 +19,7 @@ from tpcompiler.runtime.model_file import quiet_torch
 from tpcompiler.soundness.boundary import check_calls, check_outputs, check_state
 from tpcompiler.soundness.collectives import check_collectives
 from tpcompiler.soundness.folded import Folded, Results, Unsound, folded
+from tpcompiler.soundness.moves import check_changes
 from tpcompiler.soundness.ops import check_ops
 from tpcompiler.soundness.regions import Done, check_region
 from tpcompiler.soundness.whole_text import whole_text
@@ -98,7 +99,7 @@ def check_programs(
         check_collectives([each.program for each in ranks], manifest)
         counts.update(collectives=sum(edit.is_collective(node) for node in ranks[0].program.graph.nodes))
     with _noting(findings, None):
-        check_calls(ranks, original)
+        check_calls(ranks, manifest, original)
     with _noting(findings, None):
         check_state(ranks, manifest, mesh, original, beside or {})
         counts.update(tensors=len(manifest.tensors))
@@ -117,6 +118,7 @@ def _folded(
             made = known.get(id(each.program))
             if made is None:
                 made = folded(each.program, manifest, mesh, results)
+                check_changes(made)
                 check_outputs(made, manifest)
             if id(each.program) not in known or not made.is_even:
                 with no_new_guards(each.program.graph):

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tag, fx
+from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import FakeTensorMode, OpOverload, enable_python_dispatcher
+from tpcompiler._torch import FakeTensorMode, OpOverload, enable_python_dispatcher, symbols_of
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, read_bodies
@@ -26,11 +26,9 @@ from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.soundness.drawn import Sizes
 
 aten = torch.ops.aten
-# What a change of sharding may call beside ops that move: shares of an average; sizes, and parts of a list.
-VALUES = (aten.div.Tensor, aten.clone.default)
-NUMBERS = (aten.sym_size.int, aten.sym_numel.default, operator.mul, operator.getitem)
 Shardings = tuple[Sharding, ...]
 Results = dict[Any, Any]
 
@@ -71,8 +69,9 @@ class Folded:
         shard_sizes: a number that is the size of a shard -> how many times as large the whole's is.
         named: the tensors that a claimed call names, as nodes of the rank's graph.
         by_name: the keys of `whole`, as claims call them.
+        counts: what data-dependent ops count -> the sizes that are called so.
         results: of calls, for all programs that are checked together.
-        trial: at which of the sizes that `plain` knows dynamic sizes are tried.
+        sizes: at which dynamic sizes are tried.
     """
 
     program: ExportedProgram
@@ -86,8 +85,9 @@ class Folded:
     shard_sizes: dict[fx.Node, int] = field(default_factory=dict)
     named: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     by_name: dict[str, fx.Node] = field(default_factory=dict)
+    counts: dict[Any, list[Any]] = field(default_factory=dict)
     results: Results = field(default_factory=dict)
-    trial: int = 0
+    sizes: Sizes = field(default_factory=Sizes)
 
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What a call makes of fake values; of the same layout of arguments the same."""
@@ -257,26 +257,8 @@ def _fold_change(made: Folded, region: Region) -> None:
             f"claims to change {claim.get('change')} to {target.text(made.mesh)}, "
             f"and '{operands[0].name}' is {made.shardings[operands[0]][0].text(made.mesh)}",
         )
-    kept = edit.outputs(operands[0])[0].dtype
-    for node in region.nodes:
-        if not _only_moves(node):
-            raise Unsound(node, f"is in {region.name}, and a change moves and reduces values, and does nothing else")
-        for value in edit.outputs(node):
-            if value.dtype != kept:
-                raise Unsound(node, f"makes {dtype_name(value.dtype)} in a change of {dtype_name(kept)}")
     made.stands_for(last, made.whole[operands[0]])
     made.shardings[last] = (target,)
-
-
-def _only_moves(node: fx.Node) -> bool:
-    """Whether a node of a change leaves values as they are, but for an average; numbers are sizes, or parts of them."""
-    if isinstance(node.target, OpOverload) and edit.outputs(node):
-        drawn, computed = Tag.nondeterministic_seeded in node.target.tags, Tag.pointwise in node.target.tags
-        return not drawn and (not computed or node.target in VALUES)
-    if node.target is operator.floordiv:
-        size, divisor = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args)
-        return statically_equal(node.meta["val"] * divisor, size)
-    return node.target in NUMBERS
 
 
 def _fold_body(made: Folded, region: Region) -> None:
@@ -381,7 +363,8 @@ def _whole_call(
         new.meta["val"] = made.run(target, given, named)
     except Exception as error:  # whatever torch makes of arguments that do not fit
         raise Unsound(node, f"cannot be run on the whole: {str(error).splitlines()[0]}") from error
-    if node.meta.get("unbacked_bindings") and isinstance(value := new.meta["val"], torch.Tensor):
+    value = new.meta["val"]
+    if isinstance(value, torch.Tensor) and symbols_of([value]) - symbols_of([given, named]):
         # A size that the data decide has got a new name, and keeps the one that the file knows.
         dims = zip(value.shape, edit.outputs(node)[0].shape, made.shardings[node][0].dims, strict=True)
         with made.mode:

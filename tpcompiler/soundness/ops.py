@@ -19,6 +19,7 @@ from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
+from tpcompiler.soundness.counted import read_names
 from tpcompiler.soundness.folded import Folded, Shardings, Unsound
 
 aten = torch.ops.aten
@@ -71,8 +72,6 @@ def _shapes(values: Sequence[torch.Tensor]) -> str:
 
 def _check_value(made: Folded, node: fx.Node) -> bool:
     """The recorded value is what the call makes of its operands' recorded values; whether the call could be run."""
-    if node.meta.get("unbacked_bindings"):
-        return True
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     if isinstance(node.meta.get("val"), (int, torch.SymInt)):
         _check_number(node, args, kwargs)
@@ -85,11 +84,12 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
             return False  # of dynamic sizes that the export has compared, and a file does not say so
         raise Unsound(node, f"cannot be run: {str(error).splitlines()[0]}") from error
     every = [v for v in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(v, torch.Tensor)]
+    shapes, known = read_names(made, node, every)
     # Of a list as long as a dynamic size, the example's says how many there are.
     few = len(every) != len(edit.outputs(node)) and _has_dynamic_sizes(node)
-    for value, said in zip(every, edit.outputs(node), strict=not few):
+    for value, shape, said in zip(every, shapes, edit.outputs(node), strict=not few):
         kind = value.ndim == said.ndim and value.dtype == said.dtype
-        apart = [ends for ends in zip(value.shape, said.shape, strict=False) if not statically_equal(*ends)]
+        apart = [ends for ends in zip(shape, said.shape, strict=False) if not statically_equal(*ends)]
         dynamic = kind and not any(isinstance(a, int) and isinstance(b, int) for a, b in apart)
         if apart and dynamic and _is_the_whole_call(made, node):
             return False  # the export took a dynamic size for a number that it is in the example
@@ -98,14 +98,15 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
                 node,
                 f"makes {value.dtype} {list(value.shape)}, and is said to make {said.dtype} {list(said.shape)}",
             )
-    return not few
+    return known and not few
 
 
 def _is_the_whole_call(made: Folded, node: fx.Node) -> bool:
-    """Whether every rank calls what the single device does, on the same."""
+    """Whether every rank calls what the single device does, on the same, and sizes are known only when it runs."""
     shardings = [made.shardings.get(each) for each in (node, *edit.operands(node))]
     whole = all(found is not None and all(each.is_replicated for each in found) for found in shardings)
-    return whole and "call" not in read_claim(node) and _has_dynamic_sizes(node)
+    dynamic = _has_dynamic_sizes(node) or bool(node.meta.get("unbacked_bindings"))
+    return whole and "call" not in read_claim(node) and dynamic
 
 
 def _has_dynamic_sizes(node: fx.Node) -> bool:

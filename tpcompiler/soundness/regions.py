@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,28 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, cut_dim, join
+from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
+from tpcompiler.soundness.bodies import check_body
+from tpcompiler.soundness.drawn import Sizes
 from tpcompiler.soundness.folded import Folded, Region, Unsound
 from tpcompiler.soundness.sizes import change_shape, operand_shapes, plain, whole_shape
 from tpcompiler.verify.simulate import Waiting, lock_step, run_call
 
+aten = torch.ops.aten
 Done = set[Any]
 # Of an op's share, between sums of another order, in float32 or (so many epsilons) in half precision; a wrong share
 # differs by about the size of the values.
 TOLERANCE, EPSILONS = 1e-3, 8
 MANY = 2**22  # elements
+TRIALS, DRAWS = 2, 8  # how often dynamic sizes are tried, and how often drawn for each time
+Check = Callable[[Sequence[Folded], Sequence[Region]], None]
+BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+RISING: dict[Any, tuple[str, str]] = dict.fromkeys(BAGS, ("offsets", "indices"))  # where bags begin in a list of ids
+
+
+class DoesNotRun(Unsound):
+    """A region that fails before it has made anything, as of sizes that its program is not for."""
 
 
 def check_region(name: str, ranks: Sequence[Folded], done: Done) -> None:
@@ -44,11 +56,33 @@ def check_region(name: str, ranks: Sequence[Folded], done: Done) -> None:
     if known in done:
         return
     check = _check_change if regions[0].call is None else _check_body
-    for trial in (0, 1) if ranks[0].program.range_constraints else (0,):
-        for each in ranks:
-            each.trial = trial
-        check(ranks, regions)
+    sizes = Sizes()
+    for _ in range(TRIALS) if ranks[0].program.range_constraints else (0,):
+        sizes = _check_at_some_sizes(check, ranks, regions, sizes)
+    if regions[0].call is not None:
+        for rank, (each, region) in enumerate(zip(ranks, regions, strict=True)):
+            check_body(each, region, _rule(region), rank)
     done.add(known)
+
+
+def _check_at_some_sizes(check: Check, ranks: Sequence[Folded], regions: Sequence[Region], before: Sizes) -> Sizes:
+    """Run regions at sizes drawn at random; at others where they do not run at these.
+
+    The export may have found of sizes what a file does not say: that one is a multiple of 4, or no more than another.
+    """
+    for left in reversed(range(DRAWS)):
+        sizes = Sizes(before.chosen, fits=left == 0)
+        for each in ranks:
+            each.sizes = sizes
+        try:
+            check(ranks, regions)
+        except Unsound as error:
+            if left and sizes.chosen and isinstance(error, DoesNotRun):
+                continue
+            at = f", at {sizes}" if sizes.chosen else ""
+            raise Unsound(error.node, f"{error.text}{at}") from error
+        break
+    return sizes
 
 
 def _check_change(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
@@ -57,23 +91,35 @@ def _check_change(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
     last = regions[0].nodes[-1]
     shape = change_shape(first, (node for region in regions for node in region.nodes), operand, last)
     source, target = first.shardings[operand][0], first.shardings[last][0]
-    whole = _numbers(shape)
+    whole = _numbers(shape, mesh.world_size)
     shares = _shares(whole, source, mesh)
     feeds = [dict.fromkeys(_tensors(region), shares[rank]) for rank, region in enumerate(regions)]
     outs = [out for (out,) in _run(ranks, regions, feeds)]
     _compare(last, whole, outs, target, mesh, exact=True)
 
 
-def _numbers(shape: Sequence[int]) -> torch.Tensor:
-    """No two alike and none of them 0, which any reduction of zeros would make.
+def _numbers(shape: Sequence[int], world: int) -> torch.Tensor:
+    """Fractions of either sign in no order, no two alike and none of them 0, which any reduction of zeros would make.
 
-    Of many, odd numbers at random, of which a sum over ranks is exact in 2 bytes: not more than the model's own take.
+    Odd multiples of the number of ranks, halved some times: of them sums over ranks are exact, and shares of a sum too.
+    Of many, in 2 bytes each, not more than the model's own take; so few digits that this holds for these as well.
     """
     count = torch.Size(shape).numel()
+    unit = world / 2 ** (world.bit_length() + 4)
     if count > MANY:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(-100, 100, shape, generator=generator, dtype=torch.int16).mul_(2).add_(1).half()
-    return (torch.arange(count, dtype=torch.float64) * 2 - count // 3 * 2 + 1).view(shape)
+        odd = world // (world & -world)
+        most = max(1, 1023 // (world * odd))
+        few: torch.Tensor = torch.randint(-most, most, tuple(shape), dtype=torch.int16, generator=_at_random())
+        return few.mul_(2).add_(1).to(torch.float16).mul_(unit)
+    order = torch.randperm(count, generator=_at_random()).to(torch.float64)
+    return order.mul_(2).sub_(count | 1).mul_(unit).view(tuple(shape))
+
+
+def _at_random() -> torch.Generator:
+    """What it draws depends on nothing that is known before."""
+    generator = torch.Generator()
+    generator.seed()
+    return generator
 
 
 def _shares(whole: torch.Tensor, sharding: Sharding, mesh: Mesh) -> list[torch.Tensor]:
@@ -99,26 +145,28 @@ def _shares(whole: torch.Tensor, sharding: Sharding, mesh: Mesh) -> list[torch.T
 def _check_body(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
     first, mesh, region = ranks[0], ranks[0].mesh, regions[0]
     call = region.call
-    rule = rule_of(call)
-    if rule is None or not rule.local:
-        raise Unsound(region.nodes[-1], f"is the end of {region.name}, and {call.target} is run as it is")
+    _rule(region)
     used = {node.name: node for node in call.all_input_nodes if edit.is_tensor(node)}
     for each, other in zip(ranks, regions, strict=True):
         for node in _tensors(other):
             if each.whole[node].name not in used:
                 raise Unsound(other.nodes[-1], f"is the end of {other.name}, which uses '{node.name}' beside its call")
-    generator = torch.Generator().manual_seed(0)
+    generator = _at_random()
     shapes = operand_shapes(first, region)
     ran = False
-    integers = [name for name, node in used.items() if _counts(node)]
+    rising = _rising(call)
+    integers = [name for name, node in used.items() if _counts(node) and name not in rising]
     trials = _trials(first, region, [shapes[name] for name in integers])
-    # Integers may be places in other integers (where bags begin), which ids at random are not.
+    # Integers may be places in other integers, which ids at random are not.
     for edges, in_order in itertools.product(trials, itertools.product((False, True), repeat=len(integers))):
         given = {name: None if it else edges for name, it in zip(integers, in_order, strict=True)}
         wholes = {
             name: _random(edit.outputs(node)[0], shapes[name], given.get(name), generator)
             for name, node in used.items()
+            if name not in rising
         }
+        for name, of in rising.items():
+            wholes[name] = _places(edit.outputs(used[name])[0], shapes[name], wholes[of].numel(), generator)
         try:
             made = _on_the_whole(first, call, wholes)
         except (RuntimeError, IndexError):  # what is cut so is not what these ids are looked up in
@@ -134,7 +182,14 @@ def _check_body(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
             expected = made if part is call else made[part.args[1]]
             _compare(node, expected, [out[index] for out in outs], first.shardings[node][0], mesh, exact=False)
     if not ran:
-        raise Unsound(region.nodes[-1], f"is the end of {region.name}, whose call cannot be run")
+        raise DoesNotRun(region.nodes[-1], f"is the end of {region.name}, whose call cannot be run")
+
+
+def _rule(region: Region) -> Rule:
+    rule = rule_of(region.call)
+    if rule is None or not rule.local:
+        raise Unsound(region.nodes[-1], f"is the end of {region.name}, and {region.call.target} is run as it is")
+    return rule
 
 
 def _on_the_whole(made: Folded, call: fx.Node, wholes: Mapping[str, torch.Tensor]) -> Any:
@@ -174,6 +229,20 @@ def _counts(whole: fx.Node) -> bool:
     return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
+def _rising(call: fx.Node) -> dict[str, str]:
+    """Operands that are places in another one, in order: kernels take what is none for granted, and read anywhere."""
+    offsets, of = RISING.get(call.target, ("", ""))
+    bound = edit.bound(call) if offsets else {}
+    return {bound[offsets].name: bound[of].name} if offsets else {}
+
+
+def _places(value: torch.Tensor, shape: Sequence[int], count: int, generator: torch.Generator) -> torch.Tensor:
+    """Where runs of so many elements begin: the first at 0, some of them empty."""
+    places = torch.randint(count + 1, tuple(shape), generator=generator).sort().values
+    places[:1] = 0
+    return places.to(value.dtype)
+
+
 def _tensors(region: Region) -> list[fx.Node]:
     return [node for node in region.inputs if edit.is_tensor(node)]
 
@@ -208,7 +277,9 @@ def _run(
         raise Unsound(regions[0].nodes[-1], f"is the end of {regions[0].name}: {error.message}") from error
     except (RuntimeError, IndexError, ValueError, TypeError) as error:  # an op on shapes that do not fit
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise Unsound(regions[0].nodes[-1], f"is the end of {regions[0].name}, which does not run: {line}") from error
+        raise DoesNotRun(
+            regions[0].nodes[-1], f"is the end of {regions[0].name}, which does not run: {line}"
+        ) from error
 
 
 def _one(region: Region, env: dict[fx.Node, Any]) -> Generator[Waiting, Any, list[Any]]:

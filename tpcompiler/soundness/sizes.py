@@ -16,7 +16,6 @@ from tpcompiler.soundness.folded import Folded, Region
 
 aten = torch.ops.aten
 SMALL = 16
-SIZE = 24
 # Their numbers are compared with values, and no sizes.
 OF_VALUES = (
     aten.sub.Tensor,
@@ -36,23 +35,11 @@ ALONG_NONE = (ALL_REDUCE, WAIT, aten.clone.default, aten.div.Tensor, operator.ge
 
 
 def plain(value: Any, made: Folded) -> Any:
-    """A size (or number, or truth) with a number in place of every symbol, within its range.
-
-    At least `SIZE`, which few divisions bring to 0; the second trial has others, which no division brings to the same.
-    """
+    """A size (or number, or truth) with a number in place of every symbol, within its range."""
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
-    expr = value.node.expr
-    ranges = made.program.range_constraints
-    chosen = {}
-    for symbol in sorted(expr.free_symbols, key=str):
-        known = ranges.get(symbol)
-        least = int(known.lower) if known is not None else 0
-        size = max(least, SIZE) + made.trial * 9 + sum(map(ord, str(symbol))) % 2
-        if known is not None and known.upper.is_Integer:
-            size = min(size, max(least, int(known.upper) - made.trial))
-        chosen[symbol] = size
-    result = expr.xreplace(chosen)
+    expr, ranges = value.node.expr, made.program.range_constraints
+    result = expr.xreplace({symbol: made.sizes.of(symbol, ranges.get(symbol)) for symbol in expr.free_symbols})
     kinds: list[tuple[type, type]] = [(torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)]
     return next(kind for symbolic, kind in kinds if isinstance(value, symbolic))(result)
 

@@ -6,14 +6,14 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import read_archive_state
+from tpcompiler._torch import guards_of, read_archive_state
 from tpcompiler.ir import edit
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.model_file import load_opened
@@ -26,14 +26,18 @@ ARGUMENTS = ("as_int", "as_ints", "as_float", "as_tensor")  # what may differ wh
 
 @dataclass(frozen=True)
 class Written:
-    """One rank's program beside the tensors that it holds; ranks with one graph may have one program."""
+    """One rank's program beside the tensors that it holds; ranks with one graph may have one program.
+
+    `guards`: what the file asserts of inputs, which what is made of the program loses.
+    """
 
     program: ExportedProgram
     state: Mapping[str, Any]
+    guards: Sequence[str]
 
 
 def written(program: ExportedProgram) -> Written:
-    return Written(program, {**program.constants, **program.state_dict})
+    return Written(program, {**program.constants, **program.state_dict}, guards_of(program))
 
 
 def read_ranks(
@@ -53,22 +57,23 @@ def read_ranks(
     """
     known: dict[str, ExportedProgram] = {}
     first: tuple[Any, ExportedProgram] | None = None
-    found = []
+    guards: dict[str, Sequence[str]] = {}
+    found: list[Written] = []
     for rank in range(manifest.world_size):
         with open_rank(directory, manifest, rank, trust=trust) as file:
             graph = _graph(file)
             name = hashlib.sha256(graph).hexdigest() if graph is not None else str(file.path)
             text = json.loads(graph) if graph is not None and name not in known else None
             if text is not None and first is not None and (like := _like(first[1], first[0], text)) is not None:
-                known[name] = like
+                known[name], guards[name] = like, found[0].guards
             if name in known:
-                found.append(Written(known[name], read_archive_state(file.path, file)))
+                found.append(Written(known[name], read_archive_state(file.path, file), guards[name]))
                 continue
             whole = load_opened(file)
-        known[name] = prepare(whole)
+        known[name], guards[name] = prepare(whole), guards_of(whole)
         if first is None and text is not None:
             first = text, known[name]
-        found.append(Written(known[name], {**whole.constants, **whole.state_dict}))
+        found.append(Written(known[name], {**whole.constants, **whole.state_dict}, guards[name]))
     return found
 
 

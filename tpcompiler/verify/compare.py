@@ -36,6 +36,10 @@ from tpcompiler.verify.simulate import RankResult, simulate
 WIDE = torch.float32
 
 
+# What a further call is given: args, or (args, kwargs).
+Call = Sequence[Any] | tuple[Sequence[Any], Mapping[str, Any]]
+
+
 @dataclass(frozen=True)
 class VerifyReport:
     """The verdict. `first_diverging` names the first value, in the order of the program, that is wrong on some rank.
@@ -76,7 +80,7 @@ def compare(
     input_names: Sequence[str],
     output_names: Sequence[str],
     intermediate: ExportedProgram | None = None,
-    then: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] = (),
+    then: Sequence[Call] = (),
 ) -> VerifyReport:
     """Run the reference once, and once more in float64, and all ranks in lock step; compare every output on every rank.
 
@@ -87,7 +91,7 @@ def compare(
     once more in float32.
 
     Args:
-        then: (args, kwargs) of further calls, each on the buffers that the calls before have written.
+        then: args, or (args, kwargs), of further calls, each on the buffers that the calls before have written.
         intermediate: the canonical single-device program, whose values are looked at to name the first wrong one.
 
     Raises:
@@ -96,7 +100,14 @@ def compare(
         ProgramError: weights without values.
     """
     subject = Subject(reference, programs, layout, input_names, output_names, intermediate)
-    return compare_calls({"": subject}, [("", args, kwargs), *(("", *call) for call in then)])
+    return compare_calls({"": subject}, [("", args, kwargs), *(("", *read_call(call)) for call in then)])
+
+
+def read_call(call: Call) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """(args, kwargs) of a call that is given as these two, or as args alone."""
+    if len(call) == 2 and isinstance(call[0], (tuple, list)) and isinstance(call[1], Mapping):
+        return call[0], call[1]
+    return call, {}
 
 
 @dataclass(frozen=True)
@@ -320,14 +331,21 @@ def _shares(
         for dim, size in enumerate(takes[0][position].shape):
             held = [part.shape[dim] for part in parts]
             if not isinstance(size, int) and len(set(held)) > 1:
+                degree = _degree(layout, name, value, dim, len(programs))
                 raise InputsError(
-                    f"input '{name}' has {sum(held)} on dim {dim}, which is cut by {len(held)} ranks",
-                    help=f"give a multiple of {len(held)}",
+                    f"input '{name}' has {value.shape[dim]} on dim {dim}, which is cut by {degree} ranks",
+                    help=f"give a multiple of {degree}",
                 )
         for own, part in zip(cut, parts, strict=True):
             own.append(part)
     feeds = [iter(own) for own in cut]
     return [[next(feed) if isinstance(value, torch.Tensor) else value for value in flat] for feed in feeds]
+
+
+def _degree(layout: Layout, name: str, value: torch.Tensor, dim: int, ranks: int) -> int:
+    """By how many ranks a dim is cut: of as many elements as there are ranks, each has as many."""
+    shape = [ranks if at == dim else size for at, size in enumerate(value.shape)]
+    return ranks // layout.cut(name, torch.empty(shape, device="meta"), 0).shape[dim]
 
 
 def _tensor_inputs(program: ExportedProgram) -> list[torch.Tensor]:

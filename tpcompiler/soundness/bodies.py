@@ -1,0 +1,134 @@
+"""Whether the body that a rank runs for its share of an op is the one that the op's rule has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import OpOverload, enable_python_dispatcher, make_fx
+from tpcompiler.ir import edit
+from tpcompiler.ir.local import key
+from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.rules.infer import Refusal, follow, merge
+from tpcompiler.rules.notation import Rule, ShardRange
+from tpcompiler.soundness.folded import Folded, Region, Unsound
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # but for whether they may copy
+
+
+def check_body(made: Folded, region: Region, rule: Rule, rank: int) -> None:
+    """Trace the rule's body for what the rank holds, and compare it with the region op by op, argument by argument.
+
+    So a body is right on all values and at all sizes, as the rule's is (brute force), and not only on those tried.
+
+    Raises:
+        Unsound: the two differ.
+    """
+    call: fx.Node = region.call
+    nodes = {whole: node for node, whole in made.whole.items() if node not in region.nodes}
+    held = {used: nodes[used] for used in call.all_input_nodes}
+    shard, body = _share(made, call, rule, held, rank)
+    outputs = [made.whole[node] for node in region.outputs]
+    known = ("body", id(made.mode), call.target, key(_given(call, held)), shard, id(body), len(outputs))
+    parts: list[Any] = [None if part is call else part.args[1] for part in outputs]
+    known = (*known, *parts)
+    if known not in made.results:
+        made.results[known] = _traced(made, call, held, body, shard, parts)
+    traced: fx.Graph = made.results[known]
+    table = _Table()
+    inputs = [node for node in traced.nodes if node.op == "placeholder"]
+    wanted = {node: table.number(("input", used.name)) for node, used in zip(inputs, held, strict=True)}
+    found = {node: table.number(("input", used.name)) for used, node in held.items()}
+    ends: Any = traced.output_node().args[0]
+    for node, end in zip(region.outputs, ends, strict=True):
+        if table.of(node, found) != table.of(end, wanted):
+            raise Unsound(
+                node, f"is the end of {region.name}, which is not what the rule of {call.target} does on a share"
+            )
+
+
+def _given(call: fx.Node, held: dict[fx.Node, fx.Node]) -> Any:
+    return fx.node.map_arg([call.args, dict(call.kwargs)], lambda used: held[used].meta["val"])
+
+
+def _share(made: Folded, call: fx.Node, rule: Rule, held: dict[fx.Node, fx.Node], rank: int) -> tuple[ShardRange, Any]:
+    """What the rank holds of the factors that need a body, and that body."""
+    found = []
+    for term, operand in zip(rule.pattern.inputs, edit.operands(call), strict=True):
+        followed = follow(rule, term, made.shardings[held[operand]][0].settled(), made.mesh)
+        if not isinstance(followed, Refusal):
+            found.append(followed)
+    option = merge(found)
+    cuts = {} if option is None else {f: cut for f, cut in option.cuts.items() if f in rule.local}
+    if not cuts:
+        raise Unsound(call, "is run as a body, and nothing of it is cut that needs one")
+    (body,) = {rule.local[factor] for factor in cuts}
+    pairs = [(cut, rule.extent[factor]) for factor, cut in cuts.items()]
+    return ShardRange.of(pairs, made.mesh, made.mesh.coordinate(rank)), body
+
+
+def _traced(
+    made: Folded, call: fx.Node, held: dict[fx.Node, fx.Node], body: Any, shard: ShardRange, parts: Sequence[int | None]
+) -> fx.Graph:
+    def run(*values: Any) -> list[Any]:
+        given = dict(zip(held, values, strict=True))
+        args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), lambda used: given[used])
+        result = body(*args, shard=shard, **kwargs)
+        return [result if part is None else result[part] for part in parts]
+
+    with made.mode, torch.no_grad(), enable_python_dispatcher():
+        values = [torch.empty_like(n.meta["val"]) if edit.is_tensor(n) else n.meta["val"] for n in held.values()]
+        graph: fx.Graph = make_fx(run, tracing_mode="real")(*values).graph
+    return graph
+
+
+class _Table:
+    """A number for everything that is computed: the same for the same op of the same arguments."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+        self.sizes: list[Any] = []
+
+    def number(self, what: Any) -> int:
+        return self.numbers.setdefault(what, len(self.numbers))
+
+    def of(self, node: fx.Node, known: dict[fx.Node, int]) -> int:
+        if node not in known:
+            known[node] = self.number(self._call(node, known))
+        return known[node]
+
+    def _call(self, node: fx.Node, known: dict[fx.Node, int]) -> Any:
+        value = node.meta.get("val")
+        if isinstance(value, (int, float, torch.SymInt)) and not isinstance(value, bool):
+            return self._size(value)
+        target: Any = node.target
+        if isinstance(target, OpOverload):
+            arguments = list(edit.bound(node).values())
+            target = "view" if target in VIEWS else str(target)
+        else:
+            arguments = [*node.args, *node.kwargs.values()]
+        return target, self._text(arguments, known)
+
+    def _text(self, value: Any, known: dict[fx.Node, int]) -> Any:
+        if isinstance(value, fx.Node):
+            number = value.meta.get("val")
+            return self._size(number) if isinstance(number, torch.SymInt) else ("node", self.of(value, known))
+        if isinstance(value, (list, tuple)):
+            return tuple(self._text(each, known) for each in value)
+        if isinstance(value, torch.device):
+            return "device"
+        return type(value).__name__, repr(value)
+
+    def _size(self, value: Any) -> Any:
+        """Equal in every run; a literal is what it is."""
+        if not isinstance(value, torch.SymInt):
+            return type(value).__name__, repr(value)
+        for at, other in enumerate(self.sizes):
+            if statically_equal(value, other):
+                return "size", at
+        self.sizes.append(value)
+        return "size", len(self.sizes) - 1

@@ -1,0 +1,136 @@
+"""What a change of sharding may call: a few ops that move elements, whatever these are, and reduce them over ranks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import OpOverload
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.sizes import is_fixed_part, statically_equal
+from tpcompiler.soundness.folded import Folded, Unsound, dtype_name
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+END = 2**63 - 1  # a slice without an end
+
+# Which element of an operand each element of the result is depends on sizes alone. So what was right for numbers of
+# which no two are alike is right for all numbers, of every dtype. All of these are made by torch's own change of
+# placements and by our body around it.
+MOVES = (
+    aten.view.default,  # blocks, units and rows of ranks, taken apart and put together
+    aten.reshape.default,  # the same on other devices, where memory may lie otherwise
+    aten._unsafe_view.default,  # what torch makes of a reshape that copies
+    aten.permute.default,  # a gathered dim moved into place; dims as they lie in memory
+    aten.transpose.int,
+    aten.unsqueeze.default,  # a dim of ranks, to gather along
+    aten.squeeze.dim,
+    aten.clone.default,  # collectives want dense memory
+    aten.slice.Tensor,  # padding cut off; one's own part
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.cat.default,
+    aten.stack.default,
+    operator.getitem,
+)
+# Beside which no dim may be cut at a number: that fits some of its sizes only.
+ALONG = {
+    aten.slice.Tensor: ("start", "end"),
+    aten.split.Tensor: ("split_size",),
+    aten.split_with_sizes.default: ("split_sizes",),
+    aten.select.int: ("index",),
+}
+FILLS: dict[Any, tuple[int, ...]] = {
+    aten.new_zeros.default: (),  # padding
+    aten.full_like.default: (0, 1),  # what adds, or multiplies, nothing: of all ranks but the first
+}
+COLLECTIVES = (
+    c10d.all_reduce.default,
+    c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor.default,
+    c10d.all_to_all_single.default,
+    c10d.wait_tensor.default,
+)
+SIZES = (aten.sym_size.int, aten.sym_numel.default, operator.mul, operator.floordiv)
+
+
+def check_changes(made: Folded) -> None:
+    """Every node of a change moves elements, reduces them over ranks, or computes a size.
+
+    Raises:
+        Unsound: naming the node that does something else, or does it at a number that not all sizes have.
+    """
+    for region in made.regions.values():
+        if region.call is None:
+            (operand,) = (node for node in region.inputs if edit.is_tensor(node))
+            degrees = _degrees(made.shardings[operand][0], made.shardings[region.nodes[-1]][0], made.mesh)
+            for node in region.nodes:
+                _check_move(node, region.name, edit.outputs(operand)[0].dtype, degrees)
+
+
+def _degrees(source: Sharding, target: Sharding, mesh: Mesh) -> set[int]:
+    """How many ranks a pending reduction may be spread over: an axis, or several."""
+    found = {1}
+    for axis in dict(source.partial) | dict(target.partial):
+        found |= {each * mesh.degree(axis) for each in found}
+    return found - {1}
+
+
+def _check_move(node: fx.Node, change: str, kept: torch.dtype, degrees: Collection[int]) -> None:
+    if not (_moves(node, degrees) if edit.outputs(node) else _makes_size(node)):
+        raise Unsound(node, f"is in {change}, and a change moves and reduces values, and does nothing else")
+    for value in edit.outputs(node):
+        if value.dtype != kept:
+            raise Unsound(node, f"makes {dtype_name(value.dtype)} in a change of {dtype_name(kept)}")
+    if (number := _fixed_number(node)) is not None:
+        raise Unsound(node, f"cuts a dynamic size at {number}, which is no fixed part of it")
+
+
+def _makes_size(node: fx.Node) -> bool:
+    """A size, or one times or divided by another; what a division would drop is not of a size that all ranks share."""
+    if node.target is operator.floordiv:
+        size, divisor = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args)
+        return statically_equal(node.meta["val"] * divisor, size)
+    return node.target in SIZES
+
+
+def _moves(node: fx.Node, degrees: Collection[int]) -> bool:
+    bound = edit.bound(node) if isinstance(node.target, OpOverload) else {}
+    if node.target in (*MOVES, *COLLECTIVES):
+        return bool(bound.get("step", 1) == 1)
+    if node.target is aten.div.Tensor:  # the shares of an average, or of a sum
+        return type(bound["other"]) is int and bound["other"] in degrees
+    if node.target in FILLS:
+        filled = bound.get("fill_value", 0)
+        return "fill_value" not in bound or (type(filled) is int and filled in FILLS[node.target])
+    return False
+
+
+def _fixed_number(node: fx.Node) -> Any | None:
+    """Where a node cuts a dim of dynamic size at what is no fixed part of it (all, a half): at what."""
+    if node.target not in ALONG:
+        return None
+    bound: Mapping[str, Any] = edit.bound(node)
+    size = edit.outputs(edit.operands(node)[0])[0].shape[bound["dim"]]
+    if isinstance(size, int):
+        return None
+    for name in ALONG[node.target]:
+        given = bound[name] if isinstance(bound[name], (list, tuple)) else [bound[name]]
+        for each in given:
+            at = each.meta["val"] if isinstance(each, fx.Node) else each
+            if not _is_part(at, size, name):
+                return at
+    return None
+
+
+def _is_part(at: Any, size: torch.SymInt, name: str) -> bool:
+    if isinstance(at, int) or at is None:
+        return at in {"start": (None, 0), "end": (None, END)}.get(name, ())
+    return is_fixed_part(at, size)
