@@ -123,3 +123,21 @@ def test_a_size_that_the_export_took_for_another() -> None:
     made = Artifact.of(tpcompiler.parallelize(exported, 3, {}, inputs=["R", "S(1)"]))
     report = checked(made)
     assert (report.findings, report.counts["ops that cannot be run here"]) == ([], 1)
+
+
+class NarrowTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids)
+
+
+def test_nothing_of_a_dynamic_size_is_sent_by_a_rank_without_a_share() -> None:
+    """One column over several ranks: 0 rows are a fixed part of any number of rows."""
+    sizes = ({0: Dim("a", min=2), 1: Dim("b", min=2)},)
+    program = export(NarrowTable(), (torch.randint(0, 9, (5, 5, 5)),), dynamic_shapes=sizes)
+    for degree in (2, 3):
+        made = tpcompiler.parallelize(program, degree, {"table": "colwise"}, outputs=["S(1)"])
+        assert checked(Artifact.of(made)).findings == []

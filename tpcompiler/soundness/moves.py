@@ -131,6 +131,6 @@ def _fixed_number(node: fx.Node) -> Any | None:
 
 
 def _is_part(at: Any, size: torch.SymInt, name: str) -> bool:
-    if isinstance(at, int) or at is None:
-        return at in {"start": (None, 0), "end": (None, END)}.get(name, ())
+    if isinstance(at, int) or at is None:  # 0: a rank's empty share
+        return at in {"start": (None, 0), "end": (None, 0, END), "split_sizes": (0,)}.get(name, ())
     return is_fixed_part(at, size)
