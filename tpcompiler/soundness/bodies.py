@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import fx
 from tpcompiler._torch import OpOverload, enable_python_dispatcher, make_fx
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
+from tpcompiler.ir.sharding import DimSharding
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.infer import Refusal, follow, merge
 from tpcompiler.rules.notation import Rule, ShardRange
@@ -29,13 +30,22 @@ def check_body(made: Folded, region: Region, rule: Rule, rank: int) -> None:
         Unsound: the two differ.
     """
     call: fx.Node = region.call
-    nodes = {whole: node for node, whole in made.whole.items() if node not in region.nodes}
+    # A value is there under as many shardings as it is changed to: what the region takes is one of them.
+    nodes = {made.whole[node]: node for node in (*made.whole, *region.inputs) if node not in region.nodes}
     held = {used: nodes[used] for used in call.all_input_nodes}
-    shard, body = _share(made, call, rule, held, rank)
-    outputs = [made.whole[node] for node in region.outputs]
-    known = ("body", id(made.mode), call.target, key(_given(call, held)), shard, id(body), len(outputs))
-    parts: list[Any] = [None if part is call else part.args[1] for part in outputs]
-    known = (*known, *parts)
+    cuts = _cuts(made, call, rule, held)
+    (body,) = {rule.local[factor] for factor in cuts}
+    shard = ShardRange.of([(cut, rule.extent[f]) for f, cut in cuts.items()], made.mesh, made.mesh.coordinate(rank))
+    parts: list[Any] = [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]
+    known = (
+        "body",
+        id(made.mode),
+        call.target,
+        key(_given(call, held)),
+        key(list(vars(shard).values())),
+        *cuts,
+        *parts,
+    )
     if known not in made.results:
         made.results[known] = _traced(made, call, held, body, shard, parts)
     traced: fx.Graph = made.results[known]
@@ -51,12 +61,12 @@ def check_body(made: Folded, region: Region, rule: Rule, rank: int) -> None:
             )
 
 
-def _given(call: fx.Node, held: dict[fx.Node, fx.Node]) -> Any:
+def _given(call: fx.Node, held: Mapping[fx.Node, fx.Node]) -> Any:
     return fx.node.map_arg([call.args, dict(call.kwargs)], lambda used: held[used].meta["val"])
 
 
-def _share(made: Folded, call: fx.Node, rule: Rule, held: dict[fx.Node, fx.Node], rank: int) -> tuple[ShardRange, Any]:
-    """What the rank holds of the factors that need a body, and that body."""
+def _cuts(made: Folded, call: fx.Node, rule: Rule, held: Mapping[fx.Node, fx.Node]) -> dict[str, DimSharding]:
+    """The factors that need a body, and how they are cut."""
     found = []
     for term, operand in zip(rule.pattern.inputs, edit.operands(call), strict=True):
         followed = follow(rule, term, made.shardings[held[operand]][0].settled(), made.mesh)
@@ -65,14 +75,19 @@ def _share(made: Folded, call: fx.Node, rule: Rule, held: dict[fx.Node, fx.Node]
     option = merge(found)
     cuts = {} if option is None else {f: cut for f, cut in option.cuts.items() if f in rule.local}
     if not cuts:
-        raise Unsound(call, "is run as a body, and nothing of it is cut that needs one")
-    (body,) = {rule.local[factor] for factor in cuts}
-    pairs = [(cut, rule.extent[factor]) for factor, cut in cuts.items()]
-    return ShardRange.of(pairs, made.mesh, made.mesh.coordinate(rank)), body
+        raise Unsound(
+            held[call.all_input_nodes[0]], f"is given to a body of {call.target}, and not cut where that needs one"
+        )
+    return cuts
 
 
 def _traced(
-    made: Folded, call: fx.Node, held: dict[fx.Node, fx.Node], body: Any, shard: ShardRange, parts: Sequence[int | None]
+    made: Folded,
+    call: fx.Node,
+    held: Mapping[fx.Node, fx.Node],
+    body: Any,
+    shard: ShardRange,
+    parts: Sequence[int | None],
 ) -> fx.Graph:
     def run(*values: Any) -> list[Any]:
         given = dict(zip(held, values, strict=True))
