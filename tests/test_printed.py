@@ -25,6 +25,7 @@ from tpcompiler.cli_inspect import folded
 from tpcompiler.printed import one_line, printable
 from tpcompiler.runtime.artifact import MANIFEST
 
+ROOT = Path(__file__).parents[1]
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202e\ud800"
 ESCAPED = r"\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202e\ud800"
 
@@ -147,6 +148,22 @@ def test_names_that_differ_in_digits_are_folded_at_once() -> None:
     assert [pattern for pattern, _ in folded(repeated)] == ["layers.*.up", "layers.*.0.up", "layers.*.1.up"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize(
+    ("to", "code", "said"),
+    [
+        (">/dev/full", 2, "cannot write standard output: No space left on device\n"),
+        (">&-", 0, ""),
+        ("| true", 0, ""),
+    ],
+)
+def test_an_output_that_takes_nothing(to: str, code: int, said: str, artifact: Path) -> None:
+    """It is no defect, and not the answer 'not sound' either."""
+    words = f"set -o pipefail; {sys.executable} -m tpcompiler.cli inspect {artifact} {to}"
+    done = subprocess.run(["bash", "-c", words], stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
 SCRIPT = """
 import sys
 from tpcompiler.runtime.model_file import import_modules
@@ -175,9 +192,8 @@ def test_imports_of_an_import(name: str, imported: str, tmp_path: Path) -> None:
     (here / "mine_too.py").write_text("")
     (here / "mine_package" / "__init__.py").write_text("")
     (here / "mine_package" / "part.py").write_text("")
-    root = Path(__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, name, here], cwd=here, capture_output=True, text=True, timeout=120,
-        env={"PYTHONPATH": f"{site}:{root}", "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": f"{site}:{ROOT}", "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
     assert (done.returncode, done.stderr, done.stdout) == (0, "", f"{imported} False\n")

@@ -28,7 +28,9 @@ from tpcompiler.program_set import ProgramSet
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.rank_file import read_rank
+from tpcompiler.soundness.boundary import compare_calling
 from tpcompiler.soundness.check import CheckReport, check_artifact
+from tpcompiler.soundness.folded import Unsound
 from tpcompiler.verify.compare import Call, Subject, VerifyReport, read_call
 
 Given = Mapping[str, Any] | Sequence[Any] | None
@@ -201,6 +203,14 @@ def verify_artifact(
             help="give the program that it was converted from",
         )
     programs = [read_rank(directory, manifest, rank, trust=trust) for rank in range(manifest.world_size)]
+    for rank, program in enumerate(programs):
+        try:
+            compare_calling(program, original)
+        except Unsound as error:
+            raise ArtifactError(
+                f"{os.fspath(directory)} is called otherwise than the program: on rank {rank} {error.text}",
+                help="give the program that it was converted from, or convert it again",
+            ) from error
     shardings = {name: row_sharding(row, mesh) for name, row in rows.items()}
     subject = Subject(
         original,

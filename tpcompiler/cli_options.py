@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from tpcompiler.errors import TpCompilerError
-from tpcompiler.printed import one_line, printed_streams
+from tpcompiler.printed import one_line, print_nowhere, printed_streams
 
 NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
 
@@ -24,8 +25,15 @@ class _Commands(TyperGroup):
     through one filter."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        with printed_streams(sys.stdout, sys.stderr):
-            return super().main(*args, **kwargs)
+        try:
+            with printed_streams(sys.stdout, sys.stderr):
+                return super().main(*args, **kwargs)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EIO):
+                raise
+            print_nowhere(sys.stdout)
+            typer.echo(f"cannot write standard output: {error.strerror}", err=True)
+            sys.exit(BAD_INPUT)
 
     def invoke(self, ctx: Any) -> Any:
         try:

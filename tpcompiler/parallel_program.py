@@ -39,9 +39,12 @@ from tpcompiler.report import Collective, collectives_of, report_text
 from tpcompiler.runtime.archive import has_pickled_examples
 from tpcompiler.runtime.artifact import VERSION, Manifest, write_artifact
 from tpcompiler.runtime.place import leave_out, place_state
+from tpcompiler.runtime.target import refuse_full_disk
 from tpcompiler.soundness.check import check_artifact
 from tpcompiler.verify.compare import Call, Subject, VerifyReport, compare_calls, functional, read_call
 from tpcompiler.verify.judge import Layout
+
+NODE_BYTES = 1_500  # of a graph's text, about
 
 
 class ParallelProgram:
@@ -225,6 +228,7 @@ class ParallelProgram:
                 signature.out_spec = plain_outputs(signature.out_spec)[0]
             if has_pickled_examples(program):
                 program.example_inputs = None  # so that the file is read without trust
+            refuse_full_disk(path, _bytes_in_file(program))
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "No complete tensor found")  # of leaves that are left out
@@ -359,3 +363,13 @@ def _same_on_all_ranks(program: ReshardedProgram) -> bool:
             if differs_by_rank(change, node.meta["val"], program.mesh):
                 return False
     return True
+
+
+def _bytes_in_file(program: ExportedProgram) -> int:
+    """At least what a file of it takes: its tensors, once each, and its graph."""
+    held = {
+        id(v): v for v in (*program.state_dict.values(), *program.constants.values()) if isinstance(v, torch.Tensor)
+    }
+    nodes = sum(len(part.graph.nodes) for part in program.graph_module.modules() if isinstance(part, fx.GraphModule))
+    tensors: int = sum(value.untyped_storage().nbytes() for value in held.values())
+    return tensors + NODE_BYTES * nodes

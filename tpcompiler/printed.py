@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
@@ -30,7 +31,8 @@ class Printed(io.TextIOBase):
 
     def write(self, text: str) -> int:
         encoding = self.encoding
-        self._stream.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
+        with self._going_on():
+            self._stream.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     @property
@@ -51,14 +53,39 @@ class Printed(io.TextIOBase):
         return self._stream.fileno()
 
     def flush(self) -> None:
-        self._stream.flush()
+        with self._going_on():
+            self._stream.flush()
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Where nobody reads any more, what is left is printed to nowhere, and the command ends as it would."""
+        try:
+            yield
+        except BrokenPipeError:
+            print_nowhere(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
+def print_nowhere(stream: TextIO) -> None:
+    """Let what a stream still holds, and is given, disappear."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 @contextmanager
-def printed_streams(out: TextIO, error: TextIO) -> Iterator[None]:
-    """Filter everything that the block prints."""
-    with redirect_stdout(Printed(out)), redirect_stderr(Printed(error)):
-        yield
+def printed_streams(out: TextIO | None, error: TextIO | None) -> Iterator[None]:
+    """Filter everything that the block prints; a stream that is closed takes nothing.
+
+    Raises:
+        OSError: standard output cannot be written.
+    """
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        shown = Printed(out or nowhere)
+        with redirect_stdout(shown), redirect_stderr(Printed(error or nowhere)):
+            try:
+                yield
+            finally:
+                shown.flush()

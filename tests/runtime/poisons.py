@@ -264,6 +264,27 @@ def number_without_end(entries: Entries, marker: Path) -> None:
     size(entries, "1e9999999999")
 
 
+def underscores_without_end(entries: Entries, marker: Path) -> None:
+    size(entries, "1e9_9_9_9_9_9_9_9")
+
+
+def divisor_without_end(entries: Entries, marker: Path) -> None:
+    one, two = ("+".join(f"{i + 2}*s{i}**{degree}" for i in range(6)) for degree in (62, 61))
+    size(entries, f"FloorDiv({one}+1,{two}+2)")
+
+
+def digits_without_end(entries: Entries, marker: Path) -> None:
+    size(entries, "Float('0.1', 1000000000)")
+
+
+def guard_that_repeats_a_list(entries: Entries, marker: Path) -> None:
+    changed(entries, MODEL, lambda data: data.update(guards_code=["L['x'].shape * 700000000 == 0"]))
+
+
+def guard_that_repeats_a_text(entries: Entries, marker: Path) -> None:
+    changed(entries, MODEL, lambda data: data.update(guards_code=["L['mode'] * 4000 * 4000 * 4000 == 0"]))
+
+
 def sum_without_end(entries: Entries, marker: Path) -> None:
     size(entries, "Pow(Add(s0,s1,s2,s3,s4,s5,s6,s7), 50)")
 
@@ -417,6 +438,11 @@ ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (origin_that_opens_a_library, f"{MODEL} looks into what is no module, class or op: "),
     (quotient_without_end, f"{MODEL} has a size that is no plain expression: "),
     (number_without_end, f"{MODEL} has a size that is no plain expression: "),
+    (underscores_without_end, f"{MODEL} has a size that is no plain expression: "),
+    (divisor_without_end, f"{MODEL} has a size that is no plain expression: "),
+    (digits_without_end, f"{MODEL} has a size that is no plain expression: "),
+    (guard_that_repeats_a_list, f"{MODEL} has an input check that is no plain comparison: "),
+    (guard_that_repeats_a_text, f"{MODEL} has an input check that is no plain comparison: "),
     (sum_without_end, f"{MODEL} has a size that is no plain expression: "),
     (rounding_without_end, f"{MODEL} has an input check that is no plain comparison: "),
     (examples_without_end, f"{EXAMPLES} has example inputs without end"),

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tpcompiler
 from tests.runtime.commands import refused
-from tests.runtime.models import PLAN, export_mlp
+from tests.runtime.models import PLAN, export_mlp, mlp_inputs
 from tests.runtime.poisons import EXAMPLES, MODEL, Fire, entries_of, pickled_examples, save_victim, saved, write_entries
 from tests.runtime.test_poisoned import zipped
 from tpcompiler.errors import ArtifactError
@@ -109,6 +110,15 @@ def test_pipes_for_inputs_and_ranks(tmp_path: Path) -> None:
     (tmp_path / "out" / "rank_0.pt2").unlink()
     os.mkfifo(tmp_path / "out" / "rank_0.pt2")
     assert "rank_0.pt2 cannot be read: it is a pipe or a device\n" in refused("check", tmp_path / "out")
+
+
+def test_an_inputs_file_that_is_shortened_later(tmp_path: Path) -> None:
+    """Of a mapped file the next look at a tensor would end the process."""
+    save_file(mlp_inputs(), tmp_path / "in")
+    args, kwargs = read_inputs(tmp_path / "in", export_mlp())
+    os.truncate(tmp_path / "in", 0)
+    given = {**kwargs, **dict(zip(mlp_inputs(), args, strict=False))}
+    assert all(torch.equal(given[name], value) for name, value in mlp_inputs().items())
 
 
 def test_a_plan_from_a_pipe_of_the_shell(tmp_path: Path) -> None:

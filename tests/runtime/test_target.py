@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import tpcompiler
 from tests.runtime.commands import call
+from tests.runtime.models import PLAN, export_mlp
 from tests.runtime.test_artifact import content, manifest
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import MANIFEST, read_manifest, write_artifact, write_set
@@ -181,6 +185,15 @@ def test_of_two_saves_one_is_refused(tmp_path: Path) -> None:
     assert sorted(ended) == [f"{tmp_path / 'out'} exists already", "written"]
     assert read_manifest(tmp_path / "out").world_size == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_disk_without_room_is_found_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's writer ends the process where it finds out."""
+    program = tpcompiler.parallelize(export_mlp(), 2, PLAN)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000))
+    with pytest.raises(ArtifactError, match=f"^cannot write {tmp_path / 'out'}: No space left on device\n"):
+        program.save(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_is_replaced_when_it_is_whole(tmp_path: Path) -> None:

@@ -12,9 +12,12 @@ import re
 import warnings
 from collections.abc import Callable
 
+import torch
+
 LONGEST = 20_000  # characters
 PARTS = 4_000
 BITS = 4_096  # of the largest number that evaluating it can make
+POLYNOMIAL = 200_000  # coefficients that one of so many symbols and of that degree may have: sympy looks for divisors
 TERMS = 1_000  # of sums that are multiplied out, as sympy does
 SIZE_BITS = 64  # of a size that is not known yet
 EXTREMES = 16  # arguments of maxima: sympy compares them pair by pair, in a second for twenty
@@ -49,8 +52,9 @@ Leaf = Callable[[ast.expr], int]  # bits of what is neither a number nor an oper
 
 def is_size(text: str) -> bool:
     """Whether sympy makes nothing but arithmetic of symbols and numbers of it."""
-    # sympy takes 1e9999 for a whole number, which Python does not.
-    return not re.search(r"[^\w ,.='+*/%<>!&|~()-]|[\d.]e[-+]?\d{4}", text, re.I) and _is_small(text, _size_leaf)
+    # sympy takes 1e9999 for a whole number, which Python does not; nobody writes 1_000.
+    strange = r"[^\w ,.='+*/%<>!&|~()-]|[\d.]e[-+]?\d{4}|\d_"
+    return not re.search(strange, text, re.I) and _is_small(text, _size_leaf)
 
 
 def is_guard(text: str) -> bool:
@@ -70,6 +74,10 @@ def _is_small(text: str, leaf: Leaf) -> bool:
         extremes = sum(len(part.args) for part in parts if isinstance(part, ast.Call) and _is_extreme(part.func))
         if len(parts) > PARTS or extremes > EXTREMES or _bits(tree.body, leaf) > BITS:
             return False
+        symbols = {part.id for part in parts if isinstance(part, ast.Name)} - {"L", "math", "torch"}
+        symbols |= {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+        if (_degree(tree.body) + 1) ** min(len(symbols), 64) > POLYNOMIAL or _repeats(parts):
+            return False
         return _terms(tree.body) <= TERMS and '"' not in ast.unparse(tree)
     except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError, Strange):
         return False
@@ -86,6 +94,8 @@ def _bits(node: ast.expr, leaf: Leaf) -> int:
         return _bits(part, leaf)
 
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):  # bool is one too
+        if isinstance(node.value, float) and not math.isfinite(node.value):
+            raise Strange
         return _few(node.value.bit_length() if isinstance(node.value, int) else SIZE_BITS)
     if isinstance(node, ast.BinOp):
         if isinstance(node.op, (ast.Pow, ast.LShift)):
@@ -107,6 +117,50 @@ def _bits(node: ast.expr, leaf: Leaf) -> int:
     if isinstance(node, ast.IfExp):
         return max(map(bits, (node.test, node.body, node.orelse)))
     return leaf(node)
+
+
+def _degree(node: ast.expr) -> int:
+    """Of the polynomial that an expression is."""
+    if isinstance(node, ast.BinOp):
+        if isinstance(node.op, ast.Pow):
+            return _degree(node.left) * max(1, int(abs(_number(node.right))))
+        both = [_degree(node.left), _degree(node.right)]
+        return sum(both) if isinstance(node.op, ast.Mult) else max(both)
+    if isinstance(node, ast.Name):
+        return 1
+    if isinstance(node, ast.Call):
+        kind = node.func.id if isinstance(node.func, ast.Name) else ""
+        if kind in SYMPY_TEXTS:
+            return int(kind != "Float")
+        if kind in SYMPY_POWERS and len(node.args) == 2:
+            return _degree(node.args[0]) * max(1, int(abs(_number(node.args[1]))))
+        every = [_degree(each) for each in node.args]
+        return sum(every) if kind == "Mul" else max(every, default=0)
+    return max((_degree(each) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)), default=0)
+
+
+def _repeats(parts: list[ast.AST]) -> bool:
+    """Whether an input that may be a text or a list is multiplied: by more than a small number, or more than once."""
+    times = 0
+    for part in parts:
+        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult):
+            both = [side for side in (part.left, part.right) if any(map(_is_bare_input, _outside_calls(side)))]
+            times += len(both)
+            other = next((side for side in (part.left, part.right) if side not in both), None)
+            small = isinstance(other, ast.Constant) and isinstance(other.value, int) and other.value <= PARTS
+            if both and not small:
+                return True
+    return times > 1
+
+
+def _is_bare_input(node: ast.AST) -> bool:
+    return isinstance(node, ast.Subscript) and not isinstance(node.value, ast.Call) and _is_input(node)
+
+
+def _outside_calls(node: ast.AST) -> list[ast.AST]:
+    if isinstance(node, ast.Call) or (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call)):
+        return []
+    return [node, *(each for child in ast.iter_child_nodes(node) for each in _outside_calls(child))]
 
 
 def _terms(node: ast.expr) -> int:
@@ -176,9 +230,11 @@ def _size_leaf(node: ast.expr) -> int:
         raise Strange
     for keyword in node.keywords:  # what is assumed of a symbol, and a float's precision
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
-        if keyword.arg is None or not isinstance(value, int) or value > 1_000:
+        if keyword.arg is None or not isinstance(value, int) or not 0 <= value <= 1_000:
             raise Strange
     kind, args = node.func.id, node.args
+    if kind == "Float" and len(args) > 1:  # its precision is given by name
+        raise Strange
     first = args[0] if args else None
     if isinstance(first, ast.Constant) and isinstance(first.value, str):
         if not re.fullmatch(SYMPY_TEXTS.get(kind, "(?!)"), first.value) or len(first.value) > BITS // 4:
@@ -219,7 +275,9 @@ def _is_named(node: ast.expr, name: str) -> bool:
 def _is_input(node: ast.expr) -> bool:
     """`L['x']`, a part of it such as `L['x'][0]['key'].field`, or an entry of its `.size()` or `.stride()`."""
     if isinstance(node, ast.Attribute):
-        return not node.attr.startswith("_") and _is_input(node.value) and not _is_named(node.value, "L")
+        # A field of a named tuple, and nothing that a tensor has.
+        field = not node.attr.startswith("_") and not hasattr(torch.Tensor, node.attr)
+        return field and _is_input(node.value) and not _is_named(node.value, "L")
     if not isinstance(node, ast.Subscript):
         return False
     index = node.slice

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 
@@ -30,11 +30,11 @@ def read_inputs(path: str | os.PathLike[str], program: ExportedProgram) -> tuple
         InputsError: not a safetensors file; a tensor that is missing, unknown, or of another shape or dtype.
     """
     try:
-        with Opened(Path(path)):  # a pipe would keep the reader waiting
-            tensors = load_file(os.fspath(path))
+        with Opened(Path(path)) as file:  # not mapped: who shortens a mapped file ends the process
+            tensors = load(file.read() or b"")
     except FileNotFoundError as error:
         raise InputsError(f"inputs file {path} does not exist", help="give the path of a safetensors file") from error
-    except OSError as error:  # what it is called differs: safetensors maps the file into memory
+    except OSError as error:
         said = "is a directory" if os.path.isdir(path) else f"cannot be read: {reason(error)}"
         raise InputsError(f"inputs file {path} {said}", help="give the path of a safetensors file") from error
     except (SafetensorError, ValueError) as error:

@@ -124,6 +124,7 @@ CALLING: dict[str, Form] = {
     "names": some(text),
     "ranges": table(text, lambda ends: isinstance(ends, list) and len(ends) == 2 and all(map(end, ends))),
     "asserted": some(text),
+    "constants": some(text),
 }
 FIELDS: dict[str, Form] = {
     "mesh": mesh,

@@ -101,6 +101,16 @@ def replacing(file: Path) -> Iterator[Path]:
         os.replace(temporary, file)
 
 
+def refuse_full_disk(file: Path, size: int) -> None:
+    """Ask for room first: torch's writer ends the process where it finds none while it closes a file.
+
+    Raises:
+        OSError: there are not so many bytes left.
+    """
+    if shutil.disk_usage(file.parent).free < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(file))
+
+
 def reason(error: Exception) -> str:
     """Without the number and the name of a file that is temporary, or named already."""
     return ((getattr(error, "strerror", None) or str(error)) or type(error).__name__).splitlines()[0]

@@ -34,6 +34,7 @@ CALLING = {
     "names": "calls its arguments",
     "ranges": "takes the sizes",
     "asserted": "asserts of its inputs",
+    "constants": "takes the constants",
 }
 
 
@@ -110,10 +111,18 @@ def check_calls(ranks: Sequence[Written], manifest: Manifest, original: Exported
         for what, said in CALLING.items():
             if found[what] != (wanted := manifest.calling.get(what)):
                 raise Unsound(None, f"rank {rank} {said} {found[what]}, and the manifest says {wanted}")
-    specs = [(spec.in_spec, spec.out_spec) for spec in (each.program.call_spec for each in ranks)]
-    if original is None:
-        return
-    theirs, (takes, gives) = original.call_spec, specs[0]
+    if original is not None:
+        compare_calling(ranks[0].program, original)
+
+
+def compare_calling(program: ExportedProgram, original: ExportedProgram) -> None:
+    """A rank takes its arguments and gives its results in the structure of the original's.
+
+    Raises:
+        Unsound: keys are others, or in another order.
+    """
+    theirs, ours = original.call_spec, program.call_spec
+    takes, gives = ours.in_spec, ours.out_spec
     if takes != theirs.in_spec:
         raise Unsound(None, f"the ranks take {_arguments(takes)}, and the original {_arguments(theirs.in_spec)}")
     if gives not in (theirs.out_spec, theirs.out_spec and plain_outputs(theirs.out_spec)[0]):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import ConstantArgument, InputKind
 
 from tpcompiler._torch import FakeTensorMode, OpOverload, enable_python_dispatcher, symbols_of
 from tpcompiler.errors import TpCompilerError
@@ -29,6 +29,7 @@ from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.soundness.drawn import Sizes
 
 aten = torch.ops.aten
+LAYOUT = (aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default)
 Shardings = tuple[Sharding, ...]
 Results = dict[Any, Any]
 
@@ -98,6 +99,10 @@ class Folded:
             with self.mode, torch.no_grad(), enable_python_dispatcher(), fresh:
                 self.results[known] = target(*args, **kwargs)
         return self.results[known]
+
+    def input_symbols(self) -> set[Any]:
+        """Of the sizes of inputs."""
+        return symbols_of(node.meta.get("val") for node in self.program.graph.nodes if node.op == "placeholder")
 
     def stands_for(self, node: fx.Node, whole: fx.Node) -> None:
         self.whole[node] = whole
@@ -182,6 +187,8 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
     placeholders = [node for node in made.program.graph.nodes if node.op == "placeholder"]
     for node, spec in zip(placeholders, made.program.graph_signature.input_specs, strict=True):
         value = node.meta.get("val")
+        if isinstance(spec.arg, ConstantArgument) and (type(value), value) != (type(spec.arg.value), spec.arg.value):
+            raise Unsound(node, f"is {value!r}, and the signature says {spec.arg.value!r}")
         new = made.graph.placeholder(node.name)
         new.meta["val"] = value
         made.stands_for(node, new)
@@ -234,7 +241,17 @@ def _claimed(made: Folded, node: fx.Node) -> tuple[Claim, Shardings]:
     return claim, tuple(read_claimed(node, t, made.mesh, v.ndim) for t, v in zip(texts, values, strict=True))
 
 
+def reads_data(number: fx.Node) -> bool:
+    """Whether a number is read, or computed from one that is read, from what a tensor holds, and not from its sizes."""
+    if isinstance(number.target, OpOverload) and number.target not in LAYOUT:
+        return True
+    return any(reads_data(used) for used in number.all_input_nodes if not edit.outputs(used))
+
+
 def _fold_region(made: Folded, region: Region) -> None:
+    for node in region.inputs:
+        if not edit.outputs(node) and node.op == "call_function" and reads_data(node):
+            raise Unsound(region.nodes[-1], f"is the end of {region.name}, which uses '{node.name}', read from data")
     if region.name.startswith("reshard"):
         _fold_change(made, region)
     else:

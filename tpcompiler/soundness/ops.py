@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload
+from tpcompiler._torch import OpOverload, symbols_of
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
@@ -20,10 +20,12 @@ from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through,
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.soundness.counted import read_names
-from tpcompiler.soundness.folded import Folded, Shardings, Unsound
+from tpcompiler.soundness.drawn import Sizes
+from tpcompiler.soundness.folded import LAYOUT, Folded, Shardings, Unsound, reads_data
+from tpcompiler.soundness.sizes import plain
 
+DRAWS = 4  # of sizes at which an op may agree with what is said of it
 aten = torch.ops.aten
-LAYOUT = (aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default)
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # but for whether they may copy
 
 
@@ -74,7 +76,7 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
     """The recorded value is what the call makes of its operands' recorded values; whether the call could be run."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     if isinstance(node.meta.get("val"), (int, torch.SymInt)):
-        _check_number(node, args, kwargs)
+        _check_number(made, node, args, kwargs)
     if not isinstance(node.target, OpOverload) or not edit.outputs(node):
         return True
     try:
@@ -91,7 +93,7 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
         kind = value.ndim == said.ndim and value.dtype == said.dtype
         apart = [ends for ends in zip(shape, said.shape, strict=False) if not statically_equal(*ends)]
         dynamic = kind and not any(isinstance(a, int) and isinstance(b, int) for a, b in apart)
-        if apart and dynamic and _is_the_whole_call(made, node):
+        if apart and dynamic and _is_the_whole_call(made, node) and _agree_somewhere(made, apart):
             return False  # the export took a dynamic size for a number that it is in the example
         if apart or not kind:
             raise Unsound(
@@ -99,6 +101,16 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
                 f"makes {value.dtype} {list(value.shape)}, and is said to make {said.dtype} {list(said.shape)}",
             )
     return known and not few
+
+
+def _agree_somewhere(made: Folded, apart: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether sizes that look different are equal at some that an export may have found: multiples of many numbers."""
+    symbolic = [ends for ends in apart if not any(isinstance(size, int) for size in ends)]
+    for _ in range(DRAWS):
+        made.sizes = Sizes(fits=True)
+        if all(plain(one, made) == plain(other, made) for one, other in symbolic):
+            return True
+    return False
 
 
 def _is_the_whole_call(made: Folded, node: fx.Node) -> bool:
@@ -114,19 +126,22 @@ def _has_dynamic_sizes(node: fx.Node) -> bool:
     return not all(isinstance(size, int) for size in sizes)
 
 
-def _check_number(node: fx.Node, args: Any, kwargs: Any) -> None:
-    """The same of a size."""
+def _check_number(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> None:
+    """The same of a size. A number that the data decide has a name that nothing else has, and no known value."""
     if isinstance(node.target, OpOverload) and node.target not in LAYOUT:
+        names = symbols_of([node.meta["val"]])
+        if edit.operands(node) and (not names or names & made.input_symbols()):
+            raise Unsound(node, f"makes a number that the data decide, and is said to make {node.meta['val']}")
         return
-    made = args[0].shape[args[1]] if node.target is aten.sym_size.int else node.target(*args, **kwargs)  # type: ignore[operator]
-    if not statically_equal(made, node.meta["val"]):
-        raise Unsound(node, f"makes {made}, and is said to make {node.meta['val']}")
+    found = args[0].shape[args[1]] if node.target is aten.sym_size.int else node.target(*args, **kwargs)  # type: ignore[operator]
+    if not statically_equal(found, node.meta["val"]):
+        raise Unsound(node, f"makes {found}, and is said to make {node.meta['val']}")
 
 
 def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) -> None:
     gives, whole = made.shardings[node], made.whole[node]
     operands = edit.operands(node)
-    if node.target is aten.full.default and edit.outputs(node)[0].numel() == 0:
+    if node.target is aten.full.default and statically_equal(edit.outputs(node)[0].numel(), 0):
         operands = made.named.get(node, operands)  # of an empty share nothing can be wrong but its shape
     elif [made.whole.get(operand) for operand in operands] != edit.operands(whole):
         raise Unsound(node, f"is given {operands}, and the whole {edit.operands(whole)}")
@@ -232,6 +247,8 @@ def _check_arguments(made: Folded, node: fx.Node, own: Mapping[str, list[Size | 
             if size is None:
                 fits = _equal(entry, entry_of_whole, made) or entry_of_whole == -1
             else:
+                if isinstance(entry, fx.Node) and reads_data(entry):
+                    raise Unsound(node, f"is given {name}={value}, of which '{entry.name}' is read from data")
                 fits = statically_equal(_number(entry), size) or entry == -1
             if not fits:
                 raise Unsound(node, f"is given {name}={value}, where its share of {wanted} has {size}")

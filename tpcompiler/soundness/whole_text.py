@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import torch
 from torch import fx
 from torch.export.graph_signature import ConstantArgument
 
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
-from tpcompiler.soundness.folded import Folded
+from tpcompiler.soundness.folded import Folded, reads_data
 
 
 def whole_text(made: Folded) -> list[str]:
@@ -26,9 +27,14 @@ def whole_text(made: Folded) -> list[str]:
     lines += [f"{symbol} in {sizes}" for symbol, sizes in made.program.range_constraints.items()]
     for node, whole in made.whole.items():
         if _is_number(whole):
-            if isinstance(whole.target, OpOverload) and not whole.target._schema.returns:
+            # What nothing is made of, and what is read from data, is the same on all ranks.
+            if isinstance(whole.target, OpOverload) and (not whole.target._schema.returns or reads_data(whole)):
                 lines.append(_call_text(whole))
             continue
+        if whole.op == "placeholder":
+            value = whole.meta.get("val")
+            known = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            lines.append(f"{whole.name} is {known}")
         shown = ", ".join(sharding.text(made.mesh) for sharding in made.shardings.get(node, ()))
         call = _body_text(node) if node.op == "get_attr" else _call_text(whole)
         lines.append(f"{whole.name}: {shown} = {call}")
