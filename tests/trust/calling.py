@@ -86,5 +86,6 @@ def values_returned_in_another_structure(program: ExportedProgram) -> bool:
     """They have lost their keys."""
     signature = _signature(program)
     spec = signature.out_spec
-    signature.out_spec = type(spec)(list, None, [spec.child(at) for at in range(spec.num_children)])
+    if spec.num_children > 1:
+        signature.out_spec = type(spec)(list, None, [spec.child(at) for at in range(spec.num_children)])
     return bool(spec.num_children > 1)
