@@ -34,6 +34,11 @@ Shardings = tuple[Sharding, ...]
 Results = dict[Any, Any]
 
 
+def first_line(error: Exception) -> str:
+    """Of its text, or its name where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class Unsound(Exception):
     """What does not hold, at which node of a rank's graph."""
 
@@ -379,7 +384,7 @@ def _whole_call(
     try:
         new.meta["val"] = made.run(target, given, named)
     except Exception as error:  # whatever torch makes of arguments that do not fit
-        raise Unsound(node, f"cannot be run on the whole: {str(error).splitlines()[0]}") from error
+        raise Unsound(node, f"cannot be run on the whole: {first_line(error)}") from error
     value = new.meta["val"]
     if isinstance(value, torch.Tensor) and symbols_of([value]) - symbols_of([given, named]):
         # A size that the data decide has got a new name, and keeps the one that the file knows.

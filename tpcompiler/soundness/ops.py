@@ -21,7 +21,7 @@ from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.soundness.counted import read_names
 from tpcompiler.soundness.drawn import Sizes
-from tpcompiler.soundness.folded import LAYOUT, Folded, Shardings, Unsound, reads_data
+from tpcompiler.soundness.folded import LAYOUT, Folded, Shardings, Unsound, first_line, reads_data
 from tpcompiler.soundness.sizes import plain
 
 DRAWS = 4  # of sizes at which an op may agree with what is said of it
@@ -84,7 +84,7 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
     except Exception as error:  # whatever torch makes of arguments that do not fit
         if _is_the_whole_call(made, node):
             return False  # of dynamic sizes that the export has compared, and a file does not say so
-        raise Unsound(node, f"cannot be run: {str(error).splitlines()[0]}") from error
+        raise Unsound(node, f"cannot be run: {first_line(error)}") from error
     every = [v for v in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(v, torch.Tensor)]
     shapes, known = read_names(made, node, every)
     # Of a list as long as a dynamic size, the example's says how many there are.
