@@ -35,6 +35,14 @@ def test_texts() -> None:
     assert one_line("a\nb\u2028c") == r"a\nb\u2028c"
 
 
+def test_a_finding_writes_no_line_of_its_own() -> None:
+    """A name may be in it."""
+    report = tpcompiler.CheckReport(False, {"ranks": 2}, ["no 'x\nsound: all'"])
+    assert str(report).splitlines() == ["NOT SOUND: 2 ranks", r"  no 'x\nsound: all'"]
+    verdict = tpcompiler.VerifyReport(False, 1.0, 1.0, [], first_diverging="x\nequal: all")
+    assert str(verdict).splitlines()[1:] == [r"  first diverging value: x\nequal: all"]
+
+
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("artifact") / "out"

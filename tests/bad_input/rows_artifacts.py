@@ -348,14 +348,14 @@ MANIFESTS = [
     Row(
         "a file that leads out",
         "tpcompiler inspect out",
-        "out/manifest.json names files ['../x', 'rank_0.pt2'] for 2 ranks",
+        "out/manifest.json is damaged: 'files' is not in the form of format 1",
         CONVERT,
         spoil=fields(files={"rank_0.pt2": "", "../x": ""}),
     ),
     Row(
         "a sharding that the weights do not have",
         "tpcompiler check out",
-        "NOT SOUND: 2 ranks, 1 graphs, 2 collectives\n  rank_0.pt2: 'p_layers_0_up_weight' (p_layers_0_up_weight) is [8, 8], and S(1) of [16, 8] is [16, 4]\n  rank_1.pt2: 'p_layers_0_up_weight' (p_layers_0_up_weight) is [8, 8], and S(1) of [16, 8] is [16, 4]\n  'layers.0.up.weight': rank 0 holds [8, 8] of [16, 8] as S(1)",
+        "NOT SOUND: 2 ranks, 1 graphs, 2 collectives\n  rank_0.pt2: 'p_layers_0_up_weight' (p_layers_0_up_weight) is [8, 8], and S(1) of [16, 8] is [16, 4]\n  rank_1.pt2: 'p_layers_0_up_weight' (p_layers_0_up_weight) is [8, 8], and S(1) of [16, 8] is [16, 4]\n  'layers.0.up.weight': rank 0 holds [8, 8] of [16, 8] as S(1)\nthe weights were not compared with the model's: pass --original MODEL.pt2",
         spoil=manifest(lambda data: data["tensors"][0].update(sharding="S(1)")),
         code=1,
     ),

@@ -23,10 +23,10 @@ from torch._export.serde.serialize import serialize
 
 import tpcompiler
 from tests.runtime.commands import call, refused, right
+from tests.runtime.endless import ENDLESS
 from tests.runtime.models import PLAN, PLAN_TEXT, export_mlp, mlp_inputs
 from tests.runtime.poisons import (
     ARGS,
-    ENDLESS,
     EXAMPLES,
     MODEL,
     POISONS,

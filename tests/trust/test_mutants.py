@@ -18,7 +18,7 @@ NOTICED = Path(__file__).parent / "noticed.txt"
 
 
 def _first_of_each_kind() -> Iterator[Mutant]:
-    for kind in KINDS:
+    for kind in sorted(KINDS):
         made = ((name, damaged(kind, subject(name).sound)) for name in SMALL)
         name, artifact = next((each for each in made if each[1] is not None), ("", None))
         assert artifact is not None, f"no small model has a place for {kind!r}"

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.printed import one_line
 from tpcompiler.runtime.artifact import Manifest, manifests_beside, programs_in, rank_file, read_manifest
 from tpcompiler.runtime.model_file import quiet_torch
 from tpcompiler.soundness.boundary import check_calls, check_outputs, check_state
@@ -37,7 +38,7 @@ class CheckReport:
     def __str__(self) -> str:
         checked = ", ".join(f"{count} {what}" for what, count in self.counts.items())
         return "\n".join(
-            [f"{'sound' if self.ok else 'NOT SOUND'}: {checked}", *(f"  {each}" for each in self.findings)]
+            [f"{'sound' if self.ok else 'NOT SOUND'}: {checked}", *(f"  {one_line(each)}" for each in self.findings)]
         )
 
 

@@ -17,6 +17,7 @@ from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.refused import refuse_hollow
+from tpcompiler.printed import one_line
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.verify.judge import (
     FLOOR,
@@ -68,7 +69,7 @@ class VerifyReport:
             )
         if self.first_diverging:
             lines.append(f"  first diverging value: {self.first_diverging}")
-        return "\n".join(lines)
+        return "\n".join(map(one_line, lines))
 
 
 def compare(
