@@ -28,7 +28,7 @@ def swap_names(patch: pytest.MonkeyPatch) -> None:
 
 
 def programs(*names: str) -> Spoil:
-    return text("programs.json", json.dumps({"format": 1, "programs": names}))
+    return text("programs.json", json.dumps({"format": 2, "programs": names}))
 
 
 ARTIFACTS = [
@@ -164,7 +164,7 @@ ARTIFACTS = [
     Row(
         "a list of programs with a path in it",
         "tpcompiler check .",
-        "programs.json is damaged, or of another format than 1",
+        "programs.json is damaged, or of another format than 2",
         "convert the models again",
         spoil=programs("../out"),
     ),
@@ -194,42 +194,42 @@ MANIFESTS = [
     Row(
         "tensors in a file outside",
         "tpcompiler check out",
-        "out/manifest.json is damaged: 'tensors' is not in the form of format 1",
+        "out/manifest.json is damaged: 'tensors' is not in the form of format 2",
         CONVERT,
         spoil=manifest(lambda data: data["tensors"][0].update(stored_in="../other")),
     ),
     Row(
         "a plan without end",
         "tpcompiler inspect out --json",
-        "out/manifest.json is damaged: 'plan' is not in the form of format 1",
+        "out/manifest.json is damaged: 'plan' is not in the form of format 2",
         CONVERT,
         spoil=manifest(lambda data: data["plan"].update(up=[[[[[[[[[]]]]]]]]])),
     ),
     Row(
         "a later format",
         "tpcompiler inspect out",
-        "out/manifest.json has format 2 of tpcompiler 9.0, this tpcompiler <tpcompiler> reads format 1",
+        "out/manifest.json has format 3 of tpcompiler 9.0, this tpcompiler <tpcompiler> reads format 2",
         CONVERT,
-        spoil=fields(format=2, news=[], versions={"tpcompiler": "9.0"}),
+        spoil=fields(format=3, news=[], versions={"tpcompiler": "9.0"}),
     ),
     Row(
         "the same, to be verified",
         VERIFY,
-        "out/manifest.json has format 2 of tpcompiler <tpcompiler>, this tpcompiler <tpcompiler> reads format 1",
+        "out/manifest.json has format 3 of tpcompiler <tpcompiler>, this tpcompiler <tpcompiler> reads format 2",
         CONVERT,
-        spoil=fields(format=2),
+        spoil=fields(format=3),
     ),
     Row(
         "the same, to be run",
         "tpcompiler run out --inputs in.safetensors",
-        "out/manifest.json has format 2 of tpcompiler <tpcompiler>, this tpcompiler <tpcompiler> reads format 1",
+        "out/manifest.json has format 3 of tpcompiler <tpcompiler>, this tpcompiler <tpcompiler> reads format 2",
         CONVERT,
-        spoil=fields(format=2),
+        spoil=fields(format=3),
     ),
     Row(
         "no format",
         "tpcompiler inspect out",
-        "out/manifest.json has format None of tpcompiler <tpcompiler>, this tpcompiler <tpcompiler> reads format 1",
+        "out/manifest.json has format None of tpcompiler <tpcompiler>, this tpcompiler <tpcompiler> reads format 2",
         CONVERT,
         spoil=manifest(lambda data: data.pop("format")),
     ),
@@ -257,7 +257,7 @@ MANIFESTS = [
     Row(
         "JSON of something else",
         "tpcompiler inspect out",
-        "out/manifest.json has format None, this tpcompiler <tpcompiler> reads format 1",
+        "out/manifest.json has format None, this tpcompiler <tpcompiler> reads format 2",
         CONVERT,
         spoil=text("out/manifest.json", "[1]"),
     ),
@@ -285,56 +285,56 @@ MANIFESTS = [
     Row(
         "no axis",
         "tpcompiler inspect out",
-        "out/manifest.json is damaged: 'mesh' is not in the form of format 1",
+        "out/manifest.json is damaged: 'mesh' is not in the form of format 2",
         CONVERT,
         spoil=fields(mesh={}),
     ),
     Row(
         "a degree that is text",
         "tpcompiler inspect out",
-        "out/manifest.json is damaged: 'mesh' is not in the form of format 1",
+        "out/manifest.json is damaged: 'mesh' is not in the form of format 2",
         CONVERT,
         spoil=fields(mesh={"tp": "2"}),
     ),
     Row(
         "a rank in no group",
         "tpcompiler inspect out",
-        "out/manifest.json is damaged: 'groups' is not in the form of format 1",
+        "out/manifest.json is damaged: 'groups' is not in the form of format 2",
         CONVERT,
         spoil=fields(groups={"tp=2:tp": [[0]]}),
     ),
     Row(
         "a device that is none",
         "tpcompiler inspect out",
-        "out/manifest.json is damaged: 'device_type' is not in the form of format 1",
+        "out/manifest.json is damaged: 'device_type' is not in the form of format 2",
         CONVERT,
         spoil=fields(device_type="tpu"),
     ),
     Row(
         "no list of files",
         "tpcompiler inspect out",
-        "out/manifest.json is damaged: 'files' is not in the form of format 1",
+        "out/manifest.json is damaged: 'files' is not in the form of format 2",
         CONVERT,
         spoil=fields(files=None),
     ),
     Row(
         "rows without what is needed",
         "tpcompiler inspect out",
-        "out/manifest.json is damaged: 'tensors' is not in the form of format 1",
+        "out/manifest.json is damaged: 'tensors' is not in the form of format 2",
         CONVERT,
         spoil=fields(tensors=[{"name": "w"}]),
     ),
     Row(
         "inputs that are no list",
         "tpcompiler inspect out",
-        "out/manifest.json is damaged: 'inputs' is not in the form of format 1",
+        "out/manifest.json is damaged: 'inputs' is not in the form of format 2",
         CONVERT,
         spoil=fields(inputs={}),
     ),
     Row(
         "notes that are text",
         "tpcompiler inspect out",
-        "out/manifest.json is damaged: 'notes' is not in the form of format 1",
+        "out/manifest.json is damaged: 'notes' is not in the form of format 2",
         CONVERT,
         spoil=fields(notes=["text"]),
     ),
@@ -348,7 +348,7 @@ MANIFESTS = [
     Row(
         "a file that leads out",
         "tpcompiler inspect out",
-        "out/manifest.json is damaged: 'files' is not in the form of format 1",
+        "out/manifest.json is damaged: 'files' is not in the form of format 2",
         CONVERT,
         spoil=fields(files={"rank_0.pt2": "", "../x": ""}),
     ),

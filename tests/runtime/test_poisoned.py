@@ -39,7 +39,7 @@ from tests.runtime.poisons import (
     write_entries,
 )
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import MANIFEST, SET, checked_file, read_manifest, sha256
+from tpcompiler.runtime.artifact import FORMAT, MANIFEST, SET, checked_file, read_manifest, sha256
 from tpcompiler.runtime.model_file import read_model
 
 TRUST = "if you trust who made the file, pass --trust (in Python: trust=True)"
@@ -384,14 +384,14 @@ def test_links_that_leave_the_artifact(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["..", "../other", "/etc", ".", "", "a/b"])
 def test_programs_of_strange_names(name: str, tmp_path: Path) -> None:
-    (tmp_path / SET).write_text(json.dumps({"format": 1, "programs": [name]}))
+    (tmp_path / SET).write_text(json.dumps({"format": FORMAT, "programs": [name]}))
     with pytest.raises(ArtifactError, match="is damaged, or of another format"):
         tpcompiler.load(tmp_path)
 
 
 def test_a_program_that_is_a_link(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
-    (tmp_path / "set" / SET).write_text(json.dumps({"format": 1, "programs": ["decode"]}))
+    (tmp_path / "set" / SET).write_text(json.dumps({"format": FORMAT, "programs": ["decode"]}))
     (tmp_path / "set" / "decode").symlink_to(tmp_path)
     with pytest.raises(ArtifactError, match=f"^{tmp_path / 'set' / 'decode'} leads out of {tmp_path / 'set'}\n"):
         tpcompiler.load(tmp_path / "set")

@@ -193,6 +193,8 @@ def test_a_disk_without_room_is_found_before(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000))
     with pytest.raises(ArtifactError, match=f"^cannot write {tmp_path / 'out'}: No space left on device\n"):
         program.save(tmp_path / "out")
+    with pytest.raises(ArtifactError, match=f"^cannot write {tmp_path / 'o'}: No space left on device\n"):
+        write_tensors(tmp_path / "o", {"y": torch.ones(300)})
     assert list(tmp_path.iterdir()) == []
 
 

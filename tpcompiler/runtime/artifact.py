@@ -17,7 +17,7 @@ from tpcompiler.runtime.opened import Opened, read_text
 from tpcompiler.runtime.target import MANIFEST, SET, free_target, in_place_of, reason
 
 VERSION = "0.1.0"
-FORMAT = 1
+FORMAT = 2  # since it has `calling`
 NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
     "untouched": "layers that no plan entry touches",
     "no rule": "ops without a rule",

@@ -20,7 +20,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 from tpcompiler._torch import tree_flatten, tree_unflatten
 from tpcompiler.errors import ArtifactError, InputsError
 from tpcompiler.runtime.opened import Opened
-from tpcompiler.runtime.target import reason, replacing
+from tpcompiler.runtime.target import reason, refuse_full_disk, replacing
 
 
 def read_inputs(path: str | os.PathLike[str], program: ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -170,6 +170,7 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tens
     written = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     try:
         with replacing(Path(path)) as temporary:
+            refuse_full_disk(temporary, sum(tensor.nbytes for tensor in written.values()))
             save_file(written, temporary)
     except (OSError, SafetensorError) as error:
         raise ArtifactError(
