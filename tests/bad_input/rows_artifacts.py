@@ -206,6 +206,20 @@ MANIFESTS = [
         spoil=manifest(lambda data: data["plan"].update(up=[[[[[[[[[]]]]]]]]])),
     ),
     Row(
+        "a tensor of very many dims",
+        "tpcompiler inspect out",
+        "out/manifest.json is damaged: 'tensors' is not in the form of format 2",
+        CONVERT,
+        spoil=manifest(lambda data: data["tensors"][0].update(shape=[1 << 61] * 100_000)),
+    ),
+    Row(
+        "a mesh of very many axes",
+        "tpcompiler inspect out",
+        "out/manifest.json is damaged: 'mesh' is not in the form of format 2",
+        CONVERT,
+        spoil=fields(mesh={f"a{axis}": 1 << 61 for axis in range(50_000)}),
+    ),
+    Row(
         "a later format",
         "tpcompiler inspect out",
         "out/manifest.json has format 3 of tpcompiler 9.0, this tpcompiler <tpcompiler> reads format 2",

@@ -144,6 +144,9 @@ TRACE = """
         ('  File "<eval_with_key>.7", line 9, in forward\n', ""),
         ("", ""),
         (None, ""),
+        ('File "a"', ""),
+        ("File , , ,\n" * 3, ""),
+        (" " * 100_000 + "File", ""),
     ],
 )
 def test_source_lines(trace: str | None, line: str) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
@@ -52,6 +55,32 @@ def ruled(plan: dict[str, object], names: list[str]) -> dict[str, str]:
 def test_matches(pattern: str, matched: list[str], other: list[str]) -> None:
     entry = PlanEntry(pattern, COLWISE, where="")
     assert [name for name in matched + other if entry.matches(name)] == matched
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("*a" * 25 + "*b", "a" * 60),
+        (".".join(["**"] * 30 + ["b"]), "a." * 400 + "a"),
+        ("**.a." * 30 + "b", "a." * 400 + "a"),
+    ],
+)
+def test_many_stars(pattern: str, name: str) -> None:
+    entry = PlanEntry(pattern, COLWISE, "")
+    assert not entry.matches(name)
+    assert entry.matches(name[:-1] + "b")
+
+
+@given(st.text("ab.*", max_size=9), st.text("ab.", max_size=9))
+def test_a_pattern_means_the_same_however_it_is_matched(pattern: str, name: str) -> None:
+    """As the plainest way says, which may take without end for a longer one."""
+    parts = [
+        r"(?:[^.]+\.)*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*") + r"\."
+        for part in pattern.split(".")
+    ]
+    plain = re.fullmatch("".join(parts), name + ".") is not None
+    assert PlanEntry(pattern, COLWISE, "").matches(name) == plain
 
 
 def test_entries_of_a_mapping() -> None:

@@ -98,6 +98,81 @@ def power_without_end(entries: Entries, marker: Path) -> None:
     changed(entries, MODEL, change)
 
 
+def power_not_to_be_evaluated(entries: Entries, marker: Path) -> None:
+    """It is, for all that its third argument says."""
+    size(entries, "Pow(9, 9999999999, 1)")
+
+
+def exponent_by_name(entries: Entries, marker: Path) -> None:
+    size(entries, "Pow(Pow(Pow(Pow(9, e=1000), e=1000), e=1000), e=1000)")
+
+
+def divisor_of_remainders(entries: Entries, marker: Path) -> None:
+    """Each of which is one more unknown."""
+    one, two = ("+".join(f"{i}*Mod(s0,{i})**{degree}" for i in range(2, 12)) for degree in (20, 19))
+    size(entries, f"FloorDiv({one}+1,{two}+2)")
+
+
+def absolutes_in_one_another(entries: Entries, marker: Path) -> None:
+    text = "s0"
+    for number in range(80):
+        text = f"Abs({text}-{number + 1})"
+    size(entries, text)
+
+
+def index_of_fractions(entries: Entries, marker: Path) -> None:
+    size(entries, "ModularIndexing(s0**Rational(1,3), Add(s1, 1e300), ModularIndexing(s2, s1, 0))")
+
+
+def texts_far_below(entries: Entries, marker: Path) -> None:
+    deep = "[" * 900 + ('"",' * 300_000)[:-1] + "]" * 900
+    entries[MODEL] = ('{"stack_trace":' + deep + "," + entries[MODEL].decode()[1:]).encode()
+
+
+def chain(entries: Entries, target: str, count: int, *given: dict[str, Any]) -> None:
+    """Nodes that each compute with what the one before has made."""
+
+    def change(data: Any) -> None:
+        graph = data["graph_module"]["graph"]
+        for at in range(count):
+            name = {"as_sym_int": {"as_name": f"evil{at - 1}"}}
+            args = [name if at and "as_int" in arg and arg["as_int"] == 9 else arg for arg in given]
+            node = {
+                "target": f"_operator.{target}",
+                "name": f"evil{at}",
+                "outputs": [{"as_sym_int": {"as_name": f"evil{at}"}}],
+            }
+            node |= {"inputs": [{"name": "", "arg": arg, "kind": 1} for arg in args]}
+            graph["nodes"].insert(at, {**node, "metadata": {}, "is_hop_single_tensor_return": None})
+            graph["sym_int_values"][f"evil{at}"] = {"as_int": 1}
+
+    changed(entries, MODEL, change)
+
+
+def chain_of_powers(entries: Entries, marker: Path) -> None:
+    chain(entries, "pow", 8, {"as_int": 9}, {"as_int": 64})
+
+
+def chain_of_products(entries: Entries, marker: Path) -> None:
+    chain(entries, "mul", 45, {"as_int": 9}, {"as_int": 9})
+
+
+def text_that_is_repeated(entries: Entries, marker: Path) -> None:
+    chain(entries, "mul", 1, {"as_string": "abc"}, {"as_int": 10**9})
+
+
+def text_that_is_formatted(entries: Entries, marker: Path) -> None:
+    chain(entries, "mod", 1, {"as_string": "%2000000000d"}, {"as_int": 1})
+
+
+def guard_that_formats_a_text(entries: Entries, marker: Path) -> None:
+    changed(entries, MODEL, lambda data: data.update(guards_code=["L['mode'] % 5 == 4"]))
+
+
+def examples_in_a_row(entries: Entries, marker: Path) -> None:
+    entries[EXAMPLES] = saved((([1] * 5_000,), {}))
+
+
 ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (guard_with_a_library, f"{MODEL} has an input check that is no plain comparison: "),
     (guard_that_reads_the_environment, f"{MODEL} has an input check that is no plain comparison: "),
@@ -117,4 +192,15 @@ ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (bytes_without_end, f"{EXAMPLES} needs a pickle that may make a thing of any size ("),
     (names_without_end, f"{MODEL} makes torch count up to a size's name: 'u99999999999'"),
     (power_without_end, f"{MODEL} has a power that is too large: '99999999'"),
+    (power_not_to_be_evaluated, f"{MODEL} has a size that is no plain expression: 'Pow(9, 9999999999, 1)'"),
+    (exponent_by_name, f"{MODEL} has a size that is no plain expression: "),
+    (divisor_of_remainders, f"{MODEL} has a size that is no plain expression: "),
+    (absolutes_in_one_another, f"{MODEL} has a size that is no plain expression: "),
+    (index_of_fractions, f"{MODEL} has a size that is no plain expression: "),
+    (chain_of_powers, f"{MODEL} computes a number that is too large, by '_operator.pow'"),
+    (chain_of_products, f"{MODEL} computes a number that is too large, by '_operator.mul'"),
+    (text_that_is_repeated, f"{MODEL} computes with text: '_operator.mul'"),
+    (text_that_is_formatted, f"{MODEL} computes with text: '_operator.mod'"),
+    (guard_that_formats_a_text, f"{MODEL} has an input check that computes with inputs, of which some are text"),
+    (examples_in_a_row, f"{EXAMPLES} has 5000 example inputs in a row"),
 ]

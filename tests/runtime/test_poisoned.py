@@ -23,7 +23,7 @@ from torch._export.serde.serialize import serialize
 
 import tpcompiler
 from tests.runtime.commands import call, refused, right
-from tests.runtime.endless import ENDLESS
+from tests.runtime.endless import ENDLESS, texts_far_below
 from tests.runtime.models import PLAN, PLAN_TEXT, export_mlp, mlp_inputs
 from tests.runtime.poisons import (
     ARGS,
@@ -106,6 +106,15 @@ def test_a_file_without_end_is_refused(
     poison(entries, tmp_path / "marker")
     write_entries(path, entries)
     assert refusal(path).startswith(f"{path} is not read: its entry {said}")
+
+
+@pytest.mark.timeout(60)
+def test_texts_far_below(clean: Path, tmp_path: Path) -> None:
+    """As many as a file may hold are looked at in the time of reading them, however deep they lie."""
+    entries, path = entries_of(clean), tmp_path / "model.pt2"
+    texts_far_below(entries, path)
+    write_entries(path, entries)
+    read_model(path)
 
 
 def test_a_module_that_is_imported_makes_an_enum_loadable(clean: Path, tmp_path: Path) -> None:

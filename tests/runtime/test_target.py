@@ -127,6 +127,29 @@ def test_another_program_has_a_manifest_too(tmp_path: Path) -> None:
         free_target(tmp_path / "out", force=True)
 
 
+@pytest.mark.parametrize("name", ["rank_0.pt2", "rank_9.pt2"])
+def test_what_is_called_as_a_part_and_is_none(name: str, tmp_path: Path) -> None:
+    """A folder, and a file that the manifest does not name."""
+    out = tmp_path / "out"
+    write_artifact(out, manifest(), content)
+    (out / name).unlink(missing_ok=True)
+    notes = out / name if name == "rank_9.pt2" else out / name / "notes.txt"
+    notes.parent.mkdir(exist_ok=True)
+    notes.write_text("mine")
+    before = files_of(out)
+    with pytest.raises(ArtifactError, match=rf"^{out} holds '{name}', which is no part of an artifact\n"):
+        write_artifact(out, manifest(plan={"w": "R"}), content, force=True)
+    assert files_of(out) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_folder_that_one_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_artifact(tmp_path / "out", manifest(), content)
+    monkeypatch.chdir(tmp_path / "out")
+    write_artifact(".", manifest(plan={"w": "R"}), content, force=True)
+    assert read_manifest(tmp_path / "out").plan == {"w": "R"}
+
+
 def test_a_link_to_an_artifact_is_replaced_and_not_followed(tmp_path: Path) -> None:
     write_artifact(tmp_path / "real", manifest(), content)
     (tmp_path / "out").symlink_to(tmp_path / "real")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any, TypedDict
 
 from torch import fx
@@ -31,6 +32,12 @@ class Claim(TypedDict, total=False):
     change: str
     why: str
     reshard_reason: str
+
+
+FORMS: dict[str, Callable[[Any], bool]] = {
+    name: (lambda value: isinstance(value, dict)) if name in ("call", "parts") else (lambda v: isinstance(v, str))
+    for name in Claim.__annotations__
+} | {"sharding": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)}
 
 
 def claim_of(node: fx.Node, mesh: Mesh) -> Claim | None:
@@ -73,11 +80,16 @@ def read_claim(node: fx.Node) -> Claim:
         source, index = node.args
         assert isinstance(source, fx.Node)
         parts = _custom(source).get("parts") or {}
-        found = parts.get(str(index), found)
+        found = _formed(parts[str(index)]) if str(index) in parts else found
     return found
 
 
 def _custom(node: fx.Node) -> Claim:
     custom = node.meta.get("custom") or {}
-    found = custom.get(CLAIM) if isinstance(custom, dict) else None
-    return found if isinstance(found, dict) else Claim()  # type: ignore[return-value]
+    return _formed(custom.get(CLAIM)) if isinstance(custom, dict) else Claim()
+
+
+def _formed(found: object) -> Claim:
+    """What has its form: the rest is as if it were not claimed."""
+    parts = found.items() if isinstance(found, dict) else ()
+    return {name: value for name, value in parts if name in FORMS and FORMS[name](value)}  # type: ignore[return-value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+FRAME = re.compile(r'^[ \t]*File "?(?P<path>[^"\n]*)"?, line (?P<line>\d+)(?P<where>, in [^,\n]*)?', re.MULTILINE)
 NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # what torch.export writes for an op outside of modules
 KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
@@ -181,14 +183,12 @@ def is_wait(node: fx.Node) -> bool:
 def source_line(node: fx.Node) -> str:
     """`model.py:31, in forward` of the user's code that made the node (torch's own layers skipped), or nothing."""
     trace = str(node.meta.get("stack_trace") or "")
-    lines = [
-        line for line in map(str.strip, trace.splitlines()) if line.startswith("File ") and "<eval_with" not in line
-    ]
+    lines = [found for found in FRAME.finditer(trace) if "<eval_with" not in found["path"]]
     if not lines:
         return ""
-    outside = [line for line in lines if "/torch/" not in line]
-    path, line, *where = (outside or lines)[-1].removeprefix("File ").split(", ")
-    return f"{path.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')}" + (f", {where[0]}" if where else "")
+    outside = [found for found in lines if "/torch/" not in found["path"]]
+    last = (outside or lines)[-1]
+    return f"{last['path'].rsplit('/', 1)[-1]}:{last['line']}{last['where'] or ''}"
 
 
 def module_path(node: fx.Node) -> str:

@@ -166,8 +166,11 @@ def _misfit(by: DimSharding, size: int, mesh: Mesh) -> str:
 
 
 def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:
-    """Read back what `Sharding.text` printed."""
-    items = map(parse_placement, re.findall(r"[RSP](?:\([^)]*\))?", text))
+    """Read back what `Sharding.text` printed; a ValueError for what it never prints."""
+    one = r"[RSP](?:\([^)]*\))?"
+    if not re.fullmatch(rf"{one}|\[{one}(, {one})*\]", text):
+        raise ValueError(f"{text!r} is no sharding")
+    items = map(parse_placement, re.findall(one, text))
     return Sharding.of(dict(zip(mesh.names, items, strict=True)), mesh, ndim, "a tensor")
 
 

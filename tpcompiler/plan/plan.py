@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import os
 import re
@@ -33,12 +34,26 @@ class PlanEntry:
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
-        # Over the name plus a last ".", so that every component ends in one and "**" needs no special cases.
-        parts = (
-            r"(?:[^.]+\.)*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*") + r"\."
-            for part in self.pattern.split(".")
-        )
-        return re.compile("".join(parts))
+        # Over the name plus a last ".", so that every component ends in one and "**" needs no special cases. What lies
+        # between two stars is matched where it first fits, and nowhere else, so that many stars take no longer.
+        groups = itertools.count()
+
+        def first_fit(text: str) -> str:
+            name = f"g{next(groups)}"
+            return f"(?=(?P<{name}>{text}))(?P={name})"
+
+        def component(part: str) -> str:
+            begin, *rest = map(re.escape, re.split(r"\*+", part))
+            middle, end = rest[:-1], "".join(f"[^.]*{last}" for last in rest[-1:])
+            return "".join([begin, *(first_fit(f"[^.]*?{text}") for text in middle), end, r"\."])
+
+        runs: list[list[str]] = [[]]
+        for part in self.pattern.split("."):
+            runs.append([]) if part == "**" else runs[-1].append(part)
+        begin, *rest = ("".join(map(component, run)) for run in runs)
+        any_number = r"(?:[^.]+\.)*"
+        middle = [first_fit(f"{any_number}?{text}") for text in rest[:-1] if text]
+        return re.compile("".join([begin, *middle, *(any_number + last for last in rest[-1:])]))
 
     @property
     def _generality(self) -> tuple[int, int, int]:

@@ -18,6 +18,7 @@ from tpcompiler.runtime.target import MANIFEST, SET, free_target, in_place_of, r
 
 VERSION = "0.1.0"
 FORMAT = 2  # since it has `calling`
+MOST_PROGRAMS = 1_000
 NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
     "untouched": "layers that no plan entry touches",
     "no rule": "ops without a rule",
@@ -213,7 +214,7 @@ def programs_in(directory: str | os.PathLike[str]) -> list[str]:
         return []
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{path} cannot be read: {reason(error)}", help="convert the models again") from error
-    if not isinstance(names, list) or not all(map(program, names)):
+    if not isinstance(names, list) or len(names) > MOST_PROGRAMS or not all(map(program, names)):
         raise ArtifactError(f"{path} is damaged, or of another format than {FORMAT}", help="convert the models again")
     for name in names:
         _inside(directory, name)
@@ -231,6 +232,19 @@ def manifests_beside(directory: str | os.PathLike[str], manifest: Manifest) -> d
         name: read_manifest(_inside(above, name))
         for name in {str(row["stored_in"]) for row in manifest.tensors if "stored_in" in row}
     }
+
+
+def misfit_of(programs: Mapping[str, Manifest]) -> str:
+    """What keeps programs from sharing their tensors; nothing where they do."""
+    holder: dict[str, str] = {}
+    for name, manifest in programs.items():
+        first, other = next(iter(programs.items()))
+        if manifest.mesh != other.mesh:
+            return f"{name!r} is for the mesh {manifest.mesh}, and {first!r} for {other.mesh}"
+        for row in manifest.tensors:
+            if "stored_in" not in row and holder.setdefault(row["name"], name) != name:
+                return f"{row['name']!r} lies in the files of {holder[row['name']]!r} and again in those of {name!r}"
+    return ""
 
 
 def _inside(directory: str | os.PathLike[str], name: str) -> Path:

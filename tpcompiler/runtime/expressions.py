@@ -15,24 +15,28 @@ from collections.abc import Callable
 import torch
 
 LONGEST = 20_000  # characters
-PARTS = 4_000
+PARTS = 2_000
+DEEPEST = 20  # calls in one another: what sympy does to prove something of an absolute value doubles with each
 BITS = 4_096  # of the largest number that evaluating it can make
-POLYNOMIAL = 200_000  # coefficients that one of so many symbols and of that degree may have: sympy looks for divisors
+POLYNOMIAL = 200_000  # coefficients that one of so many unknowns and of that degree may have: sympy looks for divisors
+PLAIN_DEGREE = 2  # up to which it does so quickly
 TERMS = 1_000  # of sums that are multiplied out, as sympy does
 SIZE_BITS = 64  # of a size that is not known yet
 EXTREMES = 16  # arguments of maxima: sympy compares them pair by pair, in a second for twenty
 LARGEST_EXPONENT = 64  # of a power, and the places of a shift
 
 SYMPY = re.compile(
-    "Symbol|Dummy|Integer|Float|Rational|Add|Mul|Pow|Mod|Abs|Max|Min|floor|ceiling|sqrt|Piecewise|ExprCondPair"
+    "Symbol|Integer|Float|Rational|Add|Mul|Pow|Mod|Abs|Max|Min|floor|ceiling|sqrt|Piecewise|ExprCondPair"
     "|And|Or|Not|Xor|ITE|Eq|Ne|Lt|Le|Gt|Ge|Equality|Unequality|Relational|(Strict)?(LessThan|GreaterThan)"
     "|FloorDiv|ModularIndexing|Where|PythonMod|CleanDiv|(CeilTo|FloorTo|TruncTo|RoundTo)Int|CeilDiv|LShift|RShift"
     "|PowByNatural|FloatPow|FloatTrueDiv|IntTrueDiv|IsNonOverlappingAndDenseIndicator|TruncToFloat|RoundDecimal|ToFloat"
     "|Identity"
 )
 SYMPY_POWERS = ("Pow", "PowByNatural", "FloatPow", "LShift")
-SYMPY_LEAVES = re.compile(r"oo|zoo|nan|pi|E|true|false|int_oo|[a-z]+\d+")
-SYMPY_TEXTS = {"Symbol": r"[A-Za-z_]\w*", "Dummy": r"[A-Za-z_]\w*", "Float": r"[-+]?[\d.]+(e[-+]?\d{1,3})?|-?inf|nan"}
+POLYNOMIALS = ("Add", "Mul", "Integer", "Float", "Rational", "Symbol", "Identity")  # other calls are unknowns of one
+SYMPY_LEAVES = re.compile(r"oo|pi|E|true|false|int_oo|[a-z]+\d+")
+SYMPY_TEXTS = {"Symbol": r"[A-Za-z_]\w*", "Float": r"[-+]?[\d.]+(e[-+]?\d{1,3})?|-?inf|nan"}
+SYMPY_KEYWORDS = re.compile("precision|integer|real|finite|(non)?(zero|positive|negative)|even|odd")
 FUNCTIONS = {  # of guards, by where they lie
     "": re.compile(
         "IsNonOverlappingAndDenseIndicator|cast_symbool_to_symint_guardless|max|min|abs|int|float|bool|round|len"
@@ -53,7 +57,7 @@ Leaf = Callable[[ast.expr], int]  # bits of what is neither a number nor an oper
 def is_size(text: str) -> bool:
     """Whether sympy makes nothing but arithmetic of symbols and numbers of it."""
     # sympy takes 1e9999 for a whole number, which Python does not; nobody writes 1_000.
-    strange = r"[^\w ,.='+*/%<>!&|~()-]|[\d.]e[-+]?\d{4}|\d_"
+    strange = r"[^\w ,.='+*/%<>!&|~()-]|[\d.]e[-+]?\d{3}|\d_"
     return not re.search(strange, text, re.I) and _is_small(text, _size_leaf)
 
 
@@ -72,19 +76,30 @@ def _is_small(text: str, leaf: Leaf) -> bool:
             tree = ast.parse(text.strip(), mode="eval")
         parts = list(ast.walk(tree))
         extremes = sum(len(part.args) for part in parts if isinstance(part, ast.Call) and _is_extreme(part.func))
-        if len(parts) > PARTS or extremes > EXTREMES or _bits(tree.body, leaf) > BITS:
+        if len(parts) > PARTS or extremes > EXTREMES or _depth(tree) > DEEPEST or _bits(tree.body, leaf) > BITS:
             return False
-        symbols = {part.id for part in parts if isinstance(part, ast.Name)} - {"L", "math", "torch"}
-        symbols |= {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
-        if (_degree(tree.body) + 1) ** min(len(symbols), 64) > POLYNOMIAL or _repeats(parts):
+        if (degree := _degree(tree.body)) > PLAIN_DEGREE and (degree + 1) ** min(_unknowns(parts), 64) > POLYNOMIAL:
             return False
-        return _terms(tree.body) <= TERMS and '"' not in ast.unparse(tree)
+        return not _repeats(parts) and _terms(tree.body) <= TERMS and '"' not in ast.unparse(tree)
     except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError, Strange):
         return False
 
 
 def _is_extreme(function: ast.expr) -> bool:
     return isinstance(function, ast.Name) and function.id in ("Max", "Min")
+
+
+def _depth(node: ast.AST) -> int:
+    """Of calls in one another."""
+    return max(map(_depth, ast.iter_child_nodes(node)), default=0) + isinstance(node, ast.Call)
+
+
+def _unknowns(parts: list[ast.AST]) -> int:
+    """Of a polynomial: symbols, and what is no sum, product or power of them."""
+    found = {part.id for part in parts if isinstance(part, ast.Name)} - {"L", "math", "torch"}
+    found |= {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+    calls = [part for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)]
+    return len(found | {ast.dump(part) for part in calls if part.func.id not in (*POLYNOMIALS, *SYMPY_POWERS)})  # type: ignore[attr-defined]
 
 
 def _bits(node: ast.expr, leaf: Leaf) -> int:
@@ -132,11 +147,17 @@ def _degree(node: ast.expr) -> int:
         kind = node.func.id if isinstance(node.func, ast.Name) else ""
         if kind in SYMPY_TEXTS:
             return int(kind != "Float")
-        if kind in SYMPY_POWERS and len(node.args) == 2:
+        if kind in SYMPY_POWERS:
             return _degree(node.args[0]) * max(1, int(abs(_number(node.args[1]))))
         every = [_degree(each) for each in node.args]
         return sum(every) if kind == "Mul" else max(every, default=0)
     return max((_degree(each) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)), default=0)
+
+
+def computes_with_inputs(text: str) -> bool:
+    """Whether a guard computes with an input itself: of a text, `%` and `*` make as long a text as they say."""
+    parts = ast.walk(ast.parse(text.strip(), mode="eval"))
+    return any(isinstance(p, ast.BinOp) and any(map(_is_bare_input, _outside_calls(p))) for p in parts)
 
 
 def _repeats(parts: list[ast.AST]) -> bool:
@@ -174,7 +195,7 @@ def _terms(node: ast.expr) -> int:
     if not isinstance(node, ast.Call):
         return max(map(_terms, children), default=1)
     kind = node.func.id if isinstance(node.func, ast.Name) else ""
-    if kind in SYMPY_POWERS and len(node.args) == 2:
+    if kind in SYMPY_POWERS:
         return _power_of_terms(node.args[0], node.args[1])
     every = [_terms(each) for each in node.args]
     return _limited(math.prod(every) if kind == "Mul" else sum(every) if kind == "Add" else max(every, default=1))
@@ -228,11 +249,13 @@ def _size_leaf(node: ast.expr) -> int:
         return SIZE_BITS
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and SYMPY.fullmatch(node.func.id)):
         raise Strange
+    kind, args = node.func.id, node.args
     for keyword in node.keywords:  # what is assumed of a symbol, and a float's precision
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
-        if keyword.arg is None or not isinstance(value, int) or not 0 <= value <= 1_000:
+        if kind not in SYMPY_TEXTS or not SYMPY_KEYWORDS.fullmatch(keyword.arg or "") or not isinstance(value, int):
             raise Strange
-    kind, args = node.func.id, node.args
+        if not 0 <= value <= 1_000:
+            raise Strange
     if kind == "Float" and len(args) > 1:  # its precision is given by name
         raise Strange
     first = args[0] if args else None
@@ -241,10 +264,22 @@ def _size_leaf(node: ast.expr) -> int:
             raise Strange
         _few(max((_bits(each, _size_leaf) for each in args[1:]), default=1))
         return SIZE_BITS if kind != "Float" else BITS // 4
-    if kind in SYMPY_POWERS and len(args) == 2:
-        return _power(args[0], args[1], kind == "LShift", lambda part: _bits(part, _size_leaf))
+    if kind in SYMPY_POWERS:
+        base, exponent = args  # and no third, that says not to evaluate it
+        return _power(base, exponent, kind == "LShift", lambda part: _bits(part, _size_leaf))
+    if kind == "ModularIndexing" and not all(map(_is_whole, args)):
+        raise Strange
     every = [_bits(part, _size_leaf) for arg in args for part in (arg.elts if isinstance(arg, ast.Tuple) else [arg])]
     return _few(sum(every) if kind in ("Mul", "Rational") else max(every, default=1) + len(every))
+
+
+def _is_whole(node: ast.expr) -> bool:
+    """Whether nothing in it is a fraction, and nothing is without end."""
+    parts = list(ast.walk(node))
+    names = {part.id for part in parts if isinstance(part, ast.Name)}
+    if any(isinstance(part, (ast.Div, ast.Pow)) or isinstance(getattr(part, "value", 0), float) for part in parts):
+        return False
+    return names.isdisjoint(("Float", "Rational", "Pow", "FloatPow", "sqrt", "oo", "int_oo", "pi", "E"))
 
 
 def _guard_leaf(node: ast.expr) -> int:

@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import group_is_registered, register_group, resolve_group
 from tpcompiler.errors import ArtifactError, LaunchError
 from tpcompiler.runtime.agree import RESTART, WAIT, agreeing, artifact_facts, input_facts, named_failures
-from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
+from tpcompiler.runtime.artifact import Manifest, misfit_of, programs_in, read_manifest
 from tpcompiler.runtime.inputs import named_inputs
 from tpcompiler.runtime.leave import destroy_at_exit, release_default_group
 from tpcompiler.runtime.place import place_state
@@ -63,6 +63,10 @@ def load(
             process, or another rank that has failed, is missing, or has something else.
     """
     names = programs_in(directory)
+    if misfit := misfit_of({name: read_manifest(Path(directory) / name) for name in names}):
+        raise ArtifactError(
+            f"the programs of {os.fspath(directory)} do not belong together: {misfit}", help="convert them together"
+        )
     stored: dict[str, torch.Tensor] = {}
     made = {
         name: _module(*_exported(Path(directory) / name, rank, stored, timeout, trust), check_inputs, timeout)

@@ -26,6 +26,7 @@ DTYPES = {
 }  # by torch's name; others are written as torch prints them
 OTHERS = "complex32 complex64 complex128 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
 DEEPEST = 8  # what a plan says of one name is a text, or a table of texts
+MOST_DIMS = 64  # of a tensor or a mesh: torch has as many
 MOST_SHARES = 1 << 22  # of all tensors on all ranks
 LARGEST = 1 << 62  # elements or bytes: what a size in a file can be
 
@@ -88,8 +89,9 @@ def dtype(value: Any) -> bool:
 
 def shape(value: Any) -> bool:
     """Sizes, symbolic ones as their text; not more elements than a file could say."""
-    known = [size for size in value if number(size)] if isinstance(value, list) else []
-    return isinstance(value, list) and all(number(size) or text(size) for size in value) and math.prod(known) < LARGEST
+    if not isinstance(value, list) or len(value) > MOST_DIMS or not all(number(size) or text(size) for size in value):
+        return False
+    return math.prod(int(size) for size in value if number(size)) < LARGEST
 
 
 def sha256(value: Any) -> bool:
@@ -107,7 +109,7 @@ def static_shape(value: Any) -> bool:
 
 def mesh(value: Any) -> bool:
     degrees = table(lambda name: isinstance(name, str) and name.isidentifier(), lambda d: number(d) and d > 0)(value)
-    return degrees and bool(value) and math.prod(value.values()) <= 1 << 16
+    return degrees and 0 < len(value) <= MOST_DIMS and math.prod(value.values()) <= 1 << 16
 
 
 BOUNDARY = {"name": text, "shape": shape, "dtype": dtype, "sharding": sharding}

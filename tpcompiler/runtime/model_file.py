@@ -17,8 +17,9 @@ from typing import Any, cast
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
+from tpcompiler._torch import tree_flatten
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
 from tpcompiler.runtime.opened import Opened
@@ -152,8 +153,17 @@ def _strange_examples(program: ExportedProgram) -> str:
         and isinstance(examples[0], (tuple, list))
         and isinstance(examples[1], dict)
     ):
-        return ""
+        return _strange_texts(program, tree_flatten(examples)[0])
     return f"its example inputs are of type {type(examples).__name__}, and no (args, kwargs)"
+
+
+def _strange_texts(program: ExportedProgram, examples: Sequence[Any]) -> str:
+    """What is wrong with examples that are text: an input check taken for one of numbers computes with them."""
+    takes = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    if any(isinstance(spec, ConstantArgument) and isinstance(spec.value, str) for spec in takes):
+        return ""
+    strange = next((each for each in examples if isinstance(each, (str, bytes))), None)
+    return f"its example inputs have the text {strange[:80]!r}, and its program takes none" if strange else ""
 
 
 def _refusal(file: Path, said: str, help: str) -> ArtifactError:

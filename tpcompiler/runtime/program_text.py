@@ -11,14 +11,21 @@ import operator
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 
 from tpcompiler._torch import OpOverloadPacket, program_target
-from tpcompiler.runtime.expressions import LARGEST_EXPONENT, is_guard, is_size
+from tpcompiler.runtime.expressions import (
+    BITS,
+    LARGEST_EXPONENT,
+    SIZE_BITS,
+    computes_with_inputs,
+    is_guard,
+    is_size,
+)
 
 Check = Callable[[str], str | None]
 
@@ -32,6 +39,7 @@ OPERATORS = re.compile(
     r"|getitem)|math\.(?!factorial|comb|perm)[a-z]\w*|torch\.(_sym|sym)_\w+"
 )
 LARGEST_EXAMPLES = 100_000  # parts
+LONGEST_LIST = 4_096  # of example inputs: an input check may multiply it
 POWERS = ("_operator.pow", "_operator.lshift")
 COUNTED = re.compile("(u|zuf)")  # of sizes that data decide, torch counts from 0 to the number in the name
 VMAP = re.compile(r"torch\._functorch\.predispatch\.\w+")  # what torch.vmap leaves in a training program
@@ -64,17 +72,50 @@ def check_program(data: object) -> None:
     for name in data.get("range_constraints") or () if isinstance(data, dict) else ():
         if COUNTED.match(name) and not re.fullmatch(rf"{COUNTED.pattern}\d{{1,6}}", name):
             raise Unsafe(f"makes torch count up to a size's name: {_short(name)}")
-    if not seen.isdisjoint(("target", power) for power in POWERS):
-        _check_powers(data)
+    for graph in (each for each in _dicts(data) if isinstance(each.get("nodes"), list)):
+        _check_numbers(graph["nodes"])
+    if any(key == "guards_code" and computes_with_inputs(text) for key, text in seen) and _takes_text(data):
+        raise Unsafe("has an input check that computes with inputs, of which some are text")
 
 
-def _check_powers(data: object) -> None:
-    for node in _dicts(data):
-        if node.get("target") in POWERS:
-            for given in node["inputs"][1:]:
-                for exponent in (part["as_int"] for part in _dicts(given) if "as_int" in part):
-                    if not isinstance(exponent, int) or abs(exponent) > LARGEST_EXPONENT:
-                        raise Unsafe(f"has a power that is too large: {_short(str(exponent))}")
+def _check_numbers(nodes: Sequence[Any]) -> None:
+    """Numbers that the nodes of a graph compute stay small, and they compute no texts: torch does it to compile."""
+    bits: dict[str, int] = {}
+    for node in nodes:
+        target = str(node["target"])
+        if not OPERATORS.fullmatch(target):
+            continue
+        given = [part for each in node["inputs"] for part in _dicts(each["arg"])]
+        if any(key.startswith("as_string") for part in given for key in part):
+            raise Unsafe(f"computes with text: {_short(target)}")
+        sizes = [max((_size_of(part, bits) for part in _dicts(each["arg"])), default=0) for each in node["inputs"]]
+        made = max(sizes, default=0) + 1
+        if target in POWERS:
+            exponent = node["inputs"][1]["arg"].get("as_int", node["inputs"][1]["arg"].get("as_sym_int"))
+            exponent = exponent["as_int"] if isinstance(exponent, dict) and "as_int" in exponent else exponent
+            if isinstance(exponent, int) and abs(exponent) > LARGEST_EXPONENT:
+                raise Unsafe(f"has a power that is too large: {_short(str(exponent))}")
+            made = sizes[0] * (abs(exponent) if isinstance(exponent, int) else LARGEST_EXPONENT) + 1
+        elif target == "_operator.mul":
+            made = sum(sizes)
+        if made > BITS:
+            raise Unsafe(f"computes a number that is too large, by {_short(target)}")
+        for part in _dicts(node["outputs"]):
+            if isinstance(name := part.get("as_name"), str):
+                bits[name] = made
+
+
+def _size_of(argument: Mapping[str, Any], bits: Mapping[str, int]) -> int:
+    """Bits of a number that is written out or made before; of a size that is not known, those of 64."""
+    if isinstance(name := argument.get("as_name"), str):
+        return bits.get(name, SIZE_BITS)
+    value = argument.get("as_int")
+    return value.bit_length() if isinstance(value, int) else SIZE_BITS if "as_float" in argument else 0
+
+
+def _takes_text(data: object) -> bool:
+    constants = (each["constant_input"] for each in _dicts(data) if isinstance(each.get("constant_input"), dict))
+    return any("as_string" in part for each in constants for part in _dicts(each))
 
 
 def check_keys(value: object) -> None:
@@ -90,6 +131,8 @@ def check_keys(value: object) -> None:
         if count > LARGEST_EXAMPLES:  # of lists that share their parts, torch takes each part as often as it is there
             raise Unsafe("has example inputs without end")
         value = level.pop()
+        if isinstance(value, (list, tuple)) and len(value) > LONGEST_LIST:
+            raise Unsafe(f"has {len(value)} example inputs in a row")
         if isinstance(value, Mapping):
             for key in value:
                 if not isinstance(key, (int, float)) and not (isinstance(key, str) and _plain(key) is None):
@@ -99,14 +142,15 @@ def check_keys(value: object) -> None:
 
 def _texts(value: object, key: str, parent: str) -> Iterator[tuple[str, str, str]]:
     """(key, key of the dict that has it, text) of every text; a list's texts are under the list's key."""
-    if isinstance(value, str):
-        yield key, parent, value
-    elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each, key, parent)
-    elif isinstance(value, dict):
-        for name, each in value.items():
-            yield from _texts(each, name, key)
+    left: list[tuple[object, str, str]] = [(value, key, parent)]
+    while left:
+        value, key, parent = left.pop()
+        if isinstance(value, str):
+            yield key, parent, value
+        elif isinstance(value, list):
+            left += ((each, key, parent) for each in value)
+        elif isinstance(value, dict):
+            left += ((each, name, key) for name, each in value.items())
 
 
 def _plain(text: str) -> str | None:
@@ -197,10 +241,12 @@ def _tree(spec: dict[str, Any]) -> str | None:
 
 
 def _dicts(value: object) -> Iterator[dict[str, Any]]:
-    if isinstance(value, dict):
-        yield value
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _dicts(part)
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            yield value
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _look_up(module: str, name: str, kind: type) -> None:

@@ -30,7 +30,7 @@ def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Pa
         ArtifactError: it exists, and `force` is not set or it is more, or something else, than an artifact; or the
             folder it belongs in cannot be written.
     """
-    target = Path(directory)
+    target = Path(os.path.abspath(directory)) if os.path.basename(directory) in ("", ".", "..") else Path(directory)
     if os.path.lexists(target) and not force:
         raise ArtifactError(f"{target} exists already", help="choose another directory, or pass force=True (--force)")
     above = next(parent for parent in (*target.parents, Path()) if os.path.exists(parent))
@@ -141,8 +141,9 @@ def _refuse_others(directory: Path, target: Path) -> None:
         raise ArtifactError(f"{target} exists and is not an artifact ({lacks})", help="choose another directory")
     for name in programs:
         _refuse_others(directory / name, target / name)
-    parts = {SET, *programs} if SET in names else {name for name in names if PARTS.fullmatch(name)}
-    if others := sorted(set(names) - parts):
+    parts = {SET, *programs} if SET in names else {MANIFEST, *_files(directory / MANIFEST)}
+    whole = {name for name in parts if name in programs or os.path.isfile(directory / name)}
+    if others := sorted(set(names) - whole):
         raise ArtifactError(
             f"{target} holds {others[0]!r}, which is no part of an artifact",
             help="move it elsewhere, or choose another directory",
@@ -156,6 +157,12 @@ def _is_ours(listing: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(data, dict) and data.keys() >= FIELDS[listing.name] and isinstance(data["format"], int)
+
+
+def _files(manifest: Path) -> list[str]:
+    """The ranks' files that a manifest names."""
+    names = json.loads(read_text(manifest))["files"]
+    return [name for name in names if PARTS.fullmatch(name)] if isinstance(names, dict) else []
 
 
 def _rename_to_free(temporary: Path, target: Path) -> None:

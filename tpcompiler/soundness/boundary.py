@@ -168,6 +168,7 @@ def check_state(
         known = {*rows, *(str(spec.target) for spec in each.program.graph_signature.input_specs)}
         if more := sorted(each.state.keys() - known):
             raise Unsound(None, f"rank {rank} holds {more[0]!r}, which nothing takes")
+        _check_memory(each, rank)
     theirs = {} if original is None else {**original.constants, **original.state_dict}
     if original is not None:
         named = {name for name, row in rows.items() if row["kind"] != "constant_tensor"}
@@ -178,7 +179,7 @@ def check_state(
             raise Unsound(None, f"no rank holds the original's tensor {lacking[0]!r}")
     for name, row in rows.items():
         if "stored_in" in row:
-            _check_elsewhere(row, beside)
+            _check_elsewhere(row, manifest, beside)
             continue
         same = _same_sum if "P(" in row["sharding"] else _same_bits
         wholes = _wholes(row, ranks, mesh)
@@ -189,6 +190,24 @@ def check_state(
             _check_tied(row, wholes[0], rows, ranks, mesh)
         if name in theirs and not same(wholes[0], theirs[name].detach()):
             raise Unsound(None, f"{name!r}: the ranks' shares do not make the original's tensor")
+
+
+def _check_memory(each: Written, rank: int) -> None:
+    """What a program writes into a buffer is in no other tensor."""
+    written = set(each.program.graph_signature.buffers_to_mutate.values())
+    begins = {name: value.data_ptr() for name, value in each.state.items() if _has_memory(value)}
+    last, until = "", 0
+    for name, begin in sorted(begins.items(), key=lambda item: item[1]):
+        value = each.state[name]
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        if begin < until and not written.isdisjoint((name, last)):
+            raise Unsound(None, f"rank {rank} writes to {name!r} and {last!r}, which lie in the same memory")
+        if begin + extent * value.element_size() > until:
+            last, until = name, begin + extent * value.element_size()
+
+
+def _has_memory(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() > 0
 
 
 def _wholes(row: Mapping[str, Any], ranks: Sequence[Written], mesh: Mesh) -> list[torch.Tensor]:
@@ -219,11 +238,13 @@ def _check_tied(
         raise Unsound(None, f"{row['name']!r} is not {row['tied_to']!r}, to which it is tied by the manifest")
 
 
-def _check_elsewhere(row: Mapping[str, Any], beside: Mapping[str, Manifest]) -> None:
+def _check_elsewhere(row: Mapping[str, Any], manifest: Manifest, beside: Mapping[str, Manifest]) -> None:
     there = beside.get(row["stored_in"])
     theirs = next((other for other in there.tensors if other["name"] == row["name"]), None) if there else None
-    if theirs is None or "stored_in" in theirs:
+    if there is None or theirs is None or "stored_in" in theirs:
         raise Unsound(None, f"{row['name']!r} is said to lie in the files of {row['stored_in']!r}, and does not")
+    if there.mesh != manifest.mesh:
+        raise Unsound(None, f"the mesh is {manifest.mesh}, and that of {row['stored_in']!r} is {there.mesh}")
     for key in ("shape", "dtype", "sharding"):
         if theirs[key] != row[key]:
             raise Unsound(

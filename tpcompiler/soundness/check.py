@@ -15,7 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.printed import one_line
-from tpcompiler.runtime.artifact import Manifest, manifests_beside, programs_in, rank_file, read_manifest
+from tpcompiler.runtime.artifact import Manifest, manifests_beside, misfit_of, programs_in, rank_file, read_manifest
 from tpcompiler.runtime.model_file import quiet_torch
 from tpcompiler.soundness.boundary import check_calls, check_outputs, check_state
 from tpcompiler.soundness.collectives import check_collectives
@@ -23,7 +23,7 @@ from tpcompiler.soundness.folded import Folded, Results, Unsound, folded
 from tpcompiler.soundness.moves import check_changes
 from tpcompiler.soundness.ops import check_ops
 from tpcompiler.soundness.regions import Done, check_region
-from tpcompiler.soundness.whole_text import whole_text
+from tpcompiler.soundness.whole_text import cuts_of, whole_text
 from tpcompiler.soundness.written import Written, read_ranks
 
 
@@ -65,6 +65,8 @@ def check_artifact(
         name: check_artifact(Path(directory) / name, original=original, prepare=prepare, trust=trust) for name in names
     }
     findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
+    if misfit := misfit_of({name: read_manifest(Path(directory) / name) for name in names}):
+        findings.append(misfit)
     counts = sum((Counter(report.counts) for report in reports.values()), Counter())
     return CheckReport(not findings, dict(counts), findings)
 
@@ -140,6 +142,15 @@ def _check_agreement(ranks: Sequence[Folded], findings: list[str], counts: Count
             a, b = apart[0] if apart else (f"{len(first)} values", f"{len(texts[id(each)])} values")
             findings.append(f"ranks 0 and {rank} have shares of different programs: {a}, and {b}")
             return
+    taken: dict[tuple[str, ...], tuple[int, set[str]]] = {}
+    cuts = {id(each): cuts_of(each) for each in ranks}
+    for rank, each in enumerate(ranks):
+        for key, here in cuts[id(each)].items():
+            other, there = taken.setdefault(key, (rank, here))
+            if there != here:
+                one, two = (" and ".join(sorted(found)) for found in (there, here))
+                findings.append(f"ranks {other} and {rank} take '{key[-1]}' for '{key[0]}' as {one}, and as {two}")
+                return
     done: Done = set()
     for name in dict.fromkeys(name for each in ranks for name in each.regions):
         if not all(name in each.regions for each in ranks):

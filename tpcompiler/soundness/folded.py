@@ -70,6 +70,7 @@ class Folded:
         graph: the single-device program; `meta["val"]` of its nodes are whole values.
         whole: node of the rank's graph -> node of `graph`; none for what lies inside of a region.
         shardings: node of the rank's graph -> a sharding for each tensor that it makes.
+        changed: the end of a change of sharding -> its operand.
         ops: the calls that are a share of one call on the whole.
         regions: by name.
         shard_sizes: a number that is the size of a shard -> how many times as large the whole's is.
@@ -86,6 +87,7 @@ class Folded:
     graph: fx.Graph = field(default_factory=fx.Graph)
     whole: dict[fx.Node, fx.Node] = field(default_factory=dict)
     shardings: dict[fx.Node, Shardings] = field(default_factory=dict)
+    changed: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     ops: list[fx.Node] = field(default_factory=list)
     regions: dict[str, Region] = field(default_factory=dict)
     shard_sizes: dict[fx.Node, int] = field(default_factory=dict)
@@ -281,6 +283,7 @@ def _fold_change(made: Folded, region: Region) -> None:
         )
     made.stands_for(last, made.whole[operands[0]])
     made.shardings[last] = (target,)
+    made.changed[last] = operands
 
 
 def _fold_body(made: Folded, region: Region) -> None:
@@ -335,6 +338,8 @@ def _fold_call(made: Folded, node: fx.Node) -> None:
         return
     claim, made.shardings[node] = _claimed(made, node)
     call = claim.get("call")
+    if call is not None and not isinstance(node.target, OpOverload):
+        raise Unsound(node, f"calls {node.target}, and claims to be a share of another call")
     target, args, kwargs = (node.target, *_same(made, node)) if call is None else _global(made, node, call)
     made.stands_for(node, _whole_call(made, node, target, args, kwargs, made.graph))
     made.ops.append(node)

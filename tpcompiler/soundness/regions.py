@@ -147,10 +147,20 @@ def _check_body(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
     call = region.call
     _rule(region)
     used = {node.name: node for node in call.all_input_nodes if edit.is_tensor(node)}
+    cuts: dict[str, set[Sharding]] = {name: set() for name in used}
+    for node in _tensors(region):
+        cuts.setdefault(first.whole[node].name, set()).add(first.shardings[node][0])
     for each, other in zip(ranks, regions, strict=True):
         for node in _tensors(other):
             if each.whole[node].name not in used:
                 raise Unsound(other.nodes[-1], f"is the end of {other.name}, which uses '{node.name}' beside its call")
+            here, there = cuts[each.whole[node].name], each.shardings[node][0]
+            if here and there not in here:
+                raise Unsound(
+                    other.nodes[-1],
+                    f"is the end of {other.name}, which takes '{node.name}' as {there.text(mesh)} on some ranks only",
+                )
+            here.add(there)  # where the first rank's share is empty and needs nothing of it
     generator = _at_random()
     shapes = operand_shapes(first, region)
     ran = False

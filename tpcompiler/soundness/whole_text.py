@@ -41,6 +41,21 @@ def whole_text(made: Folded) -> list[str]:
     return lines
 
 
+def cuts_of(made: Folded) -> dict[tuple[str, ...], set[str]]:
+    """How each op and change has what it takes cut: an op's result may have one sharding by several others' means.
+
+    A rank with an empty share of a result may take nothing for it.
+    """
+    found: dict[tuple[str, ...], set[str]] = {}
+    for node, whole in made.whole.items():
+        result = made.changed.get(node)
+        shown = made.shardings[node][0].text(made.mesh) if result else "its result"
+        for used in result or (edit.operands(node) if node.op == "call_function" else ()):
+            for sharding in made.shardings.get(used, ()):
+                found.setdefault((whole.name, shown, made.whole[used].name), set()).add(sharding.text(made.mesh))
+    return found
+
+
 def _is_number(whole: fx.Node) -> bool:
     return whole.op == "call_function" and not edit.outputs(whole)
 

@@ -92,6 +92,8 @@ def _like(program: ExportedProgram, text: Any, other: Any) -> ExportedProgram | 
     nodes, others = _nodes(text), _nodes(other)
     if _but(text, nodes) != _but(other, others) or len(nodes) != len(others):
         return None
+    if len({node["name"] for node in others}) != len(others):
+        return None  # torch gives one of them another name
     graph = edit.copy_graph(program.graph)
     by_name = {node.name: node for node in graph.nodes}
     for one, two in zip(nodes, others, strict=True):

@@ -125,6 +125,8 @@ def _run(
     seen: Seen | None,
 ) -> Generator[Waiting, torch.Tensor | None, RankResult]:
     env: dict[fx.Node, Any] = {}
+    targets = {spec.target for spec in program.graph_signature.output_specs}
+    held: dict[str, Any] = {}
     buffers: dict[str, torch.Tensor] = {}
     feed = iter(inputs)
     specs = iter(program.graph_signature.input_specs)
@@ -134,6 +136,8 @@ def _run(
         if node.op == "placeholder":
             spec = next(specs)
             env[node] = _input(program, spec, feed, state)
+            if (name := node.name if spec.kind is InputKind.USER_INPUT else spec.target) in targets:
+                held[str(name)] = env[node]
             if spec.kind is InputKind.BUFFER and isinstance(env[node], torch.Tensor):
                 buffers[str(spec.target)] = env[node]
         elif node.op == "output":
@@ -151,9 +155,15 @@ def _run(
         if spec.kind is OutputKind.USER_OUTPUT:
             user.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else value)
         elif spec.target is not None:
-            mutated[spec.target] = value
+            mutated[spec.target] = _written_back(held.get(spec.target), value)
     changed = {name: value for name, value in buffers.items() if value._version and name not in mutated}
     return RankResult(user, mutated | changed)
+
+
+def _written_back(held: Any, value: Any) -> Any:
+    """As torch's module does it at the end: an output that lies in the memory of the buffer changes with it."""
+    both = isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor)
+    return held.copy_(value) if both and held.shape == value.shape else value
 
 
 def run_call(node: fx.Node, env: Mapping[fx.Node, Any]) -> Generator[Waiting, torch.Tensor | None, Any]:

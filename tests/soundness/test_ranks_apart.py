@@ -1,0 +1,266 @@
+"""Ranks each of which does a share of something, but not of the same: what one takes is cut otherwise than on another."""
+
+from __future__ import annotations
+
+import copy
+import json
+import operator
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram, export
+
+import tpcompiler
+from tests.runtime.poisons import Entries, entries_of
+from tests.trust.damage import Artifact, claim
+from tpcompiler.runtime.artifact import MANIFEST, rank_file, sha256
+from tpcompiler.soundness.check import check_programs
+from tpcompiler.soundness.written import written
+from tpcompiler.verify.simulate import simulate
+
+aten = torch.ops.aten
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Two(nn.Module):
+    """Two row-wise layers, whose results are used reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (
+            nn.Linear(*sizes, bias=False) for sizes in ((8, 12), (8, 12), (12, 8), (12, 8))
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h, g = self.c(torch.relu(self.a(x))), self.d(torch.relu(self.b(x)))
+        return h.sigmoid(), g.sigmoid(), h.relu(), h * g
+
+
+@pytest.fixture(scope="module")
+def two() -> Artifact:
+    torch.manual_seed(0)
+    plan = {"a": "colwise", "b": "colwise", "c": "rowwise", "d": "rowwise"}
+    return Artifact.of(tpcompiler.parallelize(export(Two(), (X,)), 2, plan))
+
+
+def node(program: ExportedProgram, target: Any, at: int = -1) -> fx.Node:
+    return [node for node in program.graph.nodes if node.target is target][at]
+
+
+def another_change(program: ExportedProgram, value: fx.Node, like: fx.Node) -> fx.Node:
+    """A second all_reduce, of this value, as the one that ends at `like`."""
+    start = like.args[0]
+    assert isinstance(start, fx.Node)
+    with program.graph.inserting_after(max(value, like)):
+        again = program.graph.call_function(start.target, (value, *start.args[1:]))  # type: ignore[arg-type]
+    with program.graph.inserting_after(again):
+        wait = program.graph.call_function(like.target, (again,))  # type: ignore[arg-type]
+    for new, old in ((again, start), (wait, like)):
+        new.meta = {**old.meta, "custom": copy.deepcopy(old.meta["custom"])}
+        claim(new)["reshard"] = "reshard_9"
+    return wait
+
+
+def reduced_again(artifact: Artifact, apart: bool) -> None:
+    """What relu takes is reduced by a change of its own; on rank 1, apart, of what has been reduced already."""
+    for rank, program in enumerate(artifact.ranks):
+        relu = node(program, aten.relu.default)
+        (whole,) = relu.args
+        assert isinstance(whole, fx.Node)
+        pending = whole.args[0].args[0]  # type: ignore[union-attr]
+        takes = whole if apart and rank else pending
+        wait = another_change(program, takes, whole)  # type: ignore[arg-type]
+        if takes is whole:
+            for part in (wait, wait.args[0]):
+                claim(part)["change"] = "R -> R"  # type: ignore[arg-type]
+        relu.replace_input_with(whole, wait)
+    artifact.manifest.collectives.append(copy.deepcopy(artifact.manifest.collectives[0]))
+
+
+def product_of_pending(artifact: Artifact, apart: bool) -> None:
+    """A product with one operand pending, reduced afterwards; on rank 1, apart, with the other one pending."""
+    for rank, program in enumerate(artifact.ranks):
+        mul = node(program, aten.mul.Tensor)
+        h, g = mul.args
+        assert isinstance(h, fx.Node)
+        assert isinstance(g, fx.Node)
+        pending = [value.args[0].args[0] for value in (h, g)]  # type: ignore[union-attr]
+        mul.args = (h, pending[1]) if apart and rank else (pending[0], g)
+        claim(mul)["sharding"] = ["P(sum)"]
+        wait = another_change(program, mul, h)
+        values = list(program.graph.output_node().args[0])  # type: ignore[arg-type]
+        program.graph.output_node().args = ((*values[:3], wait),)
+        program.graph_signature.output_specs[3].arg.name = wait.name
+    artifact.manifest.collectives.append(copy.deepcopy(artifact.manifest.collectives[0]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (reduced_again, "ranks 0 and 1 take 'linear_1' for 'linear_1' as P(sum), and as P(sum) and R"),
+        (product_of_pending, "ranks 0 and 1 take 'linear_1' for 'mul' as P(sum), and as R"),
+    ],
+)
+def test_operands_that_are_cut_otherwise(damage: Callable[[Artifact, bool], None], said: str, two: Artifact) -> None:
+    right, wrong = two.copied(), two.copied()
+    damage(right, False)
+    damage(wrong, True)
+    assert check(right) == []
+    (finding,) = check(wrong)
+    assert finding == said
+    results = [[result.outputs for result in simulate(each.ranks, [[X]] * 2)] for each in (two, right, wrong)]
+    for intact, other, damaged in zip(*(outputs[0] for outputs in results), strict=True):
+        torch.testing.assert_close(intact, other)
+        assert damaged.shape == intact.shape
+    assert not all(map(torch.allclose, results[0][0], results[2][0]))
+
+
+def check(artifact: Artifact) -> list[str]:
+    for program in artifact.ranks:
+        program.graph.lint()
+    return check_programs([written(program) for program in artifact.ranks], artifact.manifest).findings
+
+
+def test_a_call_of_python_is_a_share_of_nothing_else(two: Artifact) -> None:
+    artifact = two.copied()
+    mul = node(artifact.last, aten.mul.Tensor)
+    args = [{"node": used.name} for used in mul.all_input_nodes]
+    claim(mul)["call"] = {"op": "aten::mul.Tensor", "args": args, "kwargs": {}}
+    mul.target = operator.sub
+    (finding,) = check(artifact)
+    assert "calls <built-in function sub>, and claims to be a share of another call" in finding
+
+
+class Written(nn.Module):
+    """Two buffers that begin alike, and a value of which a copy is returned before it is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.register_buffer("k", torch.zeros(4, 8))
+        self.register_buffer("v", torch.zeros(4, 8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.down(torch.relu(self.up(x)))
+        before = self.k.clone()
+        self.k.add_(h)
+        self.v.mul_(0.5).sub_(h)
+        return before, h - 3
+
+
+PLAN = {"up": "colwise", "down": "rowwise"}
+
+
+@pytest.fixture(scope="module")
+def model() -> ExportedProgram:
+    torch.manual_seed(0)
+    return export(Written(), (X,))
+
+
+@pytest.fixture
+def out(model: ExportedProgram, tmp_path: Path) -> Path:
+    tpcompiler.parallelize(model, 2, PLAN).save(tmp_path / "out")
+    return tmp_path / "out"
+
+
+def edit(directory: Path, rank: int, entry: str, change: Callable[[Any], None]) -> None:
+    """Change a piece of JSON in a rank's file, and the manifest's hash with it."""
+    path = directory / rank_file(rank)
+    entries: Entries = entries_of(path)
+    data = json.loads(entries[entry])
+    change(data)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in {**entries, entry: json.dumps(data).encode()}.items():
+            archive.writestr(f"{path.stem}/{name}", content)
+    manifest = json.loads((directory / MANIFEST).read_text())
+    manifest["files"][path.name] = sha256(path)
+    (directory / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_two_buffers_in_one_piece_of_a_file(out: Path, model: ExportedProgram) -> None:
+    """They hold the same numbers, until one is written to."""
+
+    def change(data: Any) -> None:
+        data["config"]["v"]["path_name"] = data["config"]["k"]["path_name"]
+
+    for rank in range(2):
+        edit(out, rank, "data/weights/model_weights_config.json", change)
+    report = tpcompiler.check(out, model)
+    assert report.findings == ["rank 0 writes to 'v' and 'k', which lie in the same memory"] or report.findings == [
+        "rank 0 writes to 'k' and 'v', which lie in the same memory"
+    ]
+
+
+def test_an_output_in_the_memory_of_what_is_written(out: Path, model: ExportedProgram) -> None:
+    """torch's module writes at the end, and the caller sees it."""
+
+    def change(data: Any) -> None:
+        graph = data["graph_module"]["graph"]
+        clone = next(node for node in graph["nodes"] if "clone" in node["target"])
+        graph["nodes"].remove(clone)
+        text = json.dumps(data).replace(json.dumps(clone["name"]), '"b_k"')
+        data.clear()
+        data.update(json.loads(text))
+
+    assert tpcompiler.api.verify_artifact(out, model, (X,), then=[(X + 1,)]).ok
+    for rank in range(2):
+        edit(out, rank, "models/model.json", change)
+    report = tpcompiler.api.verify_artifact(out, model, (X,), then=[(X + 1,)])
+    assert [each.name for each in report.outputs if not each.ok] == ["call 1: 0", "call 2: 0"]
+
+
+def test_two_nodes_of_one_name(out: Path, model: ExportedProgram) -> None:
+    """torch names one of them anew: which is meant, only its reader knows."""
+
+    def change(data: Any, last: bool) -> None:
+        nodes = data["graph_module"]["graph"]["nodes"]
+        minus = next(node for node in nodes if node["inputs"][-1]["arg"] == {"as_int": 3})
+        minus["name"] = next(node for node in nodes if "relu" in node["target"])["name"]
+        minus["inputs"][-1]["arg"] = {"as_int": 5 if last else 3}
+
+    for rank in range(2):
+        edit(out, rank, "models/model.json", lambda data, rank=rank: change(data, rank == 1))
+    assert any("different programs" in finding for finding in tpcompiler.check(out, model).findings)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.register_buffer("k", torch.zeros(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.down(torch.relu(self.up(x + self.k)))
+        self.k.add_(h)
+        return h
+
+
+def test_a_set_of_programs_that_do_not_belong_together(tmp_path: Path) -> None:
+    """One with a cache of its own, and one for another mesh."""
+    torch.manual_seed(0)
+    exported = export(Cached(), (X,))
+    both = {"prefill": exported, "decode": exported}
+    for name, mesh in (("own", {"tp": 2, "dp": 2}), ("mesh", {"tp": 4, "dp": 1})):
+        tpcompiler.parallelize(both, {"tp": 2, "dp": 2}, PLAN).save(tmp_path / name)
+        assert tpcompiler.check(tmp_path / name).ok
+        shutil.rmtree(tmp_path / name / "decode")
+        if name == "own":
+            tpcompiler.parallelize(exported, mesh, PLAN).save(tmp_path / name / "decode")
+        else:
+            tpcompiler.parallelize(both, mesh, PLAN).save(tmp_path / "other")
+            shutil.copytree(tmp_path / "other" / "decode", tmp_path / name / "decode")
+    said = {name: tpcompiler.check(tmp_path / name).findings[-1] for name in ("own", "mesh")}
+    assert said["own"].endswith(" lies in the files of 'prefill' and again in those of 'decode'")
+    assert said["mesh"] == "'decode' is for the mesh {'tp': 4, 'dp': 1}, and 'prefill' for {'tp': 2, 'dp': 2}"
+    for name, finding in said.items():
+        with pytest.raises(tpcompiler.ArtifactError) as raised:
+            tpcompiler.load(tmp_path / name)
+        assert str(raised.value) == (
+            f"the programs of {tmp_path / name} do not belong together: {finding}\n  help: convert them together"
+        )
