@@ -15,8 +15,11 @@ from collections.abc import Callable
 import torch
 
 LONGEST = 20_000  # characters
-PARTS = 2_000
-DEEPEST = 20  # calls in one another: what sympy does to prove something of an absolute value doubles with each
+PARTS = 4_000
+DEEPEST = (
+    12  # roundings in one another, of which these count as three: what sympy does to prove something grows with each
+)
+SLOW = ("Abs", "sqrt", "floor", "ceiling", "PythonMod", "Piecewise", "ITE", "Where")
 BITS = 4_096  # of the largest number that evaluating it can make
 POLYNOMIAL = 200_000  # coefficients that one of so many unknowns and of that degree may have: sympy looks for divisors
 PLAIN_DEGREE = 2  # up to which it does so quickly
@@ -90,8 +93,11 @@ def _is_extreme(function: ast.expr) -> bool:
 
 
 def _depth(node: ast.AST) -> int:
-    """Of calls in one another."""
-    return max(map(_depth, ast.iter_child_nodes(node)), default=0) + isinstance(node, ast.Call)
+    """Of calls in one another that are no sums, products or powers."""
+    kind = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+    rounds = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.FloorDiv, ast.Mod))
+    weight = 3 if kind in SLOW else int(rounds or kind not in ("", *POLYNOMIALS, *SYMPY_POWERS))
+    return max(map(_depth, ast.iter_child_nodes(node)), default=0) + weight
 
 
 def _unknowns(parts: list[ast.AST]) -> int:
