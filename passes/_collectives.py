@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from tpcompiler._torch import DeviceMesh, redistribute
+from tpcompiler._torch import DeviceMesh, c10d_functional, redistribute
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size, chunk
 from tpcompiler.ir.shares import cut_dim, join_dim
@@ -203,8 +203,8 @@ def _exchanged(
     received = [[*sent[rank].shape[:before], size, *sent[rank].shape[before + 1 :]] for size in rows]
     sizes_out = [_numel(piece) for piece in received]
     flat = torch.cat([piece.reshape(-1) for piece in sent])
-    got = torch.ops._c10d_functional.all_to_all_single(flat, sizes_out, [_numel(piece.shape) for piece in sent], group)
-    got = torch.ops._c10d_functional.wait_tensor(got)
+    got = c10d_functional.all_to_all_single(flat, sizes_out, [_numel(piece.shape) for piece in sent], group)
+    got = c10d_functional.wait_tensor(got)
     return [p.reshape(piece) for p, piece in zip(torch.split(got, sizes_out), received, strict=True)]
 
 

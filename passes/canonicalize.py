@@ -10,7 +10,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import decomposed
+from tpcompiler._torch import aten, decomposed
 from tpcompiler.errors import ProgramError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
@@ -19,8 +19,6 @@ from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_ne
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.refused import refuse_calls, refuse_values
 from tpcompiler.rules.registry import has_rule
-
-aten = torch.ops.aten
 
 
 def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, make_fx
+from tpcompiler._torch import OpOverload, aten, make_fx
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import remove_unused
 from tpcompiler.ir.local import fake_mode_of, no_new_guards
 from tpcompiler.ir.program import PlannedProgram
-
-aten = torch.ops.aten
 
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 

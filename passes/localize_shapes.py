@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import FakeTensorMode, enable_python_dispatcher, make_fx
+from tpcompiler._torch import FakeTensorMode, aten, enable_python_dispatcher, make_fx
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.calls import write_call
@@ -20,8 +20,6 @@ from tpcompiler.ir.program import BODY, CALL, GLOBAL, MARK, ORIGIN, RESHARD, Loc
 from tpcompiler.ir.sharding import Size
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.rules.notation import ShardRange
-
-aten = torch.ops.aten
 
 Results = dict[Any, Any]
 

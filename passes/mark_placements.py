@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.cost.program import changes
 from tpcompiler.errors import ShardingError
@@ -37,7 +38,7 @@ from tpcompiler.rules.infer import Option, Refusal, combined, follow, pass_throu
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 
-SIZE_OPS = (torch.ops.aten.sym_size.int,)
+SIZE_OPS = (aten.sym_size.int,)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,10 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import FakeTensorMode, OpOverload, tree_map
+from tpcompiler._torch import FakeTensorMode, OpOverload, aten, tree_map
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies, read_bodies, root_of
 from tpcompiler.ir.local import fake_mode_of, key, no_new_guards
-
-aten = torch.ops.aten
 
 
 def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:

@@ -61,6 +61,7 @@ _HOME = {
         "RuleError",
         "ShardingError",
         "TpCompilerError",
+        "TpCompilerWarning",
         "UnsupportedError",
     ),
     "tpcompiler.errors",

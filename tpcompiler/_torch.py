@@ -1,6 +1,6 @@
-"""EVERY private torch import of the project, as seen with torch 2.13 (CPU). When torch moves, look here.
+"""EVERY private torch import of the project, and every difference between the versions of torch that it runs on.
 
-Nothing else in the two packages may import a private torch name.
+Nothing else in the two packages may import a private torch name, or name `torch.ops`. When torch moves, look here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import copy
 import io
 import math
+import re
 import warnings
 import zipfile
 from collections import Counter
@@ -39,11 +40,55 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, 
 from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, TpCompilerWarning
 
 FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
+OLDEST, NEWEST = (2, 11), (2, 15)  # that this was run with: docs/compat.md
+MISSING: set[str] = set()  # ops that were looked up and that this torch does not have
+
+
+class _Ops:
+    """`torch.ops.NAMESPACE`. An op that this torch lacks is one that no program calls: 2.15 has no `aten.cholesky`."""
+
+    def __init__(self, namespace: str) -> None:
+        self._name, self._ops = namespace, getattr(torch.ops, namespace)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._ops, name, None)
+        if found is None:
+            MISSING.add(f"{self._name}::{name}")
+            found = _MissingOp(f"{self._name}.{name}")
+        setattr(self, name, found)  # so that it is looked up once
+        return found
+
+
+class _MissingOp(str):
+    def __getattr__(self, overload: str) -> _MissingOp:
+        return _MissingOp(f"{self}.{overload}")
+
+
+aten, c10d_functional = _Ops("aten"), _Ops("_c10d_functional")
+
+
+def warn_of_newer(version: str) -> None:
+    """Say it where a torch is newer than all that this was run with: private names may have moved."""
+    if found := re.match(r"(\d+)\.(\d+)", version):
+        if (int(found[1]), int(found[2])) > NEWEST:
+            newest = ".".join(map(str, NEWEST))
+            warnings.warn(
+                f"torch {version} is newer than {newest}, the newest that tpcompiler was run with: "
+                f"where something fails, install torch {newest}",
+                TpCompilerWarning,
+                stacklevel=2,
+            )
+
+
+warn_of_newer(torch.__version__)
 
 __all__ = [
+    "MISSING",
+    "NEWEST",
+    "OLDEST",
     "DeviceMesh",
     "FakeTensor",
     "FakeTensorMode",
@@ -52,6 +97,8 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "TreeSpec",
+    "aten",
+    "c10d_functional",
     "decomposed",
     "divided_range",
     "divided_sizes",

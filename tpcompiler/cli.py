@@ -16,7 +16,7 @@ from rich.text import Text
 
 import tpcompiler.cli_judge  # noqa: F401  (registers its commands)
 from tpcompiler.cli_options import DEFECT, Artifact, Imports, Json, Trust, app, progress
-from tpcompiler.errors import ArtifactError, MeshError, PlanError
+from tpcompiler.errors import ArtifactError, MeshError, PlanError, TpCompilerWarning
 from tpcompiler.printed import one_line, printable
 
 if TYPE_CHECKING:
@@ -296,6 +296,8 @@ def main() -> None:
     """The entry point. A defect shows its traceback, and must not look like the answer 'not equal'."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # torch warns about its own deprecations
+        warnings.simplefilter("once", TpCompilerWarning)
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         app(prog_name="tpcompiler")
     except Exception:

@@ -66,3 +66,7 @@ class LaunchError(TpCompilerError):
 
 class InternalError(TpCompilerError):
     """A pass left a program that breaks its own promise: a defect in the compiler."""
+
+
+class TpCompilerWarning(UserWarning):
+    """What this package warns of: a torch that it was not run with."""

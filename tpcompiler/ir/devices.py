@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload
+from tpcompiler._torch import OpOverload, aten
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import is_contiguous
@@ -75,7 +75,7 @@ def _refuse_ops_of_one_device(program: Program, wanted: str) -> None:
                 help="convert the program as torch.export gives it, without run_decompositions()",
                 used_at=edit.source_line(node),
             )
-        if node.target is torch.ops.aten.as_strided.default and not is_contiguous(edit.operands(node)[0].meta["val"]):
+        if node.target is aten.as_strided.default and not is_contiguous(edit.operands(node)[0].meta["val"]):
             raise UnsupportedError(
                 f"'{node.name}' (as_strided) reads memory as a kernel of another device than {wanted} laid it out",
                 help=f"call contiguous() before as_strided, or export the model on {wanted}",

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload
+from tpcompiler._torch import OpOverload, aten
 from tpcompiler.ir import edit
-
-aten = torch.ops.aten
 
 RECURRENT = (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)  # these draw the dropout between their layers
 _SHAPED = (

@@ -35,6 +35,9 @@ class Cut(Placement):
     dim: int
     pieces: tuple[Piece, ...]
 
+    def __post_init__(self) -> None:
+        super().__init__()  # torch 2.11 asks for it
+
     def __repr__(self) -> str:
         return format_placement(self)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pointwise import broadcast, is_one
 from tpcompiler.rules.registry import op_rule
-
-aten = torch.ops.aten
 
 KERNELS = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,

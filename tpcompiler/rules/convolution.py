@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.rules.matmul import BILINEAR
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pooling import per_dim, side_by_side
 from tpcompiler.rules.registry import op_rule
-
-aten = torch.ops.aten
 
 TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
 

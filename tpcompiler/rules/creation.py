@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text
-
-aten = torch.ops.aten
 
 
 def _moved(op: Callable[[torch.Tensor, int], torch.Tensor], sign: int) -> Callable[..., torch.Tensor]:
@@ -32,7 +32,7 @@ def triangle(node: fx.Node) -> RuleText:
     """
     shape = node.meta["val"].shape
     rows, columns = len(shape) - 2, len(shape) - 1
-    op = aten.tril.default if node.target is aten.tril.default else aten.triu.default
+    op: Any = aten.tril.default if node.target is aten.tril.default else aten.triu.default
     fixed = {rows: _moved(op, 1), columns: _moved(op, -1)}
     fixed = {d: body for d, body in fixed.items() if isinstance(shape[d], int)}
     text = dims_text(len(shape), {rows, columns} - fixed.keys())

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.sharding import Size
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pointwise import is_one
 from tpcompiler.rules.registry import op_rule
-
-aten = torch.ops.aten
 
 
 @op_rule(aten.einsum.default, shards="any")

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload
+from tpcompiler._torch import OpOverload, aten
 from tpcompiler.ir import edit
 from tpcompiler.rules.indexing import can_look_up
 from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.registry import op_rule
-
-aten = torch.ops.aten
 
 SUM, MEAN, MAX = range(3)  # modes of a bag
 
@@ -88,5 +86,5 @@ def bags(node: fx.Node) -> RuleText:
     made = ["b! d", *(f"x{i}!" for i in range(len(edit.outputs(node)) - 1))]
     if largest:
         made[-1] = "b! d"
-    body = _BODIES[node.target]  # type: ignore[index]
+    body = _BODIES[node.target]
     return RuleText(f"{', '.join(terms)} -> {', '.join(made)}", local={} if largest else {"v": body})

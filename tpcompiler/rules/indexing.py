@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.pointwise import is_one
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text
-
-aten = torch.ops.aten
 
 FIRST_AND_LAST = ((0, 2),)  # what is written replaces what was there: a sum of shares is written as its shares
 REDUCED = {"add": "sum", "amax": "max", "amin": "min"}  # how a scatter combines -> the Partial that shards leave

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pointwise import broadcast
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text
-
-aten = torch.ops.aten
 
 # What an op makes of one matrix: the last dims of operands and outputs.
 FACTORS = {
@@ -69,13 +68,13 @@ def batched(node: fx.Node, text: str) -> str:
 @op_rule(*FACTORS, shards="nonempty")
 def factorization(node: fx.Node) -> str:
     """ "b m! n! -> b m! k!, b k! n!": each matrix by itself. Not every kernel takes an empty batch."""
-    return batched(node, FACTORS[node.target])  # type: ignore[index]
+    return batched(node, FACTORS[node.target])
 
 
 @op_rule(*SOLVERS, shards="nonempty")
 def solver(node: fx.Node) -> RuleText:
     """ "b m! n!, b m! k -> b m! k": right sides are apart from each other, and the op is linear in them."""
-    text = SOLVERS[node.target]  # type: ignore[index]
+    text = SOLVERS[node.target]
     args, operands = edit.bound(node), edit.operands(node)
     if not args.get("left", True):
         text = text.replace("m! k", "k m!")

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.registry import op_rule
-
-aten = torch.ops.aten
 
 
 @op_rule(

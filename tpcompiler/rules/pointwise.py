@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.sharding import Size
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import op_rule, pointwise_rule
-
-aten = torch.ops.aten
 
 
 def is_one(size: Size) -> bool:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.sharding import Size
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text
-
-aten = torch.ops.aten
 
 MEANS = {aten.avg_pool1d.default: 1, aten.avg_pool2d.default: 2, aten.avg_pool3d.default: 3}
 MAXIMA = {aten.max_pool1d.default: 1, aten.max_pool2d.default: 2, aten.max_pool3d.default: 3}
@@ -52,7 +50,7 @@ def _pooled(node: fx.Node, inside: Sequence[str], **besides: object) -> RuleText
 def pool(node: fx.Node) -> RuleText:
     """ "d0 d1 (o0 k0!) s1! -> d0 d1 o0 o1": windows lie side by side in the first dim of space. A mean is linear."""
     (operand,) = edit.operands(node)
-    space = {**MEANS, **MAXIMA}[node.target]  # type: ignore[index]
+    space = {**MEANS, **MAXIMA}[node.target]
     args = edit.bound(node)
     kernel = per_dim(args["kernel_size"], space)
     stride = per_dim(args["stride"] or kernel, space)
@@ -66,14 +64,14 @@ def pool(node: fx.Node) -> RuleText:
 @op_rule(*WITH_INDICES, shards="nonempty")
 def pool_with_indices(node: fx.Node) -> RuleText:
     """ "d0 d1 s0! s1! -> d0 d1 o0 o1, d0 d1 o0 o1": an index counts within one image and channel."""
-    return _pooled(node, [f"s{d}!" for d in range(WITH_INDICES[node.target])])  # type: ignore[index]
+    return _pooled(node, [f"s{d}!" for d in range(WITH_INDICES[node.target])])
 
 
 @op_rule(*ADAPTIVE, shards="nonempty")
 def adaptive_pool(node: fx.Node) -> RuleText:
     """ "d0 d1 (o0 k0!) s1! -> d0 d1 o0 o1": windows of a size that is a multiple of the one made lie side by side."""
     (operand,) = edit.operands(node)
-    space = ADAPTIVE[node.target]  # type: ignore[index]
+    space = ADAPTIVE[node.target]
     shapes = zip(operand.meta["val"].shape[-space:], node.meta["val"].shape[-space:], strict=True)
     close = [sym_quotient(source, made) is not None for source, made in shapes]
     inside = [f"(o{d} k{d}!)" if alone else f"s{d}!" for d, alone in enumerate(close)]

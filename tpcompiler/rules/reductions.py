@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.rules.indexing import broadcast
 from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text
-
-aten = torch.ops.aten
-
 
 INF = float("inf")
 NORMS = {0: "sum", 1: "sum", INF: "max", -INF: "min"}  # order of a norm -> the Partial that norms of shards are

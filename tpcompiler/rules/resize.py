@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import op_rule
-
-aten = torch.ops.aten
 
 # The others are taken apart into look-ups along space, which leave images and channels as free.
 UPSAMPLE = (

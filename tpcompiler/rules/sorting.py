@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.reductions import linear_cast
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text
-
-aten = torch.ops.aten
 
 
 @op_rule(

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.sharding import Size
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.registry import op_rule
-
-aten = torch.ops.aten
 
 
 def dims_text(ndim: int, whole: Collection[int], prefix: str = "d") -> str:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 
-import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pointwise import pointwise
 from tpcompiler.rules.registry import op_rule
-
-aten = torch.ops.aten
 
 
 @op_rule(aten.linalg_cross.default, shards="any")

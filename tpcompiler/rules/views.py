@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.sharding import Size
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.rules.notation import RuleText, ShardRange, Term, parse
 from tpcompiler.rules.pointwise import is_one
 from tpcompiler.rules.registry import op_rule
-
-aten = torch.ops.aten
 
 
 def dim_groups(source: Sequence[Size], target: Sequence[Size]) -> tuple[str, dict[str, Size]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, enable_python_dispatcher, make_fx
+from tpcompiler._torch import OpOverload, aten, enable_python_dispatcher, make_fx
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
 from tpcompiler.ir.sharding import DimSharding
@@ -17,7 +17,6 @@ from tpcompiler.rules.infer import Refusal, follow, merge
 from tpcompiler.rules.notation import Rule, ShardRange
 from tpcompiler.soundness.folded import Folded, Region, Unsound
 
-aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # but for whether they may copy
 
 

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import symbols_of
+from tpcompiler._torch import aten, symbols_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.soundness.folded import Folded, Unsound
-
-aten = torch.ops.aten
 
 
 def read_names(made: Folded, node: fx.Node, values: Sequence[torch.Tensor]) -> tuple[list[list[Any]], bool]:

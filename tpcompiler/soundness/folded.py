@@ -13,7 +13,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
-from tpcompiler._torch import FakeTensorMode, OpOverload, enable_python_dispatcher, symbols_of
+from tpcompiler._torch import FakeTensorMode, OpOverload, aten, enable_python_dispatcher, symbols_of
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, read_bodies
@@ -28,7 +28,6 @@ from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.soundness.drawn import Sizes
 
-aten = torch.ops.aten
 LAYOUT = (aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default)
 Shardings = tuple[Sharding, ...]
 Results = dict[Any, Any]

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload
+from tpcompiler._torch import OpOverload, aten, c10d_functional
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import is_fixed_part, statically_equal
 from tpcompiler.soundness.folded import Folded, Unsound, dtype_name
 
-aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 END = 2**63 - 1  # a slice without an end
 
 # Which element of an operand each element of the result is depends on sizes alone. So what was right for numbers of
@@ -52,11 +50,11 @@ FILLS: dict[Any, tuple[int, ...]] = {
     aten.full_like.default: (0, 1),  # what adds, or multiplies, nothing: of all ranks but the first
 }
 COLLECTIVES = (
-    c10d.all_reduce.default,
-    c10d.all_gather_into_tensor.default,
-    c10d.reduce_scatter_tensor.default,
-    c10d.all_to_all_single.default,
-    c10d.wait_tensor.default,
+    c10d_functional.all_reduce.default,
+    c10d_functional.all_gather_into_tensor.default,
+    c10d_functional.reduce_scatter_tensor.default,
+    c10d_functional.all_to_all_single.default,
+    c10d_functional.wait_tensor.default,
 )
 SIZES = (aten.sym_size.int, aten.sym_numel.default, operator.mul, operator.floordiv)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, symbols_of
+from tpcompiler._torch import OpOverload, aten, symbols_of
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
@@ -25,7 +25,6 @@ from tpcompiler.soundness.folded import LAYOUT, Folded, Shardings, Unsound, firs
 from tpcompiler.soundness.sizes import plain
 
 DRAWS = 4  # of sizes at which an op may agree with what is said of it
-aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # but for whether they may copy
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -23,7 +24,6 @@ from tpcompiler.soundness.folded import Folded, Region, Unsound
 from tpcompiler.soundness.sizes import change_shape, operand_shapes, plain, whole_shape
 from tpcompiler.verify.simulate import Waiting, lock_step, run_call
 
-aten = torch.ops.aten
 Done = set[Any]
 # Of an op's share, between sums of another order, in float32 or (so many epsilons) in half precision; a wrong share
 # differs by about the size of the values.

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from tpcompiler._torch import aten, c10d_functional
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.soundness.folded import Folded, Region
 
-aten = torch.ops.aten
 SMALL = 16
 # Their numbers are compared with values, and no sizes.
 OF_VALUES = (
@@ -26,7 +26,7 @@ OF_VALUES = (
 )
 # What else happens in a change of sharding is done alike along all dims but one, or but none.
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, WAIT = (
-    getattr(torch.ops._c10d_functional, name).default
+    getattr(c10d_functional, name).default
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
 )
 ALONG_DIM = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default)

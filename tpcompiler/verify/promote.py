@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, tree_map
+from tpcompiler._torch import OpOverload, aten, tree_map
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies, read_bodies, root_of
 from tpcompiler.ir.draws import draws
@@ -32,14 +32,14 @@ class Promoted:
 
 def _widen(dtype: torch.dtype, node: fx.Node) -> None:
     target = node.target.target if isinstance(node.target, _Widened) else node.target
-    if target is torch.ops.aten._assert_tensor_metadata.default:
+    if target is aten._assert_tensor_metadata.default:
         edit.erase(node)  # it states the dtype that was exported
     elif isinstance(target, OpOverload) and target.namespace != "_c10d_functional":
         node.target = _Widened(node, target, dtype)
 
 
-DROPOUT, ATTENTION = torch.ops.aten.native_dropout.default, torch.ops.aten.scaled_dot_product_attention.default
-READS_BITS = (torch.ops.aten.view.dtype,)  # another dtype has other bits, and maybe more of them
+DROPOUT, ATTENTION = aten.native_dropout.default, aten.scaled_dot_product_attention.default
+READS_BITS = (aten.view.dtype,)  # another dtype has other bits, and maybe more of them
 
 
 class _Widened:
