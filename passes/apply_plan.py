@@ -53,7 +53,7 @@ def apply_plan(
     written = {name for _, name in planned.mutations()}
     constant = computed_from_leaves(graph, {node for fqn, node in leaves.items() if fqn not in written})
     aliases = _aliases(planned)
-    assigned = plan.assign(_names(planned, leaves))
+    assigned = plan.assign(names_of(planned))
     seeds: dict[str, Seed] = {}
     for name in sorted(assigned, key=lambda n: n.count(".")):  # inner names override outer ones
         made = _seeds(name, assigned[name], leaves, aliases, constant, mesh)
@@ -65,10 +65,13 @@ def apply_plan(
     shardings = _input_shardings(planned, mesh, inputs)
     _pin_outputs(planned, mesh, outputs)
     parameters = {fqn: node for fqn, node in leaves.items() if fqn in program.source.graph_signature.parameters}
-    return PlannedProgram(program.source, graph, mesh, seeds, shardings, _untouched(parameters, assigned, seeds))
+    notes = (*(Note("plan", text) for text in plan.notes), *_untouched(parameters, assigned, seeds))
+    return PlannedProgram(program.source, graph, mesh, seeds, shardings, notes)
 
 
-def _names(program: CanonicalProgram, leaves: Mapping[str, fx.Node]) -> list[str]:
+def names_of(program: CanonicalProgram) -> list[str]:
+    """What a plan may name: leaves, and the modules that have them or made an op."""
+    leaves = [fqn for _, fqn in program.leaves()]
     names = dict.fromkeys(leaves)
     for fqn in leaves:
         while "." in fqn:

@@ -36,6 +36,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, statically_known_true
 from torch.testing._internal.distributed import fake_pg
+from torch.utils import _pytree
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -293,6 +294,11 @@ def record_reader(file: IO[bytes] | io.RawIOBase) -> Any:
     """torch's own reader of archives, which need not see what `zipfile` sees."""
     file.seek(0)  # it takes the place where the file is for its beginning
     return vars(torch._C)["PyTorchFileReader"](file)
+
+
+def is_registered_class(name: str) -> bool:
+    """Whether a program's file may name this class in its tree of inputs or outputs."""
+    return name in vars(_pytree)["SERIALIZED_TYPE_TO_PYTHON_TYPE"]
 
 
 def tree_names(spec: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -132,7 +133,10 @@ def _candidates(plan: Plan, leaf: str) -> Iterator[tuple[str, Plan]]:
         if entry.style.cut is not None:
             for other in ("rowwise" if entry.style.cut == "out" else "colwise", "replicate"):
                 changed = PlanEntry(entry.pattern, STYLES[other], entry.where)
-                yield f"change '{entry.pattern}' from {entry.style.name} to {other}", Plan((*others, changed))
+                yield (
+                    f"change '{entry.pattern}' from {entry.style.name} to {other}",
+                    replace(plan, entries=(*others, changed)),
+                )
         name = entry.pattern if entry.matches(leaf) else f"{entry.pattern}.{parts[-1]}"
         whole = PlanEntry(name, read_style("R", where=entry.where), entry.where)
-        yield f"pin '{name}' to R", Plan((*(others if name == entry.pattern else plan.entries), whole))
+        yield f"pin '{name}' to R", replace(plan, entries=(*(others if name == entry.pattern else plan.entries), whole))

@@ -102,7 +102,14 @@ def inspect(
 @app.command()
 def convert(
     model: Annotated[Path, typer.Argument(metavar="MODEL.pt2", help="What torch.export.save wrote.")],
-    plan: Annotated[Path, typer.Option("--plan", metavar="PLAN.yaml", help="Which layers are cut, and how.")],
+    plan: Annotated[
+        Path,
+        typer.Option(
+            "--plan",
+            metavar="PLAN.yaml",
+            help="Which layers are cut, and how; or a Hugging Face config.json, for its own plan.",
+        ),
+    ],
     tp: Annotated[int | None, typer.Option("--tp", metavar="N", help="The number of ranks.")] = None,
     mesh: Annotated[
         str | None, typer.Option("--mesh", metavar="AXIS=N,..", help="The same with named axes: dp=2,tp=4.")
@@ -115,6 +122,9 @@ def convert(
         list[str] | None, typer.Option("--output", metavar="NAME=PLACEMENT", help="The same of an output.")
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", metavar="OUT", help="The directory to write.")] = None,
+    skip_unsupported: Annotated[
+        bool, typer.Option("--skip-unsupported", help="Leave layers whole whose style is not supported yet.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report: write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier artifact at OUT.")] = False,
     imports: Imports = None,
@@ -153,7 +163,7 @@ def convert(
         from tpcompiler.runtime.target import free_target
 
         over = _mesh(tp, mesh)
-        chosen = Plan.of(plan)
+        chosen = Plan.of(plan, skip_unsupported=skip_unsupported)
         if out is not None and not dry_run:
             free_target(out, force=force)  # before the minutes that follow
         status.update(Text(one_line(f"reading {model}")))

@@ -10,6 +10,9 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
+import tpcompiler.rules  # noqa: F401  (registers the rules)
+from passes.canonicalize import canonicalize
+from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import Program, tied
@@ -17,6 +20,7 @@ from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan.styles import STYLES
 from tpcompiler.printed import one_line
+from tpcompiler.proposal import propose_styles
 from tpcompiler.runtime.artifact import Manifest
 
 DEEPEST = 8  # numbers in a name that are starred
@@ -55,7 +59,11 @@ def model_data(program: ExportedProgram) -> dict[str, Any]:
 
 
 def plan_skeleton(program: ExportedProgram) -> str:
-    """A plan file that says `replicate` of every layer with a weight of two or more dims, repeated layers folded."""
+    """A plan file for every layer with a weight of two or more dims, repeated layers folded.
+
+    It says `colwise` and `rowwise` of layers that go together (`propose_styles`), and `replicate` of the others.
+    """
+    styles = _proposed(program)
     types = _modules(program)
     layers: dict[str, list[str]] = {}
     alone: dict[str, str] = {}
@@ -68,14 +76,23 @@ def plan_skeleton(program: ExportedProgram) -> str:
         elif len(shape) >= 2:
             alone[name] = str(shape)  # the root has no name: its own parameters are placed one by one
     lines = []
-    for pattern, names in folded({name: (types.get(name), tuple(weights)) for name, weights in layers.items()}):
+    signatures = {name: (types.get(name), tuple(weights), styles.get(name)) for name, weights in layers.items()}
+    for pattern, names in folded(signatures):
         kind = types.get(names[0], "layer").rpartition(".")[2]
         times = f", {len(names)} times" if len(names) > 1 else ""
-        lines.append((f"{json.dumps(pattern)}: replicate", f"{kind}: {', '.join(layers[names[0]])}{times}"))
+        style = styles.get(names[0], "replicate")
+        lines.append((f"{json.dumps(pattern)}: {style}", f"{kind}: {', '.join(layers[names[0]])}{times}"))
     lines += [(f"{json.dumps(name)}: R", f"parameter {shape}") for name, shape in alone.items()]
     lines = [(one_line(line), one_line(comment)) for line, comment in lines]
     width = max((len(line) for line, _ in lines), default=0)
     return SKELETON_HEAD + "".join(f"{line:<{width}}  # {comment}\n" for line, comment in lines)
+
+
+def _proposed(program: ExportedProgram) -> dict[str, str]:
+    try:
+        return propose_styles(canonicalize(program))
+    except TpCompilerError:  # `convert` says why it cannot take the program
+        return {}
 
 
 def folded(signatures: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch.export import ExportedProgram
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from passes.apply_plan import Boundary, apply_plan
+from passes.apply_plan import Boundary, apply_plan, names_of
 from passes.canonicalize import canonicalize
 from passes.delay_reductions import delay_reductions
 from passes.divide_sizes import divide_sizes
@@ -69,6 +69,7 @@ class Conversion:
     ) -> Conversion:
         after = Dump(dump)
         program = after(canonicalize(exported), "canonicalize")
+        plan = plan.fitted(names_of(program))
         return cls(exported, program, mesh, plan, boundary, device_type_for(program, device_type), after)
 
     def marked(self, plan: Plan, after: After, agreed: Agreed | None = None) -> MarkedProgram:

@@ -8,12 +8,16 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
-from tpcompiler.errors import PlanError
+from tpcompiler.errors import PlanError, UnsupportedError
+from tpcompiler.plan.config import config_plan, is_config
 from tpcompiler.plan.file import read_plan_file
-from tpcompiler.plan.styles import Style, read_style
+from tpcompiler.plan.styles import REFUSED, Style, read_style
+
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -64,31 +68,104 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the user asks for, independent of any program; `assign` applies it to the names of one."""
+    """What the user asks for, independent of any program; `fitted` and `assign` apply it to the names of one.
+
+    Attributes:
+        of_config: whether a Hugging Face config brought it, for all models of its kind: what matches nothing is noted.
+        notes: what is left out of it.
+    """
 
     entries: tuple[PlanEntry, ...] = ()
+    of_config: bool = False
+    notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, plan: Plan | Mapping[str, object] | str | os.PathLike[str]) -> Plan:
+    def of(cls, plan: Plan | Mapping[str, object] | str | os.PathLike[str], *, skip_unsupported: bool = False) -> Plan:
         """Read a plan: a mapping of patterns to styles (see `read_style`), or the path of a YAML or JSON file.
+
+        Or a Hugging Face config, its `config.json` or the directory of that, of which it is the `base_model_tp_plan`.
+
+        Args:
+            skip_unsupported: leave out, and note, entries whose style is not supported yet.
 
         Raises:
             PlanError: the file cannot be read, or an entry is no pattern with a style.
-            UnsupportedError: a style that is recognised but not supported.
+            UnsupportedError: styles that are recognised but not supported.
         """
         if isinstance(plan, Plan):
             return plan
-        if isinstance(plan, Mapping):
-            written = [(pattern, style, "the plan") for pattern, style in plan.items()]
-        elif isinstance(plan, str | os.PathLike):
+        if isinstance(plan, str | os.PathLike):
             path = os.fsdecode(plan)
+            path = os.path.join(path, CONFIG) if os.path.isfile(os.path.join(path, CONFIG)) else path
             name = os.path.basename(path)  # the reasons in a written program name no folder of this machine
-            written = [(pattern, style, f"{name} line {line}") for pattern, style, line in read_plan_file(path)]
+            written = read_plan_file(path)
+            data: Any = {pattern: style for pattern, style, _ in written}
+            lines = {pattern: f"{name} line {line}" for pattern, _, line in written}
         else:
+            data, name, lines = plan, "the plan", {}
+        if of_config := is_config(data):
+            data, lines = config_plan(data, name), {}
+        if not isinstance(data, Mapping):
             raise PlanError(
                 f"{plan!r} is not a plan", help="give a mapping of names to styles, or the path of a YAML or JSON file"
             )
-        return cls(tuple(_read_entry(pattern, style, source) for pattern, style, source in written))
+        where = {pattern: lines.get(pattern, name) for pattern in data}
+        waiting = {pattern: style for pattern, style in data.items() if isinstance(style, str) and style in REFUSED}
+        if waiting and (len(waiting) > 1 or of_config or skip_unsupported):
+            # What is said of a layer's own parameters is meant for its style.
+            waiting |= {p: s for p, s in data.items() if any(p.startswith(f"{layer}.") for layer in waiting)}
+            if not skip_unsupported:
+                said = ", ".join(f"{pattern!r} ({style})" for pattern, style in waiting.items())
+                raise UnsupportedError(
+                    f"plan entries wait for styles that are not supported yet: {said}",
+                    help="pass --skip-unsupported (Plan.of(plan, skip_unsupported=True)) to leave their layers whole",
+                    asked_by=name,
+                )
+            data = {pattern: style for pattern, style in data.items() if pattern not in waiting}
+        notes = tuple(
+            f"{pattern!r}: {f'the style {style} is not supported yet' if style in REFUSED else 'left with its layer'}"
+            for pattern, style in waiting.items()
+        )
+        entries = tuple(_read_entry(pattern, style, where[pattern]) for pattern, style in data.items())
+        return cls(entries, of_config, notes if skip_unsupported else ())
+
+    def fitted(self, names: Iterable[str]) -> Plan:
+        """The plan in the names of a program, whose own names may begin with more than the plan's, such as `model.`.
+
+        The prefix is the one that most entries fit. Entries of a config that fit nothing are left out, and noted.
+
+        Raises:
+            PlanError: prefixes that as many entries fit.
+        """
+        names = list(names)
+        loose = [entry for entry in self.entries if not any(map(entry.matches, names))]
+        if not loose or not (self.of_config or len(loose) == len(self.entries)):
+            return self
+        fits: dict[str, set[PlanEntry]] = {}
+        for name in dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "0", name) for name in names):
+            parts = name.split(".")
+            for at in range(1, len(parts)):
+                tail = ".".join(parts[at:])
+                if found := {entry for entry in loose if entry.matches(tail)}:
+                    fits.setdefault(".".join(parts[:at]), set()).update(found)
+        if not fits:
+            return self
+        most = max(map(len, fits.values()))
+        prefix, *others = (prefix for prefix, found in fits.items() if len(found) == most)
+        if others:
+            raise PlanError(
+                f"the plan's names may lie in {prefix!r} and in {others[0]!r}",
+                help=f'write whole names, such as "{prefix}.{loose[0].pattern}"',
+                asked_by=loose[0].where,
+            )
+        left = [entry for entry in loose if entry not in fits[prefix]]
+        entries = tuple(
+            replace(entry, pattern=f"{prefix}.{entry.pattern}") if entry in fits[prefix] else entry
+            for entry in self.entries
+            if entry not in left
+        )
+        notes = tuple(f"{entry.pattern!r} matches nothing" for entry in left)
+        return Plan(entries, self.of_config, self.notes + notes)
 
     def assign(self, names: Iterable[str]) -> dict[str, PlanEntry]:
         """The entry that rules each name: the most specific of those that match it. Names without one are absent.

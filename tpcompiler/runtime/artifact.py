@@ -20,6 +20,7 @@ VERSION = "0.1.0"
 FORMAT = 2  # since it has `calling`
 MOST_PROGRAMS = 1_000
 NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
+    "plan": "plan entries that are left out",
     "untouched": "layers that no plan entry touches",
     "no rule": "ops without a rule",
     "size": "dynamic sizes that the mesh must divide",

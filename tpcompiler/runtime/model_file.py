@@ -19,11 +19,15 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from tpcompiler._torch import tree_flatten
+from tpcompiler._torch import is_registered_class, tree_flatten
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
 from tpcompiler.runtime.opened import Opened
 
+# A class in the tree of inputs or outputs: JSON in a text of JSON. transformers registers its own on import.
+NAMED_CLASS = re.compile(rb'\\"type\\": ?\\"(transformers(?:\.\w+)+)\.(\w+)\\"')
+KNOWN_MODULES = re.compile(r"transformers\.(modeling_outputs|cache_utils|models\.(\w+)\.modeling_\2)")
+EXPORT_SUPPORT = "transformers.integrations.executorch"
 EXPORT = "export the model and write it with torch.export.save(exported_program, path)"
 
 
@@ -42,6 +46,22 @@ def import_modules(names: Sequence[str]) -> None:
                 f"cannot import {name}: {type(error).__name__}: {_first_line(error)}",
                 help="give the dotted name of a module that python can import here",
             ) from error
+
+
+def import_known_classes(file: Opened) -> None:
+    """Import the modules of transformers that define what the program takes and returns, by the names in the file.
+
+    Nothing else is imported for a file: other classes need `--import`.
+    """
+    with contextlib.suppress(zipfile.BadZipFile, OSError), zipfile.ZipFile(file) as archive:
+        for entry in archive.namelist():
+            if re.fullmatch(r"[^/]+/models/model\.json", entry) or entry == OLD_FORMAT:
+                found = {(module.decode(), name.decode()) for module, name in NAMED_CLASS.findall(archive.read(entry))}
+                for module, name in sorted(found):
+                    if KNOWN_MODULES.fullmatch(module) and importlib.util.find_spec("transformers") is not None:
+                        import_modules([module])
+                        if name == "DynamicCache" and not is_registered_class(f"{module}.{name}"):
+                            importlib.import_module(EXPORT_SUPPORT).register_dynamic_cache_export_support()
 
 
 def _is_only_here(name: str) -> bool:
@@ -79,6 +99,7 @@ def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, tru
 
 def load_opened(file: Opened) -> ExportedProgram:
     """The program in what `open_model` gave."""
+    import_known_classes(file)
     file.seek(0)
     program = torch.export.load(cast(Any, file))
     if problem := _strange_calling(program) or _strange_examples(program):
@@ -173,6 +194,11 @@ def _refusal(file: Path, said: str, help: str) -> ArtifactError:
 def _directory(file: Path) -> tuple[str, str]:
     if os.path.isfile(file / "manifest.json"):
         return "is a directory that tpcompiler wrote", "give the .pt2 file of the single-device model"
+    if os.path.isfile(file / "config.json"):
+        return (
+            "is a Hugging Face directory: a config, and maybe weights, and no program",
+            f"{EXPORT}, and give that path; --plan {file / 'config.json'} is the config's own plan",
+        )
     return "is a directory", "give a .pt2 file"
 
 
