@@ -120,9 +120,9 @@ a plan to begin with (save it as plan.yaml):
 #   colwise_gather_output  cut output features, and gather them right away
 #   embedding_rowwise      cut the vocabulary of an embedding
 # Also: rowwise_split_input, packed_colwise, packed_rowwise, gather; for one parameter a placement, such as S(0).
-"layers.*.up": replicate    # Linear: weight [16, 8], 2 times
-"layers.*.down": replicate  # Linear: weight [8, 16], 2 times
-"head": replicate           # Linear: weight [4, 8]
+"layers.*.up": colwise    # Linear: weight [16, 8], 2 times
+"layers.*.down": rowwise  # Linear: weight [8, 16], 2 times
+"head": replicate         # Linear: weight [4, 8]
 """
 
 
@@ -151,9 +151,9 @@ def test_the_plan_to_begin_with_is_a_plan(model: Path, tmp_path: Path) -> None:
     skeleton = tmp_path / "plan.yaml"
     skeleton.write_text(json.loads(right("inspect", model, "--json"))["plan"])
     data = json.loads(right("convert", model, "--tp", 2, "--plan", skeleton, "--dry-run", "--json"))
-    assert data["plan"] == {"layers.*.up": "replicate", "layers.*.down": "replicate", "head": "replicate"}
-    assert data["bytes_per_rank"] == [data["bytes"]] * 2
-    assert data["collectives"] == []
+    assert data["plan"] == {"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "replicate"}
+    assert max(data["bytes_per_rank"]) < 0.7 * data["bytes"]
+    assert [(each["kind"], each["count"]) for each in data["collectives"]] == [("all_reduce", 2)]
 
 
 SUMMARY = """\

@@ -1,0 +1,54 @@
+"""Files that people and services look for, and that nothing else would notice to be wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tpcompiler
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(
+    not (ROOT / ".ci").exists(), reason="an installed wheel has the tests without these files"
+)
+
+
+def test_the_hosted_ci_calls_the_projects_own() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    assert [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step] == [".ci/run"]
+    assert (ROOT / ".ci/run").stat().st_mode & 0o111
+
+
+def test_the_version_is_said_in_one_place() -> None:
+    said = [
+        path.name
+        for part in ("tpcompiler", "passes")
+        for path in (ROOT / part).rglob("*.py")
+        if f'"{tpcompiler.__version__}"' in path.read_text(encoding="utf-8")
+    ]
+    assert said == ["artifact.py"]
+    assert tpcompiler.__version__ not in (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[tool")[0]
+    assert f"## {tpcompiler.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "passes").glob("*.md")]
+    assert len(pages) > 10
+    broken = [
+        f"{page.name}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text(encoding="utf-8"))
+        if not (page.parent / link).exists()
+    ]
+    assert broken == []
+
+
+def test_commands_in_prose_are_targets_of_make() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    texts = [page.read_text(encoding="utf-8") for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))]
+    named = {word for text in texts for word in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)}
+    assert named
+    assert named <= targets

@@ -1,0 +1,79 @@
+"""Hugging Face models as they come: exported by torch, converted by the command line with their own config as the plan."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.commands import call, refused, right
+from tools.hf_table import convert, export
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    export("llama", directory)
+    return directory
+
+
+@pytest.mark.slow
+def test_a_config_is_the_plan(llama: Path) -> None:
+    """Without a flag, and with what is cut said under the program's own names."""
+    said = right("convert", llama / "model.pt2", "--tp", "2", "--plan", llama, "-o", llama / "out")
+    assert "4 all_reduce" in said or "all_reduce" in said
+    manifest = json.loads((llama / "out" / "manifest.json").read_text())
+    assert manifest["plan"]["model.layers.*.self_attn.q_proj"] == "colwise"
+    assert [row["kind"] for row in manifest["collectives"]] == ["all_reduce"] * 4
+    assert right("verify", llama / "out", "--against", llama / "model.pt2").startswith("equal")
+
+
+@pytest.mark.slow
+def test_a_process_that_knows_nothing_of_transformers(llama: Path) -> None:
+    """The file's own names say which modules define its classes; no other module is imported for it."""
+    script = f"""
+import sys
+from tpcompiler.runtime.model_file import read_model
+before = set(sys.modules)
+read_model({str(llama / "model.pt2")!r})
+print(sorted(name for name in sys.modules if name.startswith("transformers.mod")))
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert "transformers.modeling_outputs" in ran.stdout
+    assert "modeling_llama" not in ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["bert", "mixtral"])
+def test_where_there_is_no_plan_or_one_that_waits(model_type: str, tmp_path: Path) -> None:
+    """bert has none, and gets the proposed one; a mixture says which entries wait for experts' styles."""
+    plan, options, said = convert(model_type, 2, tmp_path)
+    assert (plan, options) == {"bert": ("plan.yaml", ""), "mixtral": ("config.json", "--skip-unsupported")}[model_type]
+    assert said.startswith("equal")
+    if model_type == "mixtral":
+        model = tmp_path / "model.pt2"
+        said = refused("convert", model, "--tp", "2", "--plan", tmp_path / "config.json", "-o", tmp_path / "new")
+        assert "'layers.*.mlp.experts' (moe_tp_experts)" in said
+        assert not (tmp_path / "new").exists()
+
+
+def test_a_directory_of_hugging_face_is_no_program(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    said = re.sub(r"\s+", " ", refused("convert", tmp_path, "--tp", "2", "--plan", tmp_path, "-o", tmp_path / "out"))
+    assert "is a Hugging Face directory: a config, and maybe weights, and no program" in said
+    assert "torch.export.save(exported_program, path), and give that path; --plan" in said
+
+
+def test_other_classes_are_imported_for_nobody(tmp_path: Path) -> None:
+    """A name of transformers that is none of its modules of outputs, caches or models."""
+    torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "model.pt2")
+    content = (tmp_path / "model.pt2").read_bytes()
+    assert b"transformers" not in content
+    assert call("inspect", tmp_path / "model.pt2").exit_code == 0
+    assert "transformers.commands" not in sys.modules
