@@ -302,8 +302,14 @@ def is_registered_class(name: str) -> bool:
 
 
 def tree_names(spec: Any) -> list[str]:
-    """The path of every leaf of a pytree, as `logits`, `0` or `cache.0.key`; equal paths are numbered, `0#2`."""
-    leaves, _ = tree_flatten_with_path(tree_unflatten(list(range(spec.num_leaves)), spec))
+    """The path of every leaf of a pytree, as `logits`, `0` or `cache.0.key`; equal paths are numbered, `0#2`.
+
+    Leaves are counted where a class does not name its parts.
+    """
+    try:
+        leaves, _ = tree_flatten_with_path(tree_unflatten(list(range(spec.num_leaves)), spec))
+    except ValueError:  # a class that was registered without names for its parts
+        return [str(at) for at in range(spec.num_leaves)]
     names: list[str] = []
     times: Counter[str] = Counter()
     for path, _leaf in leaves:
