@@ -14,6 +14,8 @@ import torch
 from tests.runtime.commands import call, refused, right
 from tools.hf_table import convert, export
 
+PAGE = Path(__file__).parents[1] / "docs" / "hugging-face.md"
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -31,6 +33,31 @@ def test_a_config_is_the_plan(llama: Path) -> None:
     assert manifest["plan"]["model.layers.*.self_attn.q_proj"] == "colwise"
     assert [row["kind"] for row in manifest["collectives"]] == ["all_reduce"] * 4
     assert right("verify", llama / "out", "--against", llama / "model.pt2").startswith("equal")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By copy and paste; and what it says to do in Python."""
+    code, commands = PAGE.read_text(encoding="utf-8").split("```")[1::2]
+    code = code.removeprefix("python\n")
+    monkeypatch.chdir(tmp_path)
+    code += """
+exported = torch.export.load("llama.pt2")
+for plan in (model.config, model.config.base_model_tp_plan):
+    print(sorted(tpcompiler.parallelize(exported, 2, plan).manifest().plan))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import tpcompiler\n{code}"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    for command in commands.strip().splitlines():
+        program, *words = command.split()
+        assert program == "tpcompiler"
+        said = right(*words)
+    assert said.startswith("equal")
+    plan = sorted(json.loads((tmp_path / "llama_tp2" / "manifest.json").read_text())["plan"])
+    assert done.stdout.splitlines()[-2:] == [str(plan)] * 2
 
 
 @pytest.mark.slow
