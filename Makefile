@@ -13,7 +13,7 @@ TRUST ?=
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast check format wheel-test zoo ops trust bench clean
+.PHONY: help venv demo test test-fast check format wheel-test zoo hf compat ops trust bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
@@ -78,6 +78,13 @@ export CHECK_ORIGIN
 zoo: export OMP_NUM_THREADS := 1
 zoo: venv  ## Convert the zoo's models and print what was measured beside what was expected
 	$(BIN)/python -m tests.zoo
+
+hf: export OMP_NUM_THREADS := 1
+hf: venv  ## Take Hugging Face architectures from a config to a verified artifact, by the command line
+	$(BIN)/python -m tools.hf_table
+
+compat: venv  ## Run the fast tests on every version of torch that this runs on, and write docs/compat.md
+	$(BIN)/python tools/compat.py
 
 ops: export OMP_NUM_THREADS := 1
 ops: venv  ## Measure the rules on torch's op database and write docs/ops.md; goes on where it was interrupted

@@ -45,11 +45,12 @@ from tpcompiler.errors import ArtifactError, TpCompilerWarning
 
 FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
 OLDEST, NEWEST = (2, 11), (2, 15)  # that this was run with: docs/compat.md
+GONE = {"aten::cholesky": (2, 15)}  # ops that a rule names, and the version since when torch lacks them
 MISSING: set[str] = set()  # ops that were looked up and that this torch does not have
 
 
 class _Ops:
-    """`torch.ops.NAMESPACE`. An op that this torch lacks is one that no program calls: 2.15 has no `aten.cholesky`."""
+    """`torch.ops.NAMESPACE`. An op that this torch lacks is one that no program calls."""
 
     def __init__(self, namespace: str) -> None:
         self._name, self._ops = namespace, getattr(torch.ops, namespace)

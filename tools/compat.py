@@ -1,0 +1,221 @@
+"""Run the fast tests on every version of torch that this project says it runs on, and write docs/compat.md.
+
+    python tools/compat.py [VERSION ...]
+
+Each version is unpacked below build/compat and put in front of the environment that runs this. Where pip has no CPU
+build of a version, its plain wheel is taken, which cannot be imported without CUDA's libraries: stubs stand in for
+them, every function of which fails. Where stubs cannot be made (that takes gcc and readelf), or torch does not start
+with them, nothing is run: the wheel is read, and has to have every module and name that `_torch.py` imports and every
+op that is named.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / "build" / "compat"
+PAGE = ROOT / "docs" / "compat.md"
+VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
+TORCH = (ROOT / "tpcompiler" / "_torch.py").read_text(encoding="utf-8")
+GONE: dict[str, tuple[int, int]] = ast.literal_eval(re.search(r"^GONE = (\{.*\})", TORCH, re.MULTILINE)[1])  # type: ignore[index]
+OPS = "torchgen/packaged/ATen/native/native_functions.yaml"
+HEAD = """\
+# Versions
+
+tpcompiler runs on torch 2.11 to 2.15 and Python 3.10 or newer. A newer torch is a warning, and goes on. `make compat`
+writes this page: the fast tests (`make test-fast`) on each version that can be had without CUDA's packages. With
+stubs for CUDA's libraries the plain wheel of torch runs on a machine without them; that is no CPU build, and no GPU.
+
+"""
+
+
+class Row(NamedTuple):
+    version: str
+    build: str
+    ran: str
+    result: str
+    ok: bool
+
+
+def fetch(version: str) -> tuple[Path, str] | None:
+    """The wheel of a version, and which build it is; None where pip finds none."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    for build, wanted in (("CPU", f"{version}+cpu"), ("plain", version)):
+        folder = WORK / f"{version}-{build}"
+        if not list(folder.glob("*.whl")):
+            words = ["pip", "download", "--quiet", "--no-deps", "--dest", str(folder), f"torch=={wanted}"]
+            subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
+        if wheels := list(folder.glob("*.whl")):
+            return wheels[0], build
+    return None
+
+
+def unpack(wheel: Path) -> Path:
+    folder = wheel.parent / "site"
+    if not (folder / "torch" / "version.py").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+    return folder
+
+
+def read_elf(library: Path, *options: str) -> str:
+    return subprocess.run(["readelf", "-W", *options, str(library)], capture_output=True, text=True, check=True).stdout
+
+
+def make_stubs(site: Path) -> Path:
+    """A folder of libraries with every symbol that torch's want of libraries that are not here.
+
+    Raises:
+        OSError, CalledProcessError: no compiler, or no readelf.
+    """
+    folder = site / "stubs"
+    if folder.exists():
+        return folder
+    libraries = [path for path in (site / "torch" / "lib").glob("*.so*") if not path.is_symlink()]
+    known = {path.name for path in (site / "torch" / "lib").iterdir()}
+    known |= set(
+        re.findall(r"^\s+(\S+) \(", subprocess.run(["ldconfig", "-p"], capture_output=True, text=True).stdout, re.M)
+    )
+    needs = {path: set(re.findall(r"NEEDED.*\[(.*?)\]", read_elf(path, "-d"))) - known for path in libraries}
+    missing = set().union(*needs.values())
+    symbol = re.compile(r"^\s+\d+: \S+\s+\S+\s+\S+\s+\S+\s+\S+\s+(\S+)\s+([\w$.]+)(?:@+([\w.]+))?", re.MULTILINE)
+    symbols = {path: symbol.findall(read_elf(path, "--dyn-syms")) for path in libraries}
+    defined = {name for found in symbols.values() for where, name, _ in found if where != "UND"}
+    wanted: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))  # library -> version -> symbols
+    for path in (path for path in libraries if needs[path]):
+        owners, owner = {}, ""
+        for file, version in re.findall(r"File: (\S+)|Name: (\S+)", read_elf(path, "-V")):
+            owner = file or owner
+            owners[version] = owner
+        for where, name, version in symbols[path]:
+            if where == "UND" and name not in defined and (owners.get(version) in missing or not version):
+                for library in [owners[version]] if version else needs[path]:
+                    if version or re.match(r"(cu|nv|nccl|__cuda)", name, re.IGNORECASE):
+                        wanted[library][version].add(name)
+    made = folder.with_name("stubs.new")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    for library in missing:
+        names = sorted(set().union(*wanted[library].values())) if library in wanted else []
+        code = ".text\n" + "".join(f".globl {name}\n.type {name},@function\n{name}:\n" for name in names)
+        (made / "stub.s").write_text(code + " mov $35, %eax\n ret\n")  # 35: the driver does not suffice
+        words = ["gcc", "-shared", "-nostdlib", f"-Wl,-soname,{library}"]
+        if nodes := {version: names for version, names in wanted[library].items() if version}:
+            text = "".join(f"{v} {{ global: {' '.join(f'{n};' for n in sorted(ns))} }};\n" for v, ns in nodes.items())
+            (made / "stub.map").write_text(text)
+            words.append(f"-Wl,--version-script,{made / 'stub.map'}")
+        subprocess.run([*words, "-o", str(made / library), str(made / "stub.s")], check=True, capture_output=True)
+    return made.rename(folder)
+
+
+def environment(site: Path, stubs: Path | None) -> dict[str, str]:
+    paths = {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **paths, **({"LD_LIBRARY_PATH": str(stubs)} if stubs else {})}
+
+
+def run_tests(version: str, site: Path, build: str, log: Path) -> Row | None:
+    """None where this torch does not start."""
+    stubs = None
+    if build == "plain":
+        try:
+            stubs = make_stubs(site)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+    here = environment(site, stubs)
+    started = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.__version__)"], env=here, capture_output=True, text=True
+    )
+    if not started.stdout.startswith(version):
+        return None
+    words = ["pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "not slow", "-p", "no:cacheprovider"]
+    with log.open("w") as printed:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", *words], cwd=ROOT, env=here, stdout=printed, stderr=subprocess.STDOUT
+        )
+    found = re.findall(r"^(?:=+ )?(\d+ (?:passed|failed).*?) in ", log.read_text(), re.MULTILINE)
+    said = f"plain wheel, stubs for CUDA's {len(list(stubs.glob('*.so*')))} libraries" if stubs else "CPU build"
+    return Row(
+        version, said, "fast tests", found[-1] if found else f"exit code {done.returncode}", done.returncode == 0
+    )
+
+
+def read_wheel(version: str, wheel: Path) -> Row:
+    """Whether the wheel has what the packages name; nothing of it is run."""
+    lacks = []
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        for module, name in imported_names():
+            path = module.replace(".", "/")
+            source = next((p for p in (f"{path}.py", f"{path}/__init__.py") if p in names), None)
+            if source is None and not module.startswith("torch._C"):
+                lacks.append(module)
+            elif source and name not in archive.read(source).decode() and f"{path}/{name}.py" not in names:
+                lacks.append(f"{module}.{name}")
+        ops = archive.read(OPS).decode()
+    known = set(re.findall(r"^- func: (\w+)", ops, re.MULTILINE)) | {"sym_size"}
+    known |= {name for line in re.findall(r"autogen: (.*)", ops) for name in re.findall(r"\w+", line)}
+    gone = {name.partition("::")[2] for name, since in GONE.items() if list(since) <= numbers(version)}
+    lacks += [f"aten.{op}" for op in named_ops() if op not in known | gone]
+    return Row(
+        version,
+        "plain wheel",
+        "read only: names and ops",
+        f"lacks {', '.join(lacks)}" if lacks else "has all",
+        not lacks,
+    )
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")[:2]]
+
+
+def imported_names() -> list[tuple[str, str]]:
+    tree = ast.parse(TORCH)
+    found = [
+        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch")
+    ]
+    return [(node.module or "", each.name) for node in found for each in node.names]
+
+
+def named_ops() -> list[str]:
+    texts = [
+        path.read_text(encoding="utf-8") for part in ("tpcompiler", "passes") for path in (ROOT / part).rglob("*.py")
+    ]
+    return sorted({op for text in texts for op in re.findall(r"\baten\.([a-z_]\w*)\.\w+", text)})
+
+
+def tried(version: str) -> Row:
+    print(f"torch {version}", file=sys.stderr, flush=True)
+    found = fetch(version)
+    if found is None:
+        return Row(version, "none that pip finds", "nothing", "not run", True)
+    wheel, build = found
+    return run_tests(version, unpack(wheel), build, WORK / f"{version}.log") or read_wheel(version, wheel)
+
+
+def main() -> int:
+    rows = [tried(version) for version in sys.argv[1:] or VERSIONS]
+    lines = ["| torch | build | what ran | result |", "|---|---|---|---|"]
+    lines += [f"| {row.version} | {row.build} | {row.ran} | {row.result} |" for row in rows]
+    where = f"\nPython {platform.python_version()}, {platform.system()} {platform.machine()}.\n"
+    text = HEAD + "\n".join(lines) + "\n" + where
+    if not sys.argv[1:]:
+        PAGE.write_text(text, encoding="utf-8")
+    print(text)
+    return 0 if all(row.ok for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
