@@ -17,7 +17,7 @@ import tpcompiler.rules  # noqa: F401  (registers the rules)
 from passes.canonicalize import canonicalize
 from tpcompiler.errors import ArtifactError, MeshError, PlanError, ProgramError
 from tpcompiler.ir import edit
-from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.mesh import Mesh, groups_named
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.shares import row_sharding
@@ -203,6 +203,16 @@ def verify_artifact(
             help="give the program that it was converted from",
         )
     programs = [read_rank(directory, manifest, rank, trust=trust) for rank in range(manifest.world_size)]
+    used = {
+        str(node.args[-1]) for program in programs for node in edit.calls(program.graph) if edit.is_collective(node)
+    }
+    for name in sorted(used):
+        # All ranks run here in groups as their names say; `load` makes them as the manifest does.
+        if sorted(manifest.groups.get(name, ())) != sorted(map(list, groups_named(name) or ())):
+            raise ArtifactError(
+                f"{os.fspath(directory)}: the manifest's ranks of the group {name!r} are not those of its name",
+                help="convert the model again",
+            )
     for rank, program in enumerate(programs):
         try:
             compare_calling(program, original)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.runtime.poisons import EXAMPLES, MODEL, Entries, changed, relu, saved, size
 
@@ -173,6 +176,46 @@ def examples_in_a_row(entries: Entries, marker: Path) -> None:
     entries[EXAMPLES] = saved((([1] * 5_000,), {}))
 
 
+def roots_that_cancel(entries: Entries, marker: Path) -> None:
+    size(entries, "Abs(sqrt(2)+sqrt(3)+sqrt(5)+sqrt(7)-sqrt((sqrt(2)+sqrt(3)+sqrt(5)+sqrt(7))**2))")
+
+
+def powers_that_cancel(entries: Entries, marker: Path) -> None:
+    one, two = "2**Rational(1,7)", "3**Rational(1,7)"
+    size(entries, f"Abs({one}+{two}-(2**Rational(2,7)+3**Rational(2,7)+2*6**Rational(1,7))**Rational(1,2))")
+
+
+class Doubled:
+    """A text that is as long again with every step."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+    def __reduce__(self) -> Any:
+        return codecs.encode, (Doubled(self.depth - 1) if self.depth else b"ab", "hex_codec")
+
+
+def text_that_doubles(entries: Entries, marker: Path) -> None:
+    entries[EXAMPLES] = saved(((Doubled(36),), {}))
+
+
+def tensor_of_any_size(entries: Entries, marker: Path) -> None:
+    class Wide:
+        def __reduce__(self) -> Any:
+            return torch.FloatTensor, (2 * 10**9,)
+
+    entries[EXAMPLES] = saved(((Wide(),), {}))
+
+
+def list_that_is_repeated(entries: Entries, marker: Path) -> None:
+    chain(entries, "mul", 1, {"as_ints": [1]}, {"as_int": 7 * 10**8})
+
+
+def op_that_prints(entries: Entries, marker: Path) -> None:
+    text = [{"name": "s", "arg": {"as_string": "\x1b]0;mine\x07"}, "kind": 1}]
+    changed(entries, MODEL, lambda data: relu(data).update(target="torch.ops.aten._print.default", inputs=text))
+
+
 ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (guard_with_a_library, f"{MODEL} has an input check that is no plain comparison: "),
     (guard_that_reads_the_environment, f"{MODEL} has an input check that is no plain comparison: "),
@@ -202,5 +245,11 @@ ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (text_that_is_repeated, f"{MODEL} computes with text: '_operator.mul'"),
     (text_that_is_formatted, f"{MODEL} computes with text: '_operator.mod'"),
     (guard_that_formats_a_text, f"{MODEL} has an input check that computes with inputs, of which some are text"),
+    (roots_that_cancel, f"{MODEL} has a size that is no plain expression: "),
+    (powers_that_cancel, f"{MODEL} has a size that is no plain expression: "),
+    (text_that_doubles, f"{EXAMPLES} needs a pickle that may make a thing of any size (_codecs.encode)"),
+    (tensor_of_any_size, f"{EXAMPLES} needs a pickle that may make a thing of any size (torch.FloatTensor)"),
+    (list_that_is_repeated, f"{MODEL} computes with lists: '_operator.mul'"),
+    (op_that_prints, f"{MODEL} calls an op that prints: 'torch.ops.aten._print.default'"),
     (examples_in_a_row, f"{EXAMPLES} has 5000 example inputs in a row"),
 ]

@@ -229,6 +229,80 @@ def test_two_nodes_of_one_name(out: Path, model: ExportedProgram) -> None:
     assert any("different programs" in finding for finding in tpcompiler.check(out, model).findings)
 
 
+@pytest.mark.parametrize("number", [3.0, True], ids=repr)
+def test_numbers_that_are_equal_in_python(number: float, out: Path, model: ExportedProgram) -> None:
+    """And of another type to torch."""
+
+    def change(data: Any) -> None:
+        nodes = data["graph_module"]["graph"]["nodes"]
+        minus = next(node for node in nodes if node["inputs"][-1]["arg"] == {"as_int": 3})
+        form = "as_bool" if number is True else "as_float"
+        minus["inputs"][-1]["arg"] = {form: number}
+
+    edit(out, 1, "models/model.json", change)
+    assert not tpcompiler.check(out, model).ok
+
+
+class Zeros(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.down(torch.relu(self.up(x)))
+        return 1 / (h.abs() * 0.0) + h.mul(2.0)
+
+
+def test_zeros_of_either_sign_and_nodes_under_each_others_name(tmp_path: Path) -> None:
+    """torch calls a node after what it makes, and not by its name in the file."""
+    torch.manual_seed(0)
+    exported = export(Zeros(), (X,))
+    program = tpcompiler.parallelize(exported, 2, PLAN)
+
+    def products(data: Any) -> list[Any]:
+        nodes = data["graph_module"]["graph"]["nodes"]
+        return [node for node in nodes if "as_float" in node["inputs"][-1]["arg"]]
+
+    def negative(data: Any) -> None:
+        products(data)[0]["inputs"][-1]["arg"] = {"as_float": -0.0}
+
+    def exchanged(data: Any) -> None:
+        one, two = products(data)
+        one["name"], two["name"] = two["name"], one["name"]
+
+    def exchanged_and_damaged(data: Any) -> None:
+        exchanged(data)
+        products(data)[1]["inputs"][-1]["arg"] = {"as_float": 0.0}
+
+    for name, changes in (("sign", {1: negative}), ("names", {0: exchanged, 1: exchanged_and_damaged})):
+        program.save(tmp_path / name)
+        assert tpcompiler.check(tmp_path / name, exported).ok
+        for rank, change in changes.items():
+            edit(tmp_path / name, rank, "models/model.json", change)
+        assert not tpcompiler.check(tmp_path / name, exported).ok
+
+
+def test_verify_runs_the_groups_of_the_manifest(out: Path, model: ExportedProgram) -> None:
+    """As `load` makes them."""
+    manifest = json.loads((out / MANIFEST).read_text())
+    (name,) = manifest["groups"]
+    manifest["groups"] = {name: [[0], [1]]}
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(tpcompiler.ArtifactError, match=f"the manifest's ranks of the group '{name}' are not those of"):
+        tpcompiler.api.verify_artifact(out, model, (X,))
+
+
+def test_a_reduction_that_nobody_knows(out: Path, model: ExportedProgram) -> None:
+    def change(data: Any) -> None:
+        text = json.dumps(data).replace('{"as_string": "sum"}', '{"as_string": "SUM"}')
+        data.update(json.loads(text))
+
+    for rank in range(2):
+        edit(out, rank, "models/model.json", change)
+    with pytest.raises(tpcompiler.InputsError, match="a rank's program does not run on these inputs"):
+        tpcompiler.api.verify_artifact(out, model, (X,))
+
+
 class Cached(nn.Module):
     def __init__(self) -> None:
         super().__init__()

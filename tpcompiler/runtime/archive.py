@@ -29,7 +29,9 @@ LARGEST_RATIO = 100  # torch compresses nothing, text shrinks to a tenth, and a 
 LARGEST_DENSITY, FEW = 4, 1 << 18
 LARGEST_PACKED = 1 << 25  # bytes of a compressed text: that of a hundred layers is 5 MB
 # What torch's safe reader makes as large as a number in the pickle says, or as a list that shares its parts.
-WITHOUT_END = frozenset({"builtins bytearray", "__builtin__ bytearray", "collections Counter", "torch Tensor"})
+WITHOUT_END = re.compile(
+    r"(builtins|__builtin__) bytearray|collections Counter|_codecs encode|torch (\w*Tensor|UntypedStorage)"
+)
 TENSORS = re.compile(r"data/weights/weight_\d+|data/constants/tensor_\d+")
 TRUST = "if you trust who made the file, pass --trust (in Python: trust=True)"
 
@@ -183,7 +185,7 @@ def _check_pickle(content: bytes) -> None:
             names = {str(value) for op, value, _ in pickletools.genops(archive.read(pickle)) if op.name == "GLOBAL"}
     except (zipfile.BadZipFile, ValueError) as error:
         raise Unsafe("needs a pickle in a form that torch does not write any more") from error
-    if found := sorted(names & WITHOUT_END):
+    if found := sorted(filter(WITHOUT_END.fullmatch, names)):
         raise Unsafe(f"needs a pickle that may make a thing of any size ({'.'.join(found[0].split())})")
     try:
         value = torch.load(io.BytesIO(content), weights_only=True)

@@ -19,6 +19,7 @@ PARTS = 4_000
 DEEPEST = (
     12  # roundings in one another, of which these count as three: what sympy does to prove something grows with each
 )
+MOST_ROOTS = 2  # of more, sympy looks long whether a sum of them is nothing
 SLOW = ("Abs", "sqrt", "floor", "ceiling", "PythonMod", "Piecewise", "ITE", "Where")
 BITS = 4_096  # of the largest number that evaluating it can make
 POLYNOMIAL = 200_000  # coefficients that one of so many unknowns and of that degree may have: sympy looks for divisors
@@ -83,7 +84,12 @@ def _is_small(text: str, leaf: Leaf) -> bool:
             return False
         if (degree := _degree(tree.body)) > PLAIN_DEGREE and (degree + 1) ** min(_unknowns(parts), 64) > POLYNOMIAL:
             return False
-        return not _repeats(parts) and _terms(tree.body) <= TERMS and '"' not in ast.unparse(tree)
+        return (
+            sum(map(_is_root, parts)) <= MOST_ROOTS
+            and not _repeats(parts)
+            and _terms(tree.body) <= TERMS
+            and '"' not in ast.unparse(tree)
+        )
     except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError, Strange):
         return False
 
@@ -98,6 +104,20 @@ def _depth(node: ast.AST) -> int:
     rounds = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.FloorDiv, ast.Mod))
     weight = 3 if kind in SLOW else int(rounds or kind not in ("", *POLYNOMIALS, *SYMPY_POWERS))
     return max(map(_depth, ast.iter_child_nodes(node)), default=0) + weight
+
+
+def _is_root(node: ast.AST) -> bool:
+    kind = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return not _is_integer(node.right)
+    return kind == "sqrt" or (isinstance(node, ast.Call) and kind in SYMPY_POWERS and not _is_integer(node.args[-1]))
+
+
+def _is_integer(node: ast.expr) -> bool:
+    """Whether an exponent is written as a whole number."""
+    while isinstance(node, ast.UnaryOp) or (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Integer"):
+        node = node.operand if isinstance(node, ast.UnaryOp) else node.args[0]
+    return isinstance(node, ast.Constant) and isinstance(node.value, int)
 
 
 def _unknowns(parts: list[ast.AST]) -> int:

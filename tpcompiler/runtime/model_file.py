@@ -25,6 +25,8 @@ from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
 from tpcompiler.runtime.opened import Opened
 
 # A class in the tree of inputs or outputs: JSON in a text of JSON. transformers registers its own on import.
+TREE = re.compile(rb'"(?:in|out)_spec": ?"((?:[^"\\]|\\.)*)"')
+MOST_CLASSES = 8
 NAMED_CLASS = re.compile(rb'\\"type\\": ?\\"(transformers(?:\.\w+)+)\.(\w+)\\"')
 KNOWN_MODULES = re.compile(r"transformers\.(modeling_outputs|cache_utils|models\.(\w+)\.modeling_\2)")
 EXPORT_SUPPORT = "transformers.integrations.executorch"
@@ -56,10 +58,12 @@ def import_known_classes(file: Opened) -> None:
     with contextlib.suppress(zipfile.BadZipFile, OSError), zipfile.ZipFile(file) as archive:
         for entry in archive.namelist():
             if re.fullmatch(r"[^/]+/models/model\.json", entry) or entry == OLD_FORMAT:
-                found = {(module.decode(), name.decode()) for module, name in NAMED_CLASS.findall(archive.read(entry))}
-                for module, name in sorted(found):
+                trees = b"".join(TREE.findall(archive.read(entry)))
+                found = {(module.decode(), name.decode()) for module, name in NAMED_CLASS.findall(trees)}
+                for module, name in sorted(found)[:MOST_CLASSES]:
                     if KNOWN_MODULES.fullmatch(module) and importlib.util.find_spec("transformers") is not None:
-                        import_modules([module])
+                        with contextlib.suppress(ArtifactError):  # torch says which class it lacks
+                            import_modules([module])
                         if name == "DynamicCache" and not is_registered_class(f"{module}.{name}"):
                             importlib.import_module(EXPORT_SUPPORT).register_dynamic_cache_export_support()
 

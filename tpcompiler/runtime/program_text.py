@@ -33,6 +33,7 @@ Check = Callable[[str], str | None]
 FREE = ("stack_trace", "nn_module_stack", "torch_fn", "custom", "from_node")
 QUOTES = frozenset("\"'\\")
 FILE_OPS = frozenset({"aten.save", "aten.from_file", "debugprims.load_tensor"})  # they open a file by its name
+PRINTING_OPS = frozenset({"aten._print", "aten.warn", "print"})  # what the file says, past every filter
 CODE_OPS = frozenset({"aoti_call_delegate", "inline_asm_elementwise"})  # they run machine code that an argument names
 OPERATORS = re.compile(
     r"_operator\.(add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|eq|ne|lt|le|gt|ge|and_|or_|xor|not_|lshift|rshift"
@@ -88,6 +89,8 @@ def _check_numbers(nodes: Sequence[Any]) -> None:
         given = [part for each in node["inputs"] for part in _dicts(each["arg"])]
         if any(key.startswith("as_string") for part in given for key in part):
             raise Unsafe(f"computes with text: {_short(target)}")
+        if target != "_operator.getitem" and any(isinstance(value, list) for part in given for value in part.values()):
+            raise Unsafe(f"computes with lists: {_short(target)}")
         sizes = [max((_size_of(part, bits) for part in _dicts(each["arg"])), default=0) for each in node["inputs"]]
         made = max(sizes, default=0) + 1
         if target in POWERS:
@@ -190,6 +193,8 @@ def _target(text: str) -> str | None:
     op = program_target(text)
     if op is None:
         return "calls what is no op"
+    if op in PRINTING_OPS or op.rpartition(".")[0] in PRINTING_OPS:
+        return "calls an op that prints"
     if op in CODE_OPS or op.rpartition(".")[0] in FILE_OPS:
         return "calls an op that opens a file or runs code by name"
     return None

@@ -273,4 +273,6 @@ def _equal(value: Any, wanted: Any, made: Folded) -> bool:
         return value in made.whole and made.whole[value] is wanted
     if isinstance(value, torch.device):
         return isinstance(wanted, torch.device)
-    return type(value) is type(wanted) and (value == wanted or (value != value and wanted != wanted))
+    if isinstance(value, float):
+        return isinstance(wanted, float) and repr(value) == repr(wanted)  # -0.0 is not 0.0, and NaN is NaN
+    return type(value) is type(wanted) and bool(value == wanted)

@@ -90,21 +90,23 @@ def _graph(file: Opened) -> bytes | None:
 def _like(program: ExportedProgram, text: Any, other: Any) -> ExportedProgram | None:
     """The program of `other`, made of that of `text`; None where more than arguments of calls differ."""
     nodes, others = _nodes(text), _nodes(other)
-    if _but(text, nodes) != _but(other, others) or len(nodes) != len(others):
+    if _text(_but(text, nodes)) != _text(_but(other, others)) or len(nodes) != len(others):
         return None
-    if len({node["name"] for node in others}) != len(others):
-        return None  # torch gives one of them another name
     graph = edit.copy_graph(program.graph)
     by_name = {node.name: node for node in graph.nodes}
     for one, two in zip(nodes, others, strict=True):
-        if one == two:
+        if _text(one) == _text(two):
             continue
         same = [{**node, "inputs": [{**given, "arg": None} for given in node["inputs"]]} for node in (one, two)]
-        node = by_name.get(str(one["name"]))
-        if same[0] != same[1] or node is None or str(node.target) != str(one["target"]).removeprefix("torch.ops."):
+        node = by_name.get(_made(one))
+        if (
+            _text(same[0]) != _text(same[1])
+            or node is None
+            or str(node.target) != str(one["target"]).removeprefix("torch.ops.")
+        ):
             return None
         for before, after in zip(one["inputs"], two["inputs"], strict=True):
-            if before["arg"] == after["arg"]:
+            if _text(before["arg"]) == _text(after["arg"]):
                 continue
             ((form, value),) = after["arg"].items()
             if form == "as_tensor":
@@ -122,6 +124,17 @@ def _like(program: ExportedProgram, text: Any, other: Any) -> ExportedProgram | 
         constants=program.constants,
         verifiers=program.verifiers,
     )
+
+
+def _text(data: Any) -> str:
+    """That tells apart what is equal in Python and another number to torch: 3, 3.0 and true, 0.0 and -0.0."""
+    return json.dumps(data, sort_keys=True)
+
+
+def _made(node: Any) -> str:
+    """What torch calls the node, whatever name it has in the file: after what it makes."""
+    outputs = node["outputs"]
+    return str(outputs[0]["as_tensor"]["name"]) if len(outputs) == 1 and "as_tensor" in outputs[0] else ""
 
 
 def _nodes(text: Any) -> list[Any]:

@@ -198,7 +198,7 @@ class _Trial:
         (self.best,) = simulate([self.exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise])
         try:
             self.got = simulate(self.programs, shares, state=self.held)
-        except (RuntimeError, IndexError, ValueError) as error:
+        except (RuntimeError, LookupError, ValueError) as error:
             raise InputsError(
                 f"a rank's program does not run on these inputs: {error}", help="check shapes and dtypes"
             ) from error
