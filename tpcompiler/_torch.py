@@ -38,7 +38,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, statically_known_t
 from torch.testing._internal.distributed import fake_pg
 from torch.utils import _pytree
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import FloorDiv, Max, Min
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from tpcompiler.errors import ArtifactError, TpCompilerWarning
@@ -96,6 +96,8 @@ __all__ = [
     "FakeTensorMode",
     "FloorDiv",
     "HigherOrderOperator",
+    "Max",
+    "Min",
     "OpOverload",
     "OpOverloadPacket",
     "TreeSpec",

@@ -307,7 +307,7 @@ def main() -> None:
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # torch warns about its own deprecations
         warnings.simplefilter("once", TpCompilerWarning)
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {one_line(str(message))}\n"
     try:
         app(prog_name="tpcompiler")
     except Exception:

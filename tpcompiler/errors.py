@@ -69,4 +69,4 @@ class InternalError(TpCompilerError):
 
 
 class TpCompilerWarning(UserWarning):
-    """What this package warns of: a torch that it was not run with."""
+    """What this package warns of: a torch that it was not run with, files that are only read on trust."""

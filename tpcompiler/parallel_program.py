@@ -22,7 +22,7 @@ from passes.move_device import move_device
 from passes.shard_state import shard_state
 from tpcompiler._torch import forget_index, guards_of
 from tpcompiler.cost.program import differs_by_rank
-from tpcompiler.errors import InternalError, UnsupportedError
+from tpcompiler.errors import InternalError, TpCompilerWarning, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of, tree_text
 from tpcompiler.ir.devices import device_types, values
@@ -36,7 +36,7 @@ from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
 from tpcompiler.report import Collective, collectives_of, report_text
-from tpcompiler.runtime.archive import has_pickled_examples
+from tpcompiler.runtime.archive import has_pickled_examples, why_not_read
 from tpcompiler.runtime.artifact import VERSION, Manifest, write_artifact
 from tpcompiler.runtime.place import leave_out, place_state
 from tpcompiler.runtime.target import refuse_full_disk
@@ -235,6 +235,10 @@ class ParallelProgram:
                     torch.export.save(program, path)
             except RuntimeError as error:  # torch's archive writer makes one of a failed write
                 raise OSError(str(error)) from error
+            if rank == 0 and (reason := why_not_read(path)):
+                warnings.warn(
+                    f"these files are only read with --trust (trust=True): {reason}", TpCompilerWarning, stacklevel=2
+                )
 
         tensors = [{**row, "stored_in": (elsewhere or {}).get(row["name"])} for row in manifest.tensors]
         tensors = [{key: value for key, value in row.items() if value is not None} for row in tensors]

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runtime.models import export_mlp, mlp_inputs
+import tpcompiler
+from tests.runtime.models import PLAN, Mlp, export_mlp, mlp_inputs
 from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime import expressions
 from tpcompiler.runtime.model_file import import_modules, read_model
 
 
@@ -202,3 +205,24 @@ print(spec.type.__name__, "transformers" in sys.modules, "tpcompiler" in sys.mod
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "dict False False\n", done.stderr
+
+
+@pytest.mark.parametrize("longest", [expressions.LONGEST, 10])
+def test_saving_says_what_is_only_read_on_trust(longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expressions, "LONGEST", longest)
+    rows = {"x": {0: torch.export.Dim.DYNAMIC}, "shift": None}
+    program = tpcompiler.parallelize(
+        torch.export.export(Mlp(), tuple(mlp_inputs().values()), dynamic_shapes=rows), 2, PLAN
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        program.save(tmp_path / "out")
+    ours = [str(each.message) for each in said if issubclass(each.category, tpcompiler.TpCompilerWarning)]
+    if longest == 10:
+        (warning,) = ours
+        assert warning.startswith("these files are only read with --trust (trust=True): its entry models/")
+        with pytest.raises(tpcompiler.TpCompilerError, match="is no plain expression"):
+            read_model(tmp_path / "out" / "rank_0.pt2")
+    else:
+        assert not ours
+        read_model(tmp_path / "out" / "rank_0.pt2")

@@ -25,6 +25,7 @@ TAKEN = {
         Pow(s0, Rational(1, 2))
         s0**2
         FloatPow(ToFloat(s0), Float('0.5', precision=53))
+        Mul(Integer(8), Symbol('s9'), Add(FloorDiv(Symbol('s4'), Integer(4)), Integer(1)), Add(Symbol('s5'), Integer(1)))
         """,
     "guards_code": """
         L['d']['k 1'].size()[0] == L['xs'][0].size()[0]

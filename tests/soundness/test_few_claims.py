@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,18 @@ class Assert(nn.Module):
         return x * 2
 
 
+class Last(nn.Module):
+    """As many of the last rows of a table as there are in x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = torch.sym_max(0, len(self.table) - x.shape[0])
+        return x.sum(0) + self.table[start : torch.sym_min(16, start + 9)].sum(0)
+
+
 class Rows(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.stack([row * 2 for row in x.chunk(2)[0].unbind(0)]), x + y
@@ -52,6 +65,15 @@ def test_a_change_that_a_rank_without_a_share_does_not_use() -> None:
     unused = [node for node in made.ranks[3].graph.nodes if node.op == "call_function" and not node.users]
     assert "clone" in [node.name for node in unused]
     assert checked(made).findings == []
+
+
+def test_maxima_of_sizes(tmp_path: Path) -> None:
+    """A file has sympy's maxima in place of torch's, and neither takes the other for equal."""
+    program = export(Last(), (torch.randn(4, 8),), dynamic_shapes=({0: Dim.AUTO(max=64)},))
+    tpcompiler.parallelize(program, 2, {"table": "S(1)"}).save(tmp_path / "out")
+    report = tpcompiler.check(tmp_path / "out")
+    assert report.ok
+    assert "ops that cannot be run here" not in report.counts
 
 
 def test_sizes_that_only_the_export_has_compared() -> None:

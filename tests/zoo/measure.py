@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 
 import torch
 from torch.export import ExportedProgram
@@ -16,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tpcompiler
 from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
+from tpcompiler.errors import InternalError, TpCompilerWarning
 from tpcompiler.report import Collective
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.soundness.check import check_programs
@@ -93,9 +97,20 @@ class Measured:
 
     @cached_property
     def alarms(self) -> list[str]:
-        """What `tpcompiler check` says against the ranks' programs."""
+        """What `tpcompiler check` says against the ranks' programs: as files, where these may differ, on one world."""
+        if self.dynamic and self.world == WORLDS[0]:
+            return self._refused_as_files()
         ranks = [written(self.program.rank_program(rank)) for rank in range(self.world)]
         return check_programs(ranks, self.program.manifest(), self.program.original).findings
+
+    def _refused_as_files(self) -> list[str]:
+        with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
+            warnings.simplefilter("error", TpCompilerWarning)  # that they need trust
+            try:
+                self.program.save(Path(directory) / "out")
+            except (InternalError, TpCompilerWarning) as error:
+                return [str(error)]
+        return []
 
     @property
     def worst(self) -> Difference:

@@ -10,7 +10,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]  # it ships no types
 import torch
 
-from tpcompiler._torch import FloorDiv, statically_known_true
+from tpcompiler._torch import FloorDiv, Max, Min, statically_known_true
 
 MOST_REMAINDERS = 64
 
@@ -19,8 +19,16 @@ def statically_equal(a: Any, b: Any) -> bool:
     """Whether two sizes are equal in every run, without adding a guard."""
     if statically_known_true(a == b):
         return True
-    one, other = (v.node.expr if isinstance(v, torch.SymInt) else sympy.sympify(v) for v in (a, b))
+    one, other = (_expression(v) for v in (a, b))
+    if one == other:
+        return True
     return any(isinstance(e, sympy.Expr) and e.has(FloorDiv) for e in (one, other)) and _equal_divided(one, other)
+
+
+def _expression(size: Any) -> sympy.Expr:
+    """With torch's maxima for sympy's, which a file that is read has."""
+    found = size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size)
+    return found.replace(sympy.Max, Max).replace(sympy.Min, Min) if found.has(sympy.Max, sympy.Min) else found
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,6 +12,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -74,6 +75,16 @@ def inspect_archive(file: Opened) -> None:
             help = f"{error.cure}; or, {TRUST}" if error.cure else TRUST
             where = f"its entry {entry}" if entry else "it"
             raise ArtifactError(f"{file.path} is not read: {where} {error}", help=help) from error
+
+
+def why_not_read(path: Path) -> str | None:
+    """What keeps a file from being read without trust; None if nothing does."""
+    try:
+        with Opened(path) as file:
+            inspect_archive(file)
+    except ArtifactError as error:
+        return error.message.removeprefix(f"{path} is not read: ")
+    return None
 
 
 def has_pickled_examples(program: ExportedProgram) -> bool:

@@ -122,9 +122,10 @@ def _is_integer(node: ast.expr) -> bool:
 
 def _unknowns(parts: list[ast.AST]) -> int:
     """Of a polynomial: symbols, and what is no sum, product or power of them."""
-    found = {part.id for part in parts if isinstance(part, ast.Name)} - {"L", "math", "torch"}
-    found |= {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
     calls = [part for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)]
+    called = {call.func.id for call in calls}  # type: ignore[attr-defined]
+    found = {part.id for part in parts if isinstance(part, ast.Name)} - {"L", "math", "torch"} - called
+    found |= {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
     return len(found | {ast.dump(part) for part in calls if part.func.id not in (*POLYNOMIALS, *SYMPY_POWERS)})  # type: ignore[attr-defined]
 
 
