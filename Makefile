@@ -13,7 +13,7 @@ TRUST ?=
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast check format wheel-test zoo hf compat ops trust bench clean
+.PHONY: help venv demo test test-fast check format wheel-test zoo hf compat ops trust bench docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
@@ -98,6 +98,10 @@ trust: venv  ## Measure what docs/trust.md says, and print one table; TRUST="exi
 
 bench: venv  ## Run the benchmarks
 	$(BIN)/python tools/bench_convert.py
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: venv  ## Build the documentation, API reference included, into build/site; a warning fails it
+	$(BIN)/mkdocs build --strict
 
 clean:  ## Remove build outputs and caches; .venv stays
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +55,24 @@ def test_commands_in_prose_are_targets_of_make() -> None:
     named = {word for text in texts for word in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)}
     assert named
     assert named <= targets
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    shown = set(
+        re.findall(r"^::: tpcompiler\.(\w+)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    errors = {name for name in tpcompiler.__all__ if getattr(tpcompiler, name).__class__ is type} - shown
+    assert all(getattr(tpcompiler, name).__module__ == "tpcompiler.errors" for name in errors)
+    assert "errors" in shown
+    assert shown - {"errors"} == set(tpcompiler.__all__) - errors - {"__version__"}
+
+
+@pytest.mark.slow
+def test_the_documentation_is_built_without_a_warning(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    reference = (tmp_path / "api/index.html").read_text(encoding="utf-8")
+    assert 'id="tpcompiler.parallelize"' in reference
+    assert "the degree of the one axis" in reference

@@ -80,8 +80,9 @@ def parallelize(
             prefill and decode, that share weights and caches: these are placed alike in all of them.
         mesh: the degree of the one axis `tp`, or `{axis: degree}`.
         plan: a `Plan`, `{FQN pattern: style}`, or the path of a YAML file with such a mapping.
-        inputs, outputs: placements at the boundary, by name or in order: "R" (the default), "S(0)", torch placements;
-            of several programs, {program's name: these}.
+        inputs: placements of the user's tensors, by name or in order: "R" (the default), "S(0)", torch placements; of
+            several programs, {program's name: these}.
+        outputs: the same of what is returned.
         device_type: "cpu" or "cuda", for which no device need be at hand; by default where the program's tensors are.
         dump: a directory for a numbered text of the program after every pass.
 

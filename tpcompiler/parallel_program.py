@@ -260,7 +260,8 @@ class ParallelProgram:
         (`passes/move_device.py`), which the report says.
 
         Args:
-            args, kwargs: global inputs, as the original program takes them.
+            args: global inputs, as the original program takes them.
+            kwargs: those by name.
             then: args, or (args, kwargs), of further calls, each on the buffers (a cache, statistics) that those before
                 wrote.
 

@@ -42,7 +42,8 @@ class Manifest:
         plan: the plan, as a plan file would say it.
         tensors: name, kind, shape, dtype, sharding of every parameter, buffer and constant, global; `tied_to` another
             one, `stored_in` the files of another program beside this one.
-        inputs, outputs: name, shape, dtype, sharding of the user's tensors, global; a symbolic size is its text.
+        inputs: name, shape, dtype, sharding of the user's tensors, global; a symbolic size is its text.
+        outputs: the same of what is returned.
         collectives: the records of `ParallelProgram.collectives()`.
         notes: kind and text of what the compiler declined or could not use.
         output_type: the class that the model returned, where a plain dict was written instead.
