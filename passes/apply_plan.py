@@ -157,8 +157,8 @@ def _borrowed(name: str, leaves: Mapping[str, fx.Node]) -> dict[str, fx.Node]:
 
 
 def _owner(fqn: str) -> str:
-    """The layer of a parameter, also of one that torch's parametrizations have split."""
-    return re.sub(r"\.parametrizations\.[^.]+$", "", fqn.rpartition(".")[0])
+    """The layer of a parameter, also of one that torch's parametrizations have split or that PEFT's adapters wrap."""
+    return re.sub(r"\.(parametrizations\.[^.]+|base_layer)$", "", fqn.rpartition(".")[0])
 
 
 def _misfit(style: Style, inside: Mapping[str, Sequence[fx.Node]]) -> tuple[str, str]:

@@ -26,10 +26,10 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
 
     Before    training IR, canonical IR or core ATen
               bn.add_(one); with set_grad_enabled: ...; linear(x, w); _assert_tensor_metadata(y)
-              dropout(x, 0.1); rand_like(x); x[:, [-2]]
+              dropout(x, 0.1); rand_like(x); x[:, [-2]]; linalg_vector_norm(x)
     After     bn_1 = add(bn, one) -> written back by the signature; linear(x, w)
               x * native_dropout(ones, 0.1)[0]; rand_like(ones)      ones: of the whole shape, on every rank
-              clone(slice(x, 1, 8, 9))                               x: [4, 10]
+              clone(slice(x, 1, 8, 9)); sqrt(sum(x * x))             x: [4, 10]
 
     Leaves one flat functional graph. The input program is not changed.
 
@@ -67,7 +67,16 @@ def _decompositions(graph: fx.Graph) -> Any:
     for target in [t for t in table if has_rule(t) or t in recurrent or t is aten.bernoulli.default]:
         del table[target]
     table[aten.scaled_dot_product_attention.default] = _attention
+    table[aten.linalg_vector_norm.default] = _norm
     return table
+
+
+def _norm(x: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **named: Any) -> Any:
+    """The euclidean norm as the root of a sum, of which ranks can hold shares; narrow floats are summed in float32."""
+    if ord != 2 or x.is_complex() or named.get("dtype"):
+        return NotImplemented
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * wide).sum(list(range(x.ndim)) if dim is None else dim, keepdim).sqrt().to(x.dtype)
 
 
 def _attention(q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, *rest: Any, **named: Any) -> Any:

@@ -1,0 +1,93 @@
+"""Styles on layers whose weight is computed: by torch's parametrizations, or by adapters around the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.export import export
+from torch.nn.utils import parametrizations, parametrize, weight_norm
+
+import tpcompiler
+
+SIZES = (16, 32)
+
+
+class Gate(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * torch.sigmoid(weight)
+
+
+class Dora(nn.Module):
+    """A linear layer as PEFT wraps it: a product of two small matrices on top, columns of a length that is learned."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.Linear(layer.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, layer.out_features, bias=False)
+        self.lora_magnitude_vector = nn.Parameter(torch.rand(layer.out_features) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.base_layer.weight
+        length = torch.linalg.norm(weight + self.lora_B.weight @ self.lora_A.weight, dim=1).detach()
+        scale = (self.lora_magnitude_vector / length).view(1, -1)
+        return self.base_layer(x) + (scale - 1) * nn.functional.linear(x, weight) + scale * self.lora_B(self.lora_A(x))
+
+
+def gated(layer: nn.Linear) -> nn.Module:
+    parametrize.register_parametrization(layer, "weight", Gate())
+    return layer
+
+
+class Mlp(nn.Module):
+    def __init__(self, wrap: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        self.up, self.down = wrap(nn.Linear(*SIZES)), wrap(nn.Linear(*reversed(SIZES)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("wrap", "reductions"),
+    [
+        (nn.Identity(), 1),
+        (gated, 1),
+        (parametrizations.weight_norm, 2),  # of what the layer gives, and of the lengths of its weight's cut rows
+        (weight_norm, 2),
+        (Dora, 4),
+    ],
+    ids=["plain", "parametrization", "weight_norm", "older weight_norm", "dora"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_a_pair_cuts_what_the_weight_is_made_of(
+    wrap: Callable[[nn.Linear], nn.Module], reductions: int, world: int
+) -> None:
+    torch.manual_seed(0)
+    program = tpcompiler.parallelize(
+        export(Mlp(wrap).eval(), (torch.randn(4, 16),)), world, {"up": "colwise", "down": "rowwise"}
+    )
+    assert program.verify((torch.randn(4, 16),)).ok
+    made = program.collectives()
+    assert [c.kind for c in made] == ["all_reduce"] * reductions
+    assert {c.why for c in made} == {"inherent"}
+    cut = [row["name"] for row in program.manifest().tensors if row["sharding"] != "R"]
+    assert sum(torch.Size(program.original.state_dict[name].shape).numel() == 512 for name in cut) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_norm_over_a_cut_dim_reduces_the_norm(dtype: torch.dtype) -> None:
+    class Normalize(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return nn.functional.normalize(x, dim=-1), x.norm(), x.norm(dim=(0, 1), keepdim=True)
+
+    x = torch.randn(4, 16).to(dtype) * 10
+    program = tpcompiler.parallelize(export(Normalize(), (x,)), 2, {}, inputs=["S(1)"], outputs=["S(1)"])
+    assert program.verify((x,)).ok
+    assert [c.kind for c in program.collectives()] == ["all_reduce"] * 3
+    (wide,) = {torch.promote_types(dtype, torch.float32)}
+    assert all(c.wire_bytes <= 4 * wide.itemsize for c in program.collectives())
