@@ -34,16 +34,20 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, statically_known_true
+from torch.fx.experimental.symbolic_shapes import DimDynamic, safe_expand, statically_known_true
 from torch.testing._internal.distributed import fake_pg
 from torch.utils import _pytree
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.functions import FloorDiv, Max, Min
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from tpcompiler.errors import ArtifactError, TpCompilerWarning
 
 FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
+SYMPY_FUNCTIONS = {  # those that torch names when it reads a size; of maxima it takes sympy's own
+    name: getattr(sympy_functions, name) for name in sympy_functions.__all__ if name not in ("Max", "Min")
+}
 OLDEST, NEWEST = (2, 11), (2, 15)  # that this was run with: docs/compat.md
 GONE = {"aten::cholesky": (2, 15)}  # ops that a rule names, and the version since when torch lacks them
 MISSING: set[str] = set()  # ops that were looked up and that this torch does not have
@@ -114,6 +118,7 @@ __all__ = [
     "make_fx",
     "op_overload",
     "program_target",
+    "read_size",
     "record_reader",
     "redistribute",
     "register_group",
@@ -139,6 +144,11 @@ def decomposed(program: ExportedProgram, table: Any) -> ExportedProgram:
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 warns about its own LeafSpec
         made: ExportedProgram = program.run_decompositions(table)
         return made
+
+
+def read_size(text: str) -> Any:
+    """What torch makes of a size in a file, and multiplies out to compare it. It evaluates it as Python."""
+    return safe_expand(sympy.sympify(text, locals=SYMPY_FUNCTIONS))
 
 
 def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:

@@ -69,6 +69,20 @@ def guard_that_repeats_a_text(entries: Entries, marker: Path) -> None:
     changed(entries, MODEL, lambda data: data.update(guards_code=["L['mode'] * 4000 * 4000 * 4000 == 0"]))
 
 
+def guard_that_repeats_the_larger_text(entries: Entries, marker: Path) -> None:
+    changed(entries, MODEL, lambda data: data.update(guards_code=["max(L['mode'], L['mode']) * 4000 * 4000 == 0"]))
+
+
+def guard_that_repeats_inputs(entries: Entries, marker: Path) -> None:
+    changed(entries, MODEL, lambda data: data.update(guards_code=["L['given'] * 4000 * 4000 == 0"]))
+
+
+def maxima_without_end(entries: Entries, marker: Path) -> None:
+    """sympy compares them pair by pair."""
+    sums = ("+".join(f"s{j}*s{(j + i) % 30}" for j in range(24)) for i in range(1, 17))
+    size(entries, f"Max({','.join(sums)})")
+
+
 def sum_without_end(entries: Entries, marker: Path) -> None:
     size(entries, "Pow(Add(s0,s1,s2,s3,s4,s5,s6,s7), 50)")
 
@@ -176,10 +190,6 @@ def examples_in_a_row(entries: Entries, marker: Path) -> None:
     entries[EXAMPLES] = saved((([1] * 5_000,), {}))
 
 
-def roots_that_cancel(entries: Entries, marker: Path) -> None:
-    size(entries, "Abs(sqrt(2)+sqrt(3)+sqrt(5)+sqrt(7)-sqrt((sqrt(2)+sqrt(3)+sqrt(5)+sqrt(7))**2))")
-
-
 def powers_that_cancel(entries: Entries, marker: Path) -> None:
     one, two = "2**Rational(1,7)", "3**Rational(1,7)"
     size(entries, f"Abs({one}+{two}-(2**Rational(2,7)+3**Rational(2,7)+2*6**Rational(1,7))**Rational(1,2))")
@@ -228,7 +238,10 @@ ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (divisor_without_end, f"{MODEL} has a size that is no plain expression: "),
     (digits_without_end, f"{MODEL} has a size that is no plain expression: "),
     (guard_that_repeats_a_list, f"{MODEL} has an input check that is no plain comparison: "),
-    (guard_that_repeats_a_text, f"{MODEL} has an input check that is no plain comparison: "),
+    (guard_that_repeats_a_text, f"{MODEL} has an input check that computes with what is no number: "),
+    (guard_that_repeats_the_larger_text, f"{MODEL} has an input check that computes with what is no number: "),
+    (guard_that_repeats_inputs, f"{MODEL} has an input check that computes with what is no number: "),
+    (maxima_without_end, f"{MODEL} has a size that is no plain expression: "),
     (sum_without_end, f"{MODEL} has a size that is no plain expression: "),
     (rounding_without_end, f"{MODEL} has an input check that is no plain comparison: "),
     (examples_without_end, f"{EXAMPLES} has example inputs without end"),
@@ -244,8 +257,7 @@ ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (chain_of_products, f"{MODEL} computes a number that is too large, by '_operator.mul'"),
     (text_that_is_repeated, f"{MODEL} computes with text: '_operator.mul'"),
     (text_that_is_formatted, f"{MODEL} computes with text: '_operator.mod'"),
-    (guard_that_formats_a_text, f"{MODEL} has an input check that computes with inputs, of which some are text"),
-    (roots_that_cancel, f"{MODEL} has a size that is no plain expression: "),
+    (guard_that_formats_a_text, f"{MODEL} has an input check that computes with what is no number: "),
     (powers_that_cancel, f"{MODEL} has a size that is no plain expression: "),
     (text_that_doubles, f"{EXAMPLES} needs a pickle that may make a thing of any size (_codecs.encode)"),
     (tensor_of_any_size, f"{EXAMPLES} needs a pickle that may make a thing of any size (torch.FloatTensor)"),

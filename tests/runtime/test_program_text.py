@@ -25,6 +25,7 @@ TAKEN = {
         Pow(s0, Rational(1, 2))
         s0**2
         FloatPow(ToFloat(s0), Float('0.5', precision=53))
+        PowByNatural(Integer(9), s0)
         Mul(Integer(8), Symbol('s9'), Add(FloorDiv(Symbol('s4'), Integer(4)), Integer(1)), Add(Symbol('s5'), Integer(1)))
         """,
     "guards_code": """
@@ -82,7 +83,6 @@ REFUSED = {
         9**9**9
         Pow(9, Pow(9, 9))
         Pow(Pow(Pow(9, 64), 64), 64)
-        PowByNatural(Integer(9), s0)
         LShift(Integer(1), Integer(9999999999))
         floor(Float('1e999999999', precision=53))
         Float('1.5', precision=999999999)

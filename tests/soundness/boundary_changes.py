@@ -70,6 +70,20 @@ def a_tensor_of_another_shape(a: Artifact) -> None:
 
 
 @on("images")
+def a_tensor_that_overlaps_itself(a: Artifact) -> None:
+    name = next(row["name"] for row in a.manifest.tensors if len(row["shape"]) > 1)
+    weight = a.leaf(1, name)
+    a.last.state_dict[name] = torch.nn.Parameter(weight.as_strided(weight.shape, (1,) * weight.ndim), False)
+
+
+@on("uneven")
+def a_collective_for_fewer_ranks(a: Artifact) -> None:
+    for program in a.ranks:
+        start = next(node for node in program.graph.nodes if "all_gather" in str(node.target))
+        start.update_arg(1, 1)
+
+
+@on("images")
 def a_collective_that_is_not_there(a: Artifact) -> None:
     a.manifest.collectives.append(a.manifest.collectives[-1])
 

@@ -46,6 +46,11 @@ class Last(nn.Module):
         return x.sum(0) + self.table[start : torch.sym_min(16, start + 9)].sum(0)
 
 
+class Windows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.reshape(-1, 4, 8) * 2).reshape(x.shape[0], x.shape[1], 8)
+
+
 class Rows(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.stack([row * 2 for row in x.chunk(2)[0].unbind(0)]), x + y
@@ -74,6 +79,14 @@ def test_maxima_of_sizes(tmp_path: Path) -> None:
     report = tpcompiler.check(tmp_path / "out")
     assert report.ok
     assert "ops that cannot be run here" not in report.counts
+
+
+def test_sizes_that_torch_cannot_compare(tmp_path: Path) -> None:
+    """A cut batch of windows: whether 32 * s * t is less than 32 * t, torch does not know of what a file says."""
+    sizes = ({0: Dim.AUTO, 1: 4 * Dim("windows", min=1, max=20)},)
+    program = export(Windows(), (torch.randn(2, 8, 8),), dynamic_shapes=sizes)
+    tpcompiler.parallelize(program, 2, {}, inputs=["S(0)"]).save(tmp_path / "out")
+    assert tpcompiler.check(tmp_path / "out").ok
 
 
 def test_sizes_that_only_the_export_has_compared() -> None:

@@ -19,7 +19,8 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from tests.runtime.poisons import Entries, entries_of
 from tests.trust.damage import Artifact, claim
-from tpcompiler.runtime.artifact import MANIFEST, rank_file, sha256
+from tpcompiler.runtime.artifact import MANIFEST, rank_file, read_manifest, sha256
+from tpcompiler.runtime.rank_file import read_rank
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written
 from tpcompiler.verify.simulate import simulate
@@ -195,6 +196,21 @@ def test_two_buffers_in_one_piece_of_a_file(out: Path, model: ExportedProgram) -
     assert report.findings == ["rank 0 writes to 'v' and 'k', which lie in the same memory"] or report.findings == [
         "rank 0 writes to 'k' and 'v', which lie in the same memory"
     ]
+
+
+def test_a_buffer_that_overlaps_itself(out: Path, model: ExportedProgram) -> None:
+    """It holds zeros, which are the same however they lie, until it is written to; torch does not notice either."""
+
+    def change(data: Any) -> None:
+        data["config"]["k"]["tensor_meta"]["strides"] = [{"as_int": 1}, {"as_int": 1}]
+
+    edit(out, 1, "data/weights/model_weights_config.json", change)
+    report = tpcompiler.check(out, model)
+    said = "'k' has the strides [1, 1] on rank 1, and its program says [8, 1]"
+    assert report.findings == [said]
+    with pytest.raises(tpcompiler.ArtifactError, match=r"'k' has the strides \[1, 1\], its program takes \[8, 1\]"):
+        read_rank(out, read_manifest(out), 1)
+    read_rank(out, read_manifest(out), 0)
 
 
 def test_an_output_in_the_memory_of_what_is_written(out: Path, model: ExportedProgram) -> None:

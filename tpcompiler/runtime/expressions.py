@@ -7,26 +7,25 @@ every part of them is one that torch writes.
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import re
+import sys
+import time
 import warnings
 from collections.abc import Callable
 
 import torch
 
+from tpcompiler._torch import read_size
+
 LONGEST = 20_000  # characters
 PARTS = 4_000
-DEEPEST = (
-    12  # roundings in one another, of which these count as three: what sympy does to prove something grows with each
-)
-MOST_ROOTS = 2  # of more, sympy looks long whether a sum of them is nothing
-SLOW = ("Abs", "sqrt", "floor", "ceiling", "PythonMod", "Piecewise", "ITE", "Where")
 BITS = 4_096  # of the largest number that evaluating it can make
-POLYNOMIAL = 200_000  # coefficients that one of so many unknowns and of that degree may have: sympy looks for divisors
-PLAIN_DEGREE = 2  # up to which it does so quickly
-TERMS = 1_000  # of sums that are multiplied out, as sympy does
 SIZE_BITS = 64  # of a size that is not known yet
-EXTREMES = 16  # arguments of maxima: sympy compares them pair by pair, in a second for twenty
+FLOAT_BITS = 128  # of a float's whole part, where it has no large exponent
+LINES = 5_000_000  # of Python that sympy may run for a size: about a second, and a few while they are counted
+SECONDS = 6
 LARGEST_EXPONENT = 64  # of a power, and the places of a shift
 
 SYMPY = re.compile(
@@ -37,7 +36,7 @@ SYMPY = re.compile(
     "|Identity"
 )
 SYMPY_POWERS = ("Pow", "PowByNatural", "FloatPow", "LShift")
-POLYNOMIALS = ("Add", "Mul", "Integer", "Float", "Rational", "Symbol", "Identity")  # other calls are unknowns of one
+SYMPY_BOUNDED = ("PowByNatural", "FloatPow")  # torch makes infinity of what would be large
 SYMPY_LEAVES = re.compile(r"oo|pi|E|true|false|int_oo|[a-z]+\d+")
 SYMPY_TEXTS = {"Symbol": r"[A-Za-z_]\w*", "Float": r"[-+]?[\d.]+(e[-+]?\d{1,3})?|-?inf|nan"}
 SYMPY_KEYWORDS = re.compile("precision|integer|real|finite|(non)?(zero|positive|negative)|even|odd")
@@ -55,20 +54,46 @@ class Strange(Exception):
     """A part that is not among those that torch writes."""
 
 
+class _Endless(BaseException):
+    """No `Exception`, which sympy catches here and there."""
+
+
 Leaf = Callable[[ast.expr], int]  # bits of what is neither a number nor an operator; raises Strange
 
 
+@functools.lru_cache(maxsize=4096)
 def is_size(text: str) -> bool:
-    """Whether sympy makes nothing but arithmetic of symbols and numbers of it."""
+    """Whether sympy makes nothing but arithmetic of symbols and numbers of it, and not for long."""
     # sympy takes 1e9999 for a whole number, which Python does not; nobody writes 1_000.
     strange = r"[^\w ,.='+*/%<>!&|~()-]|[\d.]e[-+]?\d{3}|\d_"
-    return not re.search(strange, text, re.I) and _is_small(text, _size_leaf)
+    return not re.search(strange, text, re.I) and _is_small(text, _size_leaf) and _is_soon_read(text)
 
 
+@functools.lru_cache(maxsize=4096)
 def is_guard(text: str) -> bool:
     """Whether it compares sizes, strides and numbers of inputs, and does nothing else."""
     # torch writes it between double quotes too, as `ast.unparse` spells it.
     return not re.search(r'["\\#\n\r]|\'\'', text) and _is_small(text, _guard_leaf)
+
+
+def computed_inputs(text: str) -> set[str]:
+    """The inputs themselves (`L['n']`) that a guard computes with: a text or a list becomes as long as `*` says."""
+    parts = [
+        part
+        for each in ast.walk(ast.parse(text.strip(), mode="eval"))
+        if isinstance(each, ast.BinOp)
+        for part in ast.walk(each)
+    ]
+    inner = {id(part.value) for part in parts if isinstance(part, (ast.Attribute, ast.Subscript))}
+    inner |= {id(part.func) for part in parts if isinstance(part, ast.Call)}
+    return {ast.unparse(part) for part in parts if id(part) not in inner and _is_bare_input(part)}
+
+
+def _is_bare_input(node: ast.AST) -> bool:
+    """`L['n']` or a part of it, and not an entry of its `.size()`."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id == "L"
 
 
 def _is_small(text: str, leaf: Leaf) -> bool:
@@ -78,55 +103,39 @@ def _is_small(text: str, leaf: Leaf) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a number that is called, which is Strange here
             tree = ast.parse(text.strip(), mode="eval")
-        parts = list(ast.walk(tree))
-        extremes = sum(len(part.args) for part in parts if isinstance(part, ast.Call) and _is_extreme(part.func))
-        if len(parts) > PARTS or extremes > EXTREMES or _depth(tree) > DEEPEST or _bits(tree.body, leaf) > BITS:
-            return False
-        if (degree := _degree(tree.body)) > PLAIN_DEGREE and (degree + 1) ** min(_unknowns(parts), 64) > POLYNOMIAL:
-            return False
-        return (
-            sum(map(_is_root, parts)) <= MOST_ROOTS
-            and not _repeats(parts)
-            and _terms(tree.body) <= TERMS
-            and '"' not in ast.unparse(tree)
-        )
+        few = sum(1 for _ in ast.walk(tree)) <= PARTS
+        return few and _bits(tree.body, leaf) <= BITS and '"' not in ast.unparse(tree)
     except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError, Strange):
         return False
 
 
-def _is_extreme(function: ast.expr) -> bool:
-    return isinstance(function, ast.Name) and function.id in ("Max", "Min")
+def _is_soon_read(text: str) -> bool:
+    """Whether sympy is done with it after so many lines, which are the same on every machine.
 
+    What it does to prove that something grows, or to find a common divisor, can take any time, and no bound on the form
+    of an expression tells which will. The clock is for lines that work on numbers of a million digits.
+    """
+    left, end = LINES, time.thread_time() + SECONDS
 
-def _depth(node: ast.AST) -> int:
-    """Of calls in one another that are no sums, products or powers."""
-    kind = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-    rounds = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.FloorDiv, ast.Mod))
-    weight = 3 if kind in SLOW else int(rounds or kind not in ("", *POLYNOMIALS, *SYMPY_POWERS))
-    return max(map(_depth, ast.iter_child_nodes(node)), default=0) + weight
+    def count(*_: object) -> object:
+        nonlocal left
+        left -= 1
+        if left < 0 or (left % 64 == 0 and time.thread_time() > end):
+            left = -1
+            raise _Endless
+        return count
 
-
-def _is_root(node: ast.AST) -> bool:
-    kind = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        return not _is_integer(node.right)
-    return kind == "sqrt" or (isinstance(node, ast.Call) and kind in SYMPY_POWERS and not _is_integer(node.args[-1]))
-
-
-def _is_integer(node: ast.expr) -> bool:
-    """Whether an exponent is written as a whole number."""
-    while isinstance(node, ast.UnaryOp) or (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Integer"):
-        node = node.operand if isinstance(node, ast.UnaryOp) else node.args[0]
-    return isinstance(node, ast.Constant) and isinstance(node.value, int)
-
-
-def _unknowns(parts: list[ast.AST]) -> int:
-    """Of a polynomial: symbols, and what is no sum, product or power of them."""
-    calls = [part for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)]
-    called = {call.func.id for call in calls}  # type: ignore[attr-defined]
-    found = {part.id for part in parts if isinstance(part, ast.Name)} - {"L", "math", "torch"} - called
-    found |= {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
-    return len(found | {ast.dump(part) for part in calls if part.func.id not in (*POLYNOMIALS, *SYMPY_POWERS)})  # type: ignore[attr-defined]
+    before = sys.gettrace()
+    sys.settrace(count)  # type: ignore[arg-type]
+    try:
+        read_size(text)
+    except _Endless:
+        return False
+    except Exception:  # torch cannot read it either
+        return False
+    finally:
+        sys.settrace(before)
+    return left >= 0
 
 
 def _bits(node: ast.expr, leaf: Leaf) -> int:
@@ -159,83 +168,6 @@ def _bits(node: ast.expr, leaf: Leaf) -> int:
     if isinstance(node, ast.IfExp):
         return max(map(bits, (node.test, node.body, node.orelse)))
     return leaf(node)
-
-
-def _degree(node: ast.expr) -> int:
-    """Of the polynomial that an expression is."""
-    if isinstance(node, ast.BinOp):
-        if isinstance(node.op, ast.Pow):
-            return _degree(node.left) * max(1, int(abs(_number(node.right))))
-        both = [_degree(node.left), _degree(node.right)]
-        return sum(both) if isinstance(node.op, ast.Mult) else max(both)
-    if isinstance(node, ast.Name):
-        return 1
-    if isinstance(node, ast.Call):
-        kind = node.func.id if isinstance(node.func, ast.Name) else ""
-        if kind in SYMPY_TEXTS:
-            return int(kind != "Float")
-        if kind in SYMPY_POWERS:
-            return _degree(node.args[0]) * max(1, int(abs(_number(node.args[1]))))
-        every = [_degree(each) for each in node.args]
-        return sum(every) if kind == "Mul" else max(every, default=0)
-    return max((_degree(each) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)), default=0)
-
-
-def computes_with_inputs(text: str) -> bool:
-    """Whether a guard computes with an input itself: of a text, `%` and `*` make as long a text as they say."""
-    parts = ast.walk(ast.parse(text.strip(), mode="eval"))
-    return any(isinstance(p, ast.BinOp) and any(map(_is_bare_input, _outside_calls(p))) for p in parts)
-
-
-def _repeats(parts: list[ast.AST]) -> bool:
-    """Whether an input that may be a text or a list is multiplied: by more than a small number, or more than once."""
-    times = 0
-    for part in parts:
-        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult):
-            both = [side for side in (part.left, part.right) if any(map(_is_bare_input, _outside_calls(side)))]
-            times += len(both)
-            other = next((side for side in (part.left, part.right) if side not in both), None)
-            small = isinstance(other, ast.Constant) and isinstance(other.value, int) and other.value <= PARTS
-            if both and not small:
-                return True
-    return times > 1
-
-
-def _is_bare_input(node: ast.AST) -> bool:
-    return isinstance(node, ast.Subscript) and not isinstance(node.value, ast.Call) and _is_input(node)
-
-
-def _outside_calls(node: ast.AST) -> list[ast.AST]:
-    if isinstance(node, ast.Call) or (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call)):
-        return []
-    return [node, *(each for child in ast.iter_child_nodes(node) for each in _outside_calls(child))]
-
-
-def _terms(node: ast.expr) -> int:
-    """Of the sum that an expression is when all is multiplied out; of what is known to be one that `_bits` takes."""
-    if isinstance(node, ast.BinOp):
-        if isinstance(node.op, ast.Pow):
-            return _power_of_terms(node.left, node.right)
-        both = [_terms(node.left), _terms(node.right)]
-        return _limited(math.prod(both) if isinstance(node.op, ast.Mult) else sum(both))
-    children = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
-    if not isinstance(node, ast.Call):
-        return max(map(_terms, children), default=1)
-    kind = node.func.id if isinstance(node.func, ast.Name) else ""
-    if kind in SYMPY_POWERS:
-        return _power_of_terms(node.args[0], node.args[1])
-    every = [_terms(each) for each in node.args]
-    return _limited(math.prod(every) if kind == "Mul" else sum(every) if kind == "Add" else max(every, default=1))
-
-
-def _power_of_terms(base: ast.expr, exponent: ast.expr) -> int:
-    return _limited(_terms(base) ** max(1, int(abs(_number(exponent)))))
-
-
-def _limited(terms: int) -> int:
-    if terms > TERMS:
-        raise Strange
-    return terms
 
 
 def _few(bits: int) -> int:
@@ -290,9 +222,13 @@ def _size_leaf(node: ast.expr) -> int:
         if not re.fullmatch(SYMPY_TEXTS.get(kind, "(?!)"), first.value) or len(first.value) > BITS // 4:
             raise Strange
         _few(max((_bits(each, _size_leaf) for each in args[1:]), default=1))
-        return SIZE_BITS if kind != "Float" else BITS // 4
+        if kind == "Float":
+            return FLOAT_BITS if re.fullmatch(r"[-+]?[\d.]{1,32}(e[-+]?[0-2]?\d)?", first.value) else BITS // 4
+        return SIZE_BITS
     if kind in SYMPY_POWERS:
         base, exponent = args  # and no third, that says not to evaluate it
+        if kind in SYMPY_BOUNDED:
+            return _few(max(_bits(part, _size_leaf) for part in args))
         return _power(base, exponent, kind == "LShift", lambda part: _bits(part, _size_leaf))
     if kind == "ModularIndexing" and not all(map(_is_whole, args)):
         raise Strange

@@ -10,9 +10,11 @@ import math
 import operator
 import re
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from types import NoneType
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from tpcompiler.runtime.expressions import (
     BITS,
     LARGEST_EXPONENT,
     SIZE_BITS,
-    computes_with_inputs,
+    computed_inputs,
     is_guard,
     is_size,
 )
@@ -41,7 +43,9 @@ OPERATORS = re.compile(
 )
 LARGEST_EXAMPLES = 100_000  # parts
 LONGEST_LIST = 4_096  # of example inputs: an input check may multiply it
+LONGEST_READ = 120  # seconds for all texts of a program; sizes of an ordinary one take less than a second
 POWERS = ("_operator.pow", "_operator.lshift")
+NUMBERS = {"as_int", "as_sym_int", "as_float", "as_sym_float", "as_bool", "as_sym_bool"}
 COUNTED = re.compile("(u|zuf)")  # of sizes that data decide, torch counts from 0 to the number in the name
 VMAP = re.compile(r"torch\._functorch\.predispatch\.\w+")  # what torch.vmap leaves in a training program
 
@@ -61,6 +65,7 @@ def check_program(data: object) -> None:
         Unsafe: a text of which torch would make more than a name, a number or an op.
     """
     seen: set[tuple[str, str]] = set()
+    end = time.thread_time() + LONGEST_READ
     for key, parent, text in _texts(data, "", ""):
         # An op's own text argument is written into torch's source by `repr`; a constant input is not.
         if (key, text) in seen or (key in ("as_string", "as_strings") and parent == "arg"):
@@ -69,14 +74,17 @@ def check_program(data: object) -> None:
             raise Unsafe(f"has text where none belongs: {_short(text)} as {key!r}")
         if what := CHECKS[key](text):
             raise Unsafe(f"{what}: {_short(text)}")
+        if time.thread_time() > end:
+            raise Unsafe(f"has sizes that take longer than {LONGEST_READ} s to read: {_short(text)}")
         seen.add((key, text))
     for name in data.get("range_constraints") or () if isinstance(data, dict) else ():
         if COUNTED.match(name) and not re.fullmatch(rf"{COUNTED.pattern}\d{{1,6}}", name):
             raise Unsafe(f"makes torch count up to a size's name: {_short(name)}")
     for graph in (each for each in _dicts(data) if isinstance(each.get("nodes"), list)):
         _check_numbers(graph["nodes"])
-    if any(key == "guards_code" and computes_with_inputs(text) for key, text in seen) and _takes_text(data):
-        raise Unsafe("has an input check that computes with inputs, of which some are text")
+    computed = {each for key, text in seen if key == "guards_code" for each in computed_inputs(text)}
+    if others := sorted(computed - _numbers_taken(data)) if computed else ():
+        raise Unsafe(f"has an input check that computes with what is no number: {_short(others[0])}")
 
 
 def _check_numbers(nodes: Sequence[Any]) -> None:
@@ -98,7 +106,9 @@ def _check_numbers(nodes: Sequence[Any]) -> None:
             exponent = exponent["as_int"] if isinstance(exponent, dict) and "as_int" in exponent else exponent
             if isinstance(exponent, int) and abs(exponent) > LARGEST_EXPONENT:
                 raise Unsafe(f"has a power that is too large: {_short(str(exponent))}")
-            made = sizes[0] * (abs(exponent) if isinstance(exponent, int) else LARGEST_EXPONENT) + 1
+            real = any(isinstance(part.get("as_float"), float) for part in given)
+            times = max(abs(exponent), 1) if isinstance(exponent, int) else LARGEST_EXPONENT
+            made = SIZE_BITS if real else sizes[0] * times
         elif target == "_operator.mul":
             made = sum(sizes)
         if made > BITS:
@@ -116,16 +126,42 @@ def _size_of(argument: Mapping[str, Any], bits: Mapping[str, int]) -> int:
     return value.bit_length() if isinstance(value, int) else SIZE_BITS if "as_float" in argument else 0
 
 
-def _takes_text(data: object) -> bool:
-    constants = (each["constant_input"] for each in _dicts(data) if isinstance(each.get("constant_input"), dict))
-    return any("as_string" in part for each in constants for part in _dicts(each))
+def _numbers_taken(data: Any) -> set[str]:
+    """The inputs that are numbers, as input checks name them: `L['n']`, `L['sizes'][0]`, `L['size']['height']`."""
+    try:
+        signature = data["graph_module"]["module_call_graph"][0]["signature"]
+        args, named = json.loads(signature["in_spec"])[1]["children_spec"]
+        roots = [*(signature["forward_arg_names"] or ()), *json.loads(named["context"])]
+        leaves = [
+            leaf
+            for root, spec in zip(roots, (*args["children_spec"], *named["children_spec"]), strict=True)
+            for leaf in _leaves(f"L[{root!r}]", spec)
+        ]
+        specs = data["graph_module"]["signature"]["input_specs"]
+        given = [each for each in specs if "user_input" in each or "constant_input" in each]
+        return {
+            leaf
+            for leaf, each in zip(leaves, given, strict=True)
+            if NUMBERS & set(each["user_input"]["arg"] if "user_input" in each else each["constant_input"]["value"])
+        }
+    except (LookupError, TypeError, ValueError):  # torch will not find its inputs either
+        return set()
+
+
+def _leaves(path: str, spec: Mapping[str, Any]) -> Iterator[str]:
+    children = spec["children_spec"]
+    if spec["type"] is None:
+        yield path
+    keys = json.loads(spec["context"]) if spec["type"] == "builtins.dict" else range(len(children))
+    for key, child in zip(keys, children, strict=True):
+        yield from _leaves(f"{path}[{key!r}]", child)
 
 
 def check_keys(value: object) -> None:
     """Check the keys of dicts in example inputs: torch writes them into the source of a module's input checks.
 
     Raises:
-        Unsafe: a key that is neither a number nor plain text.
+        Unsafe: a key that is neither a number, None nor plain text.
     """
     level = [value]
     for count in itertools.count():
@@ -138,7 +174,7 @@ def check_keys(value: object) -> None:
             raise Unsafe(f"has {len(value)} example inputs in a row")
         if isinstance(value, Mapping):
             for key in value:
-                if not isinstance(key, (int, float)) and not (isinstance(key, str) and _plain(key) is None):
+                if not isinstance(key, (int, float, NoneType)) and not (isinstance(key, str) and _plain(key) is None):
                     raise Unsafe(f"has a key that is not plain text: {_short(str(key))}")
         level += value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
 

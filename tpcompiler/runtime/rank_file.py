@@ -61,6 +61,7 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, path: Path) -> 
     taken = {spec.target: values[spec.arg.name] for spec in program.graph_signature.input_specs if spec.target in held}
     if more := sorted(tensors - named - taken.keys()):
         raise ArtifactError(f"{path} holds the tensor {more[0]!r}, which its program does not take", help=AGAIN)
+    elsewhere = {row["name"] for row in manifest.tensors if "stored_in" in row}
     for name, want in taken.items():
         value = held[name]
         if isinstance(want, torch.Tensor) and (value.shape, value.dtype) != (want.shape, want.dtype):
@@ -69,6 +70,17 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, path: Path) -> 
                 f"{list(want.shape)}",
                 help=AGAIN,
             )
+        if not isinstance(want, torch.Tensor) or name in elsewhere:
+            continue
+        if (found := strides_of(value)) != (said := strides_of(want)):
+            raise ArtifactError(f"{path}: {name!r} has the strides {found}, its program takes {said}", help=AGAIN)
+
+
+def strides_of(value: torch.Tensor) -> list[int]:
+    """Of the dims that have more than one element; what is written to may not overlap itself."""
+    if value.layout is not torch.strided or not value.numel():
+        return []
+    return [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]
 
 
 def _check_boundary(program: ExportedProgram, manifest: Manifest, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.shares import join
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.rank_file import strides_of
 from tpcompiler.soundness.folded import Folded, Unsound, dtype_name, read_claimed
 from tpcompiler.soundness.written import Written
 
@@ -169,6 +170,7 @@ def check_state(
         if more := sorted(each.state.keys() - known):
             raise Unsound(None, f"rank {rank} holds {more[0]!r}, which nothing takes")
         _check_memory(each, rank)
+        _check_layout(each, rank, {name for name, row in rows.items() if "stored_in" in row})
     theirs = {} if original is None else {**original.constants, **original.state_dict}
     if original is not None:
         named = {name for name, row in rows.items() if row["kind"] != "constant_tensor"}
@@ -204,6 +206,17 @@ def _check_memory(each: Written, rank: int) -> None:
             raise Unsound(None, f"rank {rank} writes to {name!r} and {last!r}, which lie in the same memory")
         if begin + extent * value.element_size() > until:
             last, until = name, begin + extent * value.element_size()
+
+
+def _check_layout(each: Written, rank: int, elsewhere: Set[str]) -> None:
+    """A tensor lies in memory as its program says, but for those that lie in another program's files."""
+    values = {node.name: node.meta["val"] for node in _placeholders(each.program)}
+    for spec in each.program.graph_signature.input_specs:
+        held = each.state.get(str(spec.target))
+        if not isinstance(held, torch.Tensor) or spec.target in elsewhere:
+            continue
+        if (found := strides_of(held)) != (said := strides_of(values[spec.arg.name])):
+            raise Unsound(None, f"{spec.target!r} has the strides {found} on rank {rank}, and its program says {said}")
 
 
 def _has_memory(value: object) -> bool:

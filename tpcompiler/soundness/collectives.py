@@ -110,9 +110,20 @@ def _sequence(program: ExportedProgram, manifest: Manifest, rank: int) -> list[_
         group = str(node.args[-1])
         if not any(rank in ranks for ranks in manifest.groups.get(group, ())):
             raise Unsound(node, f"runs over {group!r}, and the manifest has no such group with rank {rank}")
+        ranks = next(ranks for ranks in manifest.groups[group] if rank in ranks)
+        if (said := _ranks_said(node)) - {len(ranks)}:
+            raise Unsound(node, f"is for {sorted(said)} ranks, and {group!r} has {len(ranks)}")
         claim = read_claim(node)
         found.append(_Call(group, _what(node), claim.get("reshard") or claim.get("body") or "no change", node))
     return found
+
+
+def _ranks_said(node: fx.Node) -> set[int]:
+    """How many ranks its arguments are for: a number of its own, or sizes for each of them."""
+    kind = str(node.target).split(".")[1]
+    if kind == "all_to_all_single":
+        return {len(sizes) for sizes in node.args[1:-1]}  # type: ignore[arg-type]
+    return {node.args[-2]} if kind in ("all_gather_into_tensor", "reduce_scatter_tensor") else set()  # type: ignore[arg-type]
 
 
 def _what(node: fx.Node) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, aten, symbols_of
+from tpcompiler._torch import FakeTensorMode, OpOverload, aten, enable_python_dispatcher, symbols_of, tree_map
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
@@ -83,6 +83,8 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
     except Exception as error:  # whatever torch makes of arguments that do not fit
         if _is_the_whole_call(made, node):
             return False  # of dynamic sizes that the export has compared, and a file does not say so
+        if _has_dynamic_sizes(node) and _holds_at_numbers(made, node, args, kwargs):
+            return True
         raise Unsound(node, f"cannot be run: {first_line(error)}") from error
     every = [v for v in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(v, torch.Tensor)]
     shapes, known = read_names(made, node, every)
@@ -99,7 +101,42 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
                 node,
                 f"makes {value.dtype} {list(value.shape)}, and is said to make {said.dtype} {list(said.shape)}",
             )
+        if any(found != recorded for found, recorded in _known_strides(value, said)):
+            raise Unsound(node, f"makes the strides {value.stride()}, and is said to make {said.stride()}")
     return known and not few
+
+
+def _holds_at_numbers(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> bool:
+    """Whether the call makes what is recorded where numbers stand for sizes: torch cannot compare all symbols."""
+    for _ in range(DRAWS):
+        made.sizes = Sizes(made.sizes.chosen, fits=True)
+        try:
+            with FakeTensorMode(), torch.no_grad(), enable_python_dispatcher():
+                given = tree_map(lambda value: _in_numbers(value, made), (args, kwargs))
+                found = node.target(*given[0], **given[1])  # type: ignore[operator]
+        except Exception:  # they do not fit
+            continue
+        every = [v for v in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(v, torch.Tensor)]
+        said = [([plain(size, made) for size in each.shape], each.dtype) for each in edit.outputs(node)]
+        return said == [(list(value.shape), value.dtype) for value in every]
+    return False
+
+
+def _in_numbers(value: Any, made: Folded) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return plain(value, made)
+    sizes, strides = ([plain(each, made) for each in layout] for layout in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+
+
+def _known_strides(one: torch.Tensor, other: torch.Tensor) -> list[tuple[int, int]]:
+    """Of dims that have more than one element, as far as sizes are known."""
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return []
+    every = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return [
+        (a, b) for size, a, b in every if isinstance(a, int) and isinstance(b, int) and not statically_equal(size, 1)
+    ]
 
 
 def _agree_somewhere(made: Folded, apart: Sequence[tuple[Any, Any]]) -> bool:

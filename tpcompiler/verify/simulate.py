@@ -238,6 +238,11 @@ def _collective(waiting: Sequence[Waiting]) -> list[torch.Tensor]:
         raise InternalError(
             f"'{first.node}' ({first.kind}) has shapes {sorted(shapes)}", help="convert the model again"
         )
+    if first.kind in ("all_gather_into_tensor", "reduce_scatter_tensor") and first.details[-2] != len(values):
+        raise InternalError(
+            f"'{first.node}' ({first.kind}) is for {first.details[-2]} ranks, and its group has {len(values)}",
+            help="convert the model again",
+        )
     if first.kind == "all_reduce":
         reduced = REDUCE[first.details[0]](torch.stack(values))
         return [reduced.clone() for _ in values]
