@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.export.graph_signature import OutputKind
 
 from tests.soundness.cases import nodes, on, row
