@@ -43,6 +43,14 @@ def test_a_finding_writes_no_line_of_its_own() -> None:
     assert str(verdict).splitlines()[1:] == [r"  first diverging value: x\nequal: all"]
 
 
+def test_a_long_name_is_shortened_in_an_error() -> None:
+    error = tpcompiler.PlanError(f"unknown style '{'9' * 100_000}'", help="write another", asked_by="x" * 3_000)
+    said = str(error).splitlines()
+    assert (said[0][:20], said[0][-4:]) == ("unknown style '99999", "999'")
+    assert max(map(len, said)) < 2_100
+    assert said[1] == "  help: write another"
+
+
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("artifact") / "out"

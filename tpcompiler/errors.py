@@ -5,6 +5,14 @@ from __future__ import annotations
 from tpcompiler.printed import one_line
 
 
+LONGEST = 2_000  # characters of a part of an error: a name may be as long as a file
+
+
+def _said(text: str) -> str:
+    text = one_line(text)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 500]} ... {text[-500:]}"
+
+
 class TpCompilerError(Exception):
     """Base of every error that this package raises on purpose.
 
@@ -12,9 +20,9 @@ class TpCompilerError(Exception):
     """
 
     def __init__(self, message: str, *, help: str = "", **facts: str) -> None:
-        self.message = one_line(message)
-        self.help = one_line(help)
-        self.facts = {name.replace("_", " "): one_line(value) for name, value in facts.items() if value}
+        self.message = _said(message)
+        self.help = _said(help)
+        self.facts = {name.replace("_", " "): _said(value) for name, value in facts.items() if value}
         lines = [self.message]
         if help:
             lines.append(f"  help: {self.help}")
