@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tpcompiler.printed import one_line
 
-
 LONGEST = 2_000  # characters of a part of an error: a name may be as long as a file
 
 

@@ -70,6 +70,9 @@ def full_at_once(program: ExportedProgram, path: Path) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+save_whole = torch.export.save
+
+
 def full_half_way(program: ExportedProgram, path: Path) -> None:
     path.write_bytes(b"PK\x03\x04 and then the disk is full")
     raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0\nframe #0: more")
@@ -78,7 +81,7 @@ def full_half_way(program: ExportedProgram, path: Path) -> None:
 def full_at_the_second(program: ExportedProgram, path: Path) -> None:
     if path.name == "rank_1.pt2":
         full_at_once(program, path)
-    path.write_bytes(b"whole")
+    save_whole(program, path)
 
 
 @pytest.mark.parametrize(
