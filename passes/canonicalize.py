@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_ne
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.refused import refuse_calls, refuse_values
 from tpcompiler.rules.registry import has_rule
+
+# How torch says that a tensor which is no buffer is written to.
+NO_BUFFER = "is mutated in the forward method|expected compiled_fn to be GraphModule"
 
 
 def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
@@ -41,10 +45,14 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
     try:
         source = decomposed(exported_program, _decompositions(exported_program.graph))
     except Exception as error:
-        raise ProgramError(
-            f"the program cannot be made functional: {str(error).strip().splitlines()[0]}",
-            help="check that it runs: exported_program.run_decompositions() fails in the same way",
-        ) from error
+        said = str(error).strip().splitlines()[0]
+        help = "check that it runs: exported_program.run_decompositions() fails in the same way"
+        if re.search(NO_BUFFER, said):
+            help = (
+                "register what forward changes as buffers, the counters of a StaticCache too: "
+                "docs/hugging-face.md has a module that does"
+            )
+        raise ProgramError(f"the program cannot be made functional: {said}", help=help) from error
     graph = edit.copy_graph(source.graph)
     read_bodies(graph, source.graph_module)
     for node in edit.calls(graph):

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
+import tpcompiler
 from tests.runtime.commands import call, refused, right
 from tools.hf_table import convert, export
 
@@ -39,17 +42,20 @@ def test_a_config_is_the_plan(llama: Path) -> None:
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By copy and paste; and what it says to do in Python."""
-    code, commands = PAGE.read_text(encoding="utf-8").split("```")[1::2]
-    code = code.removeprefix("python\n")
+    code, commands, decoder = PAGE.read_text(encoding="utf-8").split("```")[1::2]
+    code, decoder = (text.removeprefix("python\n") for text in (code, decoder))
     monkeypatch.chdir(tmp_path)
-    code += """
+    script = f"""
+import tpcompiler
+{code}
 exported = torch.export.load("llama.pt2")
 for plan in (model.config, model.config.base_model_tp_plan):
     print(sorted(tpcompiler.parallelize(exported, 2, plan).manifest().plan))
+{decoder}
+cut = {{row["name"]: row["sharding"] for row in program.manifest().tensors}}
+print(cut["keys_0"], cut["cumulative_length_0"], [c.kind for c in program.collectives()])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", f"import tpcompiler\n{code}"], capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for command in commands.strip().splitlines():
         program, *words = command.split()
@@ -57,7 +63,21 @@ for plan in (model.config, model.config.base_model_tp_plan):
         said = right(*words)
     assert said.startswith("equal")
     plan = sorted(json.loads((tmp_path / "llama_tp2" / "manifest.json").read_text())["plan"])
-    assert done.stdout.splitlines()[-2:] == [str(plan)] * 2
+    assert done.stdout.splitlines()[-3:] == [str(plan), str(plan), f"S(1) R {['all_reduce'] * 4}"]
+
+
+@pytest.mark.slow
+def test_a_counter_that_is_no_buffer() -> None:
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    ).eval()
+    model.generation_config.cache_implementation = "static"
+    model.generation_config.cache_config = {"batch_size": 1, "max_cache_len": 4}
+    step = {"input_ids": torch.tensor([[5]]), "cache_position": torch.tensor([0])}
+    program = torch.export.export(TorchExportableModuleWithStaticCache(model), (), step)
+    with pytest.raises(tpcompiler.ProgramError) as error:
+        tpcompiler.parallelize(program, 2, model.config)
+    assert error.value.help.startswith("register what forward changes as buffers, the counters of a StaticCache too")
 
 
 @pytest.mark.slow
