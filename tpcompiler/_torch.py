@@ -148,7 +148,13 @@ def decomposed(program: ExportedProgram, table: Any) -> ExportedProgram:
 
 def read_size(text: str) -> Any:
     """What torch makes of a size in a file, and multiplies out to compare it. It evaluates it as Python."""
-    return safe_expand(sympy.sympify(text, locals=SYMPY_FUNCTIONS))
+    made = sympy.sympify(text, locals=SYMPY_FUNCTIONS)
+    left = [made]
+    while left:  # it keeps each part by its text
+        part = left.pop()
+        str(part)
+        left += part.args
+    return safe_expand(made)
 
 
 def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:

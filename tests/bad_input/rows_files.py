@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,16 @@ INPUTS = [
         "in.safetensors is not a safetensors file: Error while deserializing header: header too large",
         "write it with safetensors.torch.save_file({name: tensor}, path)",
         spoil=lambda patch: torch.save(mlp_inputs(), "in.safetensors"),
+    ),
+    Row(
+        "a dtype that torch does not have",
+        VERIFY,
+        "in.safetensors has tensors of dtype 'F4', which torch does not read",
+        "write them in another dtype",
+        spoil=content(
+            "in.safetensors",
+            struct.pack("<Q", 56) + b'{"x":{"dtype":"F4","shape":[4,4],"data_offsets":[0,8]}} ' + bytes(8),
+        ),
     ),
     Row(
         "an input that is missing",

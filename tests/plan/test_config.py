@@ -57,6 +57,18 @@ def test_a_config_without_a_plan(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("plan", [[1, 2], ["ab", "cd"], "abc", 5])
+@pytest.mark.parametrize("part", [False, True])
+def test_a_plan_that_is_no_mapping(plan: object, part: bool, tmp_path: Path) -> None:
+    own = {"model_type": "none of them", "base_model_tp_plan": plan}
+    text = {"model_type": "neither", "text_config": own} if part else own
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    with pytest.raises(PlanError) as raised:
+        Plan.of(tmp_path)
+    said = f"config.json has a base_model_tp_plan that is {type(plan).__name__}, where names of layers have styles"
+    assert raised.value.message == said
+
+
 @pytest.mark.parametrize("prefix", ["", "model.", "inner.model.", "model.language_model."])
 def test_the_prefix_is_that_of_the_names(prefix: str) -> None:
     plan = Plan.of(LLAMA).fitted([*names(prefix), f"{prefix}norm", "lm_head"])

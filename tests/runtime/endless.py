@@ -83,6 +83,44 @@ def maxima_without_end(entries: Entries, marker: Path) -> None:
     size(entries, f"Max({','.join(sums)})")
 
 
+def roundings_of_a_sum(entries: Entries, marker: Path) -> None:
+    """torch keeps each of them by its text."""
+    text = f"Add({','.join(f's{i}' for i in range(1, 1_000))})"
+    for _ in range(90):
+        text = f"CeilToInt({text})"
+    size(entries, text)
+
+
+def size_in_many_places(entries: Entries, marker: Path) -> None:
+    """torch reads it again at each of them."""
+    cases = (f"(s77+{i},s77*{i + 2}<(s77+{i})*(s77+{i + 1})*(s77+{i + 2}))" for i in range(36))
+    each = {"as_expr": {"expr_str": f"Piecewise({','.join(cases)})", "hint": {"as_int": 3}}}
+
+    def change(data: Any) -> None:
+        next(iter(data["graph_module"]["graph"]["tensor_values"].values()))["sizes"] = [each] * 20_000
+
+    changed(entries, MODEL, change)
+
+
+def hint_without_end(entries: Entries, marker: Path) -> None:
+    def change(data: Any) -> None:
+        value = next(iter(data["graph_module"]["graph"]["tensor_values"].values()))
+        value["sizes"][0] = {"as_expr": {"expr_str": "Mod((s77+1)**58,s77+7)", "hint": {"as_int": 10**4000}}}
+
+    changed(entries, MODEL, change)
+
+
+def range_without_end(entries: Entries, marker: Path) -> None:
+    limits = {"min_val": 2, "max_val": 10**4000}
+    changed(entries, MODEL, lambda data: data["range_constraints"].update(s77=limits))
+
+
+def guards_with_many_parts(entries: Entries, marker: Path) -> None:
+    """Of which each is looked for in all that it is a part of."""
+    codes = [f"{'+'.join(['L[' + repr(name) + ']'] * 300)} > {i}" for i in range(150) for name in ("mode",)]
+    changed(entries, MODEL, lambda data: data.update(guards_code=codes))
+
+
 def sum_without_end(entries: Entries, marker: Path) -> None:
     size(entries, "Pow(Add(s0,s1,s2,s3,s4,s5,s6,s7), 50)")
 
@@ -146,24 +184,45 @@ def texts_far_below(entries: Entries, marker: Path) -> None:
     entries[MODEL] = ('{"stack_trace":' + deep + "," + entries[MODEL].decode()[1:]).encode()
 
 
+def compute(data: Any, at: int, target: str, *given: dict[str, Any]) -> None:
+    """A node that makes the number `evil{at}`."""
+    graph, made = data["graph_module"]["graph"], {"as_sym_int": {"as_name": f"evil{at}"}}
+    node = {"target": f"_operator.{target}", "name": f"evil{at}", "outputs": [made]}
+    node |= {"inputs": [{"name": "", "arg": arg, "kind": 1} for arg in given]}
+    graph["nodes"].insert(at, {**node, "metadata": {}, "is_hop_single_tensor_return": None})
+    graph["sym_int_values"][f"evil{at}"] = {"as_int": 1}
+
+
 def chain(entries: Entries, target: str, count: int, *given: dict[str, Any]) -> None:
     """Nodes that each compute with what the one before has made."""
 
     def change(data: Any) -> None:
-        graph = data["graph_module"]["graph"]
         for at in range(count):
             name = {"as_sym_int": {"as_name": f"evil{at - 1}"}}
             args = [name if at and "as_int" in arg and arg["as_int"] == 9 else arg for arg in given]
-            node = {
-                "target": f"_operator.{target}",
-                "name": f"evil{at}",
-                "outputs": [{"as_sym_int": {"as_name": f"evil{at}"}}],
-            }
-            node |= {"inputs": [{"name": "", "arg": arg, "kind": 1} for arg in args]}
-            graph["nodes"].insert(at, {**node, "metadata": {}, "is_hop_single_tensor_return": None})
-            graph["sym_int_values"][f"evil{at}"] = {"as_int": 1}
+            compute(data, at, target, *args)
 
     changed(entries, MODEL, change)
+
+
+def with_a_computed_exponent(entries: Entries, target: str, kind: str) -> None:
+    def change(data: Any) -> None:
+        compute(data, 0, "add", {"as_int": 9}, {"as_int": 3 * 10**10})
+        compute(data, 1, target, {"as_int": 9}, {kind: {"as_name": "evil0"}})
+
+    changed(entries, MODEL, change)
+
+
+def power_by_a_computed_number(entries: Entries, marker: Path) -> None:
+    with_a_computed_exponent(entries, "pow", "as_sym_int")
+
+
+def power_by_what_is_called_a_float(entries: Entries, marker: Path) -> None:
+    with_a_computed_exponent(entries, "pow", "as_sym_float")
+
+
+def shift_by_a_computed_number(entries: Entries, marker: Path) -> None:
+    with_a_computed_exponent(entries, "lshift", "as_sym_int")
 
 
 def chain_of_powers(entries: Entries, marker: Path) -> None:
@@ -247,7 +306,15 @@ ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (examples_without_end, f"{EXAMPLES} has example inputs without end"),
     (bytes_without_end, f"{EXAMPLES} needs a pickle that may make a thing of any size ("),
     (names_without_end, f"{MODEL} makes torch count up to a size's name: 'u99999999999'"),
-    (power_without_end, f"{MODEL} has a power that is too large: '99999999'"),
+    (power_without_end, f"{MODEL} computes a number that is too large, by '_operator.pow'"),
+    (power_by_a_computed_number, f"{MODEL} computes a number that is too large, by '_operator.pow'"),
+    (power_by_what_is_called_a_float, f"{MODEL} computes a number that is too large, by '_operator.pow'"),
+    (shift_by_a_computed_number, f"{MODEL} computes a number that is too large, by '_operator.lshift'"),
+    (roundings_of_a_sum, f"{MODEL} has a size that is no plain expression: "),
+    (size_in_many_places, f"{MODEL} has more sizes than torch reads in some minutes: "),
+    (hint_without_end, f"{MODEL} has a size that is too large: '1000"),
+    (range_without_end, f"{MODEL} has a size that is too large: '1000"),
+    (guards_with_many_parts, f"{MODEL} has an input check that computes with what is no number: "),
     (power_not_to_be_evaluated, f"{MODEL} has a size that is no plain expression: 'Pow(9, 9999999999, 1)'"),
     (exponent_by_name, f"{MODEL} has a size that is no plain expression: "),
     (divisor_of_remainders, f"{MODEL} has a size that is no plain expression: "),

@@ -21,22 +21,32 @@ def config_plan(config: Any, name: str) -> dict[str, str]:
     """The plan of a config, or of those of its parts: written in it, or else what transformers has for the type.
 
     Raises:
-        PlanError: there is none, or transformers is not installed.
+        PlanError: there is none, it is no mapping, or transformers is not installed.
     """
     if not isinstance(config, Mapping):
         config = {**config.to_dict(), FIELD: getattr(config, FIELD)}
     types = [str(config["model_type"])]
-    found: dict[str, str] = dict(config.get(FIELD) or _known(types[0]))
+    found = _written(config, name) or _known(types[0])
     for part in (config.get(key) for key in PARTS):
         if isinstance(part, Mapping) and isinstance(part.get("model_type"), str) and not found:
             types.append(part["model_type"])
-            found |= part.get(FIELD) or _known(types[-1])
+            found |= _written(part, name) or _known(types[-1])
     if not found:
         raise PlanError(
             f"{name} brings no plan: transformers has none for {' or '.join(map(repr, types))}",
             help="begin with the plan that `tpcompiler inspect MODEL.pt2` proposes",
         )
     return found
+
+
+def _written(config: Mapping[str, Any], name: str) -> dict[str, str]:
+    plan = config.get(FIELD) or {}
+    if not isinstance(plan, Mapping):
+        raise PlanError(
+            f"{name} has a {FIELD} that is {type(plan).__name__}, where names of layers have styles",
+            help='write it as {"layers.*.mlp.up_proj": "colwise"}, or leave it out',
+        )
+    return dict(plan)
 
 
 def _known(model_type: str) -> dict[str, str]:

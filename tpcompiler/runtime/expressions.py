@@ -61,12 +61,41 @@ class _Endless(BaseException):
 Leaf = Callable[[ast.expr], int]  # bits of what is neither a number nor an operator; raises Strange
 
 
-@functools.lru_cache(maxsize=4096)
 def is_size(text: str) -> bool:
     """Whether sympy makes nothing but arithmetic of symbols and numbers of it, and not for long."""
+    return lines_to_read(text) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def lines_to_read(text: str) -> int | None:
+    """How many lines of Python torch runs each time that it reads a size; None if it is none.
+
+    What sympy does to prove that something grows, or to find a common divisor, can take any time, and no bound on the
+    form of an expression tells which will. So it is read, for so many lines, which are the same on every machine. The
+    clock is for lines that work on numbers of a million digits.
+    """
     # sympy takes 1e9999 for a whole number, which Python does not; nobody writes 1_000.
-    strange = r"[^\w ,.='+*/%<>!&|~()-]|[\d.]e[-+]?\d{3}|\d_"
-    return not re.search(strange, text, re.I) and _is_small(text, _size_leaf) and _is_soon_read(text)
+    if re.search(r"[^\w ,.='+*/%<>!&|~()-]|[\d.]e[-+]?\d{3}|\d_", text, re.I) or not _is_small(text, _size_leaf):
+        return None
+    left, end = LINES, time.thread_time() + SECONDS
+
+    def count(*_: object) -> object:
+        nonlocal left
+        left -= 1
+        if left < 0 or (left % 64 == 0 and time.thread_time() > end):
+            left = -1
+            raise _Endless
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)  # type: ignore[arg-type]
+    try:
+        read_size(text)
+    except (_Endless, Exception):  # it takes too long; or torch cannot read it either
+        return None
+    finally:
+        sys.settrace(before)
+    return LINES - left if left >= 0 else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -78,19 +107,30 @@ def is_guard(text: str) -> bool:
 
 def computed_inputs(text: str) -> set[str]:
     """The inputs themselves (`L['n']`) that a guard computes with: a text or a list becomes as long as `*` says."""
-    parts = [
-        part
-        for each in ast.walk(ast.parse(text.strip(), mode="eval"))
-        if isinstance(each, ast.BinOp)
-        for part in ast.walk(each)
-    ]
-    inner = {id(part.value) for part in parts if isinstance(part, (ast.Attribute, ast.Subscript))}
-    inner |= {id(part.func) for part in parts if isinstance(part, ast.Call)}
-    return {ast.unparse(part) for part in parts if id(part) not in inner and _is_bare_input(part)}
+    found: set[str] = set()
+    left: list[tuple[ast.AST, bool]] = [(ast.parse(text.strip(), mode="eval"), False)]
+    while left:
+        node, computes = left.pop()
+        if _is_bare_input(node):
+            found |= {_spelled(node)} if computes else set()
+        elif not _is_layout(node):
+            inside = computes or isinstance(node, ast.BinOp)
+            left += ((child, inside) for child in ast.iter_child_nodes(node))
+    return found
+
+
+def _spelled(node: ast.AST) -> str:
+    """As `ast.unparse` does, but soon: a guard may have thousands."""
+    if isinstance(node, ast.Subscript):
+        index = node.slice.value if isinstance(node.slice, ast.Constant) else ast.unparse(node.slice)
+        return f"{_spelled(node.value)}[{index!r}]"
+    return f"{_spelled(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else "L"
 
 
 def _is_bare_input(node: ast.AST) -> bool:
     """`L['n']` or a part of it, and not an entry of its `.size()`."""
+    if not isinstance(node, (ast.Attribute, ast.Subscript)):
+        return False
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         node = node.value
     return isinstance(node, ast.Name) and node.id == "L"
@@ -107,35 +147,6 @@ def _is_small(text: str, leaf: Leaf) -> bool:
         return few and _bits(tree.body, leaf) <= BITS and '"' not in ast.unparse(tree)
     except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError, Strange):
         return False
-
-
-def _is_soon_read(text: str) -> bool:
-    """Whether sympy is done with it after so many lines, which are the same on every machine.
-
-    What it does to prove that something grows, or to find a common divisor, can take any time, and no bound on the form
-    of an expression tells which will. The clock is for lines that work on numbers of a million digits.
-    """
-    left, end = LINES, time.thread_time() + SECONDS
-
-    def count(*_: object) -> object:
-        nonlocal left
-        left -= 1
-        if left < 0 or (left % 64 == 0 and time.thread_time() > end):
-            left = -1
-            raise _Endless
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)  # type: ignore[arg-type]
-    try:
-        read_size(text)
-    except _Endless:
-        return False
-    except Exception:  # torch cannot read it either
-        return False
-    finally:
-        sys.settrace(before)
-    return left >= 0
 
 
 def _bits(node: ast.expr, leaf: Leaf) -> int:
@@ -292,7 +303,7 @@ def _is_input(node: ast.expr) -> bool:
     return _is_named(node.value, "L") or _is_input(node.value)
 
 
-def _is_layout(node: ast.expr) -> bool:
+def _is_layout(node: ast.AST) -> bool:
     """`L['x'].size()`, whose receiver is an input and nothing else."""
     if not (isinstance(node, ast.Call) and not node.keywords and isinstance(node.func, ast.Attribute)):
         return False

@@ -37,6 +37,10 @@ def read_inputs(path: str | os.PathLike[str], program: ExportedProgram) -> tuple
     except OSError as error:
         said = "is a directory" if os.path.isdir(path) else f"cannot be read: {reason(error)}"
         raise InputsError(f"inputs file {path} {said}", help="give the path of a safetensors file") from error
+    except KeyError as error:
+        raise InputsError(
+            f"{path} has tensors of dtype {error}, which torch does not read", help="write them in another dtype"
+        ) from error
     except (SafetensorError, ValueError) as error:
         raise InputsError(
             f"{path} is not a safetensors file: {error}",

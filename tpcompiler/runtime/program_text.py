@@ -12,7 +12,8 @@ import re
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from types import NoneType
 from typing import Any
@@ -27,6 +28,7 @@ from tpcompiler.runtime.expressions import (
     computed_inputs,
     is_guard,
     is_size,
+    lines_to_read,
 )
 
 Check = Callable[[str], str | None]
@@ -44,6 +46,7 @@ OPERATORS = re.compile(
 LARGEST_EXAMPLES = 100_000  # parts
 LONGEST_LIST = 4_096  # of example inputs: an input check may multiply it
 LONGEST_READ = 120  # seconds for all texts of a program; sizes of an ordinary one take less than a second
+LINES_OF_ALL = 1_500_000_000  # of Python that torch may run for sizes, each as often as it stands there
 POWERS = ("_operator.pow", "_operator.lshift")
 NUMBERS = {"as_int", "as_sym_int", "as_float", "as_sym_float", "as_bool", "as_sym_bool"}
 COUNTED = re.compile("(u|zuf)")  # of sizes that data decide, torch counts from 0 to the number in the name
@@ -66,7 +69,10 @@ def check_program(data: object) -> None:
     """
     seen: set[tuple[str, str]] = set()
     end = time.thread_time() + LONGEST_READ
+    lines = 0
     for key, parent, text in _texts(data, "", ""):
+        if key == "expr_str" and (lines := lines + (lines_to_read(text) or 0)) > LINES_OF_ALL:
+            raise Unsafe(f"has more sizes than torch reads in some minutes: {_short(text)}")
         # An op's own text argument is written into torch's source by `repr`; a constant input is not.
         if (key, text) in seen or (key in ("as_string", "as_strings") and parent == "arg"):
             continue
@@ -77,53 +83,84 @@ def check_program(data: object) -> None:
         if time.thread_time() > end:
             raise Unsafe(f"has sizes that take longer than {LONGEST_READ} s to read: {_short(text)}")
         seen.add((key, text))
-    for name in data.get("range_constraints") or () if isinstance(data, dict) else ():
+    ranges = (data.get("range_constraints") or {}) if isinstance(data, dict) else {}
+    hints = [each["hint"] for each in _dicts(data) if "expr_str" in each and isinstance(each.get("hint"), dict)]
+    for number in (value for each in (*ranges.values(), *hints) for value in each.values()):
+        if isinstance(number, int) and number.bit_length() > SIZE_BITS:
+            raise Unsafe(f"has a size that is too large: {_short(str(number))}")
+    for name in ranges:
         if COUNTED.match(name) and not re.fullmatch(rf"{COUNTED.pattern}\d{{1,6}}", name):
             raise Unsafe(f"makes torch count up to a size's name: {_short(name)}")
-    for graph in (each for each in _dicts(data) if isinstance(each.get("nodes"), list)):
-        _check_numbers(graph["nodes"])
+    _check_numbers(data)
     computed = {each for key, text in seen if key == "guards_code" for each in computed_inputs(text)}
     if others := sorted(computed - _numbers_taken(data)) if computed else ():
         raise Unsafe(f"has an input check that computes with what is no number: {_short(others[0])}")
 
 
-def _check_numbers(nodes: Sequence[Any]) -> None:
-    """Numbers that the nodes of a graph compute stay small, and they compute no texts: torch does it to compile."""
-    bits: dict[str, int] = {}
-    for node in nodes:
-        target = str(node["target"])
-        if not OPERATORS.fullmatch(target):
-            continue
-        given = [part for each in node["inputs"] for part in _dicts(each["arg"])]
-        if any(key.startswith("as_string") for part in given for key in part):
-            raise Unsafe(f"computes with text: {_short(target)}")
-        if target != "_operator.getitem" and any(isinstance(value, list) for part in given for value in part.values()):
-            raise Unsafe(f"computes with lists: {_short(target)}")
-        sizes = [max((_size_of(part, bits) for part in _dicts(each["arg"])), default=0) for each in node["inputs"]]
-        made = max(sizes, default=0) + 1
-        if target in POWERS:
-            exponent = node["inputs"][1]["arg"].get("as_int", node["inputs"][1]["arg"].get("as_sym_int"))
-            exponent = exponent["as_int"] if isinstance(exponent, dict) and "as_int" in exponent else exponent
-            if isinstance(exponent, int) and abs(exponent) > LARGEST_EXPONENT:
-                raise Unsafe(f"has a power that is too large: {_short(str(exponent))}")
-            real = any(isinstance(part.get("as_float"), float) for part in given)
-            times = max(abs(exponent), 1) if isinstance(exponent, int) else LARGEST_EXPONENT
-            made = SIZE_BITS if real else sizes[0] * times
-        elif target == "_operator.mul":
-            made = sum(sizes)
-        if made > BITS:
-            raise Unsafe(f"computes a number that is too large, by {_short(target)}")
-        for part in _dicts(node["outputs"]):
-            if isinstance(name := part.get("as_name"), str):
-                bits[name] = made
+@dataclass(frozen=True)
+class _Bound:
+    """Of a number: how many bits it may have, and how large it is where sizes that nobody knows are small."""
+
+    bits: int = SIZE_BITS
+    value: int = LARGEST_EXPONENT
+
+    @staticmethod
+    def over(bounds: Iterable[_Bound], least: _Bound) -> _Bound:
+        every = [least, *bounds]
+        return _Bound(max(each.bits for each in every), max(each.value for each in every))
 
 
-def _size_of(argument: Mapping[str, Any], bits: Mapping[str, int]) -> int:
-    """Bits of a number that is written out or made before; of a size that is not known, those of 64."""
+def _check_numbers(data: object) -> None:
+    """Numbers that nodes compute stay small, and they compute no texts: torch does it to compile.
+
+    A name that no node makes is an input: in a graph inside of another it may be any number of that one.
+    """
+    inputs = _Bound()
+    for graph in (each for each in _dicts(data) if isinstance(each.get("nodes"), list)):
+        said = {name: each.get("as_int") for name, each in (graph.get("sym_int_values") or {}).items()}
+        known = {name: _Bound(n.bit_length(), abs(n)) for name, n in said.items() if isinstance(n, int)}
+        for node in graph["nodes"]:
+            target = str(node["target"])
+            if not OPERATORS.fullmatch(target):
+                continue
+            made = _bound(target, [list(_dicts(each["arg"])) for each in node["inputs"]], known, inputs)
+            if made.bits > BITS:
+                raise Unsafe(f"computes a number that is too large, by {_short(target)}")
+            names = (part.get("as_name") for part in _dicts(node["outputs"]))
+            known |= {name: made for name in names if isinstance(name, str)}
+        inputs = _Bound.over(known.values(), inputs)
+
+
+def _bound(
+    target: str, given: Sequence[Sequence[Mapping[str, Any]]], known: Mapping[str, _Bound], inputs: _Bound
+) -> _Bound:
+    """Of what an operator makes."""
+    parts = [part for each in given for part in each]
+    if any(key.startswith("as_string") for part in parts for key in part):
+        raise Unsafe(f"computes with text: {_short(target)}")
+    if target != "_operator.getitem" and any(isinstance(value, list) for part in parts for value in part.values()):
+        raise Unsafe(f"computes with lists: {_short(target)}")
+    args = [_Bound.over((_written(part, known, inputs) for part in each), _Bound(0, 0)) for each in given]
+    bits, value = sum(each.bits for each in args), sum(each.value for each in args)
+    if target in POWERS:
+        base, times = args[0], max(args[1].value, 1)
+        if any(isinstance(part.get("as_float"), float) for part in parts):
+            return _Bound()
+        bits = base.bits * times if target == "_operator.pow" else base.bits + times
+        return _Bound(bits, 1 << bits if bits <= BITS else 0)
+    if target == "_operator.mul":
+        return _Bound(bits, math.prod(each.value for each in args))
+    return _Bound(bits if target.startswith("math") else max((each.bits for each in args), default=0) + 1, value)
+
+
+def _written(argument: Mapping[str, Any], known: Mapping[str, _Bound], inputs: _Bound) -> _Bound:
+    """Of a number that is written out, or made before, or not known."""
     if isinstance(name := argument.get("as_name"), str):
-        return bits.get(name, SIZE_BITS)
-    value = argument.get("as_int")
-    return value.bit_length() if isinstance(value, int) else SIZE_BITS if "as_float" in argument else 0
+        return known.get(name, inputs)
+    if isinstance(number := argument.get("as_float"), float):
+        return _Bound(SIZE_BITS, min(int(abs(number)), 1 << SIZE_BITS) if math.isfinite(number) else 1 << SIZE_BITS)
+    number = argument.get("as_int", argument.get("as_float"))
+    return _Bound(number.bit_length(), abs(number)) if isinstance(number, int) else _Bound(0, 0)
 
 
 def _numbers_taken(data: Any) -> set[str]:
