@@ -23,7 +23,7 @@ def shard_state(program: LocalProgram) -> ShardedProgram:
     for node, fqn in program.leaves():
         first = first_of[node.name]
         if first not in made:
-            made[first] = _share(program.state(fqn), mark_of(node).shardings[0], program)
+            made[first] = _plain(_share(program.state(fqn), mark_of(node).shardings[0], program))
         state[fqn] = made[first]
     return ShardedProgram(program.source, program.graph, program.mesh, program.rank, state)
 
@@ -35,3 +35,10 @@ def _share(value: torch.Tensor, sharding: Sharding, program: LocalProgram) -> to
     return (
         torch.nn.Parameter(part, requires_grad=value.requires_grad) if isinstance(value, torch.nn.Parameter) else part
     )
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    """Conjugated and negated in memory: a file does not say that it is to be read so."""
+    if not (value.is_conj() or value.is_neg()):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)

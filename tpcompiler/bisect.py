@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tpcompiler.api import parallelize
-from tpcompiler.errors import TpCompilerError
+from tpcompiler.errors import ArtifactError, TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_spec
@@ -29,7 +29,7 @@ from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import flatten_inputs
-from tpcompiler.runtime.target import replacing
+from tpcompiler.runtime.target import reason, refuse_strange_name, replacing
 
 MOST_STEPS = 12  # ops before the first wrong one that a piece may reach back
 UNUSABLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, TpCompilerError)  # of a piece by itself
@@ -124,15 +124,25 @@ def bisect_artifact(
 
 
 def write_piece(piece: Piece, directory: str | os.PathLike[str]) -> Path:
-    """Write `piece.pt2` and `repro.py`, which exits with 1 as long as the piece is wrong; returns the script."""
+    """Write `piece.pt2` and `repro.py`, which exits with 1 as long as the piece is wrong; returns the script.
+
+    Raises:
+        ArtifactError: they cannot be written there.
+    """
     target = Path(directory)
-    target.mkdir(parents=True, exist_ok=True)
-    with replacing(target / "piece.pt2") as temporary:
-        torch.export.save(piece.program, temporary)
+    refuse_strange_name(target)
     title = f"Wrong on {piece.mesh}: {', '.join(piece.ops)}."
     text = SCRIPT.format(title=title, mesh=dict(piece.mesh.axes), plan=dict(piece.plan), inputs=list(piece.inputs))
-    with replacing(target / "repro.py") as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with replacing(target / "piece.pt2") as temporary:
+            torch.export.save(piece.program, temporary)
+        with replacing(target / "repro.py") as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except (OSError, RuntimeError) as error:  # the second is what torch makes of the first
+        raise ArtifactError(
+            f"cannot write the piece to {target}: {reason(error)}", help="choose a directory that can be written"
+        ) from error
     return target / "repro.py"
 
 

@@ -21,7 +21,7 @@ from tests.runtime.test_artifact import content, manifest
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import MANIFEST, read_manifest, write_artifact, write_set
 from tpcompiler.runtime.inputs import write_tensors
-from tpcompiler.runtime.target import free_target, replacing
+from tpcompiler.runtime.target import SET, free_target, replacing
 
 
 def files_of(directory: Path) -> dict[str, str]:
@@ -300,3 +300,39 @@ def test_show_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         f"cannot write {tmp_path}/out.txt: No space left on device\n  help: choose another file\n",
     )
     assert files_of(tmp_path) == {"out.txt": "old"}
+
+
+def test_an_artifact_that_a_set_does_not_name_is_left(tmp_path: Path) -> None:
+    """Somebody has put it beside the set's own programs."""
+    target = tmp_path / "set"
+    write_set(target, {"one": (manifest(), content)})
+    write_artifact(target / "mine", manifest(), content)
+    for programs in (["one"], None, [1], "mine"):
+        (target / SET).write_text(json.dumps({"format": 2, "programs": programs}))
+        with pytest.raises(ArtifactError, match="which is no part of an artifact"):
+            free_target(target, force=True)
+    shutil.rmtree(target / "mine")
+    (target / SET).write_text(json.dumps({"format": 2, "programs": ["one"]}))
+    free_target(target, force=True)
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    """torch's writer ends the process."""
+    with pytest.raises(ArtifactError, match="its name is no text"):
+        free_target(tmp_path / os.fsdecode(b"\x80out"), force=False)
+
+
+def test_a_temporary_directory_that_becomes_a_link(tmp_path: Path) -> None:
+    """Nothing of what it leads to is changed."""
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+
+    def exchange(rank: int, path: Path) -> None:
+        content(rank, path)
+        if rank:
+            shutil.rmtree(path.parent)
+            path.parent.symlink_to(mine)
+
+    with pytest.raises((ArtifactError, OSError)):
+        write_artifact(tmp_path / "out", manifest(), exchange)
+    assert mine.stat().st_mode & 0o777 == 0o700

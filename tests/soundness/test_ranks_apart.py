@@ -354,3 +354,64 @@ def test_a_set_of_programs_that_do_not_belong_together(tmp_path: Path) -> None:
         assert str(raised.value) == (
             f"the programs of {tmp_path / name} do not belong together: {finding}\n  help: convert them together"
         )
+
+
+def test_a_set_whose_tensors_lie_otherwise_than_one_says(tmp_path: Path) -> None:
+    """What reads a tensor of another program's files reads it as its own file says."""
+    torch.manual_seed(0)
+    exported = export(Cached(), (X,))
+    tpcompiler.parallelize({"prefill": exported, "decode": exported}, 2, PLAN).save(tmp_path / "out")
+    assert tpcompiler.check(tmp_path / "out").ok
+
+    def change(data: Any) -> None:
+        value = data["graph_module"]["graph"]["tensor_values"]["b_k"]
+        value["strides"] = value["strides"][::-1]
+
+    for rank in range(2):
+        edit(tmp_path / "out" / "decode", rank, "models/model.json", change)
+    found = tpcompiler.check(tmp_path / "out").findings
+    assert found[-1] == "'k' has the strides [1, 8] to 'decode' on rank 0, and [8, 1] to 'prefill'"
+
+
+def not_a_parameter(data: Any) -> None:
+    next(each for each in data["config"].values() if each["is_param"])["is_param"] = False
+
+
+def another_root(data: Any) -> None:
+    data["graph_module"]["module_call_graph"][0]["fqn"] = "zz"
+
+
+@pytest.mark.parametrize(
+    ("entry", "change"),
+    [("data/weights/model_weights_config.json", not_a_parameter), ("models/model.json", another_root)],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_torch_does_not_take(
+    rank: int, entry: str, change: Callable[[Any], None], out: Path, model: ExportedProgram
+) -> None:
+    """Of the first rank, and of one whose graph is the first's."""
+    edit(out, rank, entry, change)
+    with pytest.raises(tpcompiler.ArtifactError):
+        tpcompiler.check(out, model)
+
+
+class Conjugated(nn.Module):
+    """Buffers that are conjugated and negated when they are read, and not in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("c", torch.randn(8, 6, dtype=torch.complex64).t().conj())
+        self.register_buffer("n", torch.randn(8, dtype=torch.complex64).conj().imag)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.c @ (x * self.n).to(torch.complex64).t()).real
+
+
+@pytest.mark.parametrize("plan", [{}, {"c": "S(1)", "n": "S(0)"}])
+def test_buffers_that_are_conjugated_when_they_are_read(plan: dict[str, str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    exported = export(Conjugated(), (X,))
+    program = tpcompiler.parallelize(exported, 2, plan)
+    assert program.verify((X,)).ok
+    program.save(tmp_path / "out")
+    assert tpcompiler.api.verify_artifact(tmp_path / "out", exported, (X,)).ok

@@ -113,7 +113,8 @@ class Plan:
         waiting = {pattern: style for pattern, style in data.items() if isinstance(style, str) and style in REFUSED}
         if waiting and (len(waiting) > 1 or of_config or skip_unsupported):
             # What is said of a layer's own parameters is meant for its style.
-            waiting |= {p: s for p, s in data.items() if any(p.startswith(f"{layer}.") for layer in waiting)}
+            inside = {p for p in data if any(p[:at] in waiting for at, c in enumerate(p) if c == ".")}
+            waiting |= {pattern: style for pattern, style in data.items() if pattern in inside}
             if not skip_unsupported:
                 said = ", ".join(f"{pattern!r} ({style})" for pattern, style in waiting.items())
                 raise UnsupportedError(

@@ -22,6 +22,8 @@ from tpcompiler.errors import ArtifactError, InputsError
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.target import reason, refuse_full_disk, replacing
 
+LARGEST_HEADER = 10_000_000  # bytes: every tensor in it is made before it is looked at
+
 
 def read_inputs(path: str | os.PathLike[str], program: ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`(args, kwargs)` for the program, from an inputs file.
@@ -31,7 +33,10 @@ def read_inputs(path: str | os.PathLike[str], program: ExportedProgram) -> tuple
     """
     try:
         with Opened(Path(path)) as file:  # not mapped: who shortens a mapped file ends the process
-            tensors = load(file.read() or b"")
+            content = file.read() or b""
+        if (size := int.from_bytes(content[:8], "little")) > LARGEST_HEADER and size < len(content):
+            raise ValueError(f"its header has {size:,} bytes, and {LARGEST_HEADER:,} are enough for all inputs")
+        tensors = load(content)
     except FileNotFoundError as error:
         raise InputsError(f"inputs file {path} does not exist", help="give the path of a safetensors file") from error
     except OSError as error:
@@ -41,9 +46,9 @@ def read_inputs(path: str | os.PathLike[str], program: ExportedProgram) -> tuple
         raise InputsError(
             f"{path} has tensors of dtype {error}, which torch does not read", help="write them in another dtype"
         ) from error
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, RuntimeError, OverflowError, TypeError) as error:  # as torch takes the sizes
         raise InputsError(
-            f"{path} is not a safetensors file: {error}",
+            f"{path} is not a safetensors file: {reason(error)}",
             help="write it with safetensors.torch.save_file({name: tensor}, path)",
         ) from error
     return arrange_inputs(tensors, program, str(path))

@@ -19,7 +19,7 @@ from tpcompiler.runtime.artifact import Manifest, misfit_of, programs_in, read_m
 from tpcompiler.runtime.inputs import named_inputs
 from tpcompiler.runtime.leave import destroy_at_exit, release_default_group
 from tpcompiler.runtime.place import place_state
-from tpcompiler.runtime.rank_file import read_rank
+from tpcompiler.runtime.rank_file import AGAIN, read_rank, strides_of, taken_by
 
 
 def load(
@@ -99,6 +99,13 @@ def _exported(
         mine.update(artifact_facts(manifest))
     with named_failures():
         _register_groups(manifest, timeout)
+    wanted = taken_by(exported)
+    for name in sorted(left_out & wanted.keys()):
+        if (found := strides_of(stored[name])) != (said := strides_of(wanted[name])):
+            raise ArtifactError(
+                f"{os.fspath(directory)} takes {name!r} with the strides {said}, the program beside it has {found}",
+                help=AGAIN,
+            )
     for held in (exported.state_dict, exported.constants):
         held.update({name: stored[name] for name in held.keys() & left_out})
     place_state(exported, device)

@@ -157,7 +157,7 @@ def _strange_calling(program: ExportedProgram) -> str:
     """torch takes a program without its calling convention, and fails when it is called."""
     signature, graph = program.graph_signature, program.module_call_graph
     spec = graph[0].signature if graph else None
-    if spec is None or spec.in_spec is None or spec.out_spec is None:
+    if spec is None or spec.in_spec is None or spec.out_spec is None or graph[0].fqn:
         return "it does not say what its program takes and returns"
     takes = sum(each.kind is InputKind.USER_INPUT for each in signature.input_specs)
     gives = sum(each.kind is OutputKind.USER_OUTPUT for each in signature.output_specs)

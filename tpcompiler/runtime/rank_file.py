@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -57,8 +58,7 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, path: Path) -> 
     named = {row["name"] for row in manifest.tensors}
     if missing := sorted(named - tensors):
         raise ArtifactError(f"{path} has no tensor {missing[0]!r}, and the manifest names it", help=AGAIN)
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    taken = {spec.target: values[spec.arg.name] for spec in program.graph_signature.input_specs if spec.target in held}
+    taken = {name: value for name, value in taken_by(program).items() if name in held}
     if more := sorted(tensors - named - taken.keys()):
         raise ArtifactError(f"{path} holds the tensor {more[0]!r}, which its program does not take", help=AGAIN)
     elsewhere = {row["name"] for row in manifest.tensors if "stored_in" in row}
@@ -74,6 +74,13 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, path: Path) -> 
             continue
         if (found := strides_of(value)) != (said := strides_of(want)):
             raise ArtifactError(f"{path}: {name!r} has the strides {found}, its program takes {said}", help=AGAIN)
+
+
+def taken_by(program: ExportedProgram) -> dict[str, Any]:
+    """What the graph says of each parameter, buffer and constant that it takes, by name."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    specs = program.graph_signature.input_specs
+    return {spec.target: values[spec.arg.name] for spec in specs if spec.target is not None}
 
 
 def strides_of(value: torch.Tensor) -> list[int]:

@@ -31,6 +31,7 @@ def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Pa
             folder it belongs in cannot be written.
     """
     target = Path(os.path.abspath(directory)) if os.path.basename(directory) in ("", ".", "..") else Path(directory)
+    refuse_strange_name(target)
     if os.path.lexists(target) and not force:
         raise ArtifactError(f"{target} exists already", help="choose another directory, or pass force=True (--force)")
     above = next(parent for parent in (*target.parents, Path()) if os.path.exists(parent))
@@ -40,6 +41,14 @@ def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Pa
     if os.path.lexists(target):
         _refuse_others(target, target)
     return target
+
+
+def refuse_strange_name(target: Path) -> None:
+    """Raises ArtifactError where a path is no text: torch's writer ends the process then."""
+    try:
+        os.fspath(target).encode()
+    except UnicodeEncodeError as error:
+        raise ArtifactError(f"cannot write {target}: its name is no text", help="choose another directory") from error
 
 
 @contextlib.contextmanager
@@ -59,8 +68,8 @@ def in_place_of(target: Path, *, force: bool) -> Iterator[Path]:
             f"cannot write {target}: {reason(error)}", help="choose a directory that can be written"
         ) from error
     try:
+        _open_to_all(temporary)
         yield temporary
-        temporary.chmod(0o755)
         if os.path.lexists(target):
             free_target(target, force=force)
             _replace(temporary, target)
@@ -74,6 +83,15 @@ def in_place_of(target: Path, *, force: bool) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         _remove_empty(above)
+
+
+def _open_to_all(directory: Path) -> None:
+    """As any new directory, and not as a temporary one. Never what a link leads to."""
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        os.fchmod(opened, 0o755)
+    finally:
+        os.close(opened)
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:
@@ -134,11 +152,13 @@ def _is_replaceable(file: Path) -> bool:
 def _refuse_others(directory: Path, target: Path) -> None:
     """Raises ArtifactError unless all that lies in the directory is an artifact's; `target` is what it is called."""
     names = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
-    programs = [name for name in names if os.path.isdir(directory / name)] if SET in names else []
     listing = SET if SET in names else MANIFEST
     if listing not in names or not _is_ours(directory / listing):
         lacks = f"it has no {MANIFEST}" if listing not in names else f"its {listing} is another's"
         raise ArtifactError(f"{target} exists and is not an artifact ({lacks})", help="choose another directory")
+    listed = json.loads(read_text(directory / SET))["programs"] if SET in names else []
+    listed = listed if isinstance(listed, list) else []
+    programs = [name for name in names if name in listed and os.path.isdir(directory / name)]
     for name in programs:
         _refuse_others(directory / name, target / name)
     parts = {SET, *programs} if SET in names else {MANIFEST, *_files(directory / MANIFEST)}
@@ -208,10 +228,10 @@ def _delete(artifact: Path) -> None:
         artifact.unlink()
         return
     for name in os.listdir(artifact):
-        if name == SET or PARTS.fullmatch(name):
-            (artifact / name).unlink()
-        elif os.path.isdir(artifact / name):
+        if os.path.isdir(artifact / name):
             _delete(artifact / name)
+        elif name == SET or PARTS.fullmatch(name):
+            (artifact / name).unlink()
     try:
         artifact.rmdir()
     except OSError as error:

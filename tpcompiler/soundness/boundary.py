@@ -18,7 +18,7 @@ from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.shares import join
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.rank_file import strides_of
+from tpcompiler.runtime.rank_file import strides_of, taken_by
 from tpcompiler.soundness.folded import Folded, Unsound, dtype_name, read_claimed
 from tpcompiler.soundness.written import Written
 
@@ -208,16 +208,31 @@ def _check_memory(each: Written, rank: int) -> None:
             last, until = name, begin + extent * value.element_size()
 
 
+def check_shared(programs: Mapping[str, Sequence[Written]], manifests: Mapping[str, Manifest]) -> None:
+    """A tensor lies in memory as every program of the set says that shares it.
+
+    Raises:
+        Unsound: one that says other strides than the program whose files it is in.
+    """
+    for name, ranks in programs.items():
+        elsewhere = {row["name"]: row["stored_in"] for row in manifests[name].tensors if "stored_in" in row}
+        for rank, each in enumerate(ranks):
+            ours = taken_by(each.program)
+            for tensor, other in elsewhere.items():
+                theirs = taken_by(programs[other][rank].program) if other in programs else {}
+                if tensor in ours and tensor in theirs and strides_of(ours[tensor]) != strides_of(theirs[tensor]):
+                    both = f"{strides_of(ours[tensor])} to {name!r} on rank {rank}, and {strides_of(theirs[tensor])}"
+                    raise Unsound(None, f"{tensor!r} has the strides {both} to {other!r}")
+
+
 def _check_layout(each: Written, rank: int, elsewhere: Set[str]) -> None:
     """A tensor lies in memory as its program says, but for those that lie in another program's files."""
-    values = {node.name: node.meta["val"] for node in _placeholders(each.program)}
-    for spec in each.program.graph_signature.input_specs:
-        held = each.state.get(str(spec.target))
-        if not isinstance(held, torch.Tensor) or spec.target in elsewhere:
+    for name, value in taken_by(each.program).items():
+        held = each.state.get(name)
+        if not isinstance(held, torch.Tensor) or name in elsewhere:
             continue
-        value = values[spec.arg.name]
         if held.shape == value.shape and (found := strides_of(held)) != (said := strides_of(value)):
-            raise Unsound(None, f"{spec.target!r} has the strides {found} on rank {rank}, and its program says {said}")
+            raise Unsound(None, f"{name!r} has the strides {found} on rank {rank}, and its program says {said}")
 
 
 def _has_memory(value: object) -> bool:
@@ -271,7 +286,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bytes(value: torch.Tensor) -> torch.Tensor:
-    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value.resolve_neg()
     return value.reshape(-1).contiguous().view(torch.uint8)
 
 

@@ -17,7 +17,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.printed import one_line
 from tpcompiler.runtime.artifact import Manifest, manifests_beside, misfit_of, programs_in, rank_file, read_manifest
 from tpcompiler.runtime.model_file import quiet_torch
-from tpcompiler.soundness.boundary import check_calls, check_outputs, check_state
+from tpcompiler.soundness.boundary import check_calls, check_outputs, check_shared, check_state
 from tpcompiler.soundness.collectives import check_collectives
 from tpcompiler.soundness.folded import Folded, Results, Unsound, folded
 from tpcompiler.soundness.moves import check_changes
@@ -61,12 +61,18 @@ def check_artifact(
         manifest = read_manifest(directory)
         beside = manifests_beside(directory, manifest)
         return check_programs(read_ranks(directory, manifest, prepare, trust=trust), manifest, original, beside)
-    reports = {
-        name: check_artifact(Path(directory) / name, original=original, prepare=prepare, trust=trust) for name in names
-    }
+    manifests = {name: read_manifest(Path(directory) / name) for name in names}
+    programs, reports = {}, {}
+    for name, manifest in manifests.items():
+        beside = manifests_beside(Path(directory) / name, manifest)
+        programs[name] = read_ranks(Path(directory) / name, manifest, prepare, trust=trust)
+        reports[name] = check_programs(programs[name], manifest, original, beside)
     findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
-    if misfit := misfit_of({name: read_manifest(Path(directory) / name) for name in names}):
+    if misfit := misfit_of(manifests):
         findings.append(misfit)
+    else:
+        with _noting(findings, None):
+            check_shared(programs, manifests)
     counts = sum((Counter(report.counts) for report in reports.values()), Counter())
     return CheckReport(not findings, dict(counts), findings)
 

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import guards_of, read_archive_state
 from tpcompiler.ir import edit
+from tpcompiler.runtime.archive import TENSORS
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.model_file import load_opened
 from tpcompiler.runtime.opened import Opened
@@ -57,11 +58,15 @@ def read_ranks(
     """
     known: dict[str, ExportedProgram] = {}
     first: tuple[Any, ExportedProgram] | None = None
+    rests: list[Any] = []
     guards: dict[str, Sequence[str]] = {}
     found: list[Written] = []
     for rank in range(manifest.world_size):
         with open_rank(directory, manifest, rank, trust=trust) as file:
             graph = _graph(file)
+            rests.append(_rest(file))
+            if rests[-1] != rests[0] or rests[-1] is None:
+                graph = None  # only torch can say whether it reads that
             name = hashlib.sha256(graph).hexdigest() if graph is not None else str(file.path)
             text = json.loads(graph) if graph is not None and name not in known else None
             if text is not None and first is not None and (like := _like(first[1], first[0], text)) is not None:
@@ -84,6 +89,26 @@ def _graph(file: Opened) -> bytes | None:
             (name,) = (name for name in archive.namelist() if name.partition("/")[2] == GRAPH)
             return archive.read(name)
     except (zipfile.BadZipFile, ValueError, OSError):
+        return None
+
+
+def _rest(file: Opened) -> Any:
+    """What a file says beside its graph, and what its tensors are; None for a file of another form."""
+    found: dict[str, object] = {}
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for name in archive.namelist():
+                entry = name.partition("/")[2]
+                if entry == GRAPH or entry.startswith(".data/") or TENSORS.fullmatch(entry):
+                    continue  # the second has a hash of the whole
+                found[entry] = archive.read(name)
+                if entry.endswith("_config.json"):
+                    data = json.loads(found[entry])  # type: ignore[arg-type]
+                    for each in data["config"].values():
+                        each["tensor_meta"].update(dict.fromkeys(("sizes", "strides", "storage_offset")))
+                    found[entry] = _text(data)
+        return found
+    except (zipfile.BadZipFile, ValueError, LookupError, TypeError, AttributeError, OSError):
         return None
 
 
