@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
@@ -131,3 +134,15 @@ def test_summarize() -> None:
         ("e", "[0, 3]", "float32", "-", "-"),
         ("h", "[1]", "bfloat16", "2.5", "2.5"),
     ]
+
+
+def test_a_pipe_stays_one(tmp_path: Path) -> None:
+    """safetensors puts a new file in the place of what it is given."""
+    os.mkfifo(tmp_path / "out")
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "out").read_bytes()), daemon=True)
+    reader.start()
+    write_tensors(tmp_path / "out", {"x": torch.ones(3)})
+    reader.join(60)
+    assert stat.S_ISFIFO((tmp_path / "out").stat().st_mode)
+    assert torch.equal(load(read[0])["x"], torch.ones(3))

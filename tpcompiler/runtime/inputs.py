@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load, save, save_file
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 
@@ -180,7 +180,10 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tens
     try:
         with replacing(Path(path)) as temporary:
             refuse_full_disk(temporary, sum(tensor.nbytes for tensor in written.values()))
-            save_file(written, temporary)
+            if temporary == Path(path):  # a device or a pipe, which safetensors would put a new file in place of
+                temporary.write_bytes(save(written))
+            else:
+                save_file(written, temporary)
     except (OSError, SafetensorError) as error:
         raise ArtifactError(
             f"cannot write {path}: {reason(error)}", help="check the folder, the free space and the permissions"
