@@ -65,7 +65,7 @@ def read_ranks(
         with open_rank(directory, manifest, rank, trust=trust) as file:
             graph = _graph(file)
             rests.append(_rest(file))
-            if rests[-1] != rests[0] or rests[-1] is None:
+            if not _are_alike(rests[0], rests[-1]):
                 graph = None  # only torch can say whether it reads that
             name = hashlib.sha256(graph).hexdigest() if graph is not None else str(file.path)
             text = json.loads(graph) if graph is not None and name not in known else None
@@ -92,24 +92,29 @@ def _graph(file: Opened) -> bytes | None:
         return None
 
 
-def _rest(file: Opened) -> Any:
-    """What a file says beside its graph, and what its tensors are; None for a file of another form."""
-    found: dict[str, object] = {}
+def _rest(file: Opened) -> tuple[dict[str, bytes], dict[str, object]] | None:
+    """What a file says beside its graph and its tensors, and which of these are parameters; None for another form."""
+    entries, parameters = {}, {}
     try:
         with zipfile.ZipFile(file) as archive:
             for name in archive.namelist():
                 entry = name.partition("/")[2]
-                if entry == GRAPH or entry.startswith(".data/") or TENSORS.fullmatch(entry):
-                    continue  # the second has a hash of the whole
-                found[entry] = archive.read(name)
                 if entry.endswith("_config.json"):
-                    data = json.loads(found[entry])  # type: ignore[arg-type]
-                    for each in data["config"].values():
-                        each["tensor_meta"].update(dict.fromkeys(("sizes", "strides", "storage_offset")))
-                    found[entry] = _text(data)
-        return found
+                    rows = json.loads(archive.read(name))["config"].items()
+                    parameters.update({tensor: row["is_param"] for tensor, row in rows})
+                elif entry != GRAPH and not entry.startswith(".data/") and not TENSORS.fullmatch(entry):
+                    # `.data/` has a hash of the whole, and equal examples may be pickled differently
+                    entries[entry] = archive.read(name) if "sample_inputs" not in entry else b""
+        return entries, parameters
     except (zipfile.BadZipFile, ValueError, LookupError, TypeError, AttributeError, OSError):
         return None
+
+
+def _are_alike(one: tuple[Any, Any] | None, other: tuple[Any, Any] | None) -> bool:
+    """Whether torch reads both if it reads one; tensors that one of them lacks are found elsewhere."""
+    if one is None or other is None or one[0] != other[0]:
+        return False
+    return all(one[1][name] == other[1][name] for name in one[1].keys() & other[1].keys())
 
 
 def _like(program: ExportedProgram, text: Any, other: Any) -> ExportedProgram | None:
