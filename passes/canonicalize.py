@@ -11,7 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import aten, decomposed
+from tpcompiler._torch import OpOverload, aten, decomposed
 from tpcompiler.errors import ProgramError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
@@ -19,7 +19,7 @@ from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unus
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.refused import refuse_calls, refuse_values
-from tpcompiler.rules.registry import has_rule
+from tpcompiler.rules.registry import ops_with_rules
 
 # How torch says that a tensor which is no buffer is written to.
 NO_BUFFER = "is mutated in the forward method|expected compiled_fn to be GraphModule"
@@ -43,7 +43,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
     """
     refuse_values(exported_program)
     try:
-        source = decomposed(exported_program, _decompositions(exported_program.graph))
+        source = _decomposed(exported_program)
     except Exception as error:
         said = str(error).strip().splitlines()[0]
         help = "check that it runs: exported_program.run_decompositions() fails in the same way"
@@ -68,15 +68,18 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
     return CanonicalProgram(source, graph)
 
 
-def _decompositions(graph: fx.Graph) -> Any:
-    """torch's table without the ops that have a rule, and where torch's own would draw other numbers than the op."""
-    table = torch.export.default_decompositions()
-    recurrent = {node.target for node in edit.calls(graph) if draws(node) and node.target.overloadpacket in RECURRENT}  # type: ignore[union-attr]
-    for target in [t for t in table if has_rule(t) or t in recurrent or t is aten.bernoulli.default]:
-        del table[target]
-    table[aten.scaled_dot_product_attention.default] = _attention
-    table[aten.linalg_vector_norm.default] = _norm
-    return table
+def _decomposed(program: ExportedProgram) -> ExportedProgram:
+    """In core ATen ops, but for those that have a rule, or where torch's own would draw other numbers than the op."""
+    recurrent = {
+        node.target
+        for node in edit.calls(program.graph)
+        if isinstance(node.target, OpOverload) and node.target.overloadpacket in RECURRENT and draws(node)
+    }
+    own: dict[OpOverload, Any] = {
+        aten.scaled_dot_product_attention.default: _attention,
+        aten.linalg_vector_norm.default: _norm,
+    }
+    return decomposed(program, ({*ops_with_rules(), aten.bernoulli.default} | recurrent) - own.keys(), own)
 
 
 def _norm(x: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **named: Any) -> Any:

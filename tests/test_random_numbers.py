@@ -22,7 +22,7 @@ from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import mark_of
 from tpcompiler.ir.text import program_text
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.verify.compare import functional
+from tpcompiler.verify.compare import runnable
 from tpcompiler.verify.promote import Promoted
 from tpcompiler.verify.simulate import simulate
 
@@ -197,7 +197,7 @@ def test_ranks_in_one_process_have_generators_of_their_own_and_leave_the_callers
 
 
 def test_float64_draws_the_same_numbers() -> None:
-    program = functional(exported(Net(lambda self, x: torch.rand_like(self.both(x))), X))
+    program = runnable(exported(Net(lambda self, x: torch.rand_like(self.both(x))), X))
     (narrow,), (wide,) = (
         simulate([p], [[v]])[0].outputs for p, v in ((program, X), (Promoted(program, torch.float64), X.double()))
     )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import math
 import re
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,13 +27,20 @@ from torch._C._distributed_c10d import (
     _unregister_process_group,
 )
 from torch._dispatch.python import enable_python_dispatcher
+from torch._export.utils import (
+    _collect_all_valid_cia_ops_for_aten_namespace,
+    _get_decomp_for_cia,
+    _is_preservable_cia_op,
+    _special_op_to_preserve_cia,
+)
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, default_decompositions
+from torch.export.exported_program import _decompose_exported_program
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, safe_expand, statically_known_true
 from torch.testing._internal.distributed import fake_pg
@@ -113,6 +121,7 @@ __all__ = [
     "enable_python_dispatcher",
     "fake_group",
     "forget_index",
+    "functional_copy",
     "group_is_registered",
     "guards_of",
     "make_fx",
@@ -138,11 +147,50 @@ __all__ = [
 ]
 
 
-def decomposed(program: ExportedProgram, table: Any) -> ExportedProgram:
-    """A functional copy of the program, with the ops of `table` decomposed."""
-    with warnings.catch_warnings():
+def functional_copy(program: ExportedProgram) -> ExportedProgram:
+    """The program with every op as it was exported, and nothing changed in place."""
+    return _retraced(program, dict.fromkeys(_ops_called(program), _special_op_to_preserve_cia), {})
+
+
+def decomposed(
+    program: ExportedProgram, kept: Collection[OpOverload], own: Mapping[OpOverload, Callable[..., Any]]
+) -> ExportedProgram:
+    """A functional copy in core ATen ops, but for those that are `kept`, and those that `own` decomposes."""
+    table: dict[Any, Any] = {**default_decompositions().decomp_table, **own}
+    how = {op: table.get(op, _special_op_to_preserve_cia) for op in (*_ops_called(program), *own)}
+    foreign = (op for op in _ops_called(program) if op.namespace != "aten" and op not in own and _is_composite(op))
+    how |= {op: _get_decomp_for_cia(op) for op in foreign}
+    how |= dict.fromkeys(kept, _special_op_to_preserve_cia)  # within others' decompositions too
+    composite = _collect_all_valid_cia_ops_for_aten_namespace()
+    return _retraced(program, how, {op: f for op, f in table.items() if op not in composite and op not in kept})
+
+
+def _ops_called(program: ExportedProgram) -> set[OpOverload]:
+    graphs = [each.graph for each in program.graph_module.modules() if isinstance(each, torch.fx.GraphModule)]
+    return {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)}
+
+
+@functools.cache
+def _is_composite(op: object) -> bool:
+    """Whether torch lets it be kept, or decomposed otherwise than its kernel does. A `_MissingOp` is nothing."""
+    return isinstance(op, OpOverload) and _is_preservable_cia_op(op)
+
+
+def _retraced(program: ExportedProgram, composite: Mapping[Any, Any], others: dict[Any, Any]) -> ExportedProgram:
+    """What `run_decompositions` does with two tables, here of the ops that matter.
+
+    It changes 900 composite ops for the time, and asks every namespace for its own: for a small program that takes
+    longer than all else. One that is not in the table is decomposed as its kernel does.
+    """
+    with warnings.catch_warnings(), unset_fake_temporarily():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 warns about its own LeafSpec
-        made: ExportedProgram = program.run_decompositions(table)
+        made: ExportedProgram = _decompose_exported_program(
+            program,
+            cia_to_decomp={op: how for op, how in composite.items() if _is_composite(op)},
+            python_decomp_table=others,
+            joint_loss_index=None,
+            decompose_custom_triton_ops=False,
+        )
         return made
 
 

@@ -41,7 +41,7 @@ from tpcompiler.runtime.artifact import VERSION, Manifest, write_artifact
 from tpcompiler.runtime.place import leave_out, place_state
 from tpcompiler.runtime.target import refuse_full_disk
 from tpcompiler.soundness.check import check_artifact
-from tpcompiler.verify.compare import Call, Subject, VerifyReport, compare_calls, functional, read_call
+from tpcompiler.verify.compare import Call, Subject, VerifyReport, compare_calls, read_call, runnable
 from tpcompiler.verify.judge import Layout
 
 NODE_BYTES = 1_500  # of a graph's text, about
@@ -287,7 +287,7 @@ class ParallelProgram:
 
     @cached_property
     def _reference(self) -> ExportedProgram:
-        return functional(self.original)
+        return runnable(self.original)
 
     def layout(self) -> Layout:
         """How tensors at the boundary, by name, and values with a claim (`=text`) are cut and joined."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -74,10 +73,8 @@ def outcomes(op: Any, sample: Any) -> Iterator[Outcome]:
             exported = torch.export.export(model, model.tensors)
         except Exception:
             return
-    table = _table()
     try:
-        with mock.patch("torch.export.default_decompositions", side_effect=lambda: dict(table)):
-            canonical = canonicalize(exported)
+        canonical = canonicalize(exported)
     except TpCompilerError as error:
         yield Outcome("refused", "", error.message)
         return
@@ -98,12 +95,6 @@ def outcomes(op: Any, sample: Any) -> Iterator[Outcome]:
             for dim in (d for d, size in enumerate(tensor.shape) if size > 1):
                 inputs = [f"S({dim})" if i == at else None for i in range(len(model.tensors))]
                 yield _outcome(canonical.source, model.tensors, inputs, f"{at}: S({dim})")
-
-
-@cache
-def _table() -> Any:
-    """torch collects it anew for every program, which takes longer than all else."""
-    return dict(torch.export.default_decompositions())
 
 
 def _outcome(exported: ExportedProgram, tensors: Any, inputs: Any, placed: str) -> Outcome:

@@ -18,7 +18,7 @@ from tests.zoo.index import CASES
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.parallel_program import layout_of
 from tpcompiler.soundness.check import CheckReport, check_programs
-from tpcompiler.verify.compare import compare, functional
+from tpcompiler.verify.compare import compare, runnable
 
 Call = tuple[Sequence[Any], dict[str, Any]]
 
@@ -62,7 +62,7 @@ class Subject:
 def _subject(exported: ExportedProgram, mesh: object, plan: Any, calls: list[Call], **boundary: Any) -> Subject:
     program = tpcompiler.parallelize(exported, mesh, plan, **boundary)  # type: ignore[arg-type]
     names = program.resharded.output_names()
-    return Subject(program, functional(exported), Artifact.of(program), names, calls)
+    return Subject(program, runnable(exported), Artifact.of(program), names, calls)
 
 
 def _of_zoo(name: str, ranks: int, dynamic: bool = False) -> Callable[[], Subject]:

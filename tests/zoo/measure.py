@@ -24,7 +24,7 @@ from tpcompiler.report import Collective
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written
-from tpcompiler.verify.compare import Difference, VerifyReport, compare, functional
+from tpcompiler.verify.compare import Difference, VerifyReport, compare, runnable
 from tpcompiler.verify.simulate import simulate
 
 WORLDS = (2, 4)
@@ -130,7 +130,7 @@ def exported(case: Case, dynamic: bool) -> ExportedProgram:
 @lru_cache(maxsize=4)
 def alone(case: Case, dynamic: bool) -> ExportedProgram:
     """What one device runs: made once for all worlds and sizes, because torch takes longer over it than the rest."""
-    return functional(exported(case, dynamic))
+    return runnable(exported(case, dynamic))
 
 
 @lru_cache(maxsize=8)

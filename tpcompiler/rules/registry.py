@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -61,6 +61,11 @@ def pointwise_rule(write: W) -> W:
 def has_rule(target: object) -> bool:
     """Whether an op stays whole: it has a rule of its own (the pointwise tag does not count)."""
     return target in _RULES
+
+
+def ops_with_rules() -> Collection[OpOverload]:
+    """The ops of which `has_rule` is true."""
+    return _RULES.keys()
 
 
 def rule_of(node: fx.Node) -> Rule | None:

@@ -12,10 +12,12 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import decomposed
+from tpcompiler._torch import HigherOrderOperator, OpOverload, functional_copy
 from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import has_bodies
 from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.draws import draws
 from tpcompiler.ir.refused import refuse_hollow
 from tpcompiler.printed import one_line
 from tpcompiler.runtime.inputs import flatten_inputs
@@ -169,7 +171,7 @@ class _Trial:
             raise MeshError("there is no rank program to compare", help="give one program per rank")
         refuse_hollow(subject.reference, "run")
         self.dtype, self.layout, self.output_names = dtype, subject.layout, subject.output_names
-        self.reference: Any = functional(subject.reference)
+        self.reference: Any = runnable(subject.reference)
         self.programs: Sequence[Any] = subject.programs
         self.intermediate: Any = subject.intermediate
         if dtype is not None:
@@ -365,13 +367,28 @@ def _is_narrow(program: ExportedProgram) -> bool:
     return any(torch.finfo(dtype).bits < torch.finfo(WIDE).bits for dtype in floats)
 
 
-def functional(program: ExportedProgram) -> ExportedProgram:
-    """The program with every op as the user exported it and nothing changed in place; itself when it is so already."""
-    return decomposed(program, {}) if program.dialect == "TRAINING" else program
+def runnable(program: ExportedProgram) -> ExportedProgram:
+    """The program as the user exported it, to be the reference; a functional copy where `simulate` wants one."""
+    graphs = [each.graph for each in program.graph_module.modules() if isinstance(each, fx.GraphModule)]
+    runs = program.dialect != "TRAINING" or all(_runs(node) for graph in graphs for node in graph.nodes)
+    return program if runs else functional_copy(program)
+
+
+def _runs(node: fx.Node) -> bool:
+    """Whether `simulate` sees all that it does: it neither draws, nor writes unseen, nor sets a mode for other calls."""
+    if node.op != "call_function":
+        return node.op != "call_module"
+    if isinstance(node.target, OpOverload):
+        # It writes its statistics, which neither its schema nor a tensor's version says.
+        unseen = "batch_norm" in str(node.target) and edit.bound(node).get("training")
+        return not draws(node) and not unseen
+    if isinstance(node.target, HigherOrderOperator):
+        return has_bodies(node) or str(node.target) == "wrap_with_set_grad_enabled"
+    return getattr(node.target, "__module__", "") in ("_operator", "math", "torch")  # of sizes
 
 
 def run_single(program: ExportedProgram, flat: Sequence[Any], dtype: torch.dtype | None = None) -> RankResult:
-    """A functional single-device program by itself; with a dtype, every floating-point value in that dtype."""
+    """A single-device program by itself; with a dtype, every floating-point value in that dtype."""
     if dtype is None:
         return simulate([program], [flat])[0]
     return simulate([Promoted(program, dtype)], [[promoted(v, dtype) for v in flat]])[0]
