@@ -375,7 +375,7 @@ def runnable(program: ExportedProgram) -> ExportedProgram:
 
 
 def _runs(node: fx.Node) -> bool:
-    """Whether `simulate` sees all that it does: it neither draws, nor writes unseen, nor sets a mode for other calls."""
+    """Whether `simulate` sees all that it does: it does not draw, write unseen, or set a mode for other calls."""
     if node.op != "call_function":
         return node.op != "call_module"
     if isinstance(node.target, OpOverload):
