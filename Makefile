@@ -9,7 +9,7 @@ INSTALL := $(PIP) install -c constraints.txt
 # More words for pytest: make test PYTEST_ARGS="-k mesh"
 PYTEST_ARGS ?=
 TRUST ?=
-# Two workers, each with whole files (the tests of a file share exports and conversions), in the order of tests/conftest.py.
+# Two workers, each with whole files (the tests of a file share exports and conversions), the longest first.
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
@@ -32,6 +32,9 @@ demo: venv  ## Cut a real model for several ranks, run them and compare the numb
 
 # The tests launch several processes at a time: one thread each keeps a small machine usable.
 test test-fast wheel-test: export OMP_NUM_THREADS := 1
+
+# A file of tests that has become slower than tests/durations.json says fails the run; TPCOMPILER_DURATIONS=record writes it.
+test: export TPCOMPILER_DURATIONS := $(or $(TPCOMPILER_DURATIONS),$(if $(PYTEST_ARGS),,check))
 
 test: venv  ## Run all tests
 	$(BIN)/$(PYTEST) $(PYTEST_ARGS)

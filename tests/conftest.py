@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one thread for each process, the longest files first and then fast tests."""
+"""What holds for every test: no network, one thread for each process, an order, and how long a file may take."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import os
 import pytest
 import torch
 
+from tests.durations import VARIABLE, Durations, read_record
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for launched processes; torch has read its own already
 torch.set_num_threads(1)
 
-# Minutes each: begun first, so that no worker is left with one when the others have ended.
-LONGEST = (
-    "tests/zoo/test_zoo.py",
-    "tests/property/test_programs.py",
-    "tests/trust/test_mutants.py",
-    "tests/passes/test_shared_heads.py",
-    "tests/promises/test_again.py",
-)
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (mode := os.environ.get(VARIABLE)) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations(mode))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def order(item: pytest.Item) -> tuple[int, bool]:
+    """The longest files first, so that no worker is left with one when the others have ended."""
+    recorded = read_record()
+
+    def order(item: pytest.Item) -> tuple[float, str, bool]:
         file = item.nodeid.partition("::")[0]
-        return LONGEST.index(file) if file in LONGEST else len(LONGEST), item.get_closest_marker("slow") is not None
+        return -recorded.get(file, 0.0), file, item.get_closest_marker("slow") is not None
 
     items.sort(key=order)

@@ -91,6 +91,23 @@ def test_what_the_report_advises_leaves_out_the_gather(world: int) -> None:
     assert better.verify((X,)).ok
 
 
+def test_two_layers_that_are_the_wrong_way_round() -> None:
+    """Neither change by itself saves as much."""
+    net = Net(lambda self, x: self.both(x).softmax(-1))
+    plan = {"up": "rowwise", "down": "colwise"}
+    made = tpcompiler.parallelize(exported(net, X), 2, plan)
+    (said,) = [line for line in made.report().splitlines() if line.startswith("    help: ")]
+    change = "change 'up' from rowwise to colwise and 'down' from colwise to rowwise"
+    found = re.fullmatch(rf"    help: {change} \(saves (\d+) wire bytes per rank and call\)", said)
+    assert found
+    better = tpcompiler.parallelize(exported(net, X), 2, {"up": "colwise", "down": "rowwise"})
+    assert spent(made) - spent(better) == int(found[1]) > 0
+    alone = [
+        tpcompiler.parallelize(exported(net, X), 2, {**plan, **one}) for one in ({"up": "colwise"}, {"down": "rowwise"})
+    ]
+    assert all(spent(better) < spent(other) for other in alone)
+
+
 def test_a_repeated_layer_is_changed_as_the_plan_names_it() -> None:
     net = Net(lambda self, x: self.layers(x), layers=nn.Sequential(Net(running), Net(running)))
     made = tpcompiler.parallelize(exported(net, X), 2, {"layers.*.up": "colwise", "layers.*.down": "rowwise"})

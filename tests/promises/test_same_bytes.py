@@ -12,6 +12,7 @@ import torch
 
 import tpcompiler
 from tests.launch import ROOT
+from tests.long import some
 from tests.promises.models import exported
 from tests.zoo.decoders import LLAMA
 from tpcompiler.plan import Plan
@@ -27,7 +28,7 @@ def hashes(directory: Path) -> list[str]:
     return [sha256(directory / name) for name in FILES]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_dynamic"])
+@pytest.mark.parametrize("name", some(["llama", "llama_dynamic"], every=2))
 def test_twice_in_one_process(name: str, tmp_path: Path) -> None:
     """Neither the order of the ranks nor what was converted in between shows."""
     first, second = (tpcompiler.parallelize(exported(name), 2, LLAMA.plan) for _ in range(2))

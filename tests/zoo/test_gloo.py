@@ -37,9 +37,9 @@ def test_saved_files_run_on_gloo(world: int, names: list[str], tmp_path: Path) -
 
 def _single(case: Case) -> tuple[list[torch.Tensor], list[float]]:
     """What one device gives, and what the judge allows beside each output."""
-    functional = exported(case, True).run_decompositions({})
-    flat = flatten_inputs(functional, (), case.inputs(*case.others[0]))
-    expected = [v for v in run_single(functional, flat).outputs if isinstance(v, torch.Tensor)]
-    exact = [v for v in run_single(functional, flat, torch.float64).outputs if isinstance(v, torch.Tensor)]
+    program = exported(case, True)
+    flat = flatten_inputs(program, (), case.inputs(*case.others[0]))
+    expected = [v for v in run_single(program, flat).outputs if isinstance(v, torch.Tensor)]
+    exact = [v for v in run_single(program, flat, torch.float64).outputs if isinstance(v, torch.Tensor)]
     noise = [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(expected, exact, strict=True)]
     return expected, [max(SPREAD * n, FLOOR * torch.finfo(torch.float32).eps) for n in noise]
