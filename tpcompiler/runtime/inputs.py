@@ -155,11 +155,14 @@ def named_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[
 def check_tensor(name: str, given: torch.Tensor, expected: torch.Tensor, where: str = "") -> None:
     """Compare an input with the program's own (fake) value for it; dynamic sizes may be anything.
 
+    A size that was exported as dynamic, and of which the export found that it is one number, is that number.
+
     Raises:
         InputsError: another shape or dtype; `where` comes first.
     """
+    sizes = [size if isinstance(size, int) else size.node.maybe_as_int() for size in expected.shape]
     same = given.ndim == expected.ndim and all(
-        not isinstance(size, int) or size == got for got, size in zip(given.shape, expected.shape, strict=True)
+        size is None or size == got for got, size in zip(given.shape, sizes, strict=True)
     )
     if not same or given.dtype != expected.dtype:
         raise InputsError(

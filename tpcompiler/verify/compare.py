@@ -375,13 +375,14 @@ def runnable(program: ExportedProgram) -> ExportedProgram:
 
 
 def _runs(node: fx.Node) -> bool:
-    """Whether `simulate` sees all that it does: it does not draw, write unseen, or set a mode for other calls."""
+    """Whether it gives the same in any dtype, by itself: it does not draw or write (to a copy in one dtype, to the
+    thing itself in another), or set a mode for other calls."""
     if node.op != "call_function":
         return node.op != "call_module"
     if isinstance(node.target, OpOverload):
-        # It writes its statistics, which neither its schema nor a tensor's version says.
-        unseen = "batch_norm" in str(node.target) and edit.bound(node).get("training")
-        return not draws(node) and not unseen
+        # Batch norm writes its statistics, and its schema does not say so.
+        unsaid = "batch_norm" in str(node.target) and edit.bound(node).get("training")
+        return not (node.target._schema.is_mutable or draws(node) or unsaid)
     if isinstance(node.target, HigherOrderOperator):
         return has_bodies(node) or str(node.target) == "wrap_with_set_grad_enabled"
     return getattr(node.target, "__module__", "") in ("_operator", "math", "torch")  # of sizes

@@ -73,10 +73,7 @@ class _Widened:
     def _as_exported(self, args: Any, kwargs: Any) -> Any:
         exported = iter(self.exported)
         rounded = tree_map(lambda a: a.to(next(exported)) if isinstance(a, torch.Tensor) else a, (args, kwargs))
-        made = self.target(*rounded[0], **rounded[1])
-        if self.target._schema.is_mutable:
-            return args[0].copy_(rounded[0][0])
-        return tree_map(lambda v: promoted(v, self.dtype), made)
+        return tree_map(lambda v: promoted(v, self.dtype), self.target(*rounded[0], **rounded[1]))
 
 
 def promoted(value: Any, dtype: torch.dtype) -> Any:

@@ -29,8 +29,8 @@ T = TypeVar("T")
 class RankResult:
     """Flat user outputs, and the values written back, by name of the buffer or input.
 
-    Among them what an op has changed in place and the signature does not name. In a program as it was exported that is
-    all; in a functional one `instance_norm` in training does it, whose schema does not say so.
+    Among them buffers that an op has changed and the signature does not name: `instance_norm` in training does, and its
+    schema does not say so, so that torch's functional form of the program knows nothing of it.
     """
 
     outputs: list[Any]
@@ -127,7 +127,7 @@ def _run(
     env: dict[fx.Node, Any] = {}
     targets = {spec.target for spec in program.graph_signature.output_specs}
     held: dict[str, Any] = {}
-    taken: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     feed = iter(inputs)
     specs = iter(program.graph_signature.input_specs)
     outputs: list[Any] = []
@@ -138,8 +138,8 @@ def _run(
             env[node] = _input(program, spec, feed, state)
             if (name := node.name if spec.kind is InputKind.USER_INPUT else spec.target) in targets:
                 held[str(name)] = env[node]
-            if isinstance(env[node], torch.Tensor):
-                taken[str(name)] = env[node]
+            if spec.kind is InputKind.BUFFER and isinstance(env[node], torch.Tensor):
+                buffers[str(spec.target)] = env[node]
         elif node.op == "output":
             outputs = [env[a] if isinstance(a, fx.Node) else a for a in node.args[0]]
         elif node.op == "get_attr":
@@ -156,7 +156,11 @@ def _run(
             user.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else value)
         elif spec.target is not None:
             mutated[spec.target] = _written_back(held.get(spec.target), value)
-    changed = {name: value for name, value in taken.items() if value._version and name not in mutated}
+    changed = {
+        name: value
+        for name, value in buffers.items()
+        if not value.is_inference() and value._version and name not in mutated
+    }
     return RankResult(user, mutated | changed)
 
 
