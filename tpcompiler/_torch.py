@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import io
+import logging
 import math
 import re
 import warnings
@@ -127,6 +128,7 @@ __all__ = [
     "make_fx",
     "op_overload",
     "program_target",
+    "quiet_torch",
     "read_size",
     "record_reader",
     "redistribute",
@@ -170,6 +172,34 @@ def _ops_called(program: ExportedProgram) -> set[OpOverload]:
     return {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)}
 
 
+@contextlib.contextmanager
+def quiet_torch() -> Iterator[list[BaseException]]:
+    """Keep what torch logs and warns about off the terminal; yields the errors that it logged."""
+    heard: list[BaseException] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.exc_info and record.exc_info[1] is not None:
+                heard.append(record.exc_info[1])
+
+    known = logging.root.manager.loggerDict.items()
+    loud = [
+        logger
+        for name, logger in known
+        if isinstance(logger, logging.Logger) and logger.handlers and name.partition(".")[0] == "torch"
+    ]
+    before = [(logger, logger.handlers) for logger in loud]
+    try:
+        for logger in loud:
+            logger.handlers = [Listener()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield heard
+    finally:
+        for logger, handlers in before:
+            logger.handlers = handlers
+
+
 @functools.cache
 def _is_composite(op: object) -> bool:
     """Whether torch lets it be kept, or decomposed otherwise than its kernel does. A `_MissingOp` is nothing."""
@@ -182,8 +212,7 @@ def _retraced(program: ExportedProgram, composite: Mapping[Any, Any], others: di
     It changes 900 composite ops for the time, and asks every namespace for its own: for a small program that takes
     longer than all else. One that is not in the table is decomposed as its kernel does.
     """
-    with warnings.catch_warnings(), unset_fake_temporarily():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 warns about its own LeafSpec
+    with quiet_torch(), unset_fake_temporarily():  # torch 2.13 warns about its own LeafSpec, and logs what it raises
         made: ExportedProgram = _decompose_exported_program(
             program,
             cia_to_decomp={op: how for op, how in composite.items() if _is_composite(op)},
@@ -355,6 +384,16 @@ def program_target(text: str) -> str | None:
         return str(found)
     own = getattr(found, "__module__", None) == text.rpartition(".")[0] and callable(found)
     return text if own and not text.startswith("torch.ops.") else None
+
+
+def is_torchscript_op(name: str) -> bool:
+    """Whether an op by `program_target`'s name is one of TorchScript's own, which computes texts, lists or numbers."""
+    namespace, *rest = name.split(".")
+    if namespace not in ("aten", "prim") or len(rest) != 2:
+        return False
+    schema = getattr(getattr(getattr(torch.ops, namespace), rest[0]), rest[1])._schema
+    types = [str(each.type) for each in (*schema.arguments, *schema.returns)]
+    return bool(schema.returns) and not any("Tensor" in each for each in types)
 
 
 def record_reader(file: IO[bytes] | io.RawIOBase) -> Any:

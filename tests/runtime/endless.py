@@ -285,6 +285,15 @@ def op_that_prints(entries: Entries, marker: Path) -> None:
     changed(entries, MODEL, lambda data: relu(data).update(target="torch.ops.aten._print.default", inputs=text))
 
 
+def text_that_is_filled(entries: Entries, marker: Path) -> None:
+    """`inspect` retraces the program, and so runs it."""
+    inputs = [
+        {"name": name, "arg": arg, "kind": 1}
+        for name, arg in (("self", {"as_string": "a"}), ("width", {"as_int": 6 * 10**9}))
+    ]
+    changed(entries, MODEL, lambda data: relu(data).update(target="torch.ops.aten.zfill.default", inputs=inputs))
+
+
 ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (guard_with_a_library, f"{MODEL} has an input check that is no plain comparison: "),
     (guard_that_reads_the_environment, f"{MODEL} has an input check that is no plain comparison: "),
@@ -330,5 +339,6 @@ ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (tensor_of_any_size, f"{EXAMPLES} needs a pickle that may make a thing of any size (torch.FloatTensor)"),
     (list_that_is_repeated, f"{MODEL} computes with lists: '_operator.mul'"),
     (op_that_prints, f"{MODEL} calls an op that prints: 'torch.ops.aten._print.default'"),
+    (text_that_is_filled, f"{MODEL} calls an op of TorchScript's own, on no tensor: 'torch.ops.aten.zfill.default'"),
     (examples_in_a_row, f"{EXAMPLES} has 5000 example inputs in a row"),
 ]

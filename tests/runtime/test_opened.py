@@ -152,7 +152,7 @@ def test_a_rank_whose_program_is_none(command: str, graph: bytes, artifact: Path
     assert refused(*words).startswith(f"{path} cannot be read by torch {torch.__version__}: ")
 
 
-@pytest.mark.parametrize("change", [{"signature": None}, None])
+@pytest.mark.parametrize("change", [{"signature": None}, {"fqn": None}, None])
 def test_a_program_that_does_not_say_what_it_takes(change: dict[str, None] | None, clean: Path) -> None:
     entries = entries_of(clean)
     data = json.loads(entries[MODEL])
@@ -161,6 +161,14 @@ def test_a_program_that_does_not_say_what_it_takes(change: dict[str, None] | Non
     write_entries(clean, {**entries, MODEL: json.dumps(data).encode()})
     said = f"{clean}: it does not say what its program takes and returns\n  help: export the model again\n"
     assert refused("inspect", clean) == said
+
+
+def test_a_module_without_a_name(clean: Path) -> None:
+    entries = entries_of(clean)
+    data = json.loads(entries[MODEL])
+    data["graph_module"]["module_call_graph"][-1]["fqn"] = []
+    write_entries(clean, {**entries, MODEL: json.dumps(data).encode()})
+    assert refused("inspect", clean) == f"{clean}: it names a module []\n  help: export the model again\n"
 
 
 @pytest.mark.parametrize("content", [[], [("rank_1/", b"")]], ids=["no entry", "a folder"])

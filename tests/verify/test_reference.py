@@ -127,3 +127,33 @@ def test_a_size_that_the_export_found_to_be_one_number() -> None:
     assert made.verify((x,)).ok
     with pytest.raises(tpcompiler.InputsError, match=r"the program takes torch.float32 \[6, 8\]"):
         made.verify((torch.randn(10, 8),))
+
+
+class Divided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x)) * (100 // k.sum().item())  # type: ignore[no-any-return]
+
+
+def test_a_number_that_data_decide() -> None:
+    x, k = torch.randn(4, 8), torch.tensor([2, 3])
+    made = tpcompiler.parallelize(export(Divided(), (x, k)), 2, PLAN)
+    assert made.verify((x, k)).ok
+    with pytest.raises(
+        tpcompiler.InputsError, match="does not run on these inputs: integer division or modulo by zero"
+    ):
+        made.verify((x, torch.zeros_like(k)))
+
+
+def test_torch_says_nothing_beside_the_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its log has tracebacks of what cannot be retraced."""
+    x = torch.randn(4, 8)
+    program = export(Net(lambda y, held: torch.div(y, 2, rounding_mode="floor")), (x,))
+    (node,) = [n for n in program.graph.nodes if n.target is torch.ops.aten.div.Tensor_mode]
+    node.kwargs = {"rounding_mode": "no such mode"}
+    with pytest.raises(tpcompiler.ProgramError, match="cannot be made functional"):
+        tpcompiler.parallelize(program, 2, PLAN)
+    assert capfd.readouterr().err == ""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import logging
 import os
 import re
 import sys
-import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from tpcompiler._torch import is_registered_class, tree_flatten
+from tpcompiler._torch import is_registered_class, quiet_torch, tree_flatten
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
 from tpcompiler.runtime.opened import Opened
@@ -157,8 +155,10 @@ def _strange_calling(program: ExportedProgram) -> str:
     """torch takes a program without its calling convention, and fails when it is called."""
     signature, graph = program.graph_signature, program.module_call_graph
     spec = graph[0].signature if graph else None
-    if spec is None or spec.in_spec is None or spec.out_spec is None or graph[0].fqn:
+    if spec is None or spec.in_spec is None or spec.out_spec is None or graph[0].fqn != "":
         return "it does not say what its program takes and returns"
+    if strange := [each.fqn for each in graph if not isinstance(each.fqn, str)]:
+        return f"it names a module {strange[0]!r}"
     takes = sum(each.kind is InputKind.USER_INPUT for each in signature.input_specs)
     gives = sum(each.kind is OutputKind.USER_OUTPUT for each in signature.output_specs)
     if (spec.in_spec.num_leaves, spec.out_spec.num_leaves) != (takes, gives):
@@ -288,31 +288,3 @@ def _first_line(error: BaseException) -> str:
     """The first line of a message, without the advice that torch adds to every unreadable archive."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return line.partition(" This is an internal miniz error.")[0]
-
-
-@contextlib.contextmanager
-def quiet_torch() -> Iterator[list[BaseException]]:
-    """Keep what torch logs and warns about off the terminal; yields the errors that it logged."""
-    heard: list[BaseException] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.exc_info and record.exc_info[1] is not None:
-                heard.append(record.exc_info[1])
-
-    known = logging.root.manager.loggerDict.items()
-    loud = [
-        logger
-        for name, logger in known
-        if isinstance(logger, logging.Logger) and logger.handlers and name.partition(".")[0] == "torch"
-    ]
-    before = [(logger, logger.handlers) for logger in loud]
-    try:
-        for logger in loud:
-            logger.handlers = [Listener()]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield heard
-    finally:
-        for logger, handlers in before:
-            logger.handlers = handlers

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tpcompiler._torch import OpOverloadPacket, program_target
+from tpcompiler._torch import OpOverloadPacket, is_torchscript_op, program_target
 from tpcompiler.runtime.expressions import (
     BITS,
     LARGEST_EXPONENT,
@@ -270,7 +270,7 @@ def _target(text: str) -> str | None:
         return "calls an op that prints"
     if op in CODE_OPS or op.rpartition(".")[0] in FILE_OPS:
         return "calls an op that opens a file or runs code by name"
-    return None
+    return "calls an op of TorchScript's own, on no tensor" if is_torchscript_op(op) else None
 
 
 def _expression(text: str) -> str | None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from torch import fx
 from torch.export import ExportedProgram
 
+from tpcompiler._torch import quiet_torch
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.printed import one_line
 from tpcompiler.runtime.artifact import Manifest, manifests_beside, misfit_of, programs_in, rank_file, read_manifest
-from tpcompiler.runtime.model_file import quiet_torch
 from tpcompiler.soundness.boundary import check_calls, check_outputs, check_shared, check_state
 from tpcompiler.soundness.collectives import check_collectives
 from tpcompiler.soundness.folded import Folded, Results, Unsound, folded

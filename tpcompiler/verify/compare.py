@@ -191,16 +191,16 @@ class _Trial:
         flat, shares = self._cast(flat), [self._cast(share) for share in shares]
         try:
             (self.expected,) = simulate([self.reference], [flat], state=[self.known])
-        except (RuntimeError, IndexError, ValueError) as error:
+            (self.best,) = simulate([self.exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise])
+        except (RuntimeError, LookupError, ValueError, ArithmeticError) as error:
             raise InputsError(
                 f"the single-device program does not run on these inputs: {str(error).splitlines()[0]}",
                 help="check shapes and values",
             ) from error
         _refuse_nothing_finite(self.expected.outputs, self.output_names)
-        (self.best,) = simulate([self.exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise])
         try:
             self.got = simulate(self.programs, shares, state=self.held)
-        except (RuntimeError, LookupError, ValueError) as error:
+        except (RuntimeError, LookupError, ValueError, ArithmeticError) as error:
             raise InputsError(
                 f"a rank's program does not run on these inputs: {error}", help="check shapes and dtypes"
             ) from error
