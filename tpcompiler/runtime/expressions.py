@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import time
+import types
 import warnings
 from collections.abc import Callable
 
@@ -87,14 +88,25 @@ def lines_to_read(text: str) -> int | None:
             raise _Endless
         return count
 
-    before = sys.gettrace()
+    here = sys._getframe()
+
+    def count_again(frame: types.FrameType | None, *_: object) -> None:
+        """Python counts no more once this has raised, and drops what is raised while it clears a generator away."""
+        if left < 0 and sys.gettrace() is None:
+            sys.settrace(count)  # type: ignore[arg-type]
+            while frame is not None and frame is not here:
+                frame.f_trace, frame = count, frame.f_back
+
+    before = sys.gettrace(), sys.getprofile()
+    sys.setprofile(count_again)
     sys.settrace(count)  # type: ignore[arg-type]
     try:
         read_size(text)
     except (_Endless, Exception):  # it takes too long; or torch cannot read it either
         return None
     finally:
-        sys.settrace(before)
+        sys.setprofile(before[1])
+        sys.settrace(before[0])
     return LINES - left if left >= 0 else None
 
 
