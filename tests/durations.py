@@ -30,7 +30,9 @@ def read_record() -> dict[str, float]:
 def grown(spent: Mapping[str, float], recorded: Mapping[str, float]) -> list[str]:
     """What to say of each file of which the time has grown."""
     ratios = [spent[file] / recorded[file] for file in spent if recorded.get(file, 0) > SHORT]
-    pace = statistics.median(ratios) if ratios else 1.0
+    if not ratios:
+        return []  # nothing is recorded yet
+    pace = statistics.median(ratios)
     found = []
     for file, seconds in sorted(spent.items()):
         before = recorded.get(file, NEW) * pace
