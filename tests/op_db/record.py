@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler._torch import OpOverload, tree_flatten, tree_map
-from tpcompiler.rules.registry import has_rule
+from tpcompiler.rules.registry import ops_with_rules
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Call:
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """torch's table for export without the ops that have a rule, as in `canonicalize`."""
     table = torch.export.default_decompositions()
-    return {target: table[target] for target in list(table) if not has_rule(target)}
+    return {target: table[target] for target in list(table) if target not in ops_with_rules()}
 
 
 def record(run: Callable[[], Any]) -> list[Call]:
@@ -73,7 +73,7 @@ class _Recorder(TorchDispatchMode):
 
     def _run(self, inner: _Inner, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Take the call apart, or run and note it."""
-        if not has_rule(func):
+        if func not in ops_with_rules():
             body = decompositions().get(func)
             if body is None and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
                 body = func.decompose

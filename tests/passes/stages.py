@@ -36,7 +36,7 @@ from tpcompiler.ir.program import (
     ReshardedProgram,
 )
 from tpcompiler.plan import Plan
-from tpcompiler.rules.registry import has_rule
+from tpcompiler.rules.registry import ops_with_rules
 from tpcompiler.verify.invariants import check_invariants
 
 Given = Mapping[str, str] | Sequence[str | None] | None
@@ -85,7 +85,7 @@ def _is_canonical(target: Any) -> bool:
         return target is operator.getitem
     if target._schema.is_mutable or target in REWRITTEN:
         return False
-    return has_rule(target) or torch.Tag.pointwise in target.tags or target is torch.ops.aten.sym_size.int
+    return target in ops_with_rules() or torch.Tag.pointwise in target.tags or target is torch.ops.aten.sym_size.int
 
 
 def planned(

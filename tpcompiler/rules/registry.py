@@ -58,13 +58,8 @@ def pointwise_rule(write: W) -> W:
     return write
 
 
-def has_rule(target: object) -> bool:
-    """Whether an op stays whole: it has a rule of its own (the pointwise tag does not count)."""
-    return target in _RULES
-
-
 def ops_with_rules() -> Collection[OpOverload]:
-    """The ops of which `has_rule` is true."""
+    """The ops that stay whole: they have a rule of their own (the pointwise tag does not count)."""
     return _RULES.keys()
 
 
