@@ -6,13 +6,20 @@ import collections
 import io
 import json
 import pickle
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch._export.serde.serialize import serialize
+
+from tests.runtime.models import export_mlp
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.model_file import read_model
 
 MODEL = "models/model.json"
 EXAMPLES = "data/sample_inputs/model.pt"
@@ -339,3 +346,27 @@ POISONS: list[tuple[Callable[[Entries, Path], None], bool, str]] = [
     (text_for_a_number, False, f"{MODEL} has text where none belongs: "),
     (compiled_code, False, "data/aotinductor/model/model.wrapper.so is none of a program that needs no pickle"),
 ]
+
+
+def zipped(path: Path, entries: list[tuple[str, bytes]], compression: int = zipfile.ZIP_STORED) -> None:
+    with warnings.catch_warnings(), zipfile.ZipFile(path, "w", compression) as archive:
+        warnings.simplefilter("ignore")  # of two entries of one name
+        for name, content in entries:
+            archive.writestr(name, content)
+
+
+OLD = {"state_dict": "serialized_state_dict.pt", "constants": "serialized_constants.pt"}
+OLD |= {"example_inputs": "serialized_example_inputs.pt", "exported_program": "serialized_exported_program.json"}
+
+
+def old_entries() -> dict[str, bytes]:
+    """What torch 2.7 wrote."""
+    artifact = serialize(export_mlp())
+    version = torch._export.serde.schema.SCHEMA_VERSION  # type: ignore[attr-defined]
+    return {"version": ".".join(map(str, version)).encode(), **{OLD[part]: getattr(artifact, part) for part in OLD}}
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ArtifactError) as raised:
+        read_model(path)
+    return str(raised.value)

@@ -16,8 +16,17 @@ from safetensors.torch import save_file
 import tpcompiler
 from tests.runtime.commands import refused
 from tests.runtime.models import PLAN, export_mlp, mlp_inputs
-from tests.runtime.poisons import EXAMPLES, MODEL, Fire, entries_of, pickled_examples, save_victim, saved, write_entries
-from tests.runtime.test_poisoned import zipped
+from tests.runtime.poisons import (
+    EXAMPLES,
+    MODEL,
+    Fire,
+    entries_of,
+    pickled_examples,
+    save_victim,
+    saved,
+    write_entries,
+    zipped,
+)
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime import model_file
 from tpcompiler.runtime.artifact import MANIFEST, sha256

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
-import random
-import re
 import sys
-import warnings
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +14,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torch._export.serde.serialize import serialize
 
 import tpcompiler
 from tests.runtime.commands import call, refused, right
@@ -28,15 +22,17 @@ from tests.runtime.models import PLAN, PLAN_TEXT, export_mlp, mlp_inputs
 from tests.runtime.poisons import (
     ARGS,
     EXAMPLES,
-    MODEL,
     POISONS,
     Entries,
     Fire,
     entries_of,
+    old_entries,
     pickled_examples,
+    refusal,
     save_victim,
     saved,
     write_entries,
+    zipped,
 )
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import FORMAT, MANIFEST, SET, checked_file, read_manifest, sha256
@@ -61,12 +57,6 @@ def poison_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("poison_module", None)
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(ArtifactError) as raised:
-        read_model(path)
-    return str(raised.value)
 
 
 def test_what_torch_writes_is_read_without_trust(clean: Path) -> None:
@@ -126,17 +116,6 @@ def test_a_module_that_is_imported_makes_an_enum_loadable(clean: Path, tmp_path:
     assert "Kind.A" in repr(spec)
 
 
-OLD = {"state_dict": "serialized_state_dict.pt", "constants": "serialized_constants.pt"}
-OLD |= {"example_inputs": "serialized_example_inputs.pt", "exported_program": "serialized_exported_program.json"}
-
-
-def old_entries() -> dict[str, bytes]:
-    """What torch 2.7 wrote."""
-    artifact = serialize(export_mlp())
-    version = torch._export.serde.schema.SCHEMA_VERSION  # type: ignore[attr-defined]
-    return {"version": ".".join(map(str, version)).encode(), **{OLD[part]: getattr(artifact, part) for part in OLD}}
-
-
 def test_the_old_format(tmp_path: Path) -> None:
     path, marker = tmp_path / "old.pt2", tmp_path / "marker"
     zipped(path, list(old_entries().items()))
@@ -150,127 +129,6 @@ def test_the_old_format(tmp_path: Path) -> None:
             read_model(path, trust=True)
         assert marker.exists()
         marker.unlink()
-
-
-def zipped(path: Path, entries: list[tuple[str, bytes]], compression: int = zipfile.ZIP_STORED) -> None:
-    with warnings.catch_warnings(), zipfile.ZipFile(path, "w", compression) as archive:
-        warnings.simplefilter("ignore")  # of two entries of one name
-        for name, content in entries:
-            archive.writestr(name, content)
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ("model/" + MODEL, f"is not read: it has two entries 'model/{MODEL}'\n"),
-        ("model/" + MODEL.upper(), f"is not read: it has two entries 'model/{MODEL.upper()}'\n"),
-        ("/model/x", "is not read: it has an entry '/model/x', which leads out of it\n"),
-        ("model/../../x", "is not read: it has an entry 'model/../../x', which leads out of it\n"),
-        ("model/extra/\n", "is not read: it has an entry 'model/extra/\\n', which leads out of it\n"),
-        ("model/data/x", "is not read: its entry data/x is none of a program that needs no pickle\n"),
-        ("other/extra/x", f"cannot be read by torch {torch.__version__}: "),
-    ],
-)
-def test_entries_of_strange_names(more: str, said: str, clean: Path, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt2"
-    sound = [(f"model/{name}", content) for name, content in entries_of(clean).items()]
-    zipped(path, [*sound, ("model/extra/x", b"text")])
-    read_model(path)
-    zipped(path, [*sound, (more, b"text")])
-    assert said in refusal(path)
-
-
-def test_a_bomb(clean: Path, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt2"
-    sound = [(f"model/{name}", content) for name, content in entries_of(clean).items()]
-    zipped(path, sound, zipfile.ZIP_DEFLATED)
-    read_model(path)
-    zipped(path, [*sound, ("model/extra/zeros", bytes(1 << 24))], zipfile.ZIP_DEFLATED)
-    assert "it has an entry 'model/extra/zeros', which says that it is 16,777,216 bytes and holds 16," in refusal(path)
-    inner = io.BytesIO(dict(entries_of(clean))[EXAMPLES])
-    with zipfile.ZipFile(inner, "a", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data/9", bytes(1 << 24))
-    write_entries(path, {**entries_of(clean), EXAMPLES: inner.getvalue()})
-    assert f"its entry {EXAMPLES} has an entry 'archive/data/9', which says that it is 16,777,216 bytes and" in refusal(
-        path
-    )
-
-
-def test_values_that_take_much_memory(clean: Path, tmp_path: Path) -> None:
-    """A few bytes of a compressed text can stand for millions of values."""
-    entries, path = entries_of(clean), tmp_path / "model.pt2"
-    drawn = random.Random(0)
-    entries[MODEL] = entries[MODEL][:-1] + b', "x": [' + b"".join(drawn.choices((b"[],", b"{},"), k=1 << 20)) + b"[]]}"
-    zipped(path, [(f"model/{name}", content) for name, content in entries.items()], zipfile.ZIP_DEFLATED)
-    assert re.search(rf"its entry {MODEL} holds 2,\d\d\d,\d\d\d values in \d\d\d,\d\d\d bytes\n", refusal(path))
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        ({"flag_bits": 1}, "which is encrypted"),
-        ({"compress_type": 99}, "which is compressed by method 99"),
-    ],
-)
-def test_entries_that_cannot_be_read(damage: dict[str, int], said: str, clean: Path, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt2"
-    write_entries(path, entries_of(clean))
-    with zipfile.ZipFile(path, "a") as archive:
-        for name, value in damage.items():
-            setattr(archive.getinfo(f"model/{MODEL}"), name, value)
-        archive._didModify = True  # type: ignore[attr-defined]
-    assert f"it has an entry 'model/{MODEL}', {said}\n" in refusal(path)
-
-
-def test_entries_that_lie_in_one_another(clean: Path, tmp_path: Path) -> None:
-    """The directory of a zip may list the same bytes under many names."""
-    path = tmp_path / "model.pt2"
-    write_entries(path, {**entries_of(clean), "extra/x": bytes(1 << 20)})
-    with zipfile.ZipFile(path, "a") as archive:
-        (held,) = (info for info in archive.infolist() if info.filename.endswith("extra/x"))
-        for number in range(3):
-            again = zipfile.ZipInfo(f"model/extra/{number}")
-            again.compress_size, again.file_size, again.CRC = held.compress_size, held.file_size, held.CRC
-            again.header_offset = held.header_offset
-            archive.filelist.append(again)
-        archive._didModify = True  # type: ignore[attr-defined]
-    assert "is not read: it has entries that lie in one another\n" in refusal(path)
-
-
-def test_two_archives_in_one_file(clean: Path, tmp_path: Path) -> None:
-    """torch's reader and zipfile need not take the same one: neither is read."""
-    path, old = tmp_path / "model.pt2", tmp_path / "old.pt2"
-    zipped(old, list({**old_entries(), OLD["state_dict"]: saved({"w": Fire(tmp_path / "marker")})}.items()))
-    for first, second in ((clean, old), (old, clean)):
-        path.write_bytes(first.read_bytes() + second.read_bytes())
-        refusal(path)
-        assert not (tmp_path / "marker").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("clean.pt2", "has other entries for torch than for zipfile"), ("old.pt2", "is of the old format and of the new")],
-)
-def test_readers_that_differ(
-    name: str, said: str, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No file is known of which torch's reader and zipfile see different entries: here torch's sees one more."""
-
-    class Reader:
-        def __init__(self, file: object) -> None:
-            self.entries = entries_of(clean)
-
-        def get_all_records(self) -> list[str]:
-            return [*self.entries, "data/weights/more.pt"]
-
-        def get_record(self, name: str) -> bytes:
-            return self.entries[name]
-
-    (tmp_path / "clean.pt2").write_bytes(clean.read_bytes())
-    zipped(tmp_path / "old.pt2", list(old_entries().items()))
-    read_model(tmp_path / name)
-    monkeypatch.setattr("tpcompiler.runtime.archive.record_reader", Reader)
-    assert refusal(tmp_path / name).startswith(f"{tmp_path / name} is not read: it {said}\n")
 
 
 @pytest.fixture
