@@ -1,23 +1,106 @@
-"""Start real gloo processes with torchrun, one thread each, under a hard time limit."""
+"""Start real gloo processes, one thread each, under a hard time limit.
+
+`torchrun` starts them as users do: each is an interpreter that imports torch, which takes longer than most of what
+they are started for. `fork_ranks` forks them from one process that has imported torch, so that only the ways to
+start need the other.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+import time
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).parent.parent
+QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore"}
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "torch.distributed.tensor",
+        "torch._export.serde.serialize",
+        "tpcompiler.parallel_program",
+        "tpcompiler.runtime.load",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of a world ended: their exit codes, what they printed, and how long the slowest took."""
+
+    codes: tuple[int, ...]
+    printed: tuple[str, ...]
+    seconds: float
+
+
+def fork_ranks(world: int, script: Path, *arguments: str | Path, timeout: float = 180, together: bool = True) -> Ended:
+    """Run the script once per rank, each with what torchrun sets; if `together`, all are ended when one fails.
+
+    The store through which the ranks meet is this process's, as torchrun's is its own: it outlives them.
+
+    Raises:
+        AssertionError: a rank that is still there after `timeout` seconds.
+    """
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world)}
+    meet |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "LOCAL_WORLD_SIZE": str(world)}
+    ranks, began = [], time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / str(rank) for rank in range(world)]
+        try:
+            for rank, log in enumerate(logs):
+                own = {**os.environ, **QUIET, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(
+                    FORKS.Process(target=_become, args=(script, [*map(str, arguments)], own, log), daemon=True)
+                )
+                ranks[-1].start()
+            left = {process.sentinel for process in ranks}
+            while left and not (together and any(process.exitcode for process in ranks)):
+                ended = wait(left, began + timeout - time.monotonic())
+                assert ended, f"no end within {timeout:g} s: {[log.read_text() for log in logs]}"
+                left.difference_update(ended)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        codes = tuple(process.exitcode or 0 for process in ranks)
+        return Ended(codes, tuple(log.read_text() for log in logs), time.monotonic() - began)
+
+
+def run_ranks(world: int, script: Path, *arguments: str | Path, timeout: float = 180) -> None:
+    """Run the script once per rank, all of which must end well."""
+    ended = fork_ranks(world, script, *arguments, timeout=timeout)
+    assert not any(ended.codes), "\n".join(ended.printed)
+
+
+def _become(script: Path, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    """Of a fork: become the script's interpreter."""
+    written = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(written, 1), os.dup2(written, 2)
+    os.environ.update(environment)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def torchrun(world: int, *arguments: str | Path, timeout: int = 180) -> subprocess.CompletedProcess[str]:
     """Run `python -m torch.distributed.run ... arguments`; on time-out the whole process group is ended."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, **QUIET}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     process = subprocess.Popen(
         [*launch, *map(str, arguments)],
@@ -40,6 +123,5 @@ def called(calls: Sequence[Sequence[tuple[Any, ...]]], directory: Path) -> list[
     """What every rank gets from its own calls of the artifact in `directory / "out"`, in real gloo processes."""
     for rank, own in enumerate(calls):
         torch.save(list(own), directory / f"{rank}.calls")
-    done = torchrun(len(calls), Path(__file__).parent / "call_worker.py", directory)
-    assert done.returncode == 0, done.stdout
+    run_ranks(len(calls), Path(__file__).parent / "call_worker.py", directory)
     return [torch.load(directory / f"{rank}.results") for rank in range(len(calls))]

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 import tpcompiler
 from tests.half import PLAN, export_decoder, token_ids
-from tests.launch import torchrun
+from tests.launch import run_ranks
+from tpcompiler import cli
 from tpcompiler.runtime.inputs import write_tensors
 from tpcompiler.verify.simulate import simulate
 
@@ -25,8 +26,7 @@ def test_two_processes_answer_as_the_simulation(dtype: torch.dtype, tmp_path: Pa
     ids = token_ids(3, 9)
     write_tensors(tmp_path / "in", {"ids": ids})
     words = ("--inputs", tmp_path / "in", "--outputs", tmp_path / "answer")
-    done = torchrun(2, "-m", "tpcompiler.cli", "run", tmp_path / "out", *words)
-    assert done.returncode == 0, done.stdout
+    run_ranks(2, Path(cli.__file__), "run", tmp_path / "out", *words)
     (answer,) = load_file(tmp_path / "answer").values()
     (expected,) = simulate([program.rank_program(rank) for rank in range(2)], [[ids], [ids]])[0].outputs
     assert answer.dtype is dtype

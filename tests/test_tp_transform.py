@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import tpcompiler
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.tp_transform_worker import Blocks, strategies
 from tpcompiler._torch import DeviceMesh, group_is_registered
 from tpcompiler.verify.simulate import simulate
@@ -18,8 +18,7 @@ from tpcompiler.verify.simulate import simulate
 @pytest.mark.slow
 def test_torchs_scenarios_on_four_ranks() -> None:
     """Results, collective counts and group names; a compile inside the group for other worlds leaves it as it was."""
-    done = torchrun(4, Path(__file__).parent / "tp_transform_worker.py")
-    assert done.returncode == 0, done.stdout
+    run_ranks(4, Path(__file__).parent / "tp_transform_worker.py")
 
 
 def test_without_a_process_group() -> None:

@@ -1,4 +1,4 @@
-"""Run by torchrun on 4 ranks: torch's own scenarios for its tensor-parallel transformation, through ours."""
+"""One of 4 ranks: torch's own scenarios for its tensor-parallel transformation, through ours."""
 
 from __future__ import annotations
 

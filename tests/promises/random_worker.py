@@ -1,4 +1,4 @@
-"""Run by torchrun: a program that draws, on ranks that are seeded alike and on ranks that are not."""
+"""One rank: a program that draws, on ranks that are seeded alike and on ranks that are not."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.promises.models import CASES, converted, exported, functional, inputs_of
 from tests.promises.worker import gradients
 from tpcompiler.verify.compare import run_single
@@ -27,8 +27,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         how = "compile" if world == 2 else "run"
-        done = torchrun(world, Path(__file__).parent / "worker.py", folder, how, *NAMES[world], timeout=400)
-    assert done.returncode == 0, done.stdout
+        run_ranks(world, Path(__file__).parent / "worker.py", folder, how, *NAMES[world], timeout=400)
     return {n: [torch.load(folder / f"{n}.{rank}.out") for rank in range(world)] for n in NAMES[world]}
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tpcompiler
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.promises.models import MLP
 from tpcompiler.verify.simulate import random_state, set_random_state, simulate
 
@@ -76,8 +76,7 @@ def test_ranks_that_are_seeded_otherwise_give_wrong_numbers(monkeypatch: pytest.
 def test_real_processes_draw_what_the_single_device_draws(tmp_path: Path) -> None:
     made = converted()
     made.save(tmp_path / "out")
-    done = torchrun(2, Path(__file__).parent / "random_worker.py", tmp_path / "out", str(SEED), tmp_path)
-    assert done.returncode == 0, done.stdout
+    run_ranks(2, Path(__file__).parent / "random_worker.py", tmp_path / "out", str(SEED), tmp_path)
     want = single(made, SEED)
     alike, otherwise = (
         [torch.load(tmp_path / f"{how}.{rank}.out") for rank in range(2)] for how in ("alike", "otherwise")

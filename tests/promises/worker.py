@@ -1,4 +1,4 @@
-"""Run by torchrun: what each rank of real processes gets from a saved program, called in every way."""
+"""One rank: what each rank of real processes gets from a saved program, called in every way."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from types import TracebackType
 
 import torch
 
-from tests.launch import ROOT
-from tests.runtime.faults import Ended
+from tests.launch import QUIET, ROOT, Ended
 from tests.runtime.models import Block, randomised
 from tpcompiler import parallelize
 
@@ -200,8 +199,7 @@ def _environment() -> dict[str, str]:
     with socket.socket() as found:
         found.bind(("localhost", 0))
         meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(found.getsockname()[1]), "WORLD_SIZE": "2"}
-    quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore"}
-    return {**quiet, **meet, "PYTHONPATH": str(ROOT)}
+    return {**QUIET, **meet, "PYTHONPATH": str(ROOT)}
 
 
 def _kill(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:

@@ -1,22 +1,14 @@
-"""Worlds of two nodes, each a torchrun with one gloo process: one does something wrong, and the other must say what."""
+"""Worlds of two gloo processes: one does something wrong, and the other must say what."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.export import Dim
 
-from tests.launch import ROOT
+from tests.launch import Ended, fork_ranks
 from tests.runtime.models import Block, randomised
 from tpcompiler import parallelize
 
@@ -53,15 +45,6 @@ FAULTS: dict[str, tuple[str | None, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How the ranks of a world ended: their exit codes, what they printed, and how long the slowest took."""
-
-    codes: tuple[int, ...]
-    printed: tuple[str, ...]
-    seconds: float
-
-
 def write_artifacts(directory: Path) -> Path:
     """An artifact for two ranks, one of another model beside it, and a copy of it with a damaged shard."""
     for name, seed in (("good", 0), ("another", 1)):
@@ -77,43 +60,13 @@ def write_artifacts(directory: Path) -> Path:
 
 
 def run_fault(artifact: Path, fault: str) -> Ended:
-    """Run both ranks, each under a torchrun of its own, which does not end the other when one fails.
+    """Run both ranks, of which neither is ended when the other fails.
 
     Raises:
         AssertionError: a rank that is still there after the bound.
     """
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
     worker = Path(__file__).parent / "fault_worker.py"
-    quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore"}
-    began = time.monotonic()
-    ranks = []
-    for rank in range(2):
-        nodes = ["--nnodes=2", f"--node-rank={rank}", "--master-addr=localhost", f"--master-port={port}"]
-        call = [str(worker), str(artifact), fault, str(WAIT)]
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *nodes, "--nproc-per-node=1", *call],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-                env={**os.environ, **quiet, "PYTHONPATH": str(ROOT)},
-            )
-        )
-    printed = []
-    try:
-        for rank in ranks:
-            printed.append(rank.communicate(timeout=START + 3 * WAIT)[0])
-    except subprocess.TimeoutExpired:
-        raise AssertionError(f"{fault}: a rank is still there after {START + 3 * WAIT} s") from None
-    finally:
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
-            rank.wait()
-    return Ended(tuple(rank.returncode for rank in ranks), tuple(printed), time.monotonic() - began)
+    return fork_ranks(2, worker, artifact, fault, str(WAIT), timeout=START + 3 * WAIT, together=False)
 
 
 def wrong(fault: str, ended: Ended) -> str:

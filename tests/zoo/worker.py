@@ -1,4 +1,4 @@
-"""Run by torchrun: load each saved artifact, run it on the saved inputs, write what this rank got."""
+"""One rank: load each saved artifact, run it on the saved inputs, write what this rank got."""
 
 from __future__ import annotations
 
