@@ -127,3 +127,18 @@ def test_what_is_refused() -> None:
         tpcompiler.parallelize(programs, 2, PLAN, inputs=["R"])
     with pytest.raises(InputsError, match="there is no program 'encode'\n  help: call one of prefill, decode"):
         converted(2).verify([("encode", PROMPT[0])])
+
+
+@pytest.mark.parametrize(("features", "world"), [(4, 3), (2, 4)])
+def test_a_rank_without_a_share(features: int, world: int, tmp_path: Path) -> None:
+    """Its empty tensors lie in the file of each program, the others in the first's."""
+    model = randomise(nn.Sequential(nn.Linear(8, features), nn.Linear(features, 8)))
+    x, y = torch.randn(5, 8), torch.randn(2, 8)
+    programs = {"prefill": export(model, (x,)), "decode": export(model, (y,))}
+    made = tpcompiler.parallelize(programs, world, {"0": "colwise", "1": "rowwise"})
+    assert made.verify([("prefill", (x,)), ("decode", (y,))]).ok
+    made.save(tmp_path / "out")
+    assert tpcompiler.check(tmp_path / "out").ok
+    for own in called([[("prefill", x), ("decode", y)]] * world, tmp_path):
+        for got, given in zip(own, (x, y), strict=True):
+            torch.testing.assert_close(got, model(given))

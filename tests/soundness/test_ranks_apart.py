@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import operator
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -196,6 +197,36 @@ def test_two_buffers_in_one_piece_of_a_file(out: Path, model: ExportedProgram) -
     assert report.findings == ["rank 0 writes to 'v' and 'k', which lie in the same memory"] or report.findings == [
         "rank 0 writes to 'k' and 'v', which lie in the same memory"
     ]
+
+
+class Trained(nn.Module):
+    """A parameter that forward writes to, and another of the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.seen = nn.Parameter(torch.zeros(8), requires_grad=False)
+        nn.init.zeros_(self.down.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(x.sum(0))
+        h: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return h + self.seen
+
+
+def test_a_written_parameter_in_the_memory_of_another(tmp_path: Path) -> None:
+    exported = export(Trained(), (X,))
+    tpcompiler.parallelize(exported, 2, PLAN).save(tmp_path / "out")
+
+    def change(data: Any) -> None:
+        data["config"]["seen"]["path_name"] = data["config"]["down.bias"]["path_name"]
+
+    for rank in range(2):
+        edit(tmp_path / "out", rank, "data/weights/model_weights_config.json", change)
+    (found,) = tpcompiler.check(tmp_path / "out", exported).findings
+    assert re.fullmatch(
+        "rank 0 writes to '(seen|down.bias)' and '(seen|down.bias)', which lie in the same memory", found
+    )
 
 
 def test_a_buffer_that_overlaps_itself(out: Path, model: ExportedProgram) -> None:

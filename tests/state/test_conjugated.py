@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,33 @@ def test_buffers_that_are_conjugated_when_they_are_read(plan: dict[str, str], tm
     assert program.verify((X,)).ok
     program.save(tmp_path / "out")
     assert tpcompiler.api.verify_artifact(tmp_path / "out", exported, (X,)).ok
+
+
+class Forms(nn.Module):
+    """What is conjugated twice, or negated and conjugated, says of itself the same as what is not, but for a bit."""
+
+    def __init__(self, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.made = nn.Linear(8, 12), made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.made(torch.view_as_complex(self.up(x).view(4, 6, 2)))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda c: c.conj().imag,
+        lambda c: c.conj().real,
+        lambda c: torch.view_as_real(c.conj().conj()),
+        lambda c: c.mH.imag,
+        lambda c: (c.conj() * c).imag,
+    ],
+    ids=["imag", "real", "twice", "mH", "product"],
+)
+def test_views_that_conjugate(made: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    exported = export(Forms(made), (X,))
+    program = tpcompiler.parallelize(exported, 2, {"up": "colwise"})
+    assert program.verify((X,)).ok
+    program.save(tmp_path / "out")

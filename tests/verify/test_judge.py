@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.export import ExportedProgram
+from torch import nn
+from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.test_api import PLAN, Mlp, exported
 from tests.zoo.faults import collectives_of, without_collective
 from tpcompiler.verify.compare import VerifyReport, compare
+from tpcompiler.verify.judge import Layout, difference
 from tpcompiler.verify.simulate import simulate
 
 Programs = list[ExportedProgram]
@@ -91,3 +93,39 @@ def test_ranks_that_wait_for_each_other_are_noticed() -> None:
     assert str(raised.value).splitlines()[0] == (
         "ranks disagree: rank 0 is at all_reduce(torch.float32, sum, tp=2:tp) ('all_reduce'), rank 1 at the end"
     )
+
+
+class Centred(nn.Module):
+    """What it returns is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(self.down(nn.functional.gelu(self.up(x))), (64,)).mean(-1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_output_that_is_zero_but_for_rounding(seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(4, 32)
+    program = tpcompiler.parallelize(export(Centred(), (x,)), 2, {"up": "colwise", "down": "rowwise"})
+    assert program.verify((x,)).ok
+
+
+@pytest.mark.parametrize(
+    ("noise", "off", "ok"),
+    [
+        (1e-8, 7e-8, True),  # as far off as eight orders of summation
+        (1e-8, 2e-7, False),
+        (1.0, 0.4, True),  # rounding has decided between two branches: what is allowed ends at half of the scale
+        (1.0, 0.6, False),
+    ],
+)
+def test_how_far_off_an_output_may_be(noise: float, off: float, ok: bool) -> None:
+    exact = torch.zeros(4, dtype=torch.float64) if noise < 1 else torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
+    want = (exact + torch.tensor([0, noise, 0, 0])).float()
+    layout = Layout(lambda name, value, rank: value, lambda name, parts, shape: list(parts))
+    found = difference("y", "y", want, exact, [want, want + off * torch.eye(4)[2]], layout, magnitude=1.0)
+    assert found.ok == ok

@@ -86,7 +86,8 @@ def local_value(
 def key(value: Any) -> Any:
     """A hashable description of an argument: tensors by layout, sizes by expression."""
     if isinstance(value, torch.Tensor):
-        return ("t", _sizes(value.shape), _sizes(value.stride()), value.dtype, value.device)
+        bits = value.is_conj(), value.is_neg()
+        return ("t", _sizes(value.shape), _sizes(value.stride()), value.dtype, value.device, bits)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return ("s", value.node.expr)
     if isinstance(value, (list, tuple)):

@@ -12,6 +12,7 @@ from tpcompiler.errors import ProgramError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
 from tpcompiler.ir.program import LEAF_KINDS
+from tpcompiler.ir.python_names import RENAME, find_unsafe_name
 from tpcompiler.ir.text import value_text
 
 QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
@@ -21,13 +22,16 @@ def refuse_values(program: ExportedProgram) -> None:
     """Check what came from outside, before torch works on it: the state, and what kinds of tensors there are.
 
     Raises:
-        ProgramError: no exported program, or its state is not the one that the graph was exported with.
+        ProgramError: no exported program, its state is not the one that the graph was exported with, or names that
+            torch's Python does not keep apart.
         UnsupportedError: sparse or quantised tensors, tensor subclasses as inputs.
     """
     if not isinstance(program, ExportedProgram):
         raise ProgramError(
             f"{type(program).__qualname__} is not an exported program", help="pass what torch.export.export returned"
         )
+    if problem := find_unsafe_name(program):
+        raise ProgramError(f"{problem}: the module that torch makes of it is wrong", help=RENAME)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     inputs = {name for name, spec in specs.items() if spec.kind is InputKind.USER_INPUT}
     for node in program.graph.nodes:

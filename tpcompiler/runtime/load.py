@@ -231,8 +231,8 @@ def _register_groups(manifest: Manifest, timeout: timedelta) -> None:
             register_group(name, group)
             if not nccl:
                 destroy_at_exit(group)
-        elif resolve_group(name).size() != len(own):
+        elif (taken := dist.get_process_group_ranks(resolve_group(name))) != list(own):
             raise LaunchError(
-                f"the process-group name {name!r} is taken by a group of {resolve_group(name).size()} ranks",
+                f"the process-group name {name!r} is that of the ranks {taken}, this artifact's of {own}",
                 help="load this artifact in another process",
             )

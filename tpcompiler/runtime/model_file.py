@@ -19,6 +19,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from tpcompiler._torch import is_registered_class, quiet_torch, tree_flatten
 from tpcompiler.errors import ArtifactError
+from tpcompiler.ir.python_names import RENAME, find_unsafe_name
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
 from tpcompiler.runtime.opened import Opened
 
@@ -106,6 +107,8 @@ def load_opened(file: Opened) -> ExportedProgram:
     program = torch.export.load(cast(Any, file))
     if problem := _strange_calling(program) or _strange_examples(program):
         raise ArtifactError(f"{file.path}: {problem}", help="export the model again")
+    if problem := find_unsafe_name(program):
+        raise ArtifactError(f"{file.path}: {problem}", help=RENAME)
     return program
 
 

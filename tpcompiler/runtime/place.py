@@ -50,5 +50,7 @@ def leave_out(program: ExportedProgram, fqn: str) -> None:
     """Put a tensor of the same shape in the place of a leaf that takes no room in a file."""
     held = program.state_dict if fqn in program.state_dict else program.constants
     value = held[fqn]
+    if not value.numel():
+        return  # it takes no room, and of one that is expanded torch computes a negative size
     hollow = torch.zeros((), dtype=value.dtype).expand(value.shape)
     held[fqn] = torch.nn.Parameter(hollow, value.requires_grad) if isinstance(value, torch.nn.Parameter) else hollow

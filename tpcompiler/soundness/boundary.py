@@ -195,8 +195,8 @@ def check_state(
 
 
 def _check_memory(each: Written, rank: int) -> None:
-    """What a program writes into a buffer is in no other tensor."""
-    written = set(each.program.graph_signature.buffers_to_mutate.values())
+    """What a program writes into a buffer or a parameter is in no other tensor."""
+    written = {spec.target for spec in each.program.graph_signature.output_specs if spec.target is not None}
     begins = {name: value.data_ptr() for name, value in each.state.items() if _has_memory(value)}
     last, until = "", 0
     for name, begin in sorted(begins.items(), key=lambda item: item[1]):

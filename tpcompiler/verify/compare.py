@@ -29,6 +29,7 @@ from tpcompiler.verify.judge import (
     difference,
     is_rounded,
     largest_difference,
+    largest_magnitude,
     scale_and_noise,
 )
 from tpcompiler.verify.promote import Promoted, promoted
@@ -171,6 +172,8 @@ class _Trial:
             raise MeshError("there is no rank program to compare", help="give one program per rank")
         refuse_hollow(subject.reference, "run")
         self.dtype, self.layout, self.output_names = dtype, subject.layout, subject.output_names
+        signature, state = subject.reference.graph_signature, subject.reference.state_dict
+        self.weights = largest_magnitude(state[name] for name in signature.parameters)
         self.reference: Any = runnable(subject.reference)
         self.programs: Sequence[Any] = subject.programs
         self.intermediate: Any = subject.intermediate
@@ -224,7 +227,8 @@ class _Trial:
             (name, name, self.expected.mutated[name], self.best.mutated[name], [r.mutated[name] for r in self.got])
             for name in written
         ]
-        found = [difference(*each, self.layout) for each in made] + unwritten
+        magnitude = max(self.weights, largest_magnitude([*flat, *self.expected.outputs]))
+        found = [difference(*each, self.layout, magnitude) for each in made] + unwritten
         return [replace(d, name=f"{d.name} in float32") for d in found] if self.dtype is not None else found
 
     def remember(self) -> None:

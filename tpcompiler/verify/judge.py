@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,10 @@ import torch
 SPREAD = 8.0
 FLOOR = 16.0  # units of machine epsilon: below this an order of summation cannot be told from another
 # Where rounding decides between two branches, float32 and float64 may differ by anything. What is off by more than half
-# of the output's scale is wrong all the same.
+# of the output's scale is wrong all the same, unless the two differ by no more than ROUNDED units of machine epsilon of
+# the values that go in: an output that is zero but for rounding, as the mean of what was normalised, has no scale.
 CEILING = 0.5
+ROUNDED = 64.0
 # A mask's -1e9 beside logits of 10: relative to that scale, no logit could be wrong. Values this far apart, the larger
 # ones at least LARGE, are judged apart.
 GAP, LARGE = 1e3, 1e4
@@ -50,8 +52,13 @@ class Layout:
     join: Callable[[str, Sequence[torch.Tensor], torch.Size], list[torch.Tensor]]
 
 
-def difference(name: str, laid_out: str, want: Any, exact: Any, parts: Sequence[Any], layout: Layout) -> Difference:
-    """Of one output or value written back; `laid_out`: the name that the layout knows it by."""
+def difference(
+    name: str, laid_out: str, want: Any, exact: Any, parts: Sequence[Any], layout: Layout, magnitude: float
+) -> Difference:
+    """Of one output or value written back.
+
+    `laid_out` is the name that the layout knows it by, `magnitude` the largest of what the program computes with.
+    """
     if not isinstance(want, torch.Tensor):
         same = all(part == want for part in parts)
         return Difference(name, 0.0 if same else float("inf"), 0.0 if same else float("inf"), 0.0, same)
@@ -70,7 +77,10 @@ def difference(name: str, laid_out: str, want: Any, exact: Any, parts: Sequence[
     largest, verdicts = 0.0, []
     for band in _bands(exact):
         scale, noise = scale_and_noise(want[band], exact[band])
-        tolerance = min(max(SPREAD * noise, FLOOR * torch.finfo(want.dtype).eps), CEILING)
+        epsilon = torch.finfo(want.dtype).eps
+        tolerance = max(SPREAD * noise, FLOOR * epsilon)
+        if noise * scale > ROUNDED * epsilon * magnitude:
+            tolerance = min(tolerance, CEILING)
         off = max(largest_difference(w[band], want[band]) for w in whole)
         largest = max(largest, off)
         verdicts.append((off / scale / tolerance, off / scale, tolerance))
@@ -94,8 +104,14 @@ def scale_and_noise(want: torch.Tensor, exact: torch.Tensor) -> tuple[float, flo
     finite = want.isfinite() & exact.isfinite()
     if not finite.any():
         return 1.0, 0.0
-    scale = float(exact[finite].abs().amax()) or 1.0
+    scale = float(max(exact[finite].abs().amax(), want[finite].abs().amax())) or 1.0
     return scale, float((_wide(want[finite]) - _wide(exact[finite])).abs().amax()) / scale
+
+
+def largest_magnitude(values: Iterable[Any]) -> float:
+    """Of the finite numbers in the tensors that are rounded, 0 where there is none."""
+    rounded = (value.detach() for value in values if isinstance(value, torch.Tensor) and is_rounded(value))
+    return max((float(v.abs().nan_to_num(0.0, 0.0, 0.0).amax()) for v in rounded if v.numel()), default=0.0)
 
 
 def largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:
