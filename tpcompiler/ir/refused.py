@@ -12,8 +12,8 @@ from tpcompiler.errors import ProgramError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
 from tpcompiler.ir.program import LEAF_KINDS
-from tpcompiler.ir.python_names import RENAME, find_unsafe_name
 from tpcompiler.ir.text import value_text
+from tpcompiler.runtime.python_names import RENAME, find_unsafe_name
 
 QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 

@@ -19,9 +19,9 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from tpcompiler._torch import is_registered_class, quiet_torch, tree_flatten
 from tpcompiler.errors import ArtifactError
-from tpcompiler.ir.python_names import RENAME, find_unsafe_name
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
 from tpcompiler.runtime.opened import Opened
+from tpcompiler.runtime.python_names import RENAME, find_unsafe_name
 
 # A class in the tree of inputs or outputs: JSON in a text of JSON. transformers registers its own on import.
 TREE = re.compile(rb'"(?:in|out)_spec": ?"((?:[^"\\]|\\.)*)"')

@@ -16,8 +16,8 @@ from torch.export import Dim, export
 import tpcompiler
 from tests.runtime.poisons import entries_of, write_entries
 from tpcompiler.errors import ArtifactError, ProgramError
-from tpcompiler.ir.python_names import find_unsafe_name
 from tpcompiler.runtime.artifact import MANIFEST, sha256
+from tpcompiler.runtime.python_names import find_unsafe_name
 
 PLAN = {"up": "colwise", "down": "rowwise"}
 X, Y = (torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
