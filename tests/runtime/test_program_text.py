@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import enum
 import json
 import sys
@@ -271,3 +272,14 @@ def test_what_is_dropped_while_a_generator_is_cleared_away(monkeypatch: pytest.M
     assert expressions.lines_to_read("s0 + 76543") is None
     assert time.monotonic() - began < 10
     assert cleared
+
+
+def test_a_profiler_goes_on() -> None:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        assert expressions.lines_to_read("s0 + 4711")
+        kept = sys.getprofile()
+    finally:
+        profiler.disable()
+    assert kept is profiler

@@ -11,6 +11,7 @@ import functools
 import math
 import re
 import sys
+import threading
 import time
 import types
 import warnings
@@ -78,35 +79,41 @@ def lines_to_read(text: str) -> int | None:
     # sympy takes 1e9999 for a whole number, which Python does not; nobody writes 1_000.
     if re.search(r"[^\w ,.='+*/%<>!&|~()-]|[\d.]e[-+]?\d{3}|\d_", text, re.I) or not _is_small(text, _size_leaf):
         return None
-    left, end = LINES, time.thread_time() + SECONDS
+    left = LINES
 
-    def count(*_: object) -> object:
+    def read() -> None:
         nonlocal left
-        left -= 1
-        if left < 0 or (left % 64 == 0 and time.thread_time() > end):
+        end, here = time.thread_time() + SECONDS, sys._getframe()
+
+        def count(*_: object) -> object:
+            nonlocal left
+            left -= 1
+            if left < 0 or (left % 64 == 0 and time.thread_time() > end):
+                left = -1
+                raise _Endless
+            return count
+
+        def count_again(frame: types.FrameType | None, *_: object) -> None:
+            """Python counts no more once this has raised, and drops what is raised while it clears a generator away."""
+            if left < 0 and sys.gettrace() is None:
+                sys.settrace(count)  # type: ignore[arg-type]
+                while frame is not None and frame is not here:
+                    frame.f_trace, frame = count, frame.f_back
+
+        sys.setprofile(count_again)
+        sys.settrace(count)  # type: ignore[arg-type]
+        try:
+            read_size(text)
+        except (_Endless, Exception):  # it takes too long; or torch cannot read it either
             left = -1
-            raise _Endless
-        return count
+        finally:
+            sys.setprofile(None)
+            sys.settrace(None)
 
-    here = sys._getframe()
-
-    def count_again(frame: types.FrameType | None, *_: object) -> None:
-        """Python counts no more once this has raised, and drops what is raised while it clears a generator away."""
-        if left < 0 and sys.gettrace() is None:
-            sys.settrace(count)  # type: ignore[arg-type]
-            while frame is not None and frame is not here:
-                frame.f_trace, frame = count, frame.f_back
-
-    before = sys.gettrace(), sys.getprofile()
-    sys.setprofile(count_again)
-    sys.settrace(count)  # type: ignore[arg-type]
-    try:
-        read_size(text)
-    except (_Endless, Exception):  # it takes too long; or torch cannot read it either
-        return None
-    finally:
-        sys.setprofile(before[1])
-        sys.settrace(before[0])
+    # In a thread of its own, which has no profiler and no debugger: Python could not give them back.
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join()
     return LINES - left if left >= 0 else None
 
 
