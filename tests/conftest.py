@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.durations import VARIABLE, Durations, read_record
+from tests.long import left_out
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for launched processes; torch has read its own already
@@ -19,8 +20,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Durations(mode))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that no worker is left with one when the others have ended."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A part of each sweep; and the longest files first, so that no worker is left with one when the others have ended."""
+    if thinned := left_out(items) if len(items) > 1 else []:  # who names one case wants it
+        config.hook.pytest_deselected(items=thinned)
+        items[:] = [item for item in items if item not in thinned]
     recorded = read_record()
 
     def order(item: pytest.Item) -> tuple[float, str, bool]:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 import tpcompiler
-from tests.long import some
 from tests.zoo.case import randomise
 from tests.zoo.decoders import LLAMA
 
@@ -143,7 +142,8 @@ def from_file(program: ExportedProgram) -> ExportedProgram:
     return torch.export.load(file)
 
 
-@pytest.mark.parametrize(("dynamic", "dialect", "name"), some(itertools.product((False, True), DIALECTS, MODELS), 2))
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("dynamic", "dialect", "name"), list(itertools.product((False, True), DIALECTS, MODELS)))
 def test_equal_numbers_and_collectives(name: str, dialect: str, dynamic: bool) -> None:
     _, make, dims, plan, kinds = MODELS[name]
     exported = torch.export.export(model(name), (make(3, 5),), dynamic_shapes=(dims,) if dynamic else None)
@@ -159,6 +159,7 @@ def wire_bytes(made: tpcompiler.ParallelProgram, why: str) -> list[int]:
     return [c.wire_bytes for c in made.collectives() if c.why == why]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_llama(dialect: str, dynamic: bool) -> None:

@@ -57,6 +57,7 @@ def wire(program: tpcompiler.ParallelProgram) -> Counter[tuple[str, str]]:
     return counted
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("core", [False, True])
 @pytest.mark.parametrize(
@@ -105,6 +106,7 @@ def test_sums_over_two_axes_are_one_collective() -> None:
     assert program.verify((X,)).ok
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     "inputs", [{"dp": "S(1)"}, {"dp": "S(0)", "tp": "S(1)"}, {"tp": "S(2)"}, {"dp": "S(2)", "tp": "S(2)"}]
 )

@@ -82,6 +82,7 @@ def on_all(made: ParallelProgram, world: int) -> list[list[torch.Tensor]]:
     return [r.outputs for r in simulate([made.rank_program(i) for i in range(world)], [[X]] * world)]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", [*FOR_A_SHAPE, *FOR_VALUES])
 def test_every_rank_draws_what_the_single_device_draws(name: str, world: int) -> None:
@@ -102,6 +103,7 @@ def test_every_rank_draws_what_the_single_device_draws(name: str, world: int) ->
     assert note in made.report()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", FOR_A_SHAPE)
 def test_numbers_for_a_shape_need_no_value(name: str) -> None:
     """What is drawn is whole on every rank, and its operand is not gathered for it."""

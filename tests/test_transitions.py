@@ -30,6 +30,7 @@ class Doubled(torch.nn.Module):
         return x * 2, x + self.shift
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("world", [2, 4])
@@ -50,6 +51,7 @@ class Merged(torch.nn.Module):
         return (merged * 2 + z).sin() + merged
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("world", [2, 3, 4])

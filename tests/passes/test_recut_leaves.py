@@ -217,6 +217,7 @@ down.weight: S(1)""",
     )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize(("world", "dynamic"), [(2, False), (4, True)])

@@ -19,6 +19,7 @@ from tpcompiler.ir.claims import read_claim
 from tpcompiler.runtime.inputs import flatten_inputs
 
 Bits = dict[str, str]
+INDUCTOR = ("odd", "conv")  # whose kernels g++ compiles in seconds
 
 
 def bits(value: torch.Tensor) -> str:
@@ -90,7 +91,7 @@ def main(folder: Path, names: list[str], compile_too: bool) -> None:
         if name == "odd":
             result["gradients"] = gradients(program, inputs)
         if compile_too:
-            for backend in ("aot_eager", "inductor"):
+            for backend in ("aot_eager", *(["inductor"] if name in INDUCTOR else [])):
                 compiled = torch.compile(module, fullgraph=True, backend=backend)
                 result[backend] = largest(compiled(**inputs), first)
         for fqn, value in program.state_dict.items():

@@ -18,7 +18,7 @@ from tests.zoo.faults import collectives_of, without_collective
 
 pytestmark = pytest.mark.slow
 
-SEEDS = range(4)  # of which 70 programs count; `make trust` runs 10,000
+SEEDS = range(2)  # of which 35 programs count; `make trust` runs 10,000
 
 
 @cache
@@ -41,9 +41,9 @@ def test_the_programs_are_many_kinds_of_programs() -> None:
             tally.add(outcome)
     print(tally)
     counted = tally.kinds["counted"]
-    assert counted >= 70
+    assert counted >= 35
     assert counted > 4 * (tally.kinds["refused"] + tally.kinds["discarded"])
-    assert len(tally.of["sharded"]) > 40
+    assert len(tally.of["sharded"]) > 20
     assert set(tally.of["collectives"]) == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"}
     assert {"tp=2", "tp=3", "tp=4", "dp=2,tp=2"} <= set(tally.of["mesh"])
     assert tally.of["programs"]["with collectives"] > 0.9 * counted

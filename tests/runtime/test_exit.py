@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.runtime.exits import (
     IN_THE_CALLERS_GROUP,
     LOAD,
     TORCH_ALONE,
+    Template,
     never_switch,
     run_script,
     write_artifact,
@@ -39,6 +41,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def template(directory: Path) -> Iterator[Template]:
+    with Template(directory, "") as made:
+        yield made
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 @pytest.mark.parametrize(
     ("script", "threads"),
@@ -51,8 +59,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (TORCH_ALONE + DESTROY, 0),
     ],
 )
-def test_no_thread_of_the_programs_groups_is_left(directory: Path, script: str, threads: int) -> None:
-    ended = run_script(directory, never_switch(COUNT_THREADS + script))
+def test_no_thread_of_the_programs_groups_is_left(template: Template, script: str, threads: int) -> None:
+    ended = template.run(never_switch(COUNT_THREADS + script))
     assert (ended.codes, ended.printed) == ((0, 0), (f"gloo's threads: {threads}\n",) * 2)
 
 

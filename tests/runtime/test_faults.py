@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.launch import fork_ranks
-from tests.long import some
 from tests.runtime.faults import FAULTS, run_fault, write_artifacts, wrong
 
 pytestmark = pytest.mark.slow
@@ -18,7 +17,8 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_artifacts(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize("fault", some(list(FAULTS), 2))
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_fault(fault: str, artifact: Path) -> None:
     assert not wrong(fault, run_fault(artifact, fault))
 

@@ -39,6 +39,7 @@ def converted(write: str, world: int, dynamic: bool = False) -> ParallelProgram:
     return tpcompiler.parallelize(exported(write, dynamic), world, PLAN)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("write", WRITES)
 def test_a_cache_is_cut_by_heads_for_free(write: str, world: int) -> None:
@@ -52,6 +53,7 @@ def test_a_cache_is_cut_by_heads_for_free(write: str, world: int) -> None:
     assert [row["sharding"] for row in caches] == ["S(1)"] * 4
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [2, 4])
 def test_chunked_prefill_and_ten_steps(world: int) -> None:
     report = converted("index_copy", world, dynamic=True).verify(*CALLS[0], then=CALLS[1:])

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Placement, Shard
 
 import tpcompiler
 import tpcompiler.rules  # registers the rules
+from tests.long import some
 from tests.rules.sample import Sample, flags, ids, node_of, t
 from tests.rules.samples import SAMPLES
 from tests.rules.test_complete import NOT_RUN
@@ -153,7 +154,8 @@ def _proposed(found: DiscoveredRule, sample: Sample) -> Rule:
 def test_what_is_discovered_offers_what_our_rules_offer() -> None:
     compared: dict[str, int] = defaultdict(int)
     short = {}
-    for sample in {sample.target: sample for sample in reversed(SAMPLES) if sample.text is not None}.values():
+    by_op = {sample.target: sample for sample in reversed(SAMPLES) if sample.text is not None}
+    for sample in some(by_op.values(), 5):
         name = str(sample.target)
         if sample.target not in _RULES or name in NOT_TRIED | NOT_RUN:
             continue
@@ -165,7 +167,7 @@ def test_what_is_discovered_offers_what_our_rules_offer() -> None:
                 short[f"{sample} over {degree}"] = missing
             compared[name] += len(_even(rule, sample, degree))
     assert short == {}
-    assert len([name for name, count in compared.items() if count > 1]) >= ENOUGH
+    assert len([name for name, count in compared.items() if count > 1]) >= ENOUGH / 5
 
 
 NOT_TRIED = {
