@@ -34,6 +34,7 @@ def test_a_new_file_has_to_be_fast_or_recorded() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_run_fails(tmp_path: Path) -> None:
     """In a run of its own, of files that sleep."""
     (tmp_path / "conftest.py").write_text(

@@ -164,6 +164,7 @@ def test_names_that_differ_in_digits_are_folded_at_once() -> None:
     assert [pattern for pattern, _ in folded(repeated)] == ["layers.*.up", "layers.*.0.up", "layers.*.1.up"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize(
     ("to", "code", "said"),
@@ -189,6 +190,7 @@ print(sorted(name for name in sys.modules if name.startswith("mine")), sys.path[
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "imported"),
     [

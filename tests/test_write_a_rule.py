@@ -21,6 +21,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_walk_through_runs() -> None:
     code = "\n".join(blocks("python"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)

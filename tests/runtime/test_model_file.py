@@ -87,6 +87,7 @@ class Twice(torch.nn.Module):
         return torch.ops.toy.twice(x)
 
 
+@pytest.mark.slow
 def test_a_module_in_the_working_directory_registers_an_op(tmp_path: Path) -> None:
     exec(CUSTOM, {})
     torch.export.save(torch.export.export(Twice(), (torch.ones(2),)), tmp_path / "model.pt2")
