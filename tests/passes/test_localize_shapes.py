@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -61,22 +62,23 @@ return wait_tensor
 
 
 def test_a_body_makes_the_outputs_that_are_used() -> None:
-    """The mean is not: its part of the op is gone."""
+    """The mean is not: its part of the op is gone. (The numbers in names are torch's, and differ by version.)"""
 
     def normed(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         made, _, rstd = torch.native_group_norm(x, self.w, None, 2, 6, 3, 3, 1e-5)
         return made + 1, rstd
 
+    found = text(Call(normed, w=(6,)), (torch.randn(2, 6, 3),), inputs=["S(1)"], outputs=["S(1)", "S(1)"], degree=3)
     assert_expected_inline(
-        text(Call(normed, w=(6,)), (torch.randn(2, 6, 3),), inputs=["S(1)"], outputs=["S(1)", "S(1)"], degree=3),
+        re.sub(r"getitem_\d", "getitem", found),
         """\
 p_w: S(0) = w f32[2]
 x: S(1) = input f32[2, 2, 3]
 native_group_norm_1 = native_group_norm(x, p_w, None, 2, 2, 3, 1, 1e-05)
-getitem_3: S(1) = getitem(native_group_norm_1, 0)
-getitem_4: S(1) = getitem(native_group_norm_1, 2)
-add: S(1) = add(getitem_3, 1)
-return add, getitem_4
+getitem: S(1) = getitem(native_group_norm_1, 0)
+getitem: S(1) = getitem(native_group_norm_1, 2)
+add: S(1) = add(getitem, 1)
+return add, getitem
 """,
     )
 

@@ -148,7 +148,7 @@ def a_half_by_its_size(ranks: list[ExportedProgram]) -> None:
         ("masked", another_constant_is_returned, "ranks 0 and 1 have shares of different programs"),
         ("pick", ids_are_not_counted_from_the_end, "does not become P(sum) of the whole in its region"),
         ("halves", another_half_of_many_rows, "a change moves and reduces values, and does nothing else"),
-        ("halves", a_half_by_its_size, "cannot be run"),
+        ("halves", a_half_by_its_size, "out of range"),
     ],
 )
 def test_what_numbers_do_not_show(model: str, damage: Callable[[list[ExportedProgram]], None], finding: str) -> None:
