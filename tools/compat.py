@@ -2,11 +2,11 @@
 
     python tools/compat.py [VERSION ...]
 
-Each version is unpacked below build/compat and put in front of the environment that runs this. Where pip has no CPU
-build of a version, its plain wheel is taken, which cannot be imported without CUDA's libraries: stubs stand in for
-them, every function of which fails. Where stubs cannot be made (that takes gcc and readelf), or torch does not start
-with them, nothing is run: the wheel is read, and has to have every module and name that `_torch.py` imports and every
-op that is named.
+Of the page only the rows of these versions are written anew. Each is unpacked below build/compat and put in front of
+the environment that runs this. Where pip has no CPU build of a version, its plain wheel is taken, which cannot be
+imported without CUDA's libraries: stubs stand in for them, every function of which fails. Where stubs cannot be made
+(that takes gcc and readelf), or torch does not start with them, nothing is run: the wheel is read, and has to have
+every module and name that `_torch.py` imports and every op that is named.
 """
 
 from __future__ import annotations
@@ -207,12 +207,13 @@ def tried(version: str) -> Row:
 
 def main() -> int:
     rows = [tried(version) for version in sys.argv[1:] or VERSIONS]
-    lines = ["| torch | build | what ran | result |", "|---|---|---|---|"]
-    lines += [f"| {row.version} | {row.build} | {row.ran} | {row.result} |" for row in rows]
+    lines = {row.version: f"| {row.version} | {row.build} | {row.ran} | {row.result} |" for row in rows}
+    if PAGE.exists():
+        lines = dict(re.findall(r"^(?=\| ([\d.]+) )(.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)) | lines
+    table = ["| torch | build | what ran | result |", "|---|---|---|---|", *(lines[v] for v in VERSIONS if v in lines)]
     where = f"\nPython {platform.python_version()}, {platform.system()} {platform.machine()}.\n"
-    text = HEAD + "\n".join(lines) + "\n" + where
-    if not sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
+    text = HEAD + "\n".join(table) + "\n" + where
+    PAGE.write_text(text, encoding="utf-8")
     print(text)
     return 0 if all(row.ok for row in rows) else 1
 

@@ -58,7 +58,7 @@ SYMPY_FUNCTIONS = {  # those that torch names when it reads a size; of maxima it
     name: getattr(sympy_functions, name) for name in sympy_functions.__all__ if name not in ("Max", "Min")
 }
 OLDEST, NEWEST = (2, 11), (2, 15)  # that this was run with: docs/compat.md
-GONE = {"aten::cholesky": (2, 15)}  # ops that a rule names, and the version since when torch lacks them
+GONE = {"aten::cholesky": (2, 14)}  # ops that a rule names, and the version since when torch lacks them
 MISSING: set[str] = set()  # ops that were looked up and that this torch does not have
 
 

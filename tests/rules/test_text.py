@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tests.rules.sample import Sample, node_of
 from tests.rules.samples import SAMPLES, written_of
+from tpcompiler._torch import MISSING
 from tpcompiler.rules.registry import _RULES
 
 INDENT = {"initial_indent": "    ", "subsequent_indent": "    "}
@@ -27,6 +28,7 @@ def _plain(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip().replace(" ,", ",")
 
 
+@pytest.mark.skipif(bool(MISSING), reason="this torch lacks an op that the text names (GONE says which)")
 def test_what_a_rule_says_besides_its_text() -> None:
     """Shards, linearity, reductions, size arguments and local bodies, of the first sample of every op."""
     ops: dict[str, list[str]] = {}
