@@ -19,6 +19,7 @@ from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unus
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.refused import refuse_calls, refuse_values
+from tpcompiler.ir.written_back import keep_old_values
 from tpcompiler.rules.registry import ops_with_rules
 
 # How torch says that a tensor which is no buffer is written to.
@@ -79,7 +80,8 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
         aten.scaled_dot_product_attention.default: _attention,
         aten.linalg_vector_norm.default: _norm,
     }
-    return decomposed(program, ({*ops_with_rules(), aten.bernoulli.default} | recurrent) - own.keys(), own)
+    made = decomposed(program, ({*ops_with_rules(), aten.bernoulli.default} | recurrent) - own.keys(), own)
+    return keep_old_values(made)
 
 
 def _norm(x: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **named: Any) -> Any:

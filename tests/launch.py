@@ -64,7 +64,9 @@ def fork_ranks(world: int, script: Path, *arguments: str | Path, timeout: float 
             for rank, log in enumerate(logs):
                 own = {**os.environ, **QUIET, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 ranks.append(
-                    FORKS.Process(target=_become, args=(script, [*map(str, arguments)], own, log), daemon=True)
+                    FORKS.Process(
+                        target=_become, args=(script, [*map(str, arguments)], own, log, log, Path.cwd()), daemon=True
+                    )
                 )
                 ranks[-1].start()
             left = {process.sentinel for process in ranks}
@@ -80,17 +82,42 @@ def fork_ranks(world: int, script: Path, *arguments: str | Path, timeout: float 
         return Ended(codes, tuple(log.read_text() for log in logs), time.monotonic() - began)
 
 
+def fork_code(
+    code: str, *arguments: str | Path, cwd: Path | None = None, timeout: float = 180
+) -> subprocess.CompletedProcess[str]:
+    """Run the code as a script of its own, in a fork of a process that has imported torch and tpcompiler.
+
+    Raises:
+        AssertionError: it is still there after `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        script, out, err = (Path(folder) / name for name in ("script.py", "out", "err"))
+        script.write_text(code, encoding="utf-8")
+        words = [*map(str, arguments)]
+        process = FORKS.Process(target=_become, args=(script, words, {**os.environ, **QUIET}, out, err, cwd or ROOT))
+        process.start()
+        process.join(timeout)
+        late = process.exitcode is None
+        process.kill()
+        process.join()
+        assert not late, f"no end within {timeout:g} s: {err.read_text()}"
+        return subprocess.CompletedProcess(words, process.exitcode or 0, out.read_text(), err.read_text())
+
+
 def run_ranks(world: int, script: Path, *arguments: str | Path, timeout: float = 180) -> None:
     """Run the script once per rank, all of which must end well."""
     ended = fork_ranks(world, script, *arguments, timeout=timeout)
     assert not any(ended.codes), "\n".join(ended.printed)
 
 
-def _become(script: Path, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+def _become(
+    script: Path, arguments: list[str], environment: dict[str, str], out: Path, err: Path, cwd: Path = ROOT
+) -> None:
     """Of a fork: become the script's interpreter."""
-    written = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(written, 1), os.dup2(written, 2)
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.update(environment)
+    os.chdir(cwd)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     sys.argv = [str(script), *arguments]

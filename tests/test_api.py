@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 import tpcompiler
 from passes import _collectives
+from tests.launch import fork_code
 from tests.zoo.case import randomise
 from tpcompiler.ir.claims import read_claim
 
@@ -285,12 +284,7 @@ def test_an_output_class_is_saved_as_a_dict(tmp_path: Path) -> None:
         "import torch, sys; p = torch.export.load(sys.argv[1]); s = p.call_spec.out_spec;"
         "print(s.type.__name__, list(s.context))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "plain" / "rank_0.pt2")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = fork_code(code, tmp_path / "plain" / "rank_0.pt2")  # which has not the class
     assert done.stdout == "dict ['logits', 'extra']\n", done.stderr
     program.save(tmp_path / "kept", keep_output_types=True)
     assert torch.export.load(tmp_path / "kept" / "rank_0.pt2").call_spec.out_spec.type is Result

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.launch import ROOT
+from tests.launch import fork_code
 from tests.runtime.commands import call
 from tests.runtime.models import randomised
 from tpcompiler import parallelize, register_rule
@@ -83,13 +81,7 @@ def test_the_op_with_a_wrong_rule(tmp_path: Path) -> None:
     code = "import sys, runpy, tests.test_bisect as t; from tpcompiler import parallelize, register_rule\n"
     wrong = 'register_rule("tpcompiler_bisect::centred", "b c -> b c")\n'
     for before, status, verdict in ((wrong, 1, "NOT EQUAL"), ("", 0, "equal")):
-        done = subprocess.run(
-            [sys.executable, "-c", f"{code}{before}runpy.run_path({str(script)!r}, run_name='__main__')"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = fork_code(f"{code}{before}runpy.run_path({str(script)!r}, run_name='__main__')")
         assert done.returncode == status, done.stderr
         assert any(line.startswith(verdict) for line in done.stdout.splitlines()), done.stdout
 

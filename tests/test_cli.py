@@ -340,6 +340,7 @@ def test_json_has_no_infinities(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("entry", [["-m", "tpcompiler.cli"], ["--no-python", "tpcompiler"]])
 def test_run_in_two_processes(model: Path, out: Path, inputs: Path, tmp_path: Path, entry: list[str]) -> None:
     if entry[0] == "--no-python":

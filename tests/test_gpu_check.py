@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT
+from tests.launch import fork_code
 from tools.gpu_check import Table
 
 pytestmark = pytest.mark.slow
 
 
 def check(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "tools.gpu_check", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    return fork_code("import sys\nfrom tools.gpu_check import main\nsys.exit(main())", *words, timeout=400)
 
 
 def test_on_the_cpu(tmp_path: Path) -> None:

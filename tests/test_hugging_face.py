@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 import tpcompiler
+from tests.launch import fork_code
 from tests.runtime.commands import call, refused, right
 from tools.hf_table import convert, export
 
@@ -60,7 +61,7 @@ for plan in (model.config, model.config.base_model_tp_plan):
 cut = {{row["name"]: row["sharding"] for row in program.manifest().tensors}}
 print(cut["keys_0"], cut["cumulative_length_0"], [c.kind for c in program.collectives()])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = fork_code(script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for command in commands.strip().splitlines():
         program, *words = command.split()
@@ -95,7 +96,7 @@ before = set(sys.modules)
 read_model({str(llama / "model.pt2")!r})
 print(sorted(name for name in sys.modules if name.startswith("transformers.mod")))
 """
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    ran = fork_code(script)
     assert ran.returncode == 0, ran.stderr
     assert "transformers.modeling_outputs" in ran.stdout
     assert "modeling_llama" not in ran.stdout

@@ -17,6 +17,7 @@ import torch
 import yaml
 
 import tpcompiler
+from tests.launch import fork_code
 from tests.runtime.commands import call, refused, right
 from tests.runtime.models import PLAN, export_mlp
 from tests.runtime.poisons import MODEL, entries_of, write_entries
@@ -184,9 +185,10 @@ def test_an_output_that_takes_nothing(to: str, code: int, said: str, artifact: P
 SCRIPT = """
 import sys
 from tpcompiler.runtime.model_file import import_modules
-sys.path.remove("")  # as for an installed command
-import_modules([sys.argv[1]])
-print(sorted(name for name in sys.modules if name.startswith("mine")), sys.path[-1] == sys.argv[2])
+name, site, here = sys.argv[1:]
+sys.path.insert(0, site)
+import_modules([name])
+print(sorted(name for name in sys.modules if name.startswith("mine")), sys.path[-1] == here)
 """
 
 
@@ -210,8 +212,5 @@ def test_imports_of_an_import(name: str, imported: str, tmp_path: Path) -> None:
     (here / "mine_too.py").write_text("")
     (here / "mine_package" / "__init__.py").write_text("")
     (here / "mine_package" / "part.py").write_text("")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, name, here], cwd=here, capture_output=True, text=True, timeout=120,
-        env={"PYTHONPATH": f"{site}:{ROOT}", "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
+    done = fork_code(SCRIPT, name, site, here, cwd=here)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", f"{imported} False\n")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tpcompiler
-from tests.launch import torchrun
+from tests.launch import fork_code, torchrun
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -28,7 +26,7 @@ def test_the_example_and_its_serving_script_run(tmp_path: Path, monkeypatch: pyt
     example, serve, alone, *_ = blocks("python")
     assert len([line for line in example.splitlines() if line]) <= 10
     monkeypatch.chdir(tmp_path)
-    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120)
+    done = fork_code(example, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "inherent collectives: 1" in done.stdout
     lines = [line for line in alone.splitlines() if "device" not in line or "print" in line]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.launch import fork_code
 from tests.runtime.commands import right
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +23,7 @@ def blocks(language: str) -> list[str]:
 @pytest.mark.slow
 def test_the_walk_through_runs() -> None:
     code = "\n".join(blocks("python"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    done = fork_code(code)
     assert done.returncode == 0, done.stderr
     promised = re.findall(r"^# (register_rule.*)$|# (\d+ placements hold)$", code, re.MULTILINE)
     assert len(promised) == 2

@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.export import ExportedProgram
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import tpcompiler
 from passes.canonicalize import canonicalize
@@ -101,6 +100,8 @@ def _name(device: str) -> str:
 
 
 def exported(dtype: torch.dtype) -> ExportedProgram:
+    from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds, which the workers need not spend
+
     config = LlamaConfig(
         hidden_size=128,
         intermediate_size=256,

@@ -12,9 +12,8 @@ import torch
 
 import tpcompiler
 from tests.launch import ROOT
-from tests.promises.models import exported
+from tests.promises.models import IDS, ODD, Odd, exported
 from tests.zoo.decoders import LLAMA
-from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import sha256
 
 pytestmark = pytest.mark.slow
@@ -28,7 +27,7 @@ def hashes(directory: Path) -> list[str]:
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("name", ["llama", "llama_dynamic"])
+@pytest.mark.parametrize("name", ["odd_dynamic", "llama_dynamic"])
 def test_twice_in_one_process(name: str, tmp_path: Path) -> None:
     """Neither the order of the ranks nor what was converted in between shows."""
     first, second = (tpcompiler.parallelize(exported(name), 2, LLAMA.plan) for _ in range(2))
@@ -42,8 +41,8 @@ def test_twice_in_one_process(name: str, tmp_path: Path) -> None:
 
 def test_in_fresh_processes_and_other_folders(tmp_path: Path) -> None:
     """The command line, under two hash seeds, from two folders."""
-    torch.export.save(exported("llama_dynamic"), tmp_path / "model.pt2")
-    (tmp_path / "plan.yaml").write_text("".join(f'"{k}": {v}\n' for k, v in Plan.of(LLAMA.plan).to_data().items()))
+    torch.export.save(exported("odd_dynamic"), tmp_path / "model.pt2")
+    (tmp_path / "plan.yaml").write_text("".join(f'"{k}": {v}\n' for k, v in ODD.items()))
     found = []
     for seed, folder in (("1", tmp_path / "one"), ("2", tmp_path / "two" / "deeper")):
         folder.mkdir(parents=True)
@@ -63,17 +62,17 @@ def test_in_fresh_processes_and_other_folders(tmp_path: Path) -> None:
 
 def test_another_program_gives_other_bytes(tmp_path: Path) -> None:
     """Negative control: one element of one weight."""
-    program = torch.export.export(LLAMA.build(), (), LLAMA.inputs(2, 12))
-    tpcompiler.parallelize(program, 2, LLAMA.plan).save(tmp_path / "one")
-    program.state_dict["lm_head.weight"].data[0, 0] += 1  # a row that rank 0 holds
-    tpcompiler.parallelize(program, 2, LLAMA.plan).save(tmp_path / "other")
+    program = torch.export.export(Odd(), (IDS,))
+    tpcompiler.parallelize(program, 2, ODD).save(tmp_path / "one")
+    program.state_dict["head.weight"].data[0, 0] += 1  # a row that rank 0 holds
+    tpcompiler.parallelize(program, 2, ODD).save(tmp_path / "other")
     same = [a == b for a, b in zip(hashes(tmp_path / "one"), hashes(tmp_path / "other"), strict=True)]
     assert same == [False, False, True]
 
 
 def test_no_path_of_the_compiler_is_written(tmp_path: Path) -> None:
     """The files name source lines of the model, as the export does, but neither folder nor process of the compiler."""
-    tpcompiler.parallelize(exported("llama"), 2, LLAMA.plan).save(tmp_path / "out")
+    tpcompiler.parallelize(exported("odd"), 2, ODD).save(tmp_path / "out")
     for name in FILES:
         content = (tmp_path / "out" / name).read_bytes()
         assert str(tmp_path).encode() not in content

@@ -15,7 +15,6 @@ from tests.runtime.exits import (
     TORCH_ALONE,
     Template,
     never_switch,
-    run_script,
     write_artifact,
 )
 
@@ -72,8 +71,8 @@ def test_no_thread_of_the_programs_groups_is_left(template: Template, script: st
         (ERROR_BEFORE_THE_CALL, (1, 1)),  # the other waits for it in a collective
     ],
 )
-def test_an_exit_code_is_kept(directory: Path, script: str, codes: tuple[int, int]) -> None:
-    ended = run_script(directory, never_switch(script))
+def test_an_exit_code_is_kept(template: Template, script: str, codes: tuple[int, int]) -> None:
+    ended = template.run(never_switch(script))
     assert ended.codes == codes, ended.printed
     if script == ERROR_BEFORE_THE_CALL:
         assert "a collective has failed: another rank has ended" in ended.printed[0]

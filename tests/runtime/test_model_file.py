@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import warnings
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 import tpcompiler
+from tests.launch import fork_code
 from tests.runtime.models import PLAN, Mlp, export_mlp, mlp_inputs
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime import expressions
@@ -93,8 +93,6 @@ def test_a_module_in_the_working_directory_registers_an_op(tmp_path: Path) -> No
     torch.export.save(torch.export.export(Twice(), (torch.ones(2),)), tmp_path / "model.pt2")
     (tmp_path / "my_ops.py").write_text(CUSTOM)
     code = """
-import sys
-sys.path.remove("")  # as for an installed command
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.model_file import read_model
 try:
@@ -103,10 +101,7 @@ except ArtifactError as error:
     print(error.message)
 print(read_model("model.pt2", ["my_ops"]).graph_module.code.count("toy.twice"))
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = fork_code(code, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (
         f"model.pt2 calls the op toy.twice.default, which this torch {torch.__version__} does not have\n1\n"
@@ -156,16 +151,20 @@ class Model(torch.nn.Module):
 @pytest.mark.slow
 def test_an_output_class_that_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    export = "import torch, mine; torch.export.save(torch.export.export(mine.Model(), (torch.ones(2),)), 'model.pt2')"
+    export = """
+import sys; sys.path.insert(0, "")
+import torch, mine
+torch.export.save(torch.export.export(mine.Model(), (torch.ones(2),)), "model.pt2")
+"""
     inspect = "from tpcompiler.cli import main; main()"
-    run = partial(subprocess.run, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    made = run([sys.executable, "-c", export])
+    run = partial(fork_code, cwd=tmp_path)
+    made = run(export)
     assert made.returncode == 0, made.stderr
-    refused = run([sys.executable, "-c", inspect, "inspect", "model.pt2"])
+    refused = run(inspect, "inspect", "model.pt2")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "model.pt2 takes or returns a mine.Answer, a class that is not imported here" in refused.stderr
     assert "help: pass --import mine (in Python: import mine first)" in " ".join(refused.stderr.split())
-    assert run([sys.executable, "-c", inspect, "inspect", "model.pt2", "--import", "mine"]).returncode == 0
+    assert run(inspect, "inspect", "model.pt2", "--import", "mine").returncode == 0
 
 
 @pytest.mark.slow
@@ -188,9 +187,7 @@ said += [call("convert", bert, "--tp", "2", "--plan", plan, "-o", out)]
 said += [call("verify", out, "--against", bert)]
 print(json.dumps(said))
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::FutureWarning", "-c", code], capture_output=True, text=True, timeout=120
-    )
+    done = fork_code(code)
     assert done.returncode == 0, done.stderr
     inspected, imported, converted, verified = json.loads(done.stdout)
     assert (inspected[0], inspected[2]) == (0, "")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler
+from tests.launch import fork_code
 from tpcompiler.verify.compare import runnable
 
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -163,6 +162,6 @@ try:
 except tpcompiler.ProgramError as error:
     print(error.message)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = fork_code(script)
     said = "the program cannot be made functional: a and b must have same reduction dim, but got [4, 7] X [8, 8]."
     assert (done.stdout, done.stderr) == (f"{said}\n", "")

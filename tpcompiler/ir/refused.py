@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
 from tpcompiler._torch import FakeTensor, HigherOrderOperator, OpOverload
 from tpcompiler.errors import ProgramError, UnsupportedError
@@ -13,7 +13,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
 from tpcompiler.ir.program import LEAF_KINDS
 from tpcompiler.ir.text import value_text
-from tpcompiler.runtime.python_names import RENAME, find_unsafe_name
+from tpcompiler.runtime.python_code import WRITE, find_difference
 
 QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
@@ -22,16 +22,14 @@ def refuse_values(program: ExportedProgram) -> None:
     """Check what came from outside, before torch works on it: the state, and what kinds of tensors there are.
 
     Raises:
-        ProgramError: no exported program, its state is not the one that the graph was exported with, or names that
-            torch's Python does not keep apart.
+        ProgramError: no exported program, its state is not the one that the graph was exported with, or one of which
+            torch's Python computes something else.
         UnsupportedError: sparse or quantised tensors, tensor subclasses as inputs.
     """
     if not isinstance(program, ExportedProgram):
         raise ProgramError(
             f"{type(program).__qualname__} is not an exported program", help="pass what torch.export.export returned"
         )
-    if problem := find_unsafe_name(program):
-        raise ProgramError(f"{problem}: the module that torch makes of it is wrong", help=RENAME)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     inputs = {name for name, spec in specs.items() if spec.kind is InputKind.USER_INPUT}
     for node in program.graph.nodes:
@@ -45,6 +43,8 @@ def refuse_values(program: ExportedProgram) -> None:
                 )
         if node.op == "placeholder" and specs[node.name].kind in LEAF_KINDS:
             _check_state(node, specs[node.name], program)
+    if problem := find_difference(program):
+        raise ProgramError(f"{problem}: the module that torch makes of it is wrong", help=WRITE)
 
 
 def _named(node: fx.Node, specs: dict[str, InputSpec]) -> str:
@@ -123,7 +123,7 @@ def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
     """Check what is left after decomposition, in the program's graph without dead code.
 
     Raises:
-        ProgramError: an op changes its operand in place.
+        ProgramError: an op changes its operand in place, or an input that is written has a buffer's name.
         UnsupportedError: higher-order ops other than control flow, custom objects, effects.
     """
     for spec in program.graph_signature.input_specs:
@@ -131,6 +131,13 @@ def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
             raise UnsupportedError(
                 f"input {spec.arg} is a {spec.kind.name.lower()}, which cannot be sharded yet",
                 help="export the model without custom classes and side effects",
+            )
+    state = {*program.state_dict, *program.constants}
+    for written in program.graph_signature.output_specs:
+        if written.kind is OutputKind.USER_INPUT_MUTATION and written.target in state:
+            raise ProgramError(
+                f"the input {written.target!r} is written, and a buffer has its name: torch's module writes to that",
+                help="give one of them another name in the model, and export again",
             )
     for node in all_calls(graph):
         where = edit.source_line(node)

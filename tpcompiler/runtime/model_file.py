@@ -21,7 +21,7 @@ from tpcompiler._torch import is_registered_class, quiet_torch, tree_flatten
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
 from tpcompiler.runtime.opened import Opened
-from tpcompiler.runtime.python_names import RENAME, find_unsafe_name
+from tpcompiler.runtime.python_code import WRITE, find_difference
 
 # A class in the tree of inputs or outputs: JSON in a text of JSON. transformers registers its own on import.
 TREE = re.compile(rb'"(?:in|out)_spec": ?"((?:[^"\\]|\\.)*)"')
@@ -107,8 +107,8 @@ def load_opened(file: Opened) -> ExportedProgram:
     program = torch.export.load(cast(Any, file))
     if problem := _strange_calling(program) or _strange_examples(program):
         raise ArtifactError(f"{file.path}: {problem}", help="export the model again")
-    if problem := find_unsafe_name(program):
-        raise ArtifactError(f"{file.path}: {problem}", help=RENAME)
+    if problem := find_difference(program):
+        raise ArtifactError(f"{file.path}: {problem}", help=WRITE)
     return program
 
 

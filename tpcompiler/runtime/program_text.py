@@ -327,6 +327,10 @@ def _dicts(value: object) -> Iterator[dict[str, Any]]:
         left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
+def _number(text: str) -> str | None:
+    return None if text in ("Infinity", "-Infinity", "NaN") else "has text for a number"
+
+
 def _look_up(module: str, name: str, kind: type) -> None:
     """torch imports the module; one that is imported already runs nothing, and `vars` makes nothing lazy run."""
     if sys.modules.get(module) is None:
@@ -352,8 +356,7 @@ CHECKS: dict[str, Check] = {
     "guards_code": _guard,
     "in_spec": _inputs_tree,
     "out_spec": _outputs_tree,
-    "as_float": lambda text: None if text in ("Infinity", "-Infinity", "NaN") else "has text for a number",
-    "as_floats": lambda text: None if text in ("Infinity", "-Infinity", "NaN") else "has text for a number",
+    **dict.fromkeys(("as_float", "as_floats", "real", "imag"), _number),
     "path_name": lambda text: None if re.fullmatch(r"(weight|tensor)_\d+", text) else "names an entry of another kind",
     **dict.fromkeys(("parameter_name", "buffer_name", "tensor_constant_name", "user_input_name", "fqn"), _path),
     "field_names": _name,

@@ -17,6 +17,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.shares import join
 from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.written_back import find_overwritten
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.rank_file import strides_of, taken_by
 from tpcompiler.soundness.folded import Folded, Unsound, dtype_name, read_claimed
@@ -56,6 +57,8 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
         if spec.target is not None
     }
     by_name = {node.name: node for node in _placeholders(program)}
+    for _, lost, buffer in find_overwritten(program):
+        raise Unsound(lost, f"lies in the memory of {buffer!r}, which is written before it is returned")
     for spec, value in zip(program.graph_signature.output_specs, values, strict=True):
         name = next(names, None) if spec.kind is OutputKind.USER_OUTPUT else None
         if not edit.is_tensor(value):

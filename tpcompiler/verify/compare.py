@@ -19,6 +19,7 @@ from tpcompiler.ir.bodies import has_bodies
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.refused import refuse_hollow
+from tpcompiler.ir.written_back import find_overwritten, keep_old_values
 from tpcompiler.printed import one_line
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.verify.judge import (
@@ -375,7 +376,7 @@ def runnable(program: ExportedProgram) -> ExportedProgram:
     """The program as the user exported it, to be the reference; a functional copy where `simulate` wants one."""
     graphs = [each.graph for each in program.graph_module.modules() if isinstance(each, fx.GraphModule)]
     runs = program.dialect != "TRAINING" or all(_runs(node) for graph in graphs for node in graph.nodes)
-    return program if runs else functional_copy(program)
+    return program if runs and not any(find_overwritten(program)) else keep_old_values(functional_copy(program))
 
 
 def _runs(node: fx.Node) -> bool:

@@ -1,0 +1,264 @@
+"""Whether the Python that torch writes for a program computes what its graph says.
+
+`ExportedProgram.module()` makes the state attributes of a module, writes the graph as Python, and runs that; the judges
+read the graph. The two can differ, by names (an argument hides a global of its name, Python takes two spellings of an
+identifier for one, a value called `self` hides the module) and by literals (`-1 ** n`, `infj`). So the Python is read
+back here, by Python's own parser and rules of scope, statement by statement: each must be the node that it was written
+for. Nothing of it is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from tpcompiler._torch import aten
+
+WRITE = "give what is named so another name in the model, or write the constant in another way, and export again"
+LIFTED = {InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
+WRITTEN = {OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION}
+GUARDS = "_guards_fn"  # the attribute in which torch puts a module of its own
+VALUES = {torch.device, complex, slice, torch.Size}  # called with literals, they are literals
+OPERATORS: dict[type[ast.AST], Any] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.MatMult: operator.matmul,
+    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+    ast.LShift: operator.lshift, ast.RShift: operator.rshift, ast.BitAnd: operator.and_, ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor, ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
+
+
+class Otherwise(Exception):
+    """The module is not what the graph says; the text says where."""
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """`self` and a path of attributes."""
+
+    path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of `forward`, before torch has flattened it."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    function: object
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def find_difference(program: ExportedProgram) -> str:
+    """What the module of the program does otherwise than its graph says: the first such thing, or nothing."""
+    if both := sorted(program.state_dict.keys() & program.constants.keys()):
+        return f"{both[0]!r} is in the state and in the constants"
+    try:
+        module = program.module(check_guards=False)
+    except Exception as error:  # whatever Python's compiler or torch raises at such names
+        return f"torch cannot make a module of it: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+    try:
+        _read_state(program, module)
+        for part in module.modules():
+            if isinstance(part, fx.GraphModule):
+                _Reader(part).read()
+    except Otherwise as difference:
+        return str(difference)
+    return ""
+
+
+def _read_state(program: ExportedProgram, module: fx.GraphModule) -> None:
+    """That each attribute is the tensor of its name, and each write goes where the signature says."""
+    signature = program.graph_signature
+    for spec in signature.input_specs:
+        if spec.kind in LIFTED:
+            held = program.state_dict.get(str(spec.target), program.constants.get(str(spec.target)))
+            if not _same_tensor(operator.attrgetter(str(spec.target))(module), held):
+                raise Otherwise(f"torch puts another tensor in the place of {spec.target!r}")
+    if any(node.op == "get_attr" and node.target == GUARDS for node in program.graph.nodes):
+        raise Otherwise(f"torch puts a module of its own in the place of {GUARDS!r}")
+    copies = [node for node in module.graph.nodes if node.target is aten.copy_.default]
+    written = [spec for spec in signature.output_specs if spec.kind in WRITTEN]
+    for spec, copy in zip(written, copies[len(copies) - len(written) :], strict=True):
+        into = copy.args[0]
+        kind = "placeholder" if spec.kind is OutputKind.USER_INPUT_MUTATION else "get_attr"
+        if (into.op, into.target) != (kind, spec.target):
+            raise Otherwise(f"torch writes to another tensor of the name {spec.target!r}")
+
+
+def _same_tensor(one: Any, other: Any) -> bool:
+    return (
+        isinstance(one, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and (one is other or (one.untyped_storage()._cdata == other.untyped_storage()._cdata))
+    )
+
+
+class _Reader:
+    """Reads the Python of one graph: what each name stands for is a node, or what comes before the nodes."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.globals = {**vars(builtins), **type(module).forward.__globals__}
+        function = next(each for each in ast.parse(module.code).body if isinstance(each, ast.FunctionDef))
+        self.body = function.body
+        nodes = list(module.graph.nodes)
+        self.inputs = [node for node in nodes if node.op == "placeholder"]
+        self.left = [node for node in reversed(nodes) if node.op != "placeholder"]
+        first, *names = (each.arg for each in function.args.args)
+        flat = not isinstance(module.graph._codegen, fx.graph._PyTreeCodeGen)
+        self.values: dict[str, Any] = {first: Attribute()}
+        self.values |= zip(names, self.inputs if flat else map(Argument, names), strict=flat)
+        # Python: a name that is bound anywhere in a function is the function's own everywhere in it.
+        bound = (each for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+        self.own = {each.id for each in bound} | self.values.keys()
+
+    def read(self) -> None:
+        for statement in self.body:
+            try:
+                self._statement(statement)
+            except (Otherwise, LookupError, TypeError, AttributeError, ValueError):
+                said = ast.unparse(statement)[:200]
+                raise Otherwise(f"torch's Python for it has `{said}`, which is not what its graph says") from None
+        if self.left:
+            raise Otherwise(f"torch's Python has no {self.left[-1].name!r}")
+
+    def _statement(self, statement: ast.stmt) -> None:
+        match statement:
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=value):  # torch flattens the arguments
+                self._flattened(self._value(value))
+                bound = [name.id for name in names if isinstance(name, ast.Name)]
+                self.values |= zip(bound, self.inputs, strict=True)
+            case ast.Assign(targets=names, value=ast.Constant(value=None)):  # and drops what is not needed any more
+                for name in names:
+                    assert isinstance(name, ast.Name)
+                    del self.values[name.id]
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
+                found = self._value(value)
+                if isinstance(found, Call | Attribute):
+                    found = self._next(found, name)
+                self.values[name] = found
+            case ast.AnnAssign(value=None) | ast.Pass():
+                pass
+            case ast.Return(value=ast.expr() as value):
+                self._next(self._value(value))
+            case _:
+                raise Otherwise
+
+    def _next(self, found: Any, name: str = "") -> fx.Node:
+        """The node that the statement is for."""
+        node: fx.Node = self.left.pop()
+        match node.op:
+            case "get_attr":
+                said: Any = Attribute(tuple(str(node.target).split(".")))
+            case "call_function":
+                said = Call(node.target, node.args, node.kwargs)
+            case "call_module":
+                said = Call(Attribute(tuple(str(node.target).split("."))), node.args, node.kwargs)
+            case "output":
+                if isinstance(found, Call) and found.args[1:] == (Attribute(("_out_spec",)),):
+                    found = found.args[0]
+                (said,), name = node.args, node.name
+            case _:
+                raise Otherwise
+        if node.name != name or not _same(found, said):
+            raise Otherwise
+        return node
+
+    def _flattened(self, found: Any) -> None:
+        """That each argument goes under its own name into what is flattened."""
+        given, spec = found.args
+        args, kwargs = given if isinstance(given, tuple) else (given, {})
+        names = [value.name for value in (*args, *kwargs.values())]
+        if spec != Attribute(("_in_spec",)) or names != list(self.values)[1:] or names[len(args) :] != list(kwargs):
+            raise Otherwise
+
+    def _value(self, read: ast.expr) -> Any:
+        match read:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self.values[name] if name in self.own else self.globals[name]
+            case ast.Tuple(elts=parts):
+                return tuple(map(self._value, parts))
+            case ast.List(elts=parts):
+                return [*map(self._value, parts)]
+            case ast.Dict(keys=keys, values=values):
+                return {self._value(k): self._value(v) for k, v in zip(keys, values, strict=True) if k is not None}
+            case ast.Attribute(value=of, attr=name):
+                return _attribute(self._value(of), name)
+            case ast.Subscript(value=of, slice=at):
+                return Call(operator.getitem, (self._value(of), self._value(at)))
+            case ast.UnaryOp(op=sign, operand=operand):
+                value = self._value(operand)
+                if isinstance(sign, ast.USub) and type(value) in (int, float, complex):
+                    return -value
+                return Call(OPERATORS[type(sign)], (value,))
+            case ast.BinOp(left=left, op=sign, right=right):
+                return _result(OPERATORS[type(sign)], self._value(left), self._value(right))
+            case ast.Compare(left=left, ops=[sign], comparators=[right]):
+                return Call(OPERATORS[type(sign)], (self._value(left), self._value(right)))
+            case ast.Call(func=function, args=args, keywords=keywords):
+                made = Call(
+                    self._value(function),
+                    tuple(map(self._value, args)),
+                    {str(each.arg): self._value(each.value) for each in keywords},
+                )
+                if made.function is getattr and isinstance(made.args[0], Attribute):
+                    return _attribute(*made.args)
+                return made.function(*made.args, **made.kwargs) if made.function in VALUES else made
+        raise Otherwise
+
+
+def _attribute(of: Any, name: str) -> Any:
+    if isinstance(of, Attribute):
+        return Attribute((*of.path, name))
+    if isinstance(of, fx.Node | Argument | Call):
+        raise Otherwise
+    return getattr(of, name)
+
+
+def _result(function: Any, left: Any, right: Any) -> Any:
+    """Of `(1+2j)` the number, of all else the call."""
+    if function in (operator.add, operator.sub) and type(right) is complex and type(left) in (int, float):
+        return complex(function(left, right))
+    return Call(function, (left, right))
+
+
+def _same(found: Any, said: Any) -> bool:
+    if isinstance(said, fx.Node):
+        return found is said
+    if isinstance(said, Call):
+        return (
+            isinstance(found, Call)
+            and found.function == said.function
+            and _same(found.args, said.args)
+            and _same(found.kwargs, said.kwargs)
+        )
+    if isinstance(said, slice):
+        return isinstance(found, slice) and _same(
+            [found.start, found.stop, found.step], [said.start, said.stop, said.step]
+        )
+    if isinstance(said, dict):
+        return isinstance(found, dict) and list(found) == list(said) and _same([*found.values()], [*said.values()])
+    if isinstance(said, list | tuple):
+        kind = tuple if isinstance(said, tuple) else list
+        return isinstance(found, kind) and len(found) == len(said) and all(map(_same, found, said))
+    # Numbers by their text, which tells -0.0 from 0.0, and a NaN from nothing but other numbers.
+    alike = repr(found) == repr(said) if isinstance(said, float | complex) else found == said
+    return type(found) is type(said) and bool(alike)
