@@ -84,12 +84,15 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
     return keep_old_values(made)
 
 
-def _norm(x: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **named: Any) -> Any:
+def _norm(
+    x: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     """The euclidean norm as the root of a sum, of which ranks can hold shares; narrow floats are summed in float32."""
-    if ord != 2 or x.is_complex() or named.get("dtype"):
+    made = dtype or x.dtype
+    if ord != 2 or made.is_complex or x.is_complex():
         return NotImplemented
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * wide).sum(list(range(x.ndim)) if dim is None else dim, keepdim).sqrt().to(x.dtype)
+    wide = x.to(torch.promote_types(made, torch.float32))
+    return (wide * wide).sum(list(range(x.ndim)) if dim is None else dim, keepdim).sqrt().to(made)
 
 
 def _attention(q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, *rest: Any, **named: Any) -> Any:

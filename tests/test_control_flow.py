@@ -75,7 +75,7 @@ def program_of(function: Callable[..., Any], x: torch.Tensor = X, **options: Any
     return exported(Net(function, side=nn.Linear(8, 8)), x, **options)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_rank_runs_the_whole_body(function: Callable[..., Any], world: int, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_planned_weight_in_a_body(function: Callable[..., Any]) -> None:
     assert "pin 'side.weight' to R (" in said
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("function", [choose, choose_twice, accumulate, by_row])
 def test_dynamic_sizes(function: Callable[..., Any], tmp_path: Path) -> None:
     program = program_of(function, dynamic_shapes=(((Dim("batch", min=4, max=64), None),),))

@@ -142,7 +142,7 @@ def from_file(program: ExportedProgram) -> ExportedProgram:
     return torch.export.load(file)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize(("dynamic", "dialect", "name"), list(itertools.product((False, True), DIALECTS, MODELS)))
 def test_equal_numbers_and_collectives(name: str, dialect: str, dynamic: bool) -> None:
     _, make, dims, plan, kinds = MODELS[name]
@@ -159,7 +159,7 @@ def wire_bytes(made: tpcompiler.ParallelProgram, why: str) -> list[int]:
     return [c.wire_bytes for c in made.collectives() if c.why == why]
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_llama(dialect: str, dynamic: bool) -> None:

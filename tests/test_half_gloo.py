@@ -18,6 +18,7 @@ from tpcompiler.verify.simulate import simulate
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_two_processes_answer_as_the_simulation(dtype: torch.dtype, tmp_path: Path) -> None:
     """gloo sums halves as the simulator does, but for a rounding; without the sums the answer is off by 0.3 or more."""

@@ -37,6 +37,7 @@ def converted(world: int) -> ProgramSet:
     return tpcompiler.parallelize(exported(), world, PLAN)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_step_reads_what_the_prompt_wrote(world: int) -> None:
     """8 ranks share 4 kv heads, in both programs alike."""

@@ -86,6 +86,7 @@ def test_pairs(model: nn.Module, x: torch.Tensor, expected: dict[str, str]) -> N
     assert bool(expected) == bool(program.collectives())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "t5", "minilm"])
 def test_what_a_person_would_write(name: str) -> None:

@@ -30,7 +30,7 @@ class Doubled(torch.nn.Module):
         return x * 2, x + self.shift
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("world", [2, 4])

@@ -8,11 +8,13 @@ import pytest
 
 from tests.op_db import page
 from tests.op_db.page import LINES, PAGE, RESULTS, Entry, read_lines, registry
+from tpcompiler._torch import MISSING
 
 CALL = {"call": "f", "op": "aten.f.default"}
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
+@pytest.mark.skipif(bool(MISSING), reason="the page has the ops of torch 2.13, and this torch lacks some of them")
 def test_the_page_is_fresh() -> None:
     """If not: python -m tools.op_coverage page"""
     assert PAGE.read_text(encoding="utf-8") == page.page(json.loads(RESULTS.read_text(encoding="utf-8")))

@@ -72,12 +72,14 @@ def test_a_few_blocks_and_parts() -> None:
     assert wrong(["[R, R]", BLOCKS[5], BLOCKS[8], PARTS[4], PARTS[6]], SQUARE, (12, 4)) == []
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("mesh", "shape"), [(SQUARE, (12, 6)), (SQUARE, (1, 7)), (WIDE, (5, 3))], ids=str)
 def test_every_plain_change(mesh: Mesh, shape: tuple[int, ...]) -> None:
     """Even, uneven, and with ranks that hold nothing."""
     assert wrong([*PLAIN, *NESTED], mesh, shape, every=11) == []
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mesh", [SQUARE, WIDE], ids=str)
 @pytest.mark.parametrize("texts", [BLOCKS, PARTS], ids=["blocks", "parts"])
 def test_every_change_of_blocks_and_parts(texts: list[str], mesh: Mesh) -> None:

@@ -64,7 +64,7 @@ def converted(heads: int, groups: int, world: int, packed: bool, dynamic: bool) 
     return tpcompiler.parallelize(export(model, (X,), dynamic_shapes=sizes), world, PACKED if packed else SEPARATE)
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(13)
 @pytest.mark.parametrize(("sizes", "packed", "dynamic"), list(itertools.product(HEADS, (False, True), (False, True))))
 def test_one_sum(sizes: tuple[int, int, int], packed: bool, dynamic: bool) -> None:
     heads, groups, world = sizes

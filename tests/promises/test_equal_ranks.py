@@ -40,7 +40,7 @@ def apart(found: dict[str, list[torch.Tensor]]) -> list[str]:
     ]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", NAMES)

@@ -72,6 +72,7 @@ def digest(program: ExportedProgram) -> str:
     return hashlib.sha256(file.getvalue()).hexdigest()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", [None, LLAMA.dims], ids=["static", "dynamic"])
 def test_the_original_is_not_changed(dims: object) -> None:

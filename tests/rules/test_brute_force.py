@@ -9,10 +9,12 @@ import torch
 from torch.distributed.tensor import Partial
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
+from tests.long import some
 from tests.rules.sample import Sample, call, ids, node_of, t
 from tests.rules.samples import SAMPLES
 from tests.rules.wrong_reductions import WRONG_REDUCTIONS
 from tests.rules.wrong_rules import WRONG_ON_SPACE_AND_STRUCTURE
+from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import WHOLE, Sharding
@@ -34,14 +36,15 @@ def test_shards_make_the_whole(sample: Sample) -> None:
     rule = rule_of(node)
     assert rule is not None
     torch.manual_seed(0)
-    ran = {what for degree in (2, 3, 4) for what in check(node, rule, degree)}
+    ran = {what for degree in some((2, 4, 3), 2) for what in check(node, rule, degree)}
     free = {factor for factor in rule.factors if factor not in rule.pattern.whole and rule.extent[factor] > 1}
     assert {f"{factor} cut" for factor in free} <= ran
 
 
 def test_every_registered_op_has_a_sample() -> None:
     """But for the kernels of a GPU, whose rule is executed on that of the CPU (and read in test_attention.py)."""
-    assert {str(target) for target in _RULES} - set(map(str, KERNELS)) <= {str(sample.target) for sample in SAMPLES}
+    ruled = {str(target) for target in _RULES if isinstance(target, OpOverload)}  # a later torch may lack some
+    assert ruled - set(map(str, KERNELS)) <= {str(sample.target) for sample in SAMPLES}
 
 
 @pytest.mark.parametrize("sample", RULED, ids=str)

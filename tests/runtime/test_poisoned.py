@@ -87,6 +87,7 @@ def test_a_poisoned_file_runs_nothing(
     assert marker.exists() == fires
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("poison", "said"), ENDLESS, ids=[poison.__name__ for poison, _ in ENDLESS])

@@ -46,6 +46,7 @@ def test_a_sound_artifact(name: str, tmp_path: Path) -> None:
     assert report.counts["graphs"] == (1 if name in ("images", "choose") else report.counts["graphs"])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_ranks_without_heads(packed: bool, dynamic: bool, tmp_path: Path) -> None:

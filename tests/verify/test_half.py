@@ -41,7 +41,7 @@ def without_each(program: ParallelProgram, x: torch.Tensor) -> list[tuple[str, V
     return out
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dynamic", [False, True])

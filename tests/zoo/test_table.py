@@ -24,6 +24,7 @@ def test_a_row_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert "2G = 2G" in line
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("wrong", "shown"),
     [
