@@ -44,17 +44,16 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
     symbols = symbols_of(node.meta.get("val") for node in graph.nodes)  # torch leaves some that nothing uses
     mode = fake_mode_of(graph)
     ranges = {s: source.range_constraints[s] if s in source.range_constraints else size_range(mode, s) for s in symbols}
-    constants = {**source.constants, **_of_kind(signature, program, constant=True)}
     return ExportedProgram(
         root=root,
         graph=graph,
         graph_signature=signature,
-        # Not what no input takes: a strict export keeps a tied weight, whole, under its other name too.
+        # Not what no input takes: torch keeps a tied weight, or a tensor that layers share, under all its names.
         state_dict=_of_kind(signature, program, constant=False),
         range_constraints={s: ranges[s] for s in sorted(symbols, key=str)},
         module_call_graph=[dataclasses.replace(e, signature=copy.copy(e.signature)) for e in source.module_call_graph],
         example_inputs=_local_examples(program),
-        constants=constants,
+        constants={**_of_kind(signature, program, constant=True)},
         verifiers=source.verifiers,
     )
 

@@ -23,7 +23,7 @@ from tests.trust.damage import Artifact, claim
 from tpcompiler.runtime.artifact import MANIFEST, rank_file, read_manifest, sha256
 from tpcompiler.runtime.rank_file import read_rank
 from tpcompiler.soundness.check import check_programs
-from tpcompiler.soundness.written import written
+from tpcompiler.soundness.written import read_ranks, written
 from tpcompiler.verify.simulate import simulate
 
 aten = torch.ops.aten
@@ -260,6 +260,7 @@ def test_an_output_in_the_memory_of_what_is_written(out: Path, model: ExportedPr
         edit(out, rank, "models/model.json", change)
     report = tpcompiler.api.verify_artifact(out, model, (X,), then=[(X + 1,)])
     assert [each.name for each in report.outputs if not each.ok] == ["call 1: 0", "call 2: 0"]
+    assert any("lies in the memory of 'k'" in finding for finding in tpcompiler.check(out, model).findings)
 
 
 def test_two_nodes_of_one_name(out: Path, model: ExportedProgram) -> None:
@@ -274,6 +275,59 @@ def test_two_nodes_of_one_name(out: Path, model: ExportedProgram) -> None:
     for rank in range(2):
         edit(out, rank, "models/model.json", lambda data, rank=rank: change(data, rank == 1))
     assert any("different programs" in finding for finding in tpcompiler.check(out, model).findings)
+
+
+def test_an_argument_that_stands_twice(out: Path, model: ExportedProgram) -> None:
+    """torch takes the last; what makes rank 1's graph of rank 0's may not take the first."""
+
+    def change(data: Any, right: int) -> None:
+        nodes = data["graph_module"]["graph"]["nodes"]
+        minus = next(node for node in nodes if node["inputs"][-1]["arg"] == {"as_int": 3})
+        taken = minus["inputs"][-1]
+        minus["inputs"][-1:] = [{**taken, "arg": {"as_int": right}}, {**taken, "arg": {"as_int": 5}}]
+
+    for rank in range(2):
+        edit(out, rank, "models/model.json", lambda data, rank=rank: change(data, 3 if rank else 5))
+    first, second = read_ranks(out, read_manifest(out))
+    assert [str(node.args) for node in first.program.graph.nodes] == [str(n.args) for n in second.program.graph.nodes]
+
+
+class Counted(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.c(self.a(x))) + torch.arange(8)
+
+
+def test_a_device_that_is_not_the_artifacts(tmp_path: Path) -> None:
+    out, model = tmp_path / "out", export(Counted(), (X,))
+    tpcompiler.parallelize(model, 2, {"a": "colwise", "c": "rowwise"}).save(out)
+    assert tpcompiler.check(out, model).ok
+
+    def change(data: Any) -> None:
+        text = json.dumps(data["graph_module"]["graph"]["nodes"])
+        assert '"type": "cpu"' in text
+        data["graph_module"]["graph"]["nodes"] = json.loads(text.replace('"type": "cpu"', '"type": "cuda"'))
+
+    for rank in range(2):
+        edit(out, rank, "models/model.json", change)
+    for judge in (tpcompiler.check, lambda out, model: tpcompiler.api.verify_artifact(out, model, (X,))):
+        with pytest.raises(tpcompiler.ArtifactError, match="names the device 'cuda', and the manifest says 'cpu'"):
+            judge(out, model)
+
+
+@pytest.mark.parametrize("examples", [((), {}), ((X, X), {}), (([X],), {}), ((X,), {"other": X})], ids=str)
+@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=str)
+def test_examples_that_are_no_arguments(ranks: list[int], examples: Any, out: Path, model: ExportedProgram) -> None:
+    """torch's module makes its input checks of them, and cannot."""
+    manifest = json.loads((out / MANIFEST).read_text())
+    for rank in ranks:
+        path = out / rank_file(rank)
+        program = torch.export.load(path)
+        program._example_inputs = examples
+        torch.export.save(program, path)
+        manifest["files"][path.name] = sha256(path)
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(tpcompiler.ArtifactError, match="rank_"):
+        tpcompiler.check(out, model)
 
 
 @pytest.mark.parametrize("number", [3.0, True], ids=repr)

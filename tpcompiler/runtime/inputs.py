@@ -17,7 +17,7 @@ from safetensors.torch import load, save, save_file
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 
-from tpcompiler._torch import tree_flatten, tree_unflatten
+from tpcompiler._torch import TreeSpec, tree_flatten, tree_unflatten
 from tpcompiler.errors import ArtifactError, InputsError
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.target import reason, refuse_full_disk, replacing
@@ -84,6 +84,12 @@ def arrange_inputs(
     return args, kwargs
 
 
+def keywords_of(spec: TreeSpec) -> list[str]:
+    """The names of the keyword arguments, in the order of the flat arguments."""
+    names = spec.child(1).context if hasattr(spec, "child") else spec.children_specs[1].context
+    return list(names)
+
+
 def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The user's arguments in the program's flat order, keyword arguments reordered.
 
@@ -93,7 +99,7 @@ def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mappin
     spec = program.call_spec.in_spec
     if spec is None:
         return list(args)
-    names = spec.child(1).context if hasattr(spec, "child") else spec.children_specs[1].context
+    names = keywords_of(spec)
     if set(names) != set(kwargs):
         raise InputsError(
             f"the program takes keyword arguments {sorted(names)}, got {sorted(kwargs)}", help="pass exactly these"

@@ -16,6 +16,7 @@ from tpcompiler._torch import group_is_registered, register_group, resolve_group
 from tpcompiler.errors import ArtifactError, LaunchError
 from tpcompiler.runtime.agree import RESTART, WAIT, agreeing, artifact_facts, input_facts, named_failures
 from tpcompiler.runtime.artifact import Manifest, misfit_of, programs_in, read_manifest
+from tpcompiler.runtime.backends import refuse_unsendable
 from tpcompiler.runtime.inputs import named_inputs
 from tpcompiler.runtime.leave import destroy_at_exit, release_default_group
 from tpcompiler.runtime.place import place_state
@@ -61,6 +62,7 @@ def load(
         ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
         LaunchError: not started by torchrun, another world size or rank, a group name that is taken, no GPU for this
             process, or another rank that has failed, is missing, or has something else.
+        UnsupportedError: a collective that the backend does not have for its dtype.
     """
     names = programs_in(directory)
     if misfit := misfit_of({name: read_manifest(Path(directory) / name) for name in names}):
@@ -96,6 +98,7 @@ def _exported(
         )
     with agreeing(timeout) as mine:
         exported = read_rank(directory, manifest, here, trust=trust)
+        refuse_unsendable(exported, dist.get_backend())
         mine.update(artifact_facts(manifest))
     with named_failures():
         _register_groups(manifest, timeout)

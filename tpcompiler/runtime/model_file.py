@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from tpcompiler._torch import is_registered_class, quiet_torch, tree_flatten
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
+from tpcompiler.runtime.inputs import keywords_of
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.python_code import WRITE, find_difference
 
@@ -181,8 +182,20 @@ def _strange_examples(program: ExportedProgram) -> str:
         and isinstance(examples[0], (tuple, list))
         and isinstance(examples[1], dict)
     ):
+        if examples is not None and not _fit(program, *examples):
+            return "its example inputs are not the arguments that its program takes"
         return _strange_texts(program, tree_flatten(examples)[0])
     return f"its example inputs are of type {type(examples).__name__}, and no (args, kwargs)"
+
+
+def _fit(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether these are arguments of the program; torch's module makes its input checks of them."""
+    spec = program.call_spec.in_spec
+    assert spec is not None
+    names = keywords_of(spec)
+    if set(names) != set(kwargs):
+        return False
+    return bool(tree_flatten((tuple(args), {name: kwargs[name] for name in names}))[1] == spec)
 
 
 def _strange_texts(program: ExportedProgram, examples: Sequence[Any]) -> str:

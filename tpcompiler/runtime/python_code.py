@@ -67,7 +67,7 @@ def find_difference(program: ExportedProgram) -> str:
     if both := sorted(program.state_dict.keys() & program.constants.keys()):
         return f"{both[0]!r} is in the state and in the constants"
     try:
-        module = program.module(check_guards=False)
+        module = program.module()
     except Exception as error:  # whatever Python's compiler or torch raises at such names
         return f"torch cannot make a module of it: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
     try:

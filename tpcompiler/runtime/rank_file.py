@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
-from tpcompiler._torch import tree_names
+from tpcompiler._torch import tree_flatten, tree_names
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import Manifest, open_checked
 from tpcompiler.runtime.model_file import load_opened, looked_into
@@ -33,7 +34,7 @@ def read_rank(
             other inputs or outputs than the manifest's.
     """
     with open_rank(directory, manifest, rank, trust=trust) as file:
-        program = load_opened(file)
+        program = load_rank(file, manifest)
     _check_tensors(program, manifest, file.path)
     _check_boundary(program, manifest, file.path)
     return program
@@ -50,6 +51,25 @@ def open_rank(
     """
     with open_checked(directory, manifest, rank) as file, looked_into(file, trust=trust):
         yield file
+
+
+def load_rank(file: Opened, manifest: Manifest) -> ExportedProgram:
+    """The program in what `open_rank` gave.
+
+    Raises:
+        ArtifactError: as `load_opened`; it names another device than the manifest.
+    """
+    program = load_opened(file)
+    found: set[str] = set()
+    for part in program.graph_module.modules():
+        if isinstance(part, fx.GraphModule):
+            named = tree_flatten([(node.args, node.kwargs) for node in part.graph.nodes])[0]
+            found |= {value.type for value in named if isinstance(value, torch.device)}
+    if other := sorted(found - {manifest.device_type}):
+        raise ArtifactError(
+            f"{file.path} names the device {other[0]!r}, and the manifest says {manifest.device_type!r}", help=AGAIN
+        )
+    return program
 
 
 def _check_tensors(program: ExportedProgram, manifest: Manifest, path: Path) -> None:

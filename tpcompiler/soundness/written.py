@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
+import pickle
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import guards_of, read_archive_state
+from tpcompiler._torch import OpOverload, guards_of, read_archive_state, tree_flatten
 from tpcompiler.ir import edit
 from tpcompiler.runtime.archive import TENSORS
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.model_file import load_opened
 from tpcompiler.runtime.opened import Opened
-from tpcompiler.runtime.rank_file import open_rank
+from tpcompiler.runtime.rank_file import load_rank, open_rank
 
 GRAPH = "models/model.json"
 ARGUMENTS = ("as_int", "as_ints", "as_float", "as_tensor")  # what may differ where nothing else does
@@ -74,7 +76,7 @@ def read_ranks(
             if name in known:
                 found.append(Written(known[name], read_archive_state(file.path, file), guards[name]))
                 continue
-            whole = load_opened(file)
+            whole = load_rank(file, manifest)
         known[name], guards[name] = prepare(whole), guards_of(whole)
         if first is None and text is not None:
             first = text, known[name]
@@ -103,11 +105,18 @@ def _rest(file: Opened) -> tuple[dict[str, bytes], dict[str, object]] | None:
                     rows = json.loads(archive.read(name))["config"].items()
                     parameters.update({tensor: row["is_param"] for tensor, row in rows})
                 elif entry != GRAPH and not entry.startswith(".data/") and not TENSORS.fullmatch(entry):
-                    # `.data/` has a hash of the whole, and equal examples may be pickled differently
-                    entries[entry] = archive.read(name) if "sample_inputs" not in entry else b""
+                    # `.data/` has a hash of the whole. Of examples only the structure matters.
+                    entries[entry] = archive.read(name)
+                    if "sample_inputs" in entry:
+                        entries[entry] = _structure(entries[entry])
         return entries, parameters
-    except (zipfile.BadZipFile, ValueError, LookupError, TypeError, AttributeError, OSError):
+    except (zipfile.BadZipFile, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, OSError):
         return None
+
+
+def _structure(pickled: bytes) -> bytes:
+    examples = torch.load(io.BytesIO(pickled), weights_only=True) if pickled else None
+    return str(tree_flatten(examples)[1]).encode()
 
 
 def _are_alike(one: tuple[Any, Any] | None, other: tuple[Any, Any] | None) -> bool:
@@ -132,18 +141,20 @@ def _like(program: ExportedProgram, text: Any, other: Any) -> ExportedProgram | 
         if (
             _text(same[0]) != _text(same[1])
             or node is None
+            or not isinstance(node.target, OpOverload)
             or str(node.target) != str(one["target"]).removeprefix("torch.ops.")
         ):
             return None
         for before, after in zip(one["inputs"], two["inputs"], strict=True):
             if _text(before["arg"]) == _text(after["arg"]):
                 continue
-            ((form, value),) = after["arg"].items()
-            if form == "as_tensor":
-                value = by_name.get(value["name"])
-            if form not in ARGUMENTS or set(before["arg"]) != {form} or value is None:
+            name, old, new = str(before["name"]), _read(before["arg"], by_name), _read(after["arg"], by_name)
+            # One that torch has read otherwise stands twice among them, or in another place.
+            if old is None or new is None or type(old) is not type(new) or edit.bound(node).get(name) != old:
                 return None
-            edit.set_argument(node, str(before["name"]), value)
+            if [each["name"] for each in one["inputs"]].count(name) != 1:
+                return None
+            edit.set_argument(node, name, new)
     return ExportedProgram(
         root=fx.GraphModule(program.graph_module, graph),
         graph=graph,
@@ -154,6 +165,14 @@ def _like(program: ExportedProgram, text: Any, other: Any) -> ExportedProgram | 
         constants=program.constants,
         verifiers=program.verifiers,
     )
+
+
+def _read(argument: Any, by_name: Mapping[str, fx.Node]) -> Any:
+    """What torch makes of an argument that may differ; None for one of another form."""
+    ((form, value),) = argument.items()
+    if form == "as_tensor":
+        return by_name.get(value["name"])
+    return value if form in ARGUMENTS else None
 
 
 def _text(data: Any) -> str:

@@ -32,6 +32,7 @@ from tpcompiler.verify.judge import (
     largest_difference,
     largest_magnitude,
     scale_and_noise,
+    widened,
 )
 from tpcompiler.verify.promote import Promoted, promoted
 from tpcompiler.verify.simulate import RankResult, simulate
@@ -300,7 +301,7 @@ def _refuse_nothing_finite(outputs: Sequence[Any], names: Sequence[str]) -> None
         InputsError: no output that is rounded has one finite number.
     """
     rounded = {n: v for n, v in zip(names, outputs, strict=False) if isinstance(v, torch.Tensor) and is_rounded(v)}
-    if any(not value.numel() or value.isfinite().any() for value in rounded.values()) or not rounded:
+    if any(not value.numel() or widened(value).isfinite().any() for value in rounded.values()) or not rounded:
         return
     count = sum(value.numel() for value in rounded.values())
     raise InputsError(

@@ -74,10 +74,10 @@ def difference(
     if not is_rounded(want):
         wrong = max(float((w != want).sum()) for w in whole)
         return Difference(name, wrong, wrong, 0.0, wrong == 0, counted=True)
+    epsilon = torch.finfo(want.dtype).eps
     largest, verdicts = 0.0, []
     for band in _bands(exact):
         scale, noise = scale_and_noise(want[band], exact[band])
-        epsilon = torch.finfo(want.dtype).eps
         tolerance = max(SPREAD * noise, FLOOR * epsilon)
         if noise * scale > ROUNDED * epsilon * magnitude:
             tolerance = min(tolerance, CEILING)
@@ -85,7 +85,7 @@ def difference(
         largest = max(largest, off)
         verdicts.append((off / scale / tolerance, off / scale, tolerance))
     _, rel, tolerance = max(verdicts)
-    return Difference(name, largest, rel, tolerance, rel <= tolerance, finite=bool(want.isfinite().any()))
+    return Difference(name, largest, rel, tolerance, rel <= tolerance, finite=bool(widened(want).isfinite().any()))
 
 
 def _bands(exact: torch.Tensor) -> list[torch.Tensor]:
@@ -101,23 +101,25 @@ def _bands(exact: torch.Tensor) -> list[torch.Tensor]:
 
 def scale_and_noise(want: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
     """The largest magnitude, and the rounding error relative to it, of what is finite."""
+    want, exact = widened(want), widened(exact)
     finite = want.isfinite() & exact.isfinite()
     if not finite.any():
         return 1.0, 0.0
     scale = float(max(exact[finite].abs().amax(), want[finite].abs().amax())) or 1.0
-    return scale, float((_wide(want[finite]) - _wide(exact[finite])).abs().amax()) / scale
+    return scale, float((want[finite] - exact[finite]).abs().amax()) / scale
 
 
 def largest_magnitude(values: Iterable[Any]) -> float:
     """Of the finite numbers in the tensors that are rounded, 0 where there is none."""
     rounded = (value.detach() for value in values if isinstance(value, torch.Tensor) and is_rounded(value))
-    return max((float(v.abs().nan_to_num(0.0, 0.0, 0.0).amax()) for v in rounded if v.numel()), default=0.0)
+    return max((float(widened(v).abs().nan_to_num(0.0, 0.0, 0.0).amax()) for v in rounded if v.numel()), default=0.0)
 
 
 def largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:
     """The largest difference; equal infinities and NaNs in the same places are equal."""
+    got, want = widened(got), widened(want)
     same = (got == want) | (got.isnan() & want.isnan())
-    apart = torch.where(same, 0.0, (_wide(got) - _wide(want)).abs())
+    apart = torch.where(same, 0.0, (got - want).abs())
     return float(apart.nan_to_num(nan=float("inf")).amax())
 
 
@@ -125,5 +127,6 @@ def is_rounded(value: torch.Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def _wide(value: torch.Tensor) -> torch.Tensor:
+def widened(value: torch.Tensor) -> torch.Tensor:
+    """In double precision: of float8 torch cannot even say what is finite."""
     return value.to(torch.complex128 if value.is_complex() else torch.float64)
