@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
+import tpcompiler
 from passes.build_rank_program import build_rank_program
 from passes.shard_state import shard_state
 from tests.passes.models import MEGATRON, Mlp
@@ -93,3 +95,25 @@ def test_a_buffer_that_is_not_saved_stays_a_constant() -> None:
     program = built(module, (X,), {"w": "S(1)"})
     assert list(program.state_dict) == ["w"]
     assert list(program.constants["table"].shape) == [3]
+
+
+class Shared(nn.Module):
+    """Layers that share a tensor which is no buffer."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(8, 16), nn.Linear(16, 8), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu()) * self.scale
+
+
+def test_a_tensor_that_layers_share(tmp_path: Path) -> None:
+    """torch keeps it under each of its names, and takes one."""
+    scale, x = torch.randn(8), torch.randn(4, 8)
+    exported = torch.export.export(nn.Sequential(Shared(scale), Shared(scale)), (x,))
+    assert len(exported.constants) == 2
+    made = tpcompiler.parallelize(exported, 2, {"*.up": "colwise", "*.down": "rowwise"})
+    made.save(tmp_path / "out")
+    assert len(torch.export.load(tmp_path / "out" / "rank_0.pt2").constants) == 1
+    assert made.verify((x,)).ok

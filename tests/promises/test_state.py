@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
@@ -114,25 +112,3 @@ def test_sizes_that_the_original_refuses_are_refused(name: str, shape: tuple[int
         said.append(str(raised.value))
     assert len(set(said)) == 1
     assert "input_ids" in said[0]
-
-
-class Shared(nn.Module):
-    """Layers that share a tensor which is no buffer."""
-
-    def __init__(self, scale: torch.Tensor) -> None:
-        super().__init__()
-        self.up, self.down, self.scale = nn.Linear(8, 16), nn.Linear(16, 8), scale
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu()) * self.scale
-
-
-def test_a_tensor_that_layers_share(tmp_path: Path) -> None:
-    """torch keeps it under each of its names, and takes one."""
-    scale, x = torch.randn(8), torch.randn(4, 8)
-    exported = torch.export.export(nn.Sequential(Shared(scale), Shared(scale)), (x,))
-    assert len(exported.constants) == 2
-    made = tpcompiler.parallelize(exported, 2, {"*.up": "colwise", "*.down": "rowwise"})
-    made.save(tmp_path / "out")
-    assert len(torch.export.load(tmp_path / "out" / "rank_0.pt2").constants) == 1
-    assert made.verify((x,)).ok
