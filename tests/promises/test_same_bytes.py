@@ -12,8 +12,7 @@ import torch
 
 import tpcompiler
 from tests.launch import ROOT
-from tests.promises.models import IDS, ODD, Odd, exported
-from tests.zoo.decoders import LLAMA
+from tests.promises.models import CASES, IDS, ODD, Odd, exported
 from tpcompiler.runtime.artifact import sha256
 
 pytestmark = pytest.mark.slow
@@ -30,11 +29,12 @@ def hashes(directory: Path) -> list[str]:
 @pytest.mark.parametrize("name", ["odd_dynamic", "llama_dynamic"])
 def test_twice_in_one_process(name: str, tmp_path: Path) -> None:
     """Neither the order of the ranks nor what was converted in between shows."""
-    first, second = (tpcompiler.parallelize(exported(name), 2, LLAMA.plan) for _ in range(2))
+    plan = CASES[name].plan
+    first, second = (tpcompiler.parallelize(exported(name), 2, plan) for _ in range(2))
     first.save(tmp_path / "first")
     second.rank_program(1)
     second.collectives()
-    tpcompiler.parallelize(exported(name), 4, LLAMA.plan).rank_program(3)
+    tpcompiler.parallelize(exported(name), 4, plan).rank_program(3)
     second.save(tmp_path / "second")
     assert hashes(tmp_path / "first") == hashes(tmp_path / "second")
 

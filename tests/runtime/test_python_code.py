@@ -34,8 +34,8 @@ def model_of(first: str, second: str, made: str, base: type[nn.Module] = nn.Modu
 
 
 UNSAFE = [
-    ("input", "input_1", "h - input_1", "`sub = .*linear_1, input_2"),
-    ("max", "max_1", "h - max_1", "`sub = .*linear_1, max_2"),
+    ("input", "input_1", "h - input_1", "`(sub = .*linear_1|_guards_fn = .*input_1), input_2"),
+    ("max", "max_1", "h - max_1", "`(sub = .*linear_1|_guards_fn = .*max_1), max_2"),
     ("x", "torch", "h - torch", "`linear = torch.ops.aten.linear.default"),
     ("x", "device", "h - device + torch_.zeros(8, device='cpu')", "`zeros = torch.ops.aten.zeros.default"),
     ("x", "inf", "h.masked_fill(h > 0, float('inf')) + inf", "`masked_fill = "),
@@ -162,7 +162,7 @@ def rewrite(directory: Path, out: Path, change: Callable[[dict[str, Any]], dict[
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"y": "\uff44own_bias"}, "`add\\w* = "),  # for Python the variable of a weight
+        ({"y": "\uff44own_bias"}, "`(add\\w*|_guards_fn) = "),  # for Python the variable of a weight
         ({"false_graph_0": "\uff54rue_graph_0"}, "`_rue_graph_0 = self.true_graph_0`"),
         ({"sum_1": "self"}, "`gt = |`true_graph_0 = "),
         ({"true_graph_0": "_guards_fn"}, "a module of its own in the place of '_guards_fn'"),
