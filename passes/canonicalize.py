@@ -19,7 +19,7 @@ from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unus
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.refused import refuse_calls, refuse_values
-from tpcompiler.ir.written_back import keep_old_values
+from tpcompiler.ir.written_back import find_hidden_views, keep_old_values, spell_out_copies
 from tpcompiler.rules.registry import ops_with_rules
 
 # How torch says that a tensor which is no buffer is written to.
@@ -50,8 +50,8 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
         help = "check that it runs: exported_program.run_decompositions() fails in the same way"
         if re.search(NO_BUFFER, said):
             help = (
-                "register what forward changes as buffers, the counters of a StaticCache too: "
-                "docs/hugging-face.md has a module that does"
+                "register what forward changes as buffers, each in memory of its own, the counters of a StaticCache "
+                "too: docs/hugging-face.md has a module that does"
             )
         raise ProgramError(f"the program cannot be made functional: {said}", help=help) from error
     graph = edit.copy_graph(source.graph)
@@ -80,8 +80,9 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
         aten.scaled_dot_product_attention.default: _attention,
         aten.linalg_vector_norm.default: _norm,
     }
-    made = decomposed(program, ({*ops_with_rules(), aten.bernoulli.default} | recurrent) - own.keys(), own)
-    return keep_old_values(made)
+    kept = {*ops_with_rules(), aten.bernoulli.default} | recurrent
+    program = spell_out_copies(program)
+    return keep_old_values(decomposed(program, kept - own.keys(), own, find_hidden_views(program)))
 
 
 def _norm(

@@ -156,6 +156,15 @@ def test_the_plan_to_begin_with_is_a_plan(model: Path, tmp_path: Path) -> None:
     assert [(each["kind"], each["count"]) for each in data["collectives"]] == [("all_reduce", 2)]
 
 
+def test_thousands_of_ranks(model: Path, plan: Path) -> None:
+    """What hangs on their number is linear in it, and those that hold equally much are one line."""
+    lines = right("convert", model, "--tp", 3000, "--plan", plan, "--dry-run").splitlines()
+    assert [line.split()[:4] for line in lines if line.startswith("rank")] == [
+        ["ranks", "0", "to", "15"],
+        ["ranks", "16", "to", "2999"],
+    ]
+
+
 SUMMARY = """\
 mesh tp=2, 2 ranks, cpu
 parameters, buffers and constants

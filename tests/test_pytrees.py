@@ -244,6 +244,15 @@ def test_text_as_an_output_is_not_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_key_that_json_does_not_keep(tmp_path: Path) -> None:
+    """torch reads a list instead of it, which is no key."""
+    made = tpcompiler.parallelize(exported(lambda self, x: {0: self.net(x), (1, 2): x}, (X,)), 2, PLAN)
+    assert made.verify((X,)).ok
+    with pytest.raises(UnsupportedError, match=r"has the key \(1, 2\), which torch's file does not keep"):
+        made.save(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 DTYPE = "give a tensor of that dtype and shape"
 
 

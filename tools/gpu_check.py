@@ -53,6 +53,7 @@ PLAN = {
     "model.layers.*.mlp.down_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
+DTYPES = ("float32", "bfloat16")
 IDS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -212,6 +213,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--out", type=Path, help="also write the table here")
+    options.add_argument("--dtype", choices=DTYPES, action="append", help="one of them; without it both")
     options.add_argument("--no-aoti", action="store_true", help="leave AOTInductor out, which takes a minute")
     options.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options.add_argument("--backend", help=argparse.SUPPRESS)
@@ -225,9 +227,10 @@ def main() -> int:
     table = Table()
     gpus = torch.cuda.device_count() if asked.device == "cuda" else 0
     backend = "nccl" if gpus > 1 else "gloo"
-    for dtype in (torch.float32, torch.bfloat16):
-        model = f"Llama, {str(dtype).removeprefix('torch.')}"
-        program = exported(dtype)
+    dtypes = asked.dtype or DTYPES
+    for name in dtypes:
+        model = f"Llama, {name}"
+        program = exported(getattr(torch, name))
         whole = on_device(program, asked.device)
         for ranks in (2, 4):
             made = tpcompiler.parallelize(program, ranks, PLAN, device_type=asked.device)
@@ -235,7 +238,7 @@ def main() -> int:
             attempt(table, f"lock step, {at}", lambda m=model, w=whole, p=made: simulated(table, m, w, p))
             if ranks <= max(gpus, 2):
                 attempt(table, f"saved files, {at}", lambda m=model, w=whole, p=made: launched(table, m, w, p, backend))
-            elif dtype is torch.float32:
+            elif name == dtypes[0]:
                 table.not_run.append((f"saved files, {ranks} ranks", f"this machine has {gpus} GPU{'s' * (gpus != 1)}"))
             if ranks == 2 and not asked.no_aoti:
                 attempt(table, f"AOTInductor, {at}", lambda m=model, p=made: compiled(table, m, p))

@@ -116,6 +116,7 @@ __all__ = [
     "TreeSpec",
     "aten",
     "c10d_functional",
+    "calls_others",
     "decomposed",
     "divided_range",
     "divided_sizes",
@@ -149,22 +150,49 @@ __all__ = [
 ]
 
 
-def functional_copy(program: ExportedProgram) -> ExportedProgram:
-    """The program with every op as it was exported, and nothing changed in place."""
-    return _retraced(program, dict.fromkeys(_ops_called(program), _special_op_to_preserve_cia), {})
+def functional_copy(program: ExportedProgram, opened: Collection[OpOverload]) -> ExportedProgram:
+    """The program with every op as it was exported, but for those `opened`, and nothing changed in place.
+
+    Those are decomposed as their kernels do.
+    """
+    return _retraced(program, dict.fromkeys(_ops_called(program), _special_op_to_preserve_cia), {}, opened)
 
 
 def decomposed(
-    program: ExportedProgram, kept: Collection[OpOverload], own: Mapping[OpOverload, Callable[..., Any]]
+    program: ExportedProgram,
+    kept: Collection[OpOverload],
+    own: Mapping[OpOverload, Callable[..., Any]],
+    opened: Collection[OpOverload],
 ) -> ExportedProgram:
-    """A functional copy in core ATen ops, but for those that are `kept`, and those that `own` decomposes."""
+    """A functional copy in core ATen ops, but for those that are `kept`, and those that `own` decomposes.
+
+    Those `opened` are decomposed as their kernels do.
+    """
     table: dict[Any, Any] = {**default_decompositions().decomp_table, **own}
     how = {op: table.get(op, _special_op_to_preserve_cia) for op in (*_ops_called(program), *own)}
     foreign = (op for op in _ops_called(program) if op.namespace != "aten" and op not in own and _is_composite(op))
     how |= {op: _get_decomp_for_cia(op) for op in foreign}
     how |= dict.fromkeys(kept, _special_op_to_preserve_cia)  # within others' decompositions too
     composite = _collect_all_valid_cia_ops_for_aten_namespace()
-    return _retraced(program, how, {op: f for op, f in table.items() if op not in composite and op not in kept})
+    others = {op: f for op, f in table.items() if op not in composite and op not in kept}
+    return _retraced(program, how, others, opened)
+
+
+@functools.cache
+def calls_others(op: OpOverload) -> bool:
+    """Whether the op's kernel calls other ops, on tensors of any device (CompositeImplicitAutograd)."""
+    name = op.name()  # type: ignore[no-untyped-call]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+
+
+def _kernel_of(op: OpOverload) -> Callable[..., Any]:
+    """What runs in C++. For dropout torch has another in Python, which clones what this one gives back."""
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("kernel", None)  # torch passes the op itself to functions of its own
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+    return decompose
 
 
 def _ops_called(program: ExportedProgram) -> set[OpOverload]:
@@ -206,16 +234,19 @@ def _is_composite(op: object) -> bool:
     return isinstance(op, OpOverload) and _is_preservable_cia_op(op)
 
 
-def _retraced(program: ExportedProgram, composite: Mapping[Any, Any], others: dict[Any, Any]) -> ExportedProgram:
+def _retraced(
+    program: ExportedProgram, composite: Mapping[Any, Any], others: dict[Any, Any], opened: Collection[OpOverload]
+) -> ExportedProgram:
     """What `run_decompositions` does with two tables, here of the ops that matter.
 
     It changes 900 composite ops for the time, and asks every namespace for its own: for a small program that takes
     longer than all else. One that is not in the table is decomposed as its kernel does.
     """
+    how = {op: each for op, each in composite.items() if _is_composite(op)} | {op: _kernel_of(op) for op in opened}
     with quiet_torch(), unset_fake_temporarily():  # torch 2.13 warns about its own LeafSpec, and logs what it raises
         made: ExportedProgram = _decompose_exported_program(
             program,
-            cia_to_decomp={op: how for op, how in composite.items() if _is_composite(op)},
+            cia_to_decomp=how,
             python_decomp_table=others,
             joint_loss_index=None,
             decompose_custom_triton_ops=False,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from tpcompiler.printed import one_line
 from tpcompiler.runtime.artifact import NOTE_TITLES
 from tpcompiler.runtime.target import replacing
 
+MOST_RANKS = 16  # that a table lists one by one
 WIDTH_OF_A_FILE = 160  # rich takes a pipe for 80 columns, and folds names that programs look for
 
 
@@ -78,7 +80,8 @@ def print_summary(data: Mapping[str, Any], title: str) -> None:
     out.print(f"{one_line(title)}: mesh {axes}, {len(data['bytes_per_rank'])} ranks, {data['device_type']}")
     whole = data["bytes"]
     rows = [("one device", f"{whole:,}", "100.0%")]
-    rows += [(f"rank {r}", f"{b:,}", f"{100 * b / max(whole, 1):.1f}%") for r, b in enumerate(data["bytes_per_rank"])]
+    for ranks, held in _alike(data["bytes_per_rank"]):
+        rows.append((ranks, f"{held:,}", f"{100 * held / max(whole, 1):.1f}%"))
     _table(out, "parameters, buffers and constants", ("on", "bytes", "share"), rows)
     collectives = [
         (row["why"], row["kind"], str(row["count"]), f"{row['payload_bytes']:,}", f"{row['wire_bytes']:,}")
@@ -97,6 +100,18 @@ def print_summary(data: Mapping[str, Any], title: str) -> None:
             lines += [f"{title}:", *(f"  {one_line(text)}" for text in texts)]
     if lines:
         print("\n".join(lines), end="\n\n")
+
+
+def _alike(per_rank: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Each rank, or of a large mesh the neighbours that hold equally much, with what they hold."""
+    first = 0
+    for held, equal in itertools.groupby(per_rank):
+        last = first + len(list(equal)) - 1
+        if first == last or len(per_rank) <= MOST_RANKS:
+            yield from ((f"rank {rank}", held) for rank in range(first, last + 1))
+        else:
+            yield f"ranks {first} to {last}", held
+        first = last + 1
 
 
 def print_outputs(rows: Iterable[Sequence[str]]) -> None:

@@ -28,7 +28,7 @@ from tpcompiler.ir.calling import calling_of, tree_text
 from tpcompiler.ir.devices import device_types, values
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.plain_outputs import plain_outputs
+from tpcompiler.ir.plain_outputs import odd_keys, plain_outputs
 from tpcompiler.ir.program import RESHARD, LocalProgram, Reshard, ReshardedProgram, mark_of, reshard, tied
 from tpcompiler.ir.refused import refuse_hollow, refuse_unwritable
 from tpcompiler.ir.sharding import Sharding
@@ -174,7 +174,7 @@ class ParallelProgram:
 
         Raises:
             ArtifactError: the directory exists (without `force`), or cannot be written.
-            UnsupportedError: an output is text, which torch's file format writes and cannot read back.
+            UnsupportedError: an output is text, or a dict's key a tuple, which torch's file format does not keep.
             ProgramError: the program was exported without weights.
             InternalError: the written programs, read back and checked, are not sound.
         """
@@ -207,6 +207,12 @@ class ParallelProgram:
                 raise UnsupportedError(
                     f"output '{name}' is the text {value!r}, which torch.export.load cannot read back",
                     help="return tensors and numbers only",
+                )
+        for spec in (self.original.call_spec.in_spec, self.original.call_spec.out_spec):
+            for key in odd_keys(spec) if spec is not None else ():
+                raise UnsupportedError(
+                    f"a dict that the program takes or returns has the key {key!r}, which torch's file does not keep",
+                    help="use text or numbers as keys",
                 )
         replaced: str | None = None
         manifest = self.manifest()

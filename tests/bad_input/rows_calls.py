@@ -180,8 +180,15 @@ ENVIRONMENTS = [
     Row(
         "a file where its folder belongs",
         f"{CONVERT} -o plan.yaml/new",
-        "cannot write plan.yaml/new: plan.yaml is a file",
+        "cannot write plan.yaml/new: plan.yaml is no directory",
         "choose another directory",
+    ),
+    Row(
+        "a link to nothing where its folder belongs",
+        f"{CONVERT} -o away/new",
+        "cannot write away/new: away is no directory",
+        "choose another directory",
+        spoil=lambda patch: Path("away").symlink_to("nowhere"),
     ),
     Row(
         "a folder that is read-only, found before the model is read",
@@ -194,7 +201,7 @@ ENVIRONMENTS = [
         "a name that is too long",
         f"{CONVERT} -o {LONG}",
         f"cannot write {LONG}: File name too long",
-        "choose a directory that can be written",
+        "choose another directory",
     ),
     Row(
         "a folder that cannot be written",

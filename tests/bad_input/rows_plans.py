@@ -174,6 +174,19 @@ MESHES = [
         "mesh tp=16777216 has 16777216 ranks",
         "one program is made per rank: use at most 65536 ranks",
     ),
+    Row(
+        "more axes than anybody has",
+        f"{CONVERT} --mesh {','.join(f'a{i}=1' for i in range(65))}",
+        "a mesh has 65 axes",
+        "use at most 64",
+    ),
+    Row(
+        "a digit of another script",
+        f"{CONVERT} --tp 2 --input x=S(\uff11)",
+        "'S(\uff11)' is not a placement",
+        "write R, S(dim) such as S(0) or S(-1), or P(op) with op one of sum, avg, product, max, min",
+        "asked by: inputs=",
+    ),
     *(
         Row(
             f"`parallelize(program, {mesh!r}, plan)`",

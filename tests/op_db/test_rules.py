@@ -22,6 +22,7 @@ OPS = ops_named(RISKY)
 _judged: set[str] = set()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", OPS)
 def test_no_rule_is_wrong(name: str) -> None:
     found = 0

@@ -105,7 +105,7 @@ class Case:
         program = export(self.net, self.args, dynamic_shapes=(free, free, free) if free else None)
         if self.dialect == "training":
             return program
-        return functional_copy(program) if self.dialect == "canonical" else program.run_decompositions()
+        return functional_copy(program, ()) if self.dialect == "canonical" else program.run_decompositions()
 
     def __str__(self) -> str:
         x, y, ids = (list(a.shape) for a in self.args)

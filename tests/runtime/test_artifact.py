@@ -54,7 +54,7 @@ def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
 
 def test_a_target_under_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArtifactError, match=rf"^cannot write {tmp_path}/file/out: {tmp_path}/file is a file\n"):
+    with pytest.raises(ArtifactError, match=rf"^cannot write {tmp_path}/file/out: {tmp_path}/file is no directory\n"):
         write_artifact(tmp_path / "file" / "out", manifest(), content)
 
 

@@ -73,6 +73,8 @@ def test_a_power_of_a_negative_number_is_refused() -> None:
     [
         "h / complex('inf+1j')",
         "h * complex(-0.5, -2)",
+        "h * -2j",
+        "h * torch_.full((1,), complex('nan'))",
         "h * -0.0",
         "h.masked_fill(h > 0, -float('inf'))",
         "h // -7 + 2 ** x.shape[0]",
@@ -255,6 +257,19 @@ class Cached(nn.Module):
         cache.add_(1)
         made: torch.Tensor = self.down(self.up(cache)) + self.cache
         return made
+
+
+class WrittenBuffer(Cached):
+    def forward(self, cache: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(self.up(cache))
+        self.cache.add_(made)
+        return made
+
+
+def test_a_buffer_that_is_written_and_has_the_name_of_an_input() -> None:
+    exported = export(WrittenBuffer(), (X.clone(),))
+    with pytest.raises(ProgramError, match="'cache' is written, and an input has its name"):
+        tpcompiler.parallelize(exported, 2, PLAN)
 
 
 def test_an_input_that_is_written_and_has_the_name_of_a_buffer() -> None:

@@ -244,6 +244,25 @@ def test_a_buffer_that_overlaps_itself(out: Path, model: ExportedProgram) -> Non
     read_rank(out, read_manifest(out), 0)
 
 
+@pytest.mark.parametrize("strides", [[0, 1], [1, 1]])
+def test_a_buffer_that_overlaps_itself_on_all_ranks(strides: list[int], out: Path, model: ExportedProgram) -> None:
+    """As their programs say too; torch refuses the write where a stride is 0, and else does it."""
+    said = [{"as_int": stride} for stride in strides]
+
+    def in_the_file(data: Any) -> None:
+        data["config"]["k"]["tensor_meta"]["strides"] = said
+
+    def in_the_program(data: Any) -> None:
+        data["graph_module"]["graph"]["tensor_values"]["b_k"]["strides"] = said
+
+    for rank in range(2):
+        edit(out, rank, "data/weights/model_weights_config.json", in_the_file)
+        edit(out, rank, "models/model.json", in_the_program)
+    assert (
+        "rank 0 writes to 'k', of which several elements may lie in one place" in tpcompiler.check(out, model).findings
+    )
+
+
 def test_an_output_in_the_memory_of_what_is_written(out: Path, model: ExportedProgram) -> None:
     """torch's module writes at the end, and the caller sees it."""
 

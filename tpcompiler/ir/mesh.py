@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from tpcompiler.errors import MeshError, UnsupportedError
 
+MAX_AXES = 64  # torch's tensors have as many dims
 MAX_RANKS = 1 << 16  # more than any group has; a slip such as a hidden size in place of a degree would run for hours
 
 
@@ -19,7 +21,8 @@ class Mesh:
     `group_of_world` names an existing process group that a mesh of one axis runs over, instead of a logical name.
 
     Raises:
-        MeshError: no axes, a repeated or unreadable name, a degree below 1, or more ranks than `MAX_RANKS`.
+        MeshError: no axes, a repeated or unreadable name, a degree below 1, more axes than `MAX_AXES`, or more ranks
+            than `MAX_RANKS`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -32,6 +35,8 @@ class Mesh:
                 f"a mesh needs one or more differently named axes, got {names}",
                 help='write it as {"tp": 4} or as the integer 4',
             )
+        if len(names) > MAX_AXES:
+            raise MeshError(f"a mesh has {len(names)} axes", help=f"use at most {MAX_AXES}")
         for name, degree in self.axes:
             if not (isinstance(name, str) and name.isidentifier()):
                 raise MeshError(f"mesh axis {name!r} is not a name", help='use a name such as "tp"')
@@ -113,15 +118,22 @@ class Mesh:
     def group(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
         """The ranks that share every coordinate of `rank` but those on `axes`, in order."""
         here = self.coordinate(rank)
-        return tuple(
-            other
-            for other in range(self.world_size)
-            if all(c == here[name] or name in axes for name, c in self.coordinate(other).items())
-        )
+        return tuple(map(self._rank, self._places({name: at for name, at in here.items() if name not in axes})))
 
     def groups(self, axes: Collection[str]) -> tuple[tuple[int, ...], ...]:
         """All groups over these axes."""
-        return tuple(dict.fromkeys(self.group(axes, rank) for rank in range(self.world_size)))
+        firsts = self._places(dict.fromkeys(self.ordered(axes), 0))
+        return tuple(self.group(axes, self._rank(first)) for first in firsts)
+
+    def _places(self, fixed: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
+        """The positions with these coordinates, in the order of their ranks."""
+        return itertools.product(*([fixed[name]] if name in fixed else range(degree) for name, degree in self.axes))
+
+    def _rank(self, place: Iterable[int]) -> int:
+        rank = 0
+        for (_, degree), at in zip(self.axes, place, strict=True):
+            rank = rank * degree + at
+        return rank
 
     def group_name(self, axes: Sequence[str]) -> str:
         """The logical process-group name in the graphs; it tells apart meshes that live in one process.

@@ -53,11 +53,11 @@ def parse_placement(text: str) -> Placement:
     compact = re.sub(r"\s+", "", text)
     if re.fullmatch(r"R|Replicate(\(\))?", compact):
         return Replicate()
-    if found := re.fullmatch(r"(?:S|Shard)\((?:dim=)?(-?\d{1,4})\)", compact):
+    if found := re.fullmatch(r"(?:S|Shard)\((?:dim=)?(-?[0-9]{1,4})\)", compact):
         return Shard(int(found[1]))
     if (found := re.fullmatch(r"(?:P|Partial)\(['\"]?(\w*)['\"]?\)", compact)) and (found[1] or "sum") in REDUCE_OPS:
         return Partial(found[1] or "sum")
-    if found := re.fullmatch(r"S\(\s*(-?\d{1,4})\s*,(.+)\)", text.strip(), re.DOTALL):
+    if found := re.fullmatch(r"S\(\s*(-?[0-9]{1,4})\s*,(.+)\)", text.strip(), re.DOTALL):
         return Cut(int(found[1]), _pieces(found[2], text))
     raise PlanError(
         f"{text!r} is not a placement",

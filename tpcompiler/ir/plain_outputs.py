@@ -1,8 +1,9 @@
-"""Output pytrees that need nothing but torch to load."""
+"""Pytrees that need nothing but torch to load, or that no file keeps."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 from tpcompiler._torch import TreeSpec
@@ -25,6 +26,14 @@ def plain_outputs(spec: TreeSpec) -> tuple[TreeSpec, str | None]:
     replaced = f"{kind.__module__}.{kind.__qualname__}"
     keys = _keys(spec, len(children))
     return TreeSpec(dict, keys, children), replaced
+
+
+def odd_keys(spec: TreeSpec) -> Iterator[object]:
+    """Keys of dicts that JSON, as which torch writes them, makes something else of: `(1, 2)` comes back as a list."""
+    if spec.type in (dict, OrderedDict):
+        yield from (key for key in spec.context if not isinstance(key, str | int | float | None))
+    for index in range(spec.num_children):
+        yield from odd_keys(spec.child(index))
 
 
 def _keys(spec: TreeSpec, count: int) -> list[Any]:

@@ -29,6 +29,7 @@ GLOBAL = "tpcompiler_global"  # the global fake value of a node whose "val" is l
 
 Why = Literal["inherent", "plan-demanded", "fallback"]
 
+WRITTEN = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION)
 LEAF_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -160,9 +161,9 @@ class Program:
         return self.graph.output_node()
 
     def mutations(self) -> Iterator[tuple[int, str]]:
-        """(position among the outputs, FQN of the buffer or name of the input) of every value written back."""
+        """(position among the outputs, FQN of the leaf or name of the input) of every value written back."""
         for position, spec in enumerate(self.source.graph_signature.output_specs):
-            if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION) and spec.target is not None:
+            if spec.kind in WRITTEN and spec.target is not None:
                 yield position, spec.target
 
     def written(self) -> Iterator[tuple[fx.Node, str]]:

@@ -11,7 +11,7 @@ from tpcompiler._torch import FakeTensor, HigherOrderOperator, OpOverload
 from tpcompiler.errors import ProgramError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
-from tpcompiler.ir.program import LEAF_KINDS
+from tpcompiler.ir.program import LEAF_KINDS, WRITTEN
 from tpcompiler.ir.text import value_text
 from tpcompiler.runtime.python_code import WRITE, find_difference
 
@@ -123,7 +123,8 @@ def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
     """Check what is left after decomposition, in the program's graph without dead code.
 
     Raises:
-        ProgramError: an op changes its operand in place, or an input that is written has a buffer's name.
+        ProgramError: an op changes its operand in place, or an input and a buffer, of which one is written, have one
+            name.
         UnsupportedError: higher-order ops other than control flow, custom objects, effects.
     """
     for spec in program.graph_signature.input_specs:
@@ -133,7 +134,13 @@ def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
                 help="export the model without custom classes and side effects",
             )
     state = {*program.state_dict, *program.constants}
+    inputs = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT}
     for written in program.graph_signature.output_specs:
+        if written.kind in WRITTEN and written.kind is not OutputKind.USER_INPUT_MUTATION and written.target in inputs:
+            raise ProgramError(
+                f"{written.target!r} is written, and an input has its name: only names tell which is meant",
+                help="give one of them another name in the model, and export again",
+            )
         if written.kind is OutputKind.USER_INPUT_MUTATION and written.target in state:
             raise ProgramError(
                 f"the input {written.target!r} is written, and a buffer has its name: torch's module writes to that",

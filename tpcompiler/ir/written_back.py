@@ -4,10 +4,15 @@ A functional program returns the new values of its buffers; what it reads of the
 the new values into the buffers one after another, and then returns: a result that lies in the memory of a buffer
 changes on the way. torch's functional form of `previous.copy_(current); current.copy_(x)` has such a result, and its
 module is wrong.
+
+A functional form is made of writes to views by what the ops' schemas say of memory. Some say nothing and still give
+back what they take: `einsum("ij->ji")`, dropout that drops nothing, `type_as` of the same type. A write to their
+result, or to what they took, is lost there, unless they are opened up.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -17,30 +22,45 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
-from tpcompiler._torch import OpOverload, aten
+from tpcompiler._torch import OpOverload, aten, calls_others, sym_hint, tree_flatten
 from tpcompiler.ir import edit
+from tpcompiler.ir.local import fake_mode_of, is_contiguous
+from tpcompiler.ir.sizes import statically_equal
 
-# Ops that may give back the memory they take, and whose schemas do not say so.
-UNSAID = {aten._unsafe_view.default, aten.native_dropout.default, aten.dropout.default, aten.type_as.default}
+# Kernels that may give back the memory they take, and whose schemas do not say so. Of composite ops it is found out.
+UNSAID = {aten._unsafe_view.default, aten.native_dropout.default}
+
+
+def find_hidden_views(program: ExportedProgram) -> set[OpOverload]:
+    """The composite ops whose result lies in what they take unsaid, if anything is written in place at all."""
+    calls = [(node, node.target) for each in _graph_modules(program.graph_module) for node in edit.calls(each.graph)]
+    ops = [(node, op) for node, op in calls if isinstance(op, OpOverload)]
+    if not any(op._schema.is_mutable for _, op in ops):
+        return set()
+    return {op for node, op in ops if calls_others(op) and _hidden_base(node) is not None}
 
 
 def find_overwritten(program: ExportedProgram) -> Iterator[tuple[int, fx.Node, str]]:
     """(position among the outputs, value, name of the buffer or input) of each that lies in what is written first."""
-    signature = program.graph_signature
+    goes_to = _written(program)
+    if not any(goes_to):
+        return
+    values: Any = program.graph.output_node().args[0]
+    memory = [memory_of(value) if isinstance(value, fx.Node) else None for value in values]
+    for position, (value, owner, lies_in) in enumerate(zip(values, goes_to, memory, strict=True)):
+        if lies_in is not None and lies_in in goes_to and not value is lies_in is owner:
+            yield position, value, str(program.graph_signature.output_specs[goes_to.index(lies_in)].target)
+
+
+def _written(program: ExportedProgram) -> list[fx.Node | None]:
+    """The placeholder that each output is written back to; of what the user gets, none."""
     placeholders = program.graph.find_nodes(op="placeholder")
     owners = {
         (spec.kind is InputKind.USER_INPUT, spec.target or spec.arg.name): node
-        for node, spec in zip(placeholders, signature.input_specs, strict=True)
+        for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True)
     }
-    goes_to = [
-        owners.get((spec.kind is OutputKind.USER_INPUT_MUTATION, spec.target))
-        for spec in signature.output_specs  # of what the user gets, nothing
-    ]
-    values: Any = program.graph.output_node().args[0]
-    for position, (value, owner) in enumerate(zip(values, goes_to, strict=True)):
-        lies_in = memory_of(value) if isinstance(value, fx.Node) else None
-        if lies_in is not None and lies_in in goes_to and not value is lies_in is owner:
-            yield position, value, str(signature.output_specs[goes_to.index(lies_in)].target)
+    specs = program.graph_signature.output_specs
+    return [owners.get((spec.kind is OutputKind.USER_INPUT_MUTATION, spec.target)) for spec in specs]
 
 
 def keep_old_values(program: ExportedProgram) -> ExportedProgram:
@@ -56,14 +76,51 @@ def keep_old_values(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
+def spell_out_copies(program: ExportedProgram) -> ExportedProgram:
+    """Let what is copied be of the dtype, the shape and the strides of what it is copied to.
+
+    torch's functional form of `buffer.copy_(x)` is `x`, as wide, as small and in the order it is. The program itself is
+    not changed.
+    """
+    if not any(_is_another(node) for each in _graph_modules(program.graph_module) for node in edit.calls(each.graph)):
+        return program
+    module = copy.deepcopy(program.graph_module)
+    for each in _graph_modules(module):
+        for node in filter(_is_another, edit.calls(each.graph)):
+            target, source = edit.operands(node)
+            steps: list[tuple[Any, ...]] = [(aten.to.dtype, target.meta["val"].dtype), (aten.expand_as.default, target)]
+            if is_contiguous(target.meta["val"]):
+                steps.append((aten.contiguous.default,))
+            for op, *rest in steps:
+                made = edit.insert_before(node, op, (source, *rest), f"{node.name}_source")
+                with fake_mode_of(each.graph):
+                    made.meta["val"] = op(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in made.args))
+                source = made
+            edit.replace_operand(node, 1, source)
+        each.recompile()
+    return program._update(module, program.graph_signature)
+
+
+def _is_another(node: fx.Node) -> bool:
+    if node.target is not aten.copy_.default:
+        return False
+    target, source = (each.meta["val"] for each in edit.operands(node))
+    same = target.ndim == source.ndim and all(map(statically_equal, target.shape, source.shape))
+    return not same or target.dtype != source.dtype or (is_contiguous(target) and not is_contiguous(source))
+
+
+def _graph_modules(module: fx.GraphModule) -> list[fx.GraphModule]:
+    return [each for each in module.modules() if isinstance(each, fx.GraphModule)]
+
+
 def memory_of(value: fx.Node) -> fx.Node:
     """The value in whose memory this one lies: itself, unless it is a view."""
     while value.op == "call_function":
         if isinstance(value.target, OpOverload):
-            shares = any(made.alias_info is not None for made in value.target._schema.returns)
-            if not (shares or edit.is_wait(value) or value.target in UNSAID):
-                break
-            base = next(iter(edit.bound(value).values()))
+            if _says_that_it_shares(value) or edit.is_wait(value) or value.target in UNSAID:
+                base = next(iter(edit.bound(value).values()))
+            else:
+                base = _hidden_base(value) if calls_others(value.target) else None
         elif value.target is operator.getitem:
             base = value.args[0]
         else:
@@ -72,3 +129,42 @@ def memory_of(value: fx.Node) -> fx.Node:
             break
         value = base
     return value
+
+
+def _says_that_it_shares(node: fx.Node) -> bool:
+    op = node.target
+    return isinstance(op, OpOverload) and any(made.alias_info is not None for made in op._schema.returns)
+
+
+def _hidden_base(node: fx.Node) -> fx.Node | None:
+    """The operand in whose memory the result lies, though the schema does not say so.
+
+    The op's kernel is run on tensors without memory, of the sizes of the example.
+    """
+    if _says_that_it_shares(node) or not isinstance(node.target, OpOverload):
+        return None
+    try:
+        taken = {each: _without_memory(each.meta["val"]) for each in edit.operands(node)}
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda each: taken[each] if each in taken else _example(each.meta.get("val"))
+        )
+        with torch.no_grad():
+            made, _ = tree_flatten(node.target(*args, **kwargs))
+    except Exception:  # what does not run on sizes alone makes memory of its own
+        return None
+    memory = {_memory(value) for value in made if isinstance(value, torch.Tensor)}
+    return next((each for each, value in taken.items() if _memory(value) in memory), None)
+
+
+def _without_memory(value: torch.Tensor) -> torch.Tensor:
+    sizes, strides = (list(map(_example, each)) for each in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+
+
+def _example(value: Any) -> Any:
+    return sym_hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _memory(value: torch.Tensor) -> int:
+    made: int = value.untyped_storage()._cdata
+    return made

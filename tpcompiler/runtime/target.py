@@ -34,10 +34,16 @@ def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Pa
     refuse_strange_name(target)
     if os.path.lexists(target) and not force:
         raise ArtifactError(f"{target} exists already", help="choose another directory, or pass force=True (--force)")
-    above = next(parent for parent in (*target.parents, Path()) if os.path.exists(parent))
+    try:
+        os.lstat(target)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # a name may be too long
+        raise ArtifactError(f"cannot write {target}: {reason(error)}", help="choose another directory") from error
+    above = next(parent for parent in (*target.parents, Path()) if os.path.lexists(parent))
     if not os.path.isdir(above) or not os.access(above, os.W_OK):
-        reason = "cannot be written" if os.path.isdir(above) else "is a file"
-        raise ArtifactError(f"cannot write {target}: {above} {reason}", help="choose another directory")
+        said = "is no directory" if not os.path.isdir(above) else "cannot be written"
+        raise ArtifactError(f"cannot write {target}: {above} {said}", help="choose another directory")
     if os.path.lexists(target):
         _refuse_others(target, target)
     return target

@@ -172,8 +172,9 @@ def check_state(
         known = {*rows, *(str(spec.target) for spec in each.program.graph_signature.input_specs)}
         if more := sorted(each.state.keys() - known):
             raise Unsound(None, f"rank {rank} holds {more[0]!r}, which nothing takes")
-        _check_memory(each, rank)
-        _check_layout(each, rank, {name for name, row in rows.items() if "stored_in" in row})
+        elsewhere = {name for name, row in rows.items() if "stored_in" in row}
+        _check_layout(each, rank, elsewhere)
+        _check_memory(each, rank, elsewhere)
     theirs = {} if original is None else {**original.constants, **original.state_dict}
     if original is not None:
         named = {name for name, row in rows.items() if row["kind"] != "constant_tensor"}
@@ -197,18 +198,30 @@ def check_state(
             raise Unsound(None, f"{name!r}: the ranks' shares do not make the original's tensor")
 
 
-def _check_memory(each: Written, rank: int) -> None:
-    """What a program writes into a buffer or a parameter is in no other tensor."""
+def _check_memory(each: Written, rank: int, elsewhere: Set[str]) -> None:
+    """What a program writes into a buffer or a parameter is in no other tensor, and in no place twice."""
     written = {spec.target for spec in each.program.graph_signature.output_specs if spec.target is not None}
     begins = {name: value.data_ptr() for name, value in each.state.items() if _has_memory(value)}
     last, until = "", 0
     for name, begin in sorted(begins.items(), key=lambda item: item[1]):
         value = each.state[name]
+        if name in written - elsewhere and _may_overlap_itself(value):
+            raise Unsound(None, f"rank {rank} writes to {name!r}, of which several elements may lie in one place")
         extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
         if begin < until and not written.isdisjoint((name, last)):
             raise Unsound(None, f"rank {rank} writes to {name!r} and {last!r}, which lie in the same memory")
         if begin + extent * value.element_size() > until:
             last, until = name, begin + extent * value.element_size()
+
+
+def _may_overlap_itself(value: torch.Tensor) -> bool:
+    """Whether no order of its dims has each step beyond all that the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def check_shared(programs: Mapping[str, Sequence[Written]], manifests: Mapping[str, Manifest]) -> None:

@@ -310,6 +310,6 @@ def _equal(value: Any, wanted: Any, made: Folded) -> bool:
         return value in made.whole and made.whole[value] is wanted
     if isinstance(value, torch.device):
         return isinstance(wanted, torch.device)
-    if isinstance(value, float):
-        return isinstance(wanted, float) and repr(value) == repr(wanted)  # -0.0 is not 0.0, and NaN is NaN
+    if isinstance(value, float | complex):
+        return type(value) is type(wanted) and repr(value) == repr(wanted)  # -0.0 is not 0.0, and NaN is NaN
     return type(value) is type(wanted) and bool(value == wanted)

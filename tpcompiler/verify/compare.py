@@ -19,7 +19,7 @@ from tpcompiler.ir.bodies import has_bodies
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.refused import refuse_hollow
-from tpcompiler.ir.written_back import find_overwritten, keep_old_values
+from tpcompiler.ir.written_back import find_hidden_views, find_overwritten, keep_old_values, spell_out_copies
 from tpcompiler.printed import one_line
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.verify.judge import (
@@ -377,7 +377,9 @@ def runnable(program: ExportedProgram) -> ExportedProgram:
     """The program as the user exported it, to be the reference; a functional copy where `simulate` wants one."""
     graphs = [each.graph for each in program.graph_module.modules() if isinstance(each, fx.GraphModule)]
     runs = program.dialect != "TRAINING" or all(_runs(node) for graph in graphs for node in graph.nodes)
-    return program if runs and not any(find_overwritten(program)) else keep_old_values(functional_copy(program))
+    if runs and not any(find_overwritten(program)):
+        return program
+    return keep_old_values(functional_copy(spell_out_copies(program), find_hidden_views(program)))
 
 
 def _runs(node: fx.Node) -> bool:
