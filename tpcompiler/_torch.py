@@ -42,6 +42,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.export import ExportedProgram, default_decompositions
 from torch.export.exported_program import _decompose_exported_program
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, safe_expand, statically_known_true
 from torch.testing._internal.distributed import fake_pg
@@ -58,6 +59,8 @@ SYMPY_FUNCTIONS = {  # those that torch names when it reads a size; of maxima it
     name: getattr(sympy_functions, name) for name in sympy_functions.__all__ if name not in ("Max", "Min")
 }
 OLDEST, NEWEST = (2, 11), (2, 15)  # that this was run with: docs/compat.md
+LEAF_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+WRITTEN_KINDS = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION)
 GONE = {"aten::cholesky": (2, 14)}  # ops that a rule names, and the version since when torch lacks them
 MISSING: set[str] = set()  # ops that were looked up and that this torch does not have
 

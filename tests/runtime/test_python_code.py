@@ -268,13 +268,13 @@ class WrittenBuffer(Cached):
 
 def test_a_buffer_that_is_written_and_has_the_name_of_an_input() -> None:
     exported = export(WrittenBuffer(), (X.clone(),))
-    with pytest.raises(ProgramError, match="'cache' is written, and an input has its name"):
+    with pytest.raises(ProgramError, match="'cache' is written, and names both"):
         tpcompiler.parallelize(exported, 2, PLAN)
 
 
 def test_an_input_that_is_written_and_has_the_name_of_a_buffer() -> None:
     exported = export(Cached(), (X.clone(),))
-    with pytest.raises(ProgramError, match="the input 'cache' is written, and a buffer has its name"):
+    with pytest.raises(ProgramError, match="'cache' is written, and names both"):
         tpcompiler.parallelize(exported, 2, PLAN)
 
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
-from tpcompiler._torch import tree_names
+from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, tree_names
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import DimSharding, Sharding, Size, refuse_mixed
 
@@ -28,9 +28,6 @@ BODY = "tpcompiler_body"  # the op that a node does a share of, where its rule's
 GLOBAL = "tpcompiler_global"  # the global fake value of a node whose "val" is local already
 
 Why = Literal["inherent", "plan-demanded", "fallback"]
-
-WRITTEN = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION)
-LEAF_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 Counts = Mapping[str, tuple[tuple[tuple[Size, DimSharding], ...], ...]]
@@ -163,7 +160,7 @@ class Program:
     def mutations(self) -> Iterator[tuple[int, str]]:
         """(position among the outputs, FQN of the leaf or name of the input) of every value written back."""
         for position, spec in enumerate(self.source.graph_signature.output_specs):
-            if spec.kind in WRITTEN and spec.target is not None:
+            if spec.kind in WRITTEN_KINDS and spec.target is not None:
                 yield position, spec.target
 
     def written(self) -> Iterator[tuple[fx.Node, str]]:

@@ -7,11 +7,10 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
-from tpcompiler._torch import FakeTensor, HigherOrderOperator, OpOverload
+from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, FakeTensor, HigherOrderOperator, OpOverload
 from tpcompiler.errors import ProgramError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
-from tpcompiler.ir.program import LEAF_KINDS, WRITTEN
 from tpcompiler.ir.text import value_text
 from tpcompiler.runtime.python_code import WRITE, find_difference
 
@@ -136,14 +135,10 @@ def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
     state = {*program.state_dict, *program.constants}
     inputs = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT}
     for written in program.graph_signature.output_specs:
-        if written.kind in WRITTEN and written.kind is not OutputKind.USER_INPUT_MUTATION and written.target in inputs:
+        others = state if written.kind is OutputKind.USER_INPUT_MUTATION else inputs
+        if written.kind in WRITTEN_KINDS and written.target in others:
             raise ProgramError(
-                f"{written.target!r} is written, and an input has its name: only names tell which is meant",
-                help="give one of them another name in the model, and export again",
-            )
-        if written.kind is OutputKind.USER_INPUT_MUTATION and written.target in state:
-            raise ProgramError(
-                f"the input {written.target!r} is written, and a buffer has its name: torch's module writes to that",
+                f"{written.target!r} is written, and names both an input and a buffer: torch knows them by name only",
                 help="give one of them another name in the model, and export again",
             )
     for node in all_calls(graph):

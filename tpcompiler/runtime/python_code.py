@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import OutputKind
 
-from tpcompiler._torch import aten
-from tpcompiler.ir.program import WRITTEN
+from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, aten
 
 WRITE = "give what is named so another name in the model, or write the constant in another way, and export again"
-LIFTED = {InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
 GUARDS = "_guards_fn"  # the attribute in which torch puts a module of its own
 VALUES = {torch.device, complex, slice, torch.Size}  # called with literals, they are literals
 OPERATORS: dict[type[ast.AST], Any] = {
@@ -84,14 +82,14 @@ def _read_state(program: ExportedProgram, module: fx.GraphModule) -> None:
     """That each attribute is the tensor of its name, and each write goes where the signature says."""
     signature = program.graph_signature
     for spec in signature.input_specs:
-        if spec.kind in LIFTED:
+        if spec.kind in LEAF_KINDS:
             held = program.state_dict.get(str(spec.target), program.constants.get(str(spec.target)))
             if not _same_tensor(operator.attrgetter(str(spec.target))(module), held):
                 raise Otherwise(f"torch puts another tensor in the place of {spec.target!r}")
     if any(node.op == "get_attr" and node.target == GUARDS for node in program.graph.nodes):
         raise Otherwise(f"torch puts a module of its own in the place of {GUARDS!r}")
     copies = [node for node in module.graph.nodes if node.target is aten.copy_.default]
-    written = [spec for spec in signature.output_specs if spec.kind in WRITTEN]
+    written = [spec for spec in signature.output_specs if spec.kind in WRITTEN_KINDS]
     for spec, copy in zip(written, copies[len(copies) - len(written) :], strict=True):
         into = copy.args[0]
         kind = "placeholder" if spec.kind is OutputKind.USER_INPUT_MUTATION else "get_attr"
