@@ -31,7 +31,7 @@ def main(directory: Path, fault: str, wait: timedelta) -> None:
     if culprit and fault.startswith("dies before calling"):
         os._exit(7)
     if culprit and fault == "never calls":
-        time.sleep(3 * wait.total_seconds())
+        time.sleep(1.5 * wait.total_seconds())
     rows = 5 if culprit and fault == "inputs of another size" else 3
     x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(0))
     x = x.double() if culprit and fault == "inputs of another dtype" else x
