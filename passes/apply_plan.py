@@ -95,8 +95,8 @@ def _seeds(
         inside = {name: leaves[name]}
     else:
         inside = {fqn: node for fqn, node in leaves.items() if _owner(fqn) == name}
-        if not inside and style.cut is not None:
-            inside = _borrowed(name, leaves)
+        if style.cut is not None and not any(node.users and node.meta["val"].ndim > 1 for node in inside.values()):
+            inside |= _borrowed(name, leaves, constant, anywhere=not inside)
     found: dict[str, Seed] = {}
     for fqn, node in inside.items():
         ndim = node.meta["val"].ndim
@@ -147,13 +147,33 @@ def _cut(fqn: str, dim: int, size: int, entry: PlanEntry, mesh: Mesh) -> DimShar
     return DimSharding.of_parts([(part, cut) for part in sizes])
 
 
-def _borrowed(name: str, leaves: Mapping[str, fx.Node]) -> dict[str, fx.Node]:
-    """The weights that a layer without any of its own calls: a strict export keeps one name of a tied weight."""
+def _borrowed(name: str, leaves: Mapping[str, fx.Node], constant: Set[fx.Node], anywhere: bool) -> dict[str, fx.Node]:
+    """The weights that a layer uses and does not hold.
+
+    A strict export keeps one name of a tied weight; PT2E keeps the layer's own, which nothing uses any more, and holds
+    the quantised one in the module around the layers. Unless `anywhere`, only what is held around this one.
+    """
     return {
         fqn: node
         for fqn, node in leaves.items()
-        if not fqn.startswith(f"{name}.") and any(name == edit.module_path(user) for user in node.users)
+        if not fqn.startswith(f"{name}.")
+        and (anywhere or _owner(fqn) in _around(name))
+        and any(name == edit.module_path(user) for user in _uses(node, constant))
     }
+
+
+def _around(name: str) -> list[str]:
+    """The modules that hold the layer: "a.b.c" is in "a.b", "a" and ""."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts))]
+
+
+def _uses(leaf: fx.Node, constant: Set[fx.Node]) -> list[fx.Node]:
+    """The ops that take the leaf, or what is computed from leaves with it."""
+    found = list(leaf.users)
+    for node in found:
+        found += node.users if node in constant else ()
+    return found
 
 
 def _owner(fqn: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.export import export
 from torch.nn.utils import parametrizations, parametrize, weight_norm
 
 import tpcompiler
+from tpcompiler._torch import quantized_decomposed as pt2e
 
 SIZES = (16, 32)
 
@@ -91,3 +93,75 @@ def test_a_norm_over_a_cut_dim_reduces_the_norm(dtype: torch.dtype) -> None:
     assert [c.kind for c in program.collectives()] == ["all_reduce"] * 3
     (wide,) = {torch.promote_types(dtype, torch.float32)}
     assert all(c.wire_bytes <= 4 * wide.itemsize for c in program.collectives())
+
+
+BYTE = (-128, 127, torch.int8)
+
+
+class Outside(nn.Linear):
+    """A layer whose own weight nothing uses any more."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return nn.functional.linear(x, weight, self.bias)
+
+
+class Pt2e(nn.Module):
+    """What `convert_pt2e` makes of an MLP: the module around the layers holds their weights as int8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Outside(*SIZES), Outside(*reversed(SIZES))
+        for number, layer in enumerate((self.up, self.down)):
+            weight = layer.weight.detach()
+            scale, zero = weight.abs().amax(1) / 127, torch.zeros(weight.shape[0], dtype=torch.int64)
+            self.register_buffer(f"_scale_{number}", scale)
+            self.register_buffer(f"_zero_point_{number}", zero)
+            self.register_buffer(f"_frozen_param{number}", pt2e.quantize_per_channel(weight, scale, zero, 0, *BYTE))
+
+    def weight(self, number: int) -> torch.Tensor:
+        names = (f"_frozen_param{number}", f"_scale_{number}", f"_zero_point_{number}")
+        made: torch.Tensor = pt2e.dequantize_per_channel(*(getattr(self, name) for name in names), 0, *BYTE)
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        taken = pt2e.dequantize_per_tensor(pt2e.quantize_per_tensor(x, 0.03, 5, *BYTE), 0.03, 5, *BYTE)
+        inner = torch.relu(self.up(taken, self.weight(0)))
+        inner = pt2e.dequantize_per_tensor(pt2e.quantize_per_tensor(inner, 0.02, -128, *BYTE), 0.02, -128, *BYTE)
+        return x + self.down(inner, self.weight(1))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_styles_cut_the_weights_of_pt2e(world: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 16)
+    exported = export(Pt2e().eval(), (x,))
+    program = tpcompiler.parallelize(exported, world, {"up": "colwise", "down": "rowwise"})
+    assert program.verify((x,)).ok
+    assert [(c.kind, c.why) for c in program.collectives()] == [("all_reduce", "inherent")]
+    placed = {row["name"]: row["sharding"] for row in program.manifest().tensors}
+    assert {name: text for name, text in placed.items() if text != "R"} == {
+        "up.bias": "S(0)",
+        "down.bias": "P(sum)",
+        "_frozen_param0": "S(0)",
+        "_scale_0": "S(0)",
+        "_zero_point_0": "S(0)",
+        "_frozen_param1": "S(1)",
+    }
+    program.save(tmp_path / "out")
+    assert tpcompiler.check(tmp_path / "out", exported).ok
+
+
+def test_a_weight_is_borrowed_from_around_the_layer_alone() -> None:
+    """Not from a module beside it: that one has a word of its own."""
+
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held, self.up = nn.Linear(*SIZES), Outside(*SIZES)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.held(x) + self.up(x, self.held.weight * 2)
+
+    program = tpcompiler.parallelize(export(Beside(), (torch.randn(4, 16),)), 2, {"up": "colwise", "held": "replicate"})
+    placed = {row["name"]: row["sharding"] for row in program.manifest().tensors}
+    assert placed == {"held.weight": "R", "held.bias": "R", "up.weight": "R", "up.bias": "S(0)"}

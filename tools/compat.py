@@ -1,9 +1,10 @@
-"""Run the fast tests on every version of torch that this project says it runs on, and write docs/compat.md.
+"""Run the fast tests on the versions of torch and Python that this project says it runs on, and write docs/compat.md.
 
-    python tools/compat.py [VERSION ...]
+    python tools/compat.py [VERSION ... | python3.N ...]
 
-Of the page only the rows of these versions are written anew. Each is unpacked below build/compat and put in front of
-the environment that runs this. Where pip has no CPU build of a version, its plain wheel is taken, which cannot be
+Of the page only the rows of these versions are written anew. Each torch is unpacked below build/compat and put in front
+of the environment that runs this; of the other Pythons, those on the path get an environment of their own there, for
+the pinned torch. Where pip has no CPU build of a version, its plain wheel is taken, which cannot be
 imported without CUDA's libraries: stubs stand in for them, every function of which fails. Where stubs cannot be made
 (that takes gcc and readelf), or torch does not start with them, nothing is run: the wheel is read, and has to have
 every module and name that `_torch.py` imports and every op that is named.
@@ -13,13 +14,13 @@ from __future__ import annotations
 
 import ast
 import os
-import platform
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections import defaultdict
+from importlib.metadata import requires
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,9 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "compat"
 PAGE = ROOT / "docs" / "compat.md"
 VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+HERE = "{}.{}".format(*sys.version_info)
+CONSTRAINTS = ROOT / "constraints.txt"
 TORCH = (ROOT / "tpcompiler" / "_torch.py").read_text(encoding="utf-8")
 GONE: dict[str, tuple[int, int]] = ast.literal_eval(re.search(r"^GONE = (\{.*\})", TORCH, re.MULTILINE)[1])  # type: ignore[index]
 OPS = "torchgen/packaged/ATen/native/native_functions.yaml"
@@ -36,25 +40,32 @@ HEAD = """\
 tpcompiler runs on torch 2.11 to 2.15 and Python 3.10 or newer. A newer torch is a warning, and goes on. `make compat`
 writes this page: the fast tests (`make test-fast`) on each version that can be had without CUDA's packages. With
 stubs for CUDA's libraries the plain wheel of torch runs on a machine without them; that is no CPU build, and no GPU.
+All of it on Linux, x86_64.
 
 """
 
 
+class Case(NamedTuple):
+    torch: str
+    python: str
+
+
 class Row(NamedTuple):
-    version: str
+    case: Case
     build: str
     ran: str
     result: str
     ok: bool
 
 
-def fetch(version: str) -> tuple[Path, str] | None:
+def fetch(case: Case) -> tuple[Path, str] | None:
     """The wheel of a version, and which build it is; None where pip finds none."""
     WORK.mkdir(parents=True, exist_ok=True)
-    for build, wanted in (("CPU", f"{version}+cpu"), ("plain", version)):
-        folder = WORK / f"{version}-{build}"
+    for build, wanted in (("CPU", f"{case.torch}+cpu"), ("plain", case.torch)):
+        folder = WORK / f"{case.torch}-{build}-{case.python}"
         if not list(folder.glob("*.whl")):
-            words = ["pip", "download", "--quiet", "--no-deps", "--dest", str(folder), f"torch=={wanted}"]
+            only = ["--no-deps", "--only-binary", ":all:", "--python-version", case.python]
+            words = ["pip", "download", "--quiet", *only, "--dest", str(folder), f"torch=={wanted}"]
             subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
         if wheels := list(folder.glob("*.whl")):
             return wheels[0], build
@@ -120,12 +131,34 @@ def make_stubs(site: Path) -> Path:
     return made.rename(folder)
 
 
+def make_environment(python: str, site: Path) -> str:
+    """The interpreter of an environment with all that the tests need but torch, which is at `site`.
+
+    Raises:
+        FileNotFoundError: no such interpreter on the path.
+        CalledProcessError: what it needs cannot be installed.
+    """
+    if python == HERE:
+        return sys.executable
+    folder = WORK / f"python{python}"
+    made = folder / "bin" / "python"
+    if not (folder / "done").exists():
+        subprocess.run([f"python{python}", "-m", "venv", "--clear", str(folder)], check=True)
+        (metadata,) = site.glob("torch-*.dist-info/METADATA")  # of torch's, all but CUDA's, which name a platform
+        needs = re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata.read_text(encoding="utf-8"), re.MULTILINE)
+        own = [each for each in requires("tpcompiler") or () if re.search(r"^[^;]*$|\W(test|hf)\W$", each)]
+        needs += [each.partition(";")[0] for each in own if not re.match("torch|tpcompiler", each)]
+        subprocess.run([str(made), "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS), *needs], check=True)
+        (folder / "done").touch()
+    return str(made)
+
+
 def environment(site: Path, stubs: Path | None) -> dict[str, str]:
     paths = {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **paths, **({"LD_LIBRARY_PATH": str(stubs)} if stubs else {})}
 
 
-def run_tests(version: str, site: Path, build: str, log: Path) -> Row | None:
+def run_tests(case: Case, python: str, site: Path, build: str) -> Row | None:
     """None where this torch does not start."""
     stubs = None
     if build == "plain":
@@ -135,23 +168,22 @@ def run_tests(version: str, site: Path, build: str, log: Path) -> Row | None:
             return None
     here = environment(site, stubs)
     started = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.__version__)"], env=here, capture_output=True, text=True
+        [python, "-c", "import torch; print(torch.__version__)"], env=here, capture_output=True, text=True
     )
-    if not started.stdout.startswith(version):
+    if not started.stdout.startswith(case.torch):
         return None
     words = ["pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "not slow", "-p", "no:cacheprovider"]
+    log = WORK / f"{case.torch}-{case.python}.log"
     with log.open("w") as printed:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", *words], cwd=ROOT, env=here, stdout=printed, stderr=subprocess.STDOUT
+            [python, "-W", "ignore", "-m", *words], cwd=ROOT, env=here, stdout=printed, stderr=subprocess.STDOUT
         )
     found = re.findall(r"^(?:=+ )?(\d+ (?:passed|failed).*?) in ", log.read_text(), re.MULTILINE)
     said = f"plain wheel, stubs for CUDA's {len(list(stubs.glob('*.so*')))} libraries" if stubs else "CPU build"
-    return Row(
-        version, said, "fast tests", found[-1] if found else f"exit code {done.returncode}", done.returncode == 0
-    )
+    return Row(case, said, "fast tests", found[-1] if found else f"exit code {done.returncode}", done.returncode == 0)
 
 
-def read_wheel(version: str, wheel: Path) -> Row:
+def read_wheel(case: Case, wheel: Path) -> Row:
     """Whether the wheel has what the packages name; nothing of it is run."""
     lacks = []
     with zipfile.ZipFile(wheel) as archive:
@@ -166,10 +198,10 @@ def read_wheel(version: str, wheel: Path) -> Row:
         ops = archive.read(OPS).decode()
     known = set(re.findall(r"^- func: (\w+)", ops, re.MULTILINE)) | {"sym_size"}
     known |= {name for line in re.findall(r"autogen: (.*)", ops) for name in re.findall(r"\w+", line)}
-    gone = {name.partition("::")[2] for name, since in GONE.items() if list(since) <= numbers(version)}
+    gone = {name.partition("::")[2] for name, since in GONE.items() if list(since) <= numbers(case.torch)}
     lacks += [f"aten.{op}" for op in named_ops() if op not in known | gone]
     return Row(
-        version,
+        case,
         "plain wheel",
         "read only: names and ops",
         f"lacks {', '.join(lacks)}" if lacks else "has all",
@@ -196,23 +228,32 @@ def named_ops() -> list[str]:
     return sorted({op for text in texts for op in re.findall(r"\baten\.([a-z_]\w*)\.\w+", text)})
 
 
-def tried(version: str) -> Row:
-    print(f"torch {version}", file=sys.stderr, flush=True)
-    found = fetch(version)
+def tried(case: Case) -> Row:
+    print(f"torch {case.torch}, Python {case.python}", file=sys.stderr, flush=True)
+    found = fetch(case)
     if found is None:
-        return Row(version, "none that pip finds", "nothing", "not run", True)
+        return Row(case, "none that pip finds", "nothing", "not run", True)
     wheel, build = found
-    return run_tests(version, unpack(wheel), build, WORK / f"{version}.log") or read_wheel(version, wheel)
+    site = unpack(wheel)
+    try:
+        python = make_environment(case.python, site)
+    except FileNotFoundError:
+        return Row(case, build, "nothing", f"not run: no python{case.python} on the path", True)
+    return run_tests(case, python, site, build) or read_wheel(case, wheel)
 
 
 def main() -> int:
-    rows = [tried(version) for version in sys.argv[1:] or VERSIONS]
-    lines = {row.version: f"| {row.version} | {row.build} | {row.ran} | {row.result} |" for row in rows}
-    if PAGE.exists():
-        lines = dict(re.findall(r"^(?=\| ([\d.]+) )(.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)) | lines
-    table = ["| torch | build | what ran | result |", "|---|---|---|---|", *(lines[v] for v in VERSIONS if v in lines)]
-    where = f"\nPython {platform.python_version()}, {platform.system()} {platform.machine()}.\n"
-    text = HEAD + "\n".join(table) + "\n" + where
+    pinned = re.search(r"^torch==(.+)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned is not None
+    cases = [Case(version, HERE) for version in VERSIONS]
+    cases += [Case(pinned[1], python) for python in PYTHONS if python != HERE]
+    words = {case: case.torch if case.python == HERE else f"python{case.python}" for case in cases}
+    rows = [tried(case) for case in cases if words[case] in (sys.argv[1:] or words.values())]
+    lines = dict(re.findall(r"^(\| [\d.]+ \| [\d.]+) (\|.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    lines |= {f"| {row.case.torch} | {row.case.python}": f"| {row.build} | {row.ran} | {row.result} |" for row in rows}
+    table = ["| torch | Python | build | what ran | result |", "|---|---|---|---|---|"]
+    table += [f"{start} {rest}" for start, rest in lines.items()]
+    text = HEAD + "\n".join(table) + "\n"
     PAGE.write_text(text, encoding="utf-8")
     print(text)
     return 0 if all(row.ok for row in rows) else 1

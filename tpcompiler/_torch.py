@@ -36,6 +36,7 @@ from torch._export.utils import (
 )
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.ao.quantization.fx import _decomposed  # noqa: F401  (defines PT2E's ops)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -86,6 +87,7 @@ class _MissingOp(str):
 
 
 aten, c10d_functional = _Ops("aten"), _Ops("_c10d_functional")
+quantized_decomposed = _Ops("quantized_decomposed")  # PT2E's
 
 
 def warn_of_newer(version: str) -> None:
@@ -132,6 +134,7 @@ __all__ = [
     "make_fx",
     "op_overload",
     "program_target",
+    "quantized_decomposed",
     "quiet_torch",
     "read_size",
     "record_reader",

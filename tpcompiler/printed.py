@@ -53,8 +53,9 @@ class Printed(io.TextIOBase):
         return self._stream.fileno()
 
     def flush(self) -> None:
-        with self._going_on():
-            self._stream.flush()
+        if not self._stream.closed:  # by then, when this is cleared away
+            with self._going_on():
+                self._stream.flush()
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,9 @@ def test_directory(tmp_path: Path) -> None:
 
 
 def test_unreadable_names() -> None:
-    assert refusal("a\0b") == f"plan file 'a\\x00b' cannot be read: embedded null byte\n  help: {PATH}"
+    said, help = refusal("a\0b").splitlines()
+    assert re.match(r"plan file 'a\\x00b' cannot be read: .*embedded null", said)  # Python's words, which change
+    assert help == f"  help: {PATH}"
     name = "x" * 300
     assert refusal(name) == f"plan file {name!r} cannot be read: File name too long\n  help: {PATH}"
 

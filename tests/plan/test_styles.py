@@ -247,6 +247,8 @@ REFUSALS = {
     "moe_identity_expert": WHOLE,
     "ep_router": WHOLE,
     "ep_dispatch_experts": WHOLE,
+    "megamoe_experts": WHOLE,
+    "megamoe_router": WHOLE,
 }
 
 

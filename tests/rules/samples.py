@@ -15,6 +15,7 @@ from tests.rules.linalg_samples import FOURIER, FRACTIONAL, LINALG
 from tests.rules.norm_samples import BAGS, GROUPED, TRIANGLES
 from tests.rules.pointwise_samples import ELEMENTWISE
 from tests.rules.product_samples import CONTRACTIONS, PRODUCTS_2
+from tests.rules.quantized_samples import QUANTIZED
 from tests.rules.reduction_samples import ORDERED, REDUCTIONS
 from tests.rules.sample import call, distinct, flags, ids, t
 from tests.rules.space_samples import POOLING, RESIZING, WINDOWS
@@ -183,6 +184,7 @@ SAMPLES = [
     *REDUCTIONS,
     *ORDERED,
     *STRUCTURE,
+    *QUANTIZED,
     *VECTORS,
     *LINALG,
     *FOURIER,

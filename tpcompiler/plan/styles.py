@@ -105,6 +105,8 @@ REFUSED = {
     "moe_identity_expert": _WHOLE,
     "ep_router": _WHOLE,
     "ep_dispatch_experts": _WHOLE,
+    "megamoe_experts": _WHOLE,
+    "megamoe_router": _WHOLE,
 }
 
 

@@ -1,0 +1,33 @@
+"""The ops between numbers and their quantised form, as PT2E writes them: each number by itself."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from tpcompiler._torch import quantized_decomposed as quantized
+from tpcompiler.ir import edit
+from tpcompiler.rules.pointwise import pointwise
+from tpcompiler.rules.registry import op_rule
+
+
+@op_rule(
+    quantized.quantize_per_tensor.default,
+    quantized.quantize_per_tensor.tensor,
+    quantized.dequantize_per_tensor.default,
+    quantized.dequantize_per_tensor.tensor,
+    quantized.quantize_per_token.default,
+    quantized.dequantize_per_token.default,
+    shards="any",
+)
+def per_tensor(node: fx.Node) -> str:
+    """ "d0 d1, d0 1, d0 1 -> d0 d1": the scale and the zero point are one number, or one for each row."""
+    return pointwise(node)
+
+
+@op_rule(quantized.quantize_per_channel.default, quantized.dequantize_per_channel.default, shards="any")
+def per_channel(node: fx.Node) -> str:
+    """ "d0 d1, d0, d0 -> d0 d1": a scale and a zero point for each channel."""
+    ndim = node.meta["val"].ndim
+    term = " ".join(f"d{d}" for d in range(ndim))
+    channel = f"d{edit.bound(node)['axis'] % ndim}"
+    return f"{', '.join([term, *[channel] * (len(edit.operands(node)) - 1)])} -> {term}"
