@@ -145,7 +145,9 @@ KEY = 'a key is not text\n  help: quote the key, such as "0" or "on"'
         ),
         (b"up: R\n\x07", "line 2: ", "not YAML: character '\\x07' is not allowed" + SYNTAX),
         (b'up: "\\U00110000"', ": ", "not YAML: chr() arg not in range(0x110000)" + SYNTAX),
-        (b"[" * 10_000, ": ", "not YAML: it is nested too deeply" + SYNTAX),
+        (b"[" * 10_000, "line 1: ", "not YAML: it is nested too deeply" + SYNTAX),
+        ((b"\n" + b"[" * 250 + b"]" * 250 + b",") * 2_000, "line 2: ", "not YAML: it is nested too deeply" + SYNTAX),
+        (b"up: [" + b"1," * 400_000 + b"]", "line 1: ", "not YAML: it has more than 100000 values" + SYNTAX),
     ],
 )
 def test_refused(file: Path, content: bytes, place: str, words: str) -> None:

@@ -72,6 +72,11 @@ def test_many_stars(pattern: str, name: str) -> None:
     assert entry.matches(name[:-1] + "b")
 
 
+def test_more_stars_than_a_name_has_parts() -> None:
+    with pytest.raises(PlanError, match="has 101 stars\n  help: write at most 100"):
+        Plan.of({"*a" * 101: "colwise"})
+
+
 @given(st.text("ab.*", max_size=9), st.text("ab.", max_size=9))
 def test_a_pattern_means_the_same_however_it_is_matched(pattern: str, name: str) -> None:
     """As the plainest way says, which may take without end for a longer one."""

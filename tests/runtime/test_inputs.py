@@ -108,6 +108,15 @@ def test_run_file_says_what_the_program_refuses(mixed: ExportedProgram, tmp_path
         run_file(module, manifest({}, {"output": "R"}), tmp_path / "in")
 
 
+def test_run_file_says_what_an_op_refuses(tmp_path: Path) -> None:
+    program = torch.export.export(torch.nn.Embedding(16, 4), (torch.arange(3),))
+    module = program.module()
+    module.exported_program = program  # type: ignore[assignment]
+    save_file({"input": torch.full((3,), 99)}, tmp_path / "in")
+    with pytest.raises(InputsError, match="the program does not run: index out of range in self"):
+        run_file(module, manifest({}, {"output": "R"}), tmp_path / "in")
+
+
 def test_a_sharded_boundary_is_refused_by_name() -> None:
     refuse_sharded_boundary(manifest({"x": "R"}, {"y": "R"}))
     refuse_sharded_boundary(manifest({"x": "[R, R]"}, {"y": "[R, R]"}))

@@ -15,6 +15,7 @@ from torch.export import Dim, ExportedProgram, export
 import tpcompiler
 from tests.trust.damage import Artifact, claim, inserted
 from tpcompiler.ir.calls import write_call
+from tpcompiler.soundness.boundary import _same_bits
 from tpcompiler.soundness.check import check_programs
 
 aten = torch.ops.aten
@@ -185,3 +186,15 @@ def test_what_nobody_thought_of_is_a_finding(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("tpcompiler.soundness.check.check_ops", fail)
     found, *_ = check_programs(artifact.written(), artifact.manifest).findings
     assert found == "rank_0.pt2: cannot be checked: TypeError: so be it"
+
+
+def test_one_number_that_stands_in_a_million_million_places() -> None:
+    """Compared as what it takes in memory."""
+    zero = torch.zeros(())
+    many = (1 << 20, 1 << 20)
+    assert _same_bits(zero.expand(many), torch.zeros(()).expand(many))
+    assert not _same_bits(zero.expand(many), torch.tensor(-0.0).expand(many))
+    assert not _same_bits(zero.expand(2, 1 << 20), zero.expand(many))
+    assert _same_bits(torch.ones(3).expand(2, 3), torch.ones(2, 3))
+    assert not _same_bits(torch.ones(3).expand(2, 3), torch.tensor([[1.0, 1, 1], [1, 2, 1]]))
+    assert _same_bits(zero.expand(0, 3), torch.zeros(0, 3))

@@ -12,6 +12,7 @@ from tpcompiler.errors import PlanError
 from tpcompiler.runtime.opened import open_input
 
 MAX_BYTES = 1 << 20
+MAX_DEPTH, MAX_NODES = 32, 100_000  # beyond which reading takes a minute
 
 
 def read_plan_file(name: str) -> list[tuple[str, object, int]]:
@@ -60,11 +61,22 @@ def _read_text(name: str) -> str:
 class _Loader(yaml.SafeLoader):
     """Refuses anchors and aliases: a plan needs none, and a few of them can stand for gigabytes."""
 
+    nodes = depth = 0
+
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if event.anchor is not None:
             raise yaml.composer.ComposerError("while scanning an alias", event.start_mark)
-        return super().compose_node(parent, index)
+        self.nodes, self.depth = self.nodes + 1, self.depth + 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.composer.ComposerError(problem="it is nested too deeply", problem_mark=event.start_mark)
+        if self.nodes > MAX_NODES:
+            raise yaml.composer.ComposerError(
+                problem=f"it has more than {MAX_NODES} values", problem_mark=event.start_mark
+            )
+        made = super().compose_node(parent, index)
+        self.depth -= 1
+        return made
 
 
 def _compose(text: str, name: str) -> yaml.Node | None:
@@ -82,8 +94,6 @@ def _compose(text: str, name: str) -> yaml.Node | None:
     except yaml.reader.ReaderError as error:
         where = f"plan file {name} line {text.count(chr(10), 0, error.position) + 1}"
         reason = f"character {chr(error.character)!r} is not allowed"
-    except RecursionError:
-        where, reason = f"plan file {name}", "it is nested too deeply"
     except (ValueError, OverflowError) as error:  # an escape or a directive with a number out of range
         where, reason = f"plan file {name}", str(error)
     raise PlanError(f"{where}: not YAML: {reason}", help="correct the quotes, brackets and indentation") from None

@@ -18,6 +18,7 @@ from tpcompiler.plan.file import read_plan_file
 from tpcompiler.plan.styles import REFUSED, Style, read_style
 
 CONFIG = "config.json"
+MAX_STARS = 100  # in a pattern: a name of a module is not so deep, and Python takes long over so many groups
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,12 @@ def _read_entry(pattern: object, style: object, source: str) -> PlanEntry:
     if not isinstance(pattern, str):
         raise PlanError(
             f"plan pattern {pattern!r} is not text", help='write the name of a layer, such as "*.up"', asked_by=source
+        )
+    if pattern.count("*") > MAX_STARS:
+        raise PlanError(
+            f"plan pattern {pattern!r} has {pattern.count('*')} stars",
+            help=f"write at most {MAX_STARS}; '**' stands for any number of parts of a name",
+            asked_by=source,
         )
     if isinstance(style, type):
         written = style.__name__

@@ -41,7 +41,7 @@ def run_file(module: Any, manifest: Manifest, path: str | os.PathLike[str]) -> d
     try:
         with torch.no_grad():
             result = module(*args, **kwargs)
-    except (AssertionError, RuntimeError) as error:  # the guards of an exported module, or an op
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:  # of a guard, or of an op
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputsError(f"{path}: the program does not run: {line}", help="check the sizes") from error
     tensors = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
