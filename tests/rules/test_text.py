@@ -44,9 +44,15 @@ any shards
     copy.default cummax.default cummin.default cumprod.default full_like.default histc.default
     index_reduce.default kthvalue.default log_softmax.int logcumsumexp.default masked_fill.Scalar
     max.dim median.default median.dim min.dim mode.default nanmedian.default nanmedian.dim
-    native_layer_norm.default renorm.default rrelu_with_noise_functional.default scatter.value
-    scatter.value_reduce searchsorted.Tensor softmax.int sort.default sort.stable topk.default
-    var.correction var_mean.correction
+    native_layer_norm.default quantized_decomposed.dequantize_per_channel.default
+    quantized_decomposed.dequantize_per_tensor.default
+    quantized_decomposed.dequantize_per_tensor.tensor
+    quantized_decomposed.dequantize_per_token.default
+    quantized_decomposed.quantize_per_channel.default
+    quantized_decomposed.quantize_per_tensor.default quantized_decomposed.quantize_per_tensor.tensor
+    quantized_decomposed.quantize_per_token.default renorm.default
+    rrelu_with_noise_functional.default scatter.value scatter.value_reduce searchsorted.Tensor
+    softmax.int sort.default sort.stable topk.default var.correction var_mean.correction
 any shards; leaves P(product)
     prod.default prod.dim_int
 any shards; linear in 0

@@ -105,8 +105,11 @@ def product_of_pending(artifact: Artifact, apart: bool) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (reduced_again, "ranks 0 and 1 take 'linear_1' for 'linear_1' as P(sum), and as P(sum) and R"),
-        (product_of_pending, "ranks 0 and 1 take 'linear_1' for 'mul' as P(sum), and as R"),
+        (
+            reduced_again,
+            "ranks 0 and 1 take 'linear_1' for 'linear_1' as P(sum) by the op, and as P(sum) by the op and R",
+        ),
+        (product_of_pending, "ranks 0 and 1 take 'linear_1' for 'mul' as P(sum) by the op, and as R"),
     ],
 )
 def test_operands_that_are_cut_otherwise(damage: Callable[[Artifact, bool], None], said: str, two: Artifact) -> None:

@@ -142,7 +142,8 @@ def test_a_damaged_file(tmp_path: Path) -> None:
         data["files"][file.name] = sha256(file)
     path.write_text(json.dumps(data))
     report = tpcompiler.check(tmp_path / "out")
-    (finding,) = report.findings
+    finding, term = report.findings
+    assert term.endswith("is not the term of rank 0 for P(sum)")
     assert finding.startswith(
         "rank_0.pt2: 'clone_1' (aten.clone.default, small.py:48, in forward) "
         "does not become S(0) of the whole in its region, at s27="

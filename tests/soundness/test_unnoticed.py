@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
+from torch.export.graph_signature import TensorArgument
 
 import tpcompiler
 from tests.trust.damage import Artifact, claim, inserted
@@ -48,6 +49,18 @@ class Halves(nn.Module):
         return x + whole
 
 
+class TwoSums(nn.Module):
+    """One of which is reduced before the other, for what is not linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.a(x)
+        return y + self.b(z), torch.relu(y)
+
+
 ROWS = Dim("rows")
 MODELS: dict[str, Callable[[], tuple[ExportedProgram, dict[str, Any]]]] = {
     "masked": lambda: (
@@ -55,6 +68,10 @@ MODELS: dict[str, Callable[[], tuple[ExportedProgram, dict[str, Any]]]] = {
         {"plan": {"up": "colwise", "down": "rowwise"}},
     ),
     "pick": lambda: (export(PickRows(), (torch.tensor([[1, 99], [50, 49]]),)), {"plan": {"table": "S(0)"}}),
+    "sums": lambda: (
+        export(TwoSums(), (torch.randn(4, 8), torch.randn(4, 8))),
+        {"plan": {"a": "rowwise", "b": "rowwise"}},
+    ),
     "halves": lambda: (
         export(Halves(), (torch.randn(6, 4), torch.randn(6, 4)), dynamic_shapes=({0: 2 * ROWS}, {0: 2 * ROWS})),
         {"plan": {}, "inputs": ["S(0)", "R"], "outputs": ["S(0)"]},
@@ -139,6 +156,35 @@ def a_half_by_its_size(ranks: list[ExportedProgram]) -> None:
     _index(ranks, lambda select, size: _number(select, operator.floordiv, (size, 2), size))
 
 
+def a_draw_in_a_body(ranks: list[ExportedProgram]) -> None:
+    """What the rank draws next is another number than the others'."""
+    rows = node(ranks[-1], aten.index.Tensor)
+    new = inserted(rows.next, aten.rand_like.default, (rows,), rows)
+    claim(new).pop("call", None)
+    claim(new).pop("sharding", None)
+
+
+def terms_of_two_sums(ranks: list[ExportedProgram]) -> None:
+    """Each rank adds a term of a sum that is the value, and of another sum that is it too."""
+    for rank, program in enumerate(ranks):
+        product, other = (n for n in program.graph.nodes if n.target is aten.linear.default)
+        whole, late = (n for n in program.graph.nodes if n.target is torch.ops._c10d_functional.wait_tensor.default)
+        add, start = node(program, aten.add.Tensor), late.args[0]
+        assert isinstance(start, fx.Node)
+        made = aten.full_like.default if rank else aten.clone.default
+        term = inserted(start, made, (whole, 0) if rank else (whole,), whole)
+        early = inserted(start, aten.add.Tensor, (term if rank else product, other), product)
+        for new in (term, early):
+            claim(new).clear()
+        claim(term).update(origin="linear", sharding=["P(sum)"], reshard="again", change="R -> P(sum)")
+        claim(early).update(origin="add", sharding=["P(sum)"])
+        start.update_arg(0, early)
+        claim(late)["origin"] = "add"
+        add.replace_all_uses_with(late)
+        program.graph.erase_node(add)
+        program.graph_signature.output_specs[0].arg = TensorArgument(name=late.name)
+
+
 @pytest.mark.parametrize(
     ("model", "damage", "finding"),
     [
@@ -150,6 +196,8 @@ def a_half_by_its_size(ranks: list[ExportedProgram]) -> None:
         ("pick", ids_are_not_counted_from_the_end, "does not become P(sum) of the whole in its region"),
         ("halves", another_half_of_many_rows, "a change moves and reduces values, and does nothing else"),
         ("halves", a_half_by_its_size, "out of range"),
+        ("pick", a_draw_in_a_body, "nothing that this makes depends on it"),
+        ("sums", terms_of_two_sums, "as P(sum) by the op, and as P(sum) by reshard again"),
     ],
 )
 def test_what_numbers_do_not_show(model: str, damage: Callable[[list[ExportedProgram]], None], finding: str) -> None:
@@ -162,6 +210,18 @@ def test_what_numbers_do_not_show(model: str, damage: Callable[[list[ExportedPro
     damage(damaged.ranks)
     findings = check_programs(damaged.written(), damaged.manifest, exported).findings
     assert finding in "\n".join(findings)
+
+
+def test_terms_that_cancel() -> None:
+    """Their sum is the bias, but for what is added to each before."""
+    exported, asked = MODELS["masked"]()
+    artifact = Artifact.of(tpcompiler.parallelize(exported, 2, asked["plan"]))
+    for rank, term in enumerate((2.0**19, -(2.0**19))):
+        artifact.put(rank, "down.bias", artifact.leaf(rank, "down.bias").round() + term)
+    exported.state_dict["down.bias"].data.round_()
+    assert check_programs(artifact.written(), artifact.manifest, exported).findings == [
+        "'down.bias' is not the term of rank 0 for P(sum)"
+    ]
 
 
 @pytest.mark.parametrize("on", [(1,), (0, 1)])

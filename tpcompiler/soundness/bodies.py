@@ -58,6 +58,13 @@ def check_body(made: Folded, region: Region, rule: Rule, rank: int) -> None:
             raise Unsound(
                 node, f"is the end of {region.name}, which is not what the rule of {call.target} does on a share"
             )
+    for node in region.nodes:  # it may draw, or stop the rank
+        if node not in found and isinstance(node.target, OpOverload) and not _is_size(node):
+            raise Unsound(node, f"is in {region.name}, and nothing that this makes depends on it")
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (int, torch.SymInt))
 
 
 def _given(call: fx.Node, held: Mapping[fx.Node, fx.Node]) -> Any:

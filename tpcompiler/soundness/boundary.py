@@ -15,7 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
-from tpcompiler.ir.shares import join
+from tpcompiler.ir.shares import cut, join
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.written_back import find_overwritten
 from tpcompiler.runtime.artifact import Manifest
@@ -189,6 +189,8 @@ def check_state(
             continue
         same = _same_sum if "P(" in row["sharding"] else _same_bits
         wholes = _wholes(row, ranks, mesh)
+        if same is _same_sum:
+            _check_terms(row, wholes[0], ranks, mesh)
         for whole in wholes[1:]:
             if not same(whole, wholes[0]):
                 raise Unsound(None, f"{name!r} is not the same on ranks that share it")
@@ -196,6 +198,14 @@ def check_state(
             _check_tied(row, wholes[0], rows, ranks, mesh)
         if name in theirs and not same(wholes[0], theirs[name].detach()):
             raise Unsound(None, f"{name!r}: the ranks' shares do not make the original's tensor")
+
+
+def _check_terms(row: Mapping[str, Any], whole: torch.Tensor, ranks: Sequence[Written], mesh: Mesh) -> None:
+    """One rank holds what is pending and the others nothing: other terms that make the same sum may be large."""
+    sharding = read_claimed(None, row["sharding"], mesh, len(row["shape"]))
+    for rank, each in enumerate(ranks):
+        if not _same_sum(each.state[row["name"]].detach(), cut(whole, sharding, mesh, rank)):
+            raise Unsound(None, f"{row['name']!r} is not the term of rank {rank} for {row['sharding']}")
 
 
 def _check_memory(each: Written, rank: int, elsewhere: Set[str]) -> None:

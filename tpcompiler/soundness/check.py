@@ -162,7 +162,7 @@ def _check_agreement(ranks: Sequence[Folded], findings: list[str], counts: Count
         if not all(name in each.regions for each in ranks):
             findings.append(f"not all ranks have {name}")
             continue
-        with _noting(findings, 0):
+        with _noting(findings, None, ranks):
             check_region(name, ranks, done)
             counts.update(regions=1)
 
@@ -170,15 +170,18 @@ def _check_agreement(ranks: Sequence[Folded], findings: list[str], counts: Count
 class _noting:
     """Keep what is unsound as a finding, with file, node and source line."""
 
-    def __init__(self, findings: list[str], rank: int | None) -> None:
-        self.findings, self.rank = findings, rank
+    def __init__(self, findings: list[str], rank: int | None, ranks: Sequence[Folded] = ()) -> None:
+        """`ranks`: of which one has the node."""
+        self.findings, self.rank, self.ranks = findings, rank, ranks
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, Unsound):
-            self.findings.append(_where(error.node, self.rank) + error.text)
+            graph = error.node.graph if error.node is not None else None
+            whose = [rank for rank, each in enumerate(self.ranks) if each.program.graph is graph]
+            self.findings.append(_where(error.node, whose[0] if whose else self.rank) + error.text)
         elif isinstance(error, Exception):  # of a damage that nobody thought of
             line = (str(error).strip() or "no text").splitlines()[0]
             self.findings.append(f"{_where(None, self.rank)}cannot be checked: {type(error).__name__}: {line}")

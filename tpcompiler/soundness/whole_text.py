@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,16 +46,33 @@ def whole_text(made: Folded) -> list[str]:
 def cuts_of(made: Folded) -> dict[tuple[str, ...], set[str]]:
     """How each op and change has what it takes cut: an op's result may have one sharding by several others' means.
 
-    A rank with an empty share of a result may take nothing for it.
+    A rank with an empty share of a result may take nothing for it. Of what is pending it matters too what has made it:
+    terms of two sums for one value add up to nothing.
     """
     found: dict[tuple[str, ...], set[str]] = {}
-    for node, whole in made.whole.items():
-        result = made.changed.get(node)
-        shown = made.shardings[node][0].text(made.mesh) if result else "its result"
-        for used in result or (edit.operands(node) if node.op == "call_function" else ()):
+    makers = {node: name for name, region in made.regions.items() for node in region.outputs if region.call is None}
+    for whole, shown, operands in _takers(made):
+        again: Counter[str] = Counter()
+        for used in operands:
             for sharding in made.shardings.get(used, ()):
-                found.setdefault((whole.name, shown, made.whole[used].name), set()).add(sharding.text(made.mesh))
+                by = f" by {makers.get(used, 'the op')}" if sharding.partial else ""
+                name = made.whole[used].name
+                key = (whole.name, shown, str(again[name]), name)
+                found.setdefault(key, set()).add(sharding.text(made.mesh) + by)
+                again[name] += 1
     return found
+
+
+def _takers(made: Folded) -> Iterator[tuple[fx.Node, str, Sequence[fx.Node]]]:
+    """(what is made of the whole, of which sharding, of what) of every op, change and body, and of the outputs."""
+    for node, whole in made.whole.items():
+        if node in made.changed:
+            yield whole, made.shardings[node][0].text(made.mesh), made.changed[node]
+        elif node.op in ("call_function", "output"):
+            yield whole, "its result", edit.operands(node)
+    for region in made.regions.values():
+        if region.call is not None:
+            yield region.call, "its result", region.inputs
 
 
 def _is_number(whole: fx.Node) -> bool:
