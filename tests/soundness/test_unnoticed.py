@@ -258,3 +258,12 @@ def test_one_number_that_stands_in_a_million_million_places() -> None:
     assert _same_bits(torch.ones(3).expand(2, 3), torch.ones(2, 3))
     assert not _same_bits(torch.ones(3).expand(2, 3), torch.tensor([[1.0, 1, 1], [1, 2, 1]]))
     assert _same_bits(zero.expand(0, 3), torch.zeros(0, 3))
+
+
+def test_the_size_of_a_group_where_payloads_are_dynamic() -> None:
+    exported = export(nn.Sequential(nn.Linear(8, 4)), (torch.randn(6, 8),), dynamic_shapes=({0: ROWS},))
+    artifact = Artifact.of(tpcompiler.parallelize(exported, 2, {"0": "rowwise"}))
+    assert check_programs(artifact.written(), artifact.manifest, exported).findings == []
+    artifact.manifest.collectives[0]["group_size"] = 1
+    (finding,) = check_programs(artifact.written(), artifact.manifest, exported).findings
+    assert "has group_size=2, and the manifest says 1" in finding

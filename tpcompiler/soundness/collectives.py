@@ -67,11 +67,11 @@ def _check_list(calls: Sequence[_Call], manifest: Manifest, mesh: Mesh) -> None:
             listed = " over ".join(said[number]) if number < len(said) else "nothing"
             raise Unsound(call.node, f"is collective {number + 1}, {_said(call)}, and the manifest lists {listed}")
         row = manifest.collectives[number]
-        if all(isinstance(size, int) for value in edit.outputs(call.node) for size in value.shape):
-            sent = traffic(call.node, mesh)
-            if apart := [key for key, value in sent.items() if row[key] != value]:
-                both = f"has {apart[0]}={sent[apart[0]]}, and the manifest says {row[apart[0]]}"
-                raise Unsound(call.node, f"is collective {number + 1}: it {both}")
+        known = all(isinstance(size, int) for value in edit.outputs(call.node) for size in value.shape)
+        sent = traffic(call.node, mesh) if known else {"group_size": mesh.size(mesh.axes_of(call.group))}
+        if apart := [key for key, value in sent.items() if row[key] != value]:
+            both = f"has {apart[0]}={sent[apart[0]]}, and the manifest says {row[apart[0]]}"
+            raise Unsound(call.node, f"is collective {number + 1}: it {both}")
     if len(said) > len(calls):
         raise Unsound(None, f"the manifest lists {len(said)} collectives, and the programs have {len(calls)}")
 
