@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils._sympy.value_ranges import ValueRanges
 
 import tpcompiler
 from tests.trust import collectives
@@ -14,6 +15,7 @@ from tests.trust.damage import Artifact, damaged
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.soundness.check import check_programs
+from tpcompiler.soundness.drawn import MULTIPLE, Sizes
 from tpcompiler.soundness.folded import Folded, folded
 from tpcompiler.soundness.sizes import change_shape, operand_shapes
 
@@ -69,3 +71,15 @@ def test_many_numbers_are_short() -> None:
         said = [check_programs(each.written(), each.manifest).findings for each in (sound, wrong)]
         assert [len(findings) for findings in said] == [0, 1]
         assert "does not become R of the whole in its region" in said[1][0]
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_sizes_are_drawn_in_their_range(fits: bool) -> None:
+    """Those that fit are multiples of many numbers; others need not be."""
+    known = ValueRanges(3, 400)
+    found = {Sizes(fits=fits).of("s0", known) for _ in range(200)}
+    assert len(found) > 1
+    assert all(3 <= size <= 400 for size in found)
+    assert all(size % MULTIPLE == 0 for size in found) == fits
+    assert Sizes({"s0": 24}, fits=True).of("s0", ValueRanges(24, 25)) == 25
+    assert Sizes().of("s1", None) >= 0

@@ -61,6 +61,11 @@ class TwoSums(nn.Module):
         return y + self.b(z), torch.relu(y)
 
 
+class Counts(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return x.relu(), 2 * x.shape[0]
+
+
 ROWS = Dim("rows")
 MODELS: dict[str, Callable[[], tuple[ExportedProgram, dict[str, Any]]]] = {
     "masked": lambda: (
@@ -68,6 +73,7 @@ MODELS: dict[str, Callable[[], tuple[ExportedProgram, dict[str, Any]]]] = {
         {"plan": {"up": "colwise", "down": "rowwise"}},
     ),
     "pick": lambda: (export(PickRows(), (torch.tensor([[1, 99], [50, 49]]),)), {"plan": {"table": "S(0)"}}),
+    "counts": lambda: (export(Counts(), (torch.randn(6, 4),), dynamic_shapes=({0: ROWS},)), {"plan": {}}),
     "sums": lambda: (
         export(TwoSums(), (torch.randn(4, 8), torch.randn(4, 8))),
         {"plan": {"a": "rowwise", "b": "rowwise"}},
@@ -156,6 +162,11 @@ def a_half_by_its_size(ranks: list[ExportedProgram]) -> None:
     _index(ranks, lambda select, size: _number(select, operator.floordiv, (size, 2), size))
 
 
+def another_size_is_recorded(ranks: list[ExportedProgram]) -> None:
+    twice = node(ranks[-1], operator.mul)
+    twice.meta["val"] = twice.meta["val"] + 1
+
+
 def a_draw_in_a_body(ranks: list[ExportedProgram]) -> None:
     """What the rank draws next is another number than the others'."""
     rows = node(ranks[-1], aten.index.Tensor)
@@ -196,6 +207,7 @@ def terms_of_two_sums(ranks: list[ExportedProgram]) -> None:
         ("pick", ids_are_not_counted_from_the_end, "does not become P(sum) of the whole in its region"),
         ("halves", another_half_of_many_rows, "a change moves and reduces values, and does nothing else"),
         ("halves", a_half_by_its_size, "out of range"),
+        ("counts", another_size_is_recorded, "and is said to make"),
         ("pick", a_draw_in_a_body, "nothing that this makes depends on it"),
         ("sums", terms_of_two_sums, "as P(sum) by the op, and as P(sum) by reshard again"),
     ],
