@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from passes._lines import LINE, Line
 from tpcompiler._torch import DeviceMesh, c10d_functional, redistribute
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size, chunk
 from tpcompiler.ir.shares import cut_dim, join_dim
 
-LINE = "line"
+Number = Callable[[], torch.Tensor]  # gives the next of `numbers_of`
 
 
-@dataclass(frozen=True)
-class Line:
-    """One step as a change over a mesh of one axis, of that part of the tensor that the ranks of a group hold together.
-
-    `shape`: of that part; a symbolic size is read off the local tensor when it is needed.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    source: Sharding
-    target: Sharding
-    shape: tuple[Size, ...]
-    mesh: Mesh
-    here: int
-
-
-def change_on_line(x: torch.Tensor, line: Line, over: DeviceMesh) -> torch.Tensor:
+def change_on_line(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number) -> torch.Tensor:
     source, target, mesh, rank = line.source, line.target, line.mesh, line.here
     degree = mesh.world_size
     # Symbolic sizes are computed from the local tensor, as the traced graph must.
@@ -40,9 +24,12 @@ def change_on_line(x: torch.Tensor, line: Line, over: DeviceMesh) -> torch.Tenso
         size if isinstance(size, int) else x.shape[d] * (degree if source.dims[d].axes else 1)
         for d, size in enumerate(line.shape)
     )
-    if any(dim.parts for dim in (*source.dims, *target.dims)):
-        return _in_parts(x, source, target, shape, mesh, rank, over)
     here = mesh.coordinate(rank)
+    if any(dim.parts for dim in (*source.dims, *target.dims)):
+        if line.kind == "slice":
+            (dim,) = (d for d, by in enumerate(target.dims) if by.axes)
+            return cut_dim(x, dim, target.dims[dim], mesh, here, lambda v, d, _, size: _rows_from(v, d, number(), size))
+        return _in_parts(x, source, target, shape, mesh, rank, over)
     local_target = target.local_shape(shape, mesh, here)
     ways = [a if a.axes else b for a, b in zip(source.dims, target.dims, strict=True)]
     blocks = [way.block for way in ways]
@@ -59,17 +46,34 @@ def change_on_line(x: torch.Tensor, line: Line, over: DeviceMesh) -> torch.Tenso
         source, target = _by_unit(source, ways), _by_unit(target, ways)
     before = [d for d, dim in enumerate(source.dims) if dim.axes]
     after = [d for d, dim in enumerate(target.dims) if dim.axes]
-    if before and after:
+    if line.kind == "slice":
+        x = _own_part(x, after[0], shape, mesh, rank, number())
+    elif before and after:
         x = _all_to_all(x, before[0], after[0], shape, mesh, rank, over.get_group(0).group_name)
     else:
         x = _over_even_shards(x, source, target, shape, mesh, rank, over)
     return x.reshape(local_target) if apart else x
 
 
-def on_first(x: torch.Tensor, line: Line) -> torch.Tensor:
+def on_first(x: torch.Tensor, line: Line, place: torch.Tensor) -> torch.Tensor:
     """The value on the first rank, and on the others what adds (multiplies) nothing to it."""
     ((_, op),) = line.target.partial
-    return torch.full_like(x, 1 if op == "product" else 0) if line.here else x.clone()
+    return torch.where(place == 0, x, torch.full_like(x, 1 if op == "product" else 0))
+
+
+def _own_part(
+    x: torch.Tensor, dim: int, shape: tuple[Size, ...], mesh: Mesh, rank: int, number: torch.Tensor
+) -> torch.Tensor:
+    """The part of a dim that is this rank's: the rows from `number` on, or that row of a dynamic dim's."""
+    size = shape[dim]
+    if isinstance(size, int):
+        return _rows_from(x, dim, number, chunk(size, mesh.world_size, rank)[1])
+    # A view in one row per rank raises on a size that is no multiple of the degree; a slice would drop the rest.
+    return _rows(x, dim, mesh.world_size).index_select(dim, number.reshape(1)).squeeze(dim)
+
+
+def _rows_from(x: torch.Tensor, dim: int, start: torch.Tensor, size: Size) -> torch.Tensor:
+    return x.index_select(dim, torch.arange(size, device=x.device) + start)
 
 
 def _over_even_shards(
@@ -88,19 +92,13 @@ def _over_even_shards(
     (axis,) = mesh.names
     gathered = [d for d, dim in enumerate(source.dims) if dim.axes and not target.dims[d].axes]
     scattered = [d for d, dim in enumerate(target.dims) if dim.axes and source.partial]
-    sliced = [d for d, dim in enumerate(target.dims) if dim.axes and source.is_replicated]
-    dynamic = any(not isinstance(shape[d], int) for d in gathered + scattered + sliced)
+    dynamic = any(not isinstance(shape[d], int) for d in gathered + scattered)
     padded, wanted = list(shape), list(target.local_shape(shape, mesh, mesh.coordinate(rank)))
     for dim in gathered + scattered if not dynamic else ():
         step = chunk(shape[dim], mesh.degree(axis), 0)[1]
         padded[dim] = step * mesh.degree(axis)
         x = _pad(x, dim, step if dim in gathered else padded[dim])
-    if sliced and dynamic:
-        # A view in one row per rank raises on a size that is no multiple of the degree; a slice would drop the rest.
-        (dim,) = sliced
-        rows = _rows(x, dim, mesh.degree(axis))
-        x = rows.select(dim, mesh.coordinate(rank)[axis]).clone(memory_format=torch.contiguous_format)
-    elif scattered and dynamic:
+    if scattered and dynamic:
         # Scattered as a first dim of one row per rank: torch would chunk a dynamic size, and guard on it.
         (dim,) = scattered
         rows = _rows(x, dim, mesh.degree(axis)).movedim(dim, 0)
@@ -169,12 +167,10 @@ def _in_parts(
         own = [cut_dim(x, after, target.dims[after], mesh, other) for other in ranks]
     if before is None:
         assert after is not None
-        if source.partial:
-            most = max(part.shape[after] for part in own)
-            rows = torch.stack([_pad(part, after, most) for part in own])
-            got = redistribute(rows, over, source.placements(mesh), [Shard(0)], list(rows.shape)).squeeze(0)
-            return got.narrow(after, 0, own[rank].shape[after]).clone(memory_format=torch.contiguous_format)
-        return own[rank].clone(memory_format=torch.contiguous_format)
+        most = max(part.shape[after] for part in own)
+        rows = torch.stack([_pad(part, after, most) for part in own])
+        got = redistribute(rows, over, source.placements(mesh), [Shard(0)], list(rows.shape)).squeeze(0)
+        return got.narrow(after, 0, own[rank].shape[after]).clone(memory_format=torch.contiguous_format)
     by = source.dims[before]
     sizes = [by.local_size(shape[before], mesh, other) for other in ranks]
     if after is not None:

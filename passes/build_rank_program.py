@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 
-from tpcompiler._torch import size_range, symbols_of, tree_flatten, tree_unflatten
+from tpcompiler._torch import LEAF_KINDS, aten, size_range, symbols_of, tree_flatten, tree_unflatten
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies, root_of
 from tpcompiler.ir.claims import write_claims
 from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.program import BODY, CALL, GLOBAL, MARK, ORIGIN, PIN, RESHARD, ShardedProgram
+from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_read
 from tpcompiler.ir.shares import cut
 
 
@@ -27,10 +28,13 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
     Before    graph with marks                       state: this rank's share
     After     ExportedProgram with the same inputs, outputs, FQNs, ranges and pytrees; each call node carries its claim
               (origin, sharding, reason, reshard) as plain data in meta["custom"], which torch.export.save keeps.
+              The numbers of the rank are one more constant, which `rank_number` nodes read.
     """
     source = program.source
     graph = edit.copy_graph(program.graph)
     signature = copy.deepcopy(source.graph_signature)
+    if (name := name_rank_numbers(program)) in program.local_state:
+        _read_numbers(graph, signature, program.local_state[name], name)
     values = list(graph.output_node().args[0])  # type: ignore[arg-type]
     for position, (spec, value) in enumerate(zip(signature.output_specs, values, strict=True)):
         if isinstance(value, fx.Node):
@@ -56,6 +60,30 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
         constants={**_of_kind(signature, program, constant=True)},
         verifiers=source.verifiers,
     )
+
+
+def _read_numbers(graph: fx.Graph, signature: ExportGraphSignature, row: torch.Tensor, name: str) -> None:
+    """Put the numbers of the rank behind the weights, and a look-up in the place of every `rank_number`."""
+    mode = fake_mode_of(graph)
+    behind = sum(spec.kind in LEAF_KINDS for spec in signature.input_specs)
+    first = list(graph.nodes)[behind]
+    with graph.inserting_before(first):
+        node = graph.placeholder(f"c_{name}")
+    with mode:
+        node.meta["val"] = torch.empty(tuple(row.shape), dtype=row.dtype)  # `from_tensor` would make symbols of its sizes
+    arg = TensorArgument(name=node.name)
+    signature.input_specs.insert(behind, InputSpec(InputKind.CONSTANT_TENSOR, arg, name))
+    if not (readers := numbers_read(graph)):
+        return
+    own = edit.insert_before(readers[0], aten.select.int, (node, 0, 0), name)
+    root = next((list(stack.items())[:1] for n in graph.nodes if (stack := n.meta.get("nn_module_stack"))), [])
+    with mode:
+        own.meta["val"] = node.meta["val"][0]
+    for index, each in enumerate(readers):
+        each.target, each.args = aten.select.int, (own, 0, index)
+        each.meta["val"] = own.meta["val"].select(0, 0)
+    for each in (own, *readers):
+        each.meta = {"val": each.meta["val"], ORIGIN: name, "nn_module_stack": dict(root)}
 
 
 def _plain(node: fx.Node) -> None:

@@ -6,17 +6,19 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from tpcompiler._torch import FakeTensorMode, aten, enable_python_dispatcher, make_fx
-from tpcompiler.errors import InternalError
+from tpcompiler.errors import InternalError, RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.calls import write_call
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
 from tpcompiler.ir.program import BODY, CALL, GLOBAL, MARK, ORIGIN, RESHARD, LocalProgram, LoweredProgram, Mark
+from tpcompiler.ir.rank_numbers import read_number
 from tpcompiler.ir.sharding import Size
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.rules.notation import ShardRange
@@ -30,10 +32,10 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
     Before    v: S(2) = view(q, [b, s, 8, 16])      rank 0 of 2
               e: P(sum) = embedding(table, ids)     table: S(0) of 100 rows
     After     v: S(2) = view(q, [b, s, 4, 16])
-              ...                                   look up ids - 0 where it lies in [0, 50), zeros elsewhere
+              ...                                   look up ids - n where it lies in [0, 50), zeros elsewhere; n is 0
               e: P(sum) = where(absent, 0, rows)
 
-    Assumes that meta["val"] is global and that the graph is this rank's alone (`lower_reshards` made it): it is edited
+    Assumes that meta["val"] is global and that the graph is these ranks' alone (`lower_reshards` made it): it is edited
     in place. Leaves meta["val"] local. After every marked node the local shape is compared with what
     the sharding says. `results` remembers what an op makes of a layout of arguments, across layers and ranks.
 
@@ -51,7 +53,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
         whole = node.meta.pop(GLOBAL, node.meta.get("val"))
         done = {node: whole}
         if node.op == "placeholder" and mark is not None and mark.shardings:
-            here = program.mesh.coordinate(program.rank)
+            here = program.here
             node.meta["val"] = local_value(whole, mark.shardings[0], program.mesh, here, mode)
         elif node.op == "call_function":
             lowered = RESHARD in node.meta
@@ -82,7 +84,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
                     made.meta["val"] = whole
             if made.op != "output" and made.meta.get("val") is not whole:
                 local.add(made)
-    return LocalProgram(program.source, graph, program.mesh, program.rank)
+    return LocalProgram(program.source, graph, program.mesh, program.ranks)
 
 
 def _may_change(mark: Mark) -> bool:
@@ -92,7 +94,7 @@ def _may_change(mark: Mark) -> bool:
 
 def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
     """Put local sizes where the rule says that an argument counts a sharded dim."""
-    here = program.mesh.coordinate(program.rank)
+    here = program.here
     changed = False
     for argument, positions in mark.sizes.items():
         entries = list(edit.bound(node)[argument])
@@ -146,17 +148,18 @@ def _divide(size: fx.Node, degree: int, user: fx.Node) -> fx.Node:
 def _put_in_body(
     node: fx.Node, parts: Sequence[fx.Node], program: LoweredProgram, mode: FakeTensorMode, call: Any
 ) -> list[fx.Node]:
-    """Replace the op by its rule's local body, traced for this rank's range of the cut factors.
+    """Replace the op by its rule's local body, traced for the ranks' range of the cut factors.
 
     Of an op with several outputs `parts` are the users, a getitem each: the body makes what they take and no more.
     Returns what stands for the parts, each with its part's mark.
     """
     share = node.meta[MARK].local
     inputs = node.all_input_nodes
-    shard = ShardRange.of(share.cuts, program.mesh, program.mesh.coordinate(program.rank))
+    ranges = [ShardRange.of(share.cuts, program.mesh, program.mesh.coordinate(r)) for r in program.ranks]
 
-    def body(*values: Any) -> list[torch.Tensor]:
+    def body(offset: torch.Tensor, *values: Any) -> list[torch.Tensor]:
         given = dict(zip(inputs, values, strict=True))
+        shard = replace(ranges[0], offset=offset)
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: given[n])
         result = share.body(*args, shard=shard, **kwargs)
         return [result if part is node else result[part.args[1]] for part in parts]
@@ -164,13 +167,24 @@ def _put_in_body(
     with mode, torch.no_grad():
         # A tracer tells its inputs apart as objects, and slices of one shape may share their fake value.
         values = [torch.empty_like(i.meta["val"]) if edit.is_tensor(i) else i.meta["val"] for i in inputs]
-        traced = make_fx(body, tracing_mode="real")(*values).graph
+        traced = make_fx(body, tracing_mode="real")(torch.empty((), dtype=torch.int64), *values).graph
     traced.eliminate_dead_code()
+    offset = None
+    if next(iter(traced.nodes)).users:
+        if not all(isinstance(each.offset, int) for each in ranges):
+            raise RuleError(
+                f"the local body of {node.target} asks where a shard of a dynamic dim begins, which is no number",
+                help="keep the factor whole where its size is no int (`!`)",
+                used_at=edit.source_line(node),
+            )
+        offset = read_number(node.graph, [each.offset for each in ranges], mode)
     outputs: Any = traced.output_node().args[0]
     if parts == [node]:
         traced.output_node().args = tuple(outputs)
     inner = [n for n in traced.nodes if n.op == "call_function"]
-    made = dict(zip(inner, edit.graft(node, traced, inputs, {ORIGIN: node.name, BODY: node.name}), strict=True))
+    made = dict(
+        zip(inner, edit.graft(node, traced, [offset, *inputs], {ORIGIN: node.name, BODY: node.name}), strict=True)
+    )
     results = [made[output] for output in outputs]
     for result, part in zip(results, parts, strict=True):
         output = {} if part is node else {"output": part.args[1]}
@@ -181,7 +195,7 @@ def _put_in_body(
 def _make_empty(node: fx.Node, mark: Mark, program: LoweredProgram) -> None:
     """Replace an op that cannot take an empty share, where this rank's is one."""
     value = edit.outputs(node)[0]
-    shape = mark.shardings[0].local_shape(value.shape, program.mesh, program.mesh.coordinate(program.rank))
+    shape = mark.shardings[0].local_shape(value.shape, program.mesh, program.here)
     if any(isinstance(size, int) and size == 0 for size in shape):
         sizes = [size if isinstance(size, int) else _read_size(size, node) for size in shape]
         node.target = aten.full.default
@@ -240,27 +254,27 @@ def _run_by_name(node: fx.Node, mark: Mark, program: LoweredProgram, mode: FakeT
     assert mode.shape_env is not None
     with mode.shape_env.ignore_fresh_unbacked_symbols():
         made = _run(node, mode, {})
-    shape = mark.shardings[0].local_shape(whole.shape, program.mesh, program.mesh.coordinate(program.rank))
+    shape = mark.shardings[0].local_shape(whole.shape, program.mesh, program.here)
     with mode:
         return torch.empty_strided(shape, made.stride(), dtype=made.dtype, device=made.device)
 
 
 def _check(node: fx.Node, mark: Mark, whole: Any, program: LoweredProgram) -> None:
-    here = program.mesh.coordinate(program.rank)
+    here, ranks = program.here, f"rank {program.ranks[0]}"
     wholes = whole if isinstance(whole, (tuple, list)) else [whole]
     expected = [t for t in wholes if isinstance(t, torch.Tensor)]
     for value, sharding, made in zip(expected, mark.shardings, edit.outputs(node), strict=True):
         claimed = sharding.local_shape(value.shape, program.mesh, here)
         if len(claimed) != made.ndim or not all(map(statically_equal, claimed, made.shape)):
             raise InternalError(
-                f"'{node.name}' ({node.target}) on rank {program.rank} is {list(made.shape)}, but its sharding "
+                f"'{node.name}' ({node.target}) on {ranks} is {list(made.shape)}, but its sharding "
                 f"{sharding.text(program.mesh)} of {list(value.shape)} says {list(claimed)}",
                 help="report this with the model and the plan",
                 used_at=edit.source_line(node),
             )
         if made.dtype != value.dtype:
             raise InternalError(
-                f"'{node.name}' ({node.target}) on rank {program.rank} is of {made.dtype}, not of {value.dtype}",
+                f"'{node.name}' ({node.target}) on {ranks} is of {made.dtype}, not of {value.dtype}",
                 help="report this with the model and the plan",
                 used_at=edit.source_line(node),
             )

@@ -4,36 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from passes._collectives import LINE, Line, change_on_line, on_first
+from passes._collectives import change_on_line, on_first
+from passes._lines import Line, numbers_of, put_on_line
 from tpcompiler._torch import FakeTensorMode, fake_group, make_fx, traced_mesh
-from tpcompiler.cost.path import Step
-from tpcompiler.cost.program import differs_by_rank, held_by_first, steps_of
+from tpcompiler.cost.program import held_by_first, steps_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, memory_order
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, RESHARD, LoweredProgram, Reshard, ReshardedProgram, reshard
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size
+from tpcompiler.ir.rank_numbers import read_number
 
 Traces = dict[Any, fx.Graph]
 
 _serial = itertools.count()
 
 
-def lower_reshards(program: ReshardedProgram, rank: int, traces: Traces) -> LoweredProgram:
-    """Replace each `reshard` by the subgraph that torch's own `redistribute_local_tensor` makes on this rank.
+def lower_reshards(program: ReshardedProgram, ranks: Sequence[int], traces: Traces) -> LoweredProgram:
+    """Replace each `reshard` by the subgraph that torch's own `redistribute_local_tensor` makes on these ranks.
 
     Before    reshard: R = reshard(y)               y: P(sum)
     After     all_reduce = all_reduce(y, 'sum', 'tp=2:tp')
               wait_tensor: R = wait_tensor(all_reduce)
 
-    Equal changes of equal local shapes at the same place of the mesh are traced once; `traces` keeps them from rank to
-    rank. S(i) -> S(j) is an all_to_all of our own, because torch's asks for the caller's rank and gathers on CPU.
+    Assumes that the ranks hold equal local shapes (`ranks_alike`). What tells them apart, such as where their slices
+    begin, is read from `rank_number` nodes, so that one graph serves them all.
+
+    Equal changes of equal local shapes are traced once; `traces` keeps them from one call to the next.
+    S(i) -> S(j) is an all_to_all of our own, because torch's asks for the caller's rank and gathers on CPU.
     """
     graph = edit.copy_graph(program.graph)
     mode = fake_mode_of(graph)
@@ -43,31 +46,52 @@ def lower_reshards(program: ReshardedProgram, rank: int, traces: Traces) -> Lowe
         change: Reshard = node.meta[RESHARD]
         (value,) = edit.operands(node)
         whole = value.meta.get(GLOBAL, value.meta["val"])  # what is made by another reshard is local already
-        body = _trace(whole, change, program.mesh, rank, mode, traces)
+        steps = lines_of(change, whole, program.mesh, ranks[0])
+        body = _trace(whole, change, steps, program.mesh, ranks[0], mode, traces)
+        own = [_numbers(lines_of(change, whole, program.mesh, rank)) for rank in ranks] if _numbers(steps) else []
+        read = [read_number(graph, values, mode) for values in zip(*own, strict=True)]
         meta = {MARK: node.meta[MARK], ORIGIN: value.meta.get(ORIGIN, value.name), GLOBAL: whole}
-        made = edit.graft(node, body, [value], {RESHARD: change})
+        made = edit.graft(node, body, [value, *read], {RESHARD: change})
         if made:
             made[-1].meta.update(meta)
-    return LoweredProgram(program.source, graph, program.mesh, rank)
+    return LoweredProgram(program.source, graph, program.mesh, tuple(ranks))
+
+
+def lines_of(change: Reshard, value: torch.Tensor, mesh: Mesh, rank: int) -> list[tuple[Line, bool]]:
+    """The steps of a change as one rank makes them; True beside those whose first rank holds what is pending."""
+    order = _order(value)
+    return [
+        (put_on_line(step, value.shape, mesh, rank, order), held_by_first(step, value.dtype))
+        for step in steps_of(change, value, mesh)
+    ]
+
+
+def _order(value: torch.Tensor) -> list[int]:
+    return list(range(value.ndim)) if is_contiguous(value) else memory_order(value)
+
+
+def _numbers(steps: Sequence[tuple[Line, bool]]) -> list[int]:
+    return [number for line, first in steps for number in ([line.here] if first else numbers_of(line))]
 
 
 def _trace(
-    value: torch.Tensor, change: Reshard, mesh: Mesh, rank: int, mode: FakeTensorMode, traces: Traces
+    value: torch.Tensor,
+    change: Reshard,
+    steps: Sequence[tuple[Line, bool]],
+    mesh: Mesh,
+    rank: int,
+    mode: FakeTensorMode,
+    traces: Traces,
 ) -> fx.Graph:
-    coordinate = mesh.coordinate(rank)
-    local = local_value(value, change.source, mesh, coordinate, mode)
-    dense = is_contiguous(value)
-    order = list(range(value.ndim)) if dense else memory_order(value)
-    known = (change.source, change.target, key(value), dense, key(local), _position(change, value, mesh, rank))
+    local = local_value(value, change.source, mesh, mesh.coordinate(rank), mode)
+    dense, order = is_contiguous(value), _order(value)
+    shapes = [(line.shape, *line.local_shapes()) for line, _ in steps]
+    known = (change.source, change.target, key(value), dense, key(local), key(shapes))
     if known in traces:
         return traces[known]
     with mode:
         local = torch.empty(local.shape, dtype=local.dtype, device=local.device)
     name = f"tpcompiler_trace_{next(_serial)}"
-    steps = [
-        (_on_a_line(step, value.shape, mesh, rank, order), held_by_first(step, value.dtype))
-        for step in steps_of(change, value, mesh)
-    ]
     with contextlib.ExitStack() as groups:
         over = {}
         for line, _ in steps:
@@ -77,18 +101,22 @@ def _trace(
                 degrees = [line.mesh.world_size]
                 over[line.axes] = traced_mesh(local.device.type, line.mesh.names, degrees, line.here, [group])
 
-        def body(x: torch.Tensor) -> torch.Tensor:
+        def body(x: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
             # Collectives read memory in order: the dims are changed as they lie there, and lie so again after it.
-            given = x
+            given, numbers = x, iter(own)
             x = _permuted(x, order)
             x = x if dense else x.clone(memory_format=torch.contiguous_format)
             for line, first in steps:
-                x = on_first(x, line) if first else change_on_line(x, line, over[line.axes])
+                if first:
+                    x = on_first(x, line, next(numbers))
+                else:
+                    x = change_on_line(x, line, over[line.axes], lambda: next(numbers))
             x = _permuted(x, [order.index(dim) for dim in range(x.ndim)])
             return x.clone() if x is given else x  # so that there is a node to say what this value is from here on
 
         with mode, torch.no_grad():
-            graph = make_fx(body, tracing_mode="real")(local).graph
+            own = [torch.empty((), dtype=torch.int64) for _ in _numbers(steps)]
+            graph = make_fx(body, tracing_mode="real")(local, *own).graph
     names = {f"{name}_{'.'.join(axes)}": mesh.group_name(axes) for axes in over}
     for node in graph.nodes:
         node.args = tuple(names.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args)
@@ -102,46 +130,3 @@ def _trace(
 
 def _permuted(x: torch.Tensor, order: list[int]) -> torch.Tensor:
     return x if order == sorted(order) else x.permute(order)
-
-
-def _position(change: Reshard, value: torch.Tensor, mesh: Mesh, rank: int) -> Any:
-    """What of the rank the traced graph depends on."""
-    axes = change.source.axes | change.target.axes
-    here = {a: c for a, c in mesh.coordinate(rank).items() if a in axes}
-    return tuple(here.items()) if differs_by_rank(change, value, mesh) else None
-
-
-def _on_a_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order: list[int]) -> Line:
-    """The step, and what its group holds together, with the dims in `order`."""
-    coordinate = mesh.coordinate(rank)
-    line = Mesh(((LINE, mesh.size(step.axes)),))
-    ends, sizes = [], list(shape)
-    for state in (step.source, step.target):
-        dims = []
-        for dim, (cut, size) in enumerate(zip(state.dims, shape, strict=True)):
-            held, by = _along(cut, size, step.axes, mesh, coordinate)
-            dims.append(by)
-            if by.axes or state is step.source:
-                sizes[dim] = held
-        partial = tuple((LINE, op) for axis, op in state.partial if axis == step.axes[0])
-        ends.append(Sharding(tuple(dims), partial).permuted(order))
-    made = tuple(sizes[dim] for dim in order)
-    return Line(step.kind, step.axes, ends[0], ends[1], made, line, mesh.index(step.axes, rank))
-
-
-def _along(
-    cut: DimSharding, size: Size, axes: tuple[str, ...], mesh: Mesh, here: Mapping[str, int]
-) -> tuple[Size, DimSharding]:
-    """What of a dim the ranks of one group over these axes hold together, and how they cut it."""
-    if cut.parts:
-        parts = [_along(how, length, axes, mesh, here) for length, how in cut.parts]
-        return sum(length for length, _ in parts), DimSharding.of_parts(parts)
-    if axes[0] not in cut.axes:
-        return cut.local_size(size, mesh, here), WHOLE
-    outer = cut.axes.index(axes[0])
-    count, piece = 1, size
-    for _, count, piece in DimSharding(cut.levels[:outer]).pieces(size, mesh, here):  # noqa: B007  (the last of them)
-        pass
-    _, block, unit = cut.levels[outer]
-    nested = any(level.block for level in cut.levels[:outer])
-    return count * piece, DimSharding.by(LINE, block=block or (piece if nested else 0), unit=unit)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import LocalProgram, ShardedProgram, mark_of, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut
 
 
-def shard_state(program: LocalProgram) -> ShardedProgram:
-    """Give the rank its own share of every leaf, and nothing else.
+def shard_state(program: LocalProgram, rank: int, numbers: Mapping[str, Sequence[int]]) -> ShardedProgram:
+    """Give the rank its own share of every leaf, the numbers that it reads of itself, and nothing else.
 
     Before    up.weight: f32[8, 4] S(0), down.bias: f32[4] P(sum)     rank 1 of 2
     After     up.weight: f32[4, 4] (rows 4 to 8), down.bias: zeros    the sum over ranks is the bias, added once
@@ -23,15 +26,16 @@ def shard_state(program: LocalProgram) -> ShardedProgram:
     for node, fqn in program.leaves():
         first = first_of[node.name]
         if first not in made:
-            made[first] = _plain(_share(program.state(fqn), mark_of(node).shardings[0], program))
+            made[first] = _plain(_share(program.state(fqn), mark_of(node).shardings[0], program.mesh, rank))
         state[fqn] = made[first]
-    return ShardedProgram(program.source, program.graph, program.mesh, program.rank, state)
+    state.update({name: torch.tensor([row]) for name, row in numbers.items()})
+    return ShardedProgram(program.source, program.graph, program.mesh, rank, state)
 
 
-def _share(value: torch.Tensor, sharding: Sharding, program: LocalProgram) -> torch.Tensor:
+def _share(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch.Tensor:
     if sharding.is_replicated:
         return value
-    part = cut(value.detach(), sharding, program.mesh, program.rank).clone()
+    part = cut(value.detach(), sharding, mesh, rank).clone()
     return (
         torch.nn.Parameter(part, requires_grad=value.requires_grad) if isinstance(value, torch.nn.Parameter) else part
     )

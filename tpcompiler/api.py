@@ -30,7 +30,7 @@ from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.rank_file import read_rank
 from tpcompiler.soundness.boundary import compare_calling
 from tpcompiler.soundness.check import CheckReport, check_artifact
-from tpcompiler.soundness.folded import Unsound
+from tpcompiler.soundness.unsound import Unsound
 from tpcompiler.verify.compare import Call, Subject, VerifyReport, read_call
 
 Given = Mapping[str, Any] | Sequence[Any] | None

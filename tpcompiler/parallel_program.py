@@ -15,13 +15,13 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from passes._alike import ranks_alike
 from passes.build_rank_program import build_rank_program
 from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
 from passes.move_device import move_device
 from passes.shard_state import shard_state
 from tpcompiler._torch import forget_index, guards_of
-from tpcompiler.cost.program import differs_by_rank
 from tpcompiler.errors import InternalError, TpCompilerWarning, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of, tree_text
@@ -29,7 +29,8 @@ from tpcompiler.ir.devices import device_types, values
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import odd_keys, plain_outputs
-from tpcompiler.ir.program import RESHARD, LocalProgram, Reshard, ReshardedProgram, mark_of, reshard, tied
+from tpcompiler.ir.program import RESHARD, LocalProgram, ReshardedProgram, mark_of, reshard, tied
+from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
 from tpcompiler.ir.refused import refuse_hollow, refuse_unwritable
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join, read_sharding
@@ -66,7 +67,7 @@ class ParallelProgram:
         self._advice = advice
         self._traces: dict[Any, Any] = {}
         self._results: dict[Any, Any] = {}
-        self._local: dict[int, LocalProgram] = {}
+        self._local: dict[tuple[int, ...], LocalProgram] = {}
 
     @property
     def mesh(self) -> Mesh:
@@ -76,16 +77,27 @@ class ParallelProgram:
     def world_size(self) -> int:
         return self.mesh.world_size
 
+    @cached_property
+    def classes(self) -> list[tuple[int, ...]]:
+        """The ranks that run one graph, which are those of equal local shapes: all of them, where all cuts are even."""
+        return ranks_alike(self.resharded)
+
     def local_program(self, rank: int) -> LocalProgram:
-        """The program of one rank, its weights not cut yet; one graph serves all where nothing tells ranks apart."""
+        """The program of a rank and all that are like it, its weights not cut yet."""
         self.mesh.coordinate(rank)
-        built = 0 if _same_on_all_ranks(self.resharded) else rank
-        if built not in self._local:
+        ranks = next(ranks for ranks in self.classes if rank in ranks)
+        if ranks not in self._local:
             with no_new_guards(self.resharded.graph):
-                lowered = lower_reshards(self.resharded, built, self._traces)
-                self._local[built] = localize_shapes(lowered, self._results)
-        made = self._local[built]
-        return LocalProgram(made.source, made.graph, self.mesh, rank)
+                lowered = lower_reshards(self.resharded, ranks, self._traces)
+                self._local[ranks] = localize_shapes(lowered, self._results)
+        return self._local[ranks]
+
+    @cached_property
+    def _rank_numbers(self) -> dict[str, list[list[int]]]:
+        """What every rank reads of itself: rows of one length, which has the class that reads most."""
+        own = [numbers_of_rank(self.local_program(rank), rank) for rank in range(self.world_size)]
+        width = max(map(len, own))
+        return {name_rank_numbers(self.resharded): [row + [0] * (width - len(row)) for row in own]} if width else {}
 
     def rank_program(self, rank: int) -> ExportedProgram:
         """The ordinary exported program of one rank, with that rank's share of the weights.
@@ -96,7 +108,9 @@ class ParallelProgram:
         Raises:
             MeshError: `rank` is outside the world.
         """
-        return move_device(build_rank_program(shard_state(self.local_program(rank))), self.device_type)
+        numbers = {name: rows[rank] for name, rows in self._rank_numbers.items()}
+        share = shard_state(self.local_program(rank), rank, numbers)
+        return move_device(build_rank_program(share), self.device_type)
 
     def collectives(self) -> list[Collective]:
         """Every collective that a rank's program calls, in order, read off the program of rank 0."""
@@ -159,6 +173,7 @@ class ParallelProgram:
             output_type=None,
             versions=versions(),
             calling=calling_of(first, guards_of(first)),
+            rank_numbers=self._rank_numbers,
         )
 
     def _groups(self) -> dict[str, list[list[int]]]:
@@ -358,22 +373,6 @@ def compared_calls(
 
 def versions() -> dict[str, str]:
     return {"tpcompiler": VERSION, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def _same_on_all_ranks(program: ReshardedProgram) -> bool:
-    """Whether every rank's graph is the same: even shards, no slice and no local body that asks where the rank is."""
-    for node in program.graph.nodes:
-        mark = mark_of(node)
-        if mark.local is not None:
-            return False
-        for value, sharding in zip(edit.outputs(node) if node.op != "output" else (), mark.shardings, strict=True):
-            if not sharding.is_even(value.shape, program.mesh):
-                return False
-        if node.target is reshard:
-            change: Reshard = node.meta[RESHARD]
-            if differs_by_rank(change, node.meta["val"], program.mesh):
-                return False
-    return True
 
 
 def _bytes_in_file(program: ExportedProgram) -> int:

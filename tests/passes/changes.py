@@ -19,6 +19,7 @@ from torch.export.graph_signature import (
 
 from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
+from tests.passes.stages import with_numbers
 from tpcompiler._torch import FakeTensorMode
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import MARK, RESHARD, Mark, Reshard, ReshardedProgram, reshard
@@ -54,7 +55,7 @@ def wrong_changes(pairs: Sequence[Pair], mesh: Mesh, value: torch.Tensor) -> lis
     traces: dict[Any, Any] = {}
     runs = []
     for rank in ranks:
-        local = localize_shapes(lower_reshards(program, rank, traces), {})
+        local = with_numbers(localize_shapes(lower_reshards(program, (rank,), traces), {}))
         runs.append(SimpleNamespace(graph=local.graph, **vars(program.source)))
     shares = [[cut(value, source, mesh, rank) for source, _ in pairs] for rank in ranks]
     results = simulate(cast(Any, runs), shares)

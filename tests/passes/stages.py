@@ -23,6 +23,7 @@ from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
 from passes.mark_placements import mark_placements
 from passes.recut_leaves import recut_leaves
+from passes.shard_state import shard_state
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -34,7 +35,9 @@ from tpcompiler.ir.program import (
     MarkedProgram,
     PlannedProgram,
     ReshardedProgram,
+    ShardedProgram,
 )
+from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank, numbers_read
 from tpcompiler.plan import Plan
 from tpcompiler.rules.registry import ops_with_rules
 from tpcompiler.verify.invariants import check_invariants
@@ -133,11 +136,24 @@ def folded(*args: Any, **kwargs: Any) -> ReshardedProgram:
 
 
 def lowered(*args: Any, rank: int = 0, **kwargs: Any) -> LoweredProgram:
-    return _checked(lower_reshards(folded(*args, **kwargs), rank, {}))
+    return _checked(lower_reshards(folded(*args, **kwargs), (rank,), {}))
 
 
 def local(*args: Any, rank: int = 0, **kwargs: Any) -> LocalProgram:
     return _checked(localize_shapes(lowered(*args, rank=rank, **kwargs), {}))
+
+
+def sharded(program: LocalProgram, rank: int) -> ShardedProgram:
+    row = numbers_of_rank(program, rank)
+    return shard_state(program, rank, {name_rank_numbers(program): row} if row else {})
+
+
+def with_numbers(program: LocalProgram) -> LocalProgram:
+    """Of one rank, whose numbers are put where they are read, so that the graph can be run."""
+    for node in numbers_read(program.graph):
+        ((value,),) = node.args
+        node.target, node.args = torch.tensor, (value,)
+    return program
 
 
 def _checked(program: Any) -> Any:

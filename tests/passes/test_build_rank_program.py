@@ -13,9 +13,8 @@ from torch.export import Dim, ExportedProgram
 
 import tpcompiler
 from passes.build_rank_program import build_rank_program
-from passes.shard_state import shard_state
 from tests.passes.models import MEGATRON, Mlp
-from tests.passes.stages import Call, local
+from tests.passes.stages import Call, local, sharded
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.verify.simulate import simulate
 
@@ -23,7 +22,7 @@ X = torch.randn(2, 4)
 
 
 def built(*args: Any, **kwargs: Any) -> ExportedProgram:
-    return build_rank_program(shard_state(local(*args, **kwargs)))
+    return build_rank_program(sharded(local(*args, **kwargs), kwargs.get("rank", 0)))
 
 
 def test_names_of_the_original() -> None:
@@ -31,7 +30,7 @@ def test_names_of_the_original() -> None:
         self.steps.add_(1)
         return {"h": self.up(x), "flag": flag}
 
-    last = shard_state(local(Call(forward, up=nn.Linear(4, 6), steps=torch.zeros(())), (X, True), {"up": "colwise"}))
+    last = sharded(local(Call(forward, up=nn.Linear(4, 6), steps=torch.zeros(())), (X, True), {"up": "colwise"}), 0)
     program, original = build_rank_program(last), last.source
     assert [spec.arg.name for spec in program.graph_signature.input_specs] == [
         spec.arg.name for spec in original.graph_signature.input_specs

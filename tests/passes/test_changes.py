@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from passes import lower_reshards as lowering
+from passes._alike import ranks_alike
 from tests.long import some
-from tests.passes.changes import wrong_changes
-from tpcompiler.cost.program import differs_by_rank
+from tests.passes.changes import program_of, wrong_changes
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import REDUCE_OPS
-from tpcompiler.ir.program import Reshard
 from tpcompiler.ir.shares import read_sharding
 
 pytestmark = pytest.mark.slow
@@ -115,13 +114,13 @@ def test_shards_that_are_uneven_on_the_way() -> None:
     value = torch.arange(48.0).reshape(12, 4)
     assert source.is_even(value.shape, WIDE)
     assert target.is_even(value.shape, WIDE)
-    assert differs_by_rank(Reshard("", source, target, "inherent", ""), value, WIDE)
+    assert len(ranks_alike(program_of([(source, target)], WIDE, value))) > 1
     assert wrong_changes([(source, target)], WIDE, value) == []
 
 
 def test_a_share_of_the_wrong_rank_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a slice at the neighbour's place."""
-    right = lowering._on_a_line
+    right = lowering.put_on_line
 
     def moved(*args: object) -> object:
         line = right(*args)  # type: ignore[arg-type]
@@ -129,5 +128,5 @@ def test_a_share_of_the_wrong_rank_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
             line if line.kind != "slice" else type(line)(**{**vars(line), "here": line.mesh.world_size - 1 - line.here})
         )
 
-    monkeypatch.setattr(lowering, "_on_a_line", moved)
+    monkeypatch.setattr(lowering, "put_on_line", moved)
     assert wrong(["[R, R]", "[S(0), R]"], SQUARE, (4, 4)) == ["[R, R] -> [S(0), R]"]

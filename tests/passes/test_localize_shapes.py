@@ -156,7 +156,8 @@ def test_a_vocabulary_in_parts() -> None:
         """\
 p_embed_weight: S(0) = embed.weight f32[4, 4]
 ids: R = input i64[2, 3]
-sub = sub(ids, 4)
+rank_number = rank_number([4])
+sub = sub(ids, rank_number)
 lt = lt(sub, 0)
 ge = ge(sub, 4)
 bitwise_or = bitwise_or(lt, ge)
@@ -281,13 +282,13 @@ def test_what_an_op_makes_is_remembered() -> None:
     program = folded(module, (X,), {"up": "colwise"}, outputs=["S(1)", "S(1)"])
     results: dict[Any, Any] = {}
     for rank in (0, 1):
-        localize_shapes(lower_reshards(program, rank, {}), results)
+        localize_shapes(lower_reshards(program, (rank,), {}), results)
     assert [str(target) for target, *_ in results] == ["aten.linear.default", "aten.relu.default"]
 
 
 def test_a_claim_that_does_not_hold() -> None:
     module = Call(lambda self, x: self.up(x).relu(), up=nn.Linear(4, 6))
-    program = lower_reshards(folded(module, (X,), {"up": "colwise"}, outputs=["S(1)"]), 0, {})
+    program = lower_reshards(folded(module, (X,), {"up": "colwise"}, outputs=["S(1)"]), (0,), {})
     node = next(node for node in program.graph.nodes if node.name == "relu")
     lie = Sharding((DimSharding.by("tp"), WHOLE))
     node.meta[MARK] = replace(node.meta[MARK], shardings=(lie,), settled=(lie,))

@@ -11,7 +11,7 @@ from torch.export import Dim, export
 
 from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
-from tests.passes.stages import Call, Given, folded
+from tests.passes.stages import Call, Given, folded, with_numbers
 from tpcompiler import parallelize
 from tpcompiler.ir.program import ORIGIN, RESHARD, LoweredProgram, ReshardedProgram
 from tpcompiler.ir.shares import cut, join
@@ -27,7 +27,7 @@ def changed(shape: tuple[int, ...], source: str, target: str, degree: int, **kwa
 
 def text(shape: tuple[int, ...], source: str, target: str, *, degree: int = 2, rank: int = 0, **kwargs: Any) -> str:
     """What one change is lowered to, with the sizes of this rank."""
-    program = localize_shapes(lower_reshards(changed(shape, source, target, degree, **kwargs), rank, {}), {})
+    program = localize_shapes(lower_reshards(changed(shape, source, target, degree, **kwargs), (rank,), {}), {})
     return program_text(program)
 
 
@@ -127,22 +127,22 @@ def test_a_whole_is_cut() -> None:
         text((4, 6), "R", "S(1)", rank=0),
         """\
 x: R = input f32[4, 6]
-split = split(x, 3, 1)
-getitem = getitem(split, 0)
-getitem_1 = getitem(split, 1)
-clone: S(1) = clone(getitem)
-return clone
+rank_number = rank_number([0])
+arange = arange(3, device=device(type='cpu'), pin_memory=False)
+add = add(arange, rank_number)
+index_select: S(1) = index_select(x, 1, add)
+return index_select
 """,
     )
     assert_expected_inline(
         text((4, 6), "R", "S(1)", rank=1),
         """\
 x: R = input f32[4, 6]
-split = split(x, 3, 1)
-getitem = getitem(split, 0)
-getitem_1 = getitem(split, 1)
-clone: S(1) = clone(getitem_1)
-return clone
+rank_number = rank_number([3])
+arange = arange(3, device=device(type='cpu'), pin_memory=False)
+add = add(arange, rank_number)
+index_select: S(1) = index_select(x, 1, add)
+return index_select
 """,
     )
 
@@ -159,10 +159,17 @@ return div
 
 
 def test_what_has_no_equal_shares_is_held_by_the_first_rank() -> None:
-    assert [text((2, 3), "R", "P(product)", rank=rank).splitlines()[1] for rank in (0, 1)] == [
-        "clone: P(product) = clone(x)",
-        "full_like: P(product) = full_like(x, 1, pin_memory=False)",
-    ]
+    assert_expected_inline(
+        text((2, 3), "R", "P(product)", rank=1),
+        """\
+x: R = input f32[2, 3]
+rank_number = rank_number([1])
+eq = eq(rank_number, 0)
+full_like = full_like(x, 1, pin_memory=False)
+where: P(product) = where(eq, x, full_like)
+return where
+""",
+    )
 
 
 def test_dims_are_exchanged() -> None:
@@ -252,7 +259,7 @@ def test_shards_in_units() -> None:
     """Three heads of two: four and two features."""
     module = Call(lambda self, x: x.flatten(1))
     program = folded(module, (torch.randn(2, 3, 2),), inputs=["S(1)"])
-    local = localize_shapes(lower_reshards(program, 1, {}), {})
+    local = localize_shapes(lower_reshards(program, (1,), {}), {})
     assert_expected_inline(
         program_text(local),
         """\
@@ -279,7 +286,7 @@ def test_a_permuted_value_is_changed_in_its_order_in_memory() -> None:
     module = Call(lambda self, x: x.t())
     program = folded(module, (torch.randn(4, 6),), inputs=["S(0)"])
     assert_expected_inline(
-        program_text(lower_reshards(program, 0, {})),
+        program_text(lower_reshards(program, (0,), {})),
         """\
 x: S(0) = input f32[4, 6]
 t: S(1) = t(x)
@@ -304,22 +311,22 @@ def test_what_another_reshard_made_is_changed_in_its_global_shape() -> None:
         """\
 p_w: [R, S(0)] = w f32[3, 8]
 x: [S(0), R] = input f32[2, 6]
-split = split(x, 3, 1)
-getitem = getitem(split, 0)
-getitem_1 = getitem(split, 1)
-clone: [S(0), S(1)] = clone(getitem)
-matmul: [S(0), P(sum)] = matmul(clone, p_w)
+rank_number = rank_number([0, 3, 0, 3])
+rank_number_1 = rank_number([0, 0, 2, 2])
+arange = arange(3, device=device(type='cpu'), pin_memory=False)
+add_1 = add(arange, rank_number)
+index_select: [S(0), S(1)] = index_select(x, 1, add_1)
+matmul: [S(0), P(sum)] = matmul(index_select, p_w)
 all_reduce = all_reduce(matmul, 'sum', 'dp=2,tp=2:tp')
 wait_tensor: [S(0), R] = wait_tensor(all_reduce)
 relu: [S(0), R] = relu(wait_tensor)
 all_gather_into_tensor = all_gather_into_tensor(wait_tensor, 2, 'dp=2,tp=2:dp')
 wait_tensor_1: [R, R] = wait_tensor(all_gather_into_tensor)
 cumsum: [R, R] = cumsum(wait_tensor_1, 0)
-split_1 = split(cumsum, 2)
-getitem_2 = getitem(split_1, 0)
-getitem_3 = getitem(split_1, 1)
-clone_1: [S(0), R] = clone(getitem_2)
-add: [S(0), R] = add(relu, clone_1)
+arange_1 = arange(2, device=device(type='cpu'), pin_memory=False)
+add_2 = add(arange_1, rank_number_1)
+index_select_1: [S(0), R] = index_select(cumsum, 0, add_2)
+add: [S(0), R] = add(relu, index_select_1)
 all_gather_into_tensor_1 = all_gather_into_tensor(add, 2, 'dp=2,tp=2:dp')
 wait_tensor_2: [R, R] = wait_tensor(all_gather_into_tensor_1)
 return wait_tensor_2
@@ -330,7 +337,7 @@ return wait_tensor_2
 
 
 def test_what_a_reshard_becomes_carries_it() -> None:
-    program = lower_reshards(changed((4, 6), "S(0)", "R", 2), 0, {})
+    program = lower_reshards(changed((4, 6), "S(0)", "R", 2), (0,), {})
     marked = {node.name: node.meta[RESHARD].name for node in program.graph.nodes if RESHARD in node.meta}
     assert marked == {"all_gather_into_tensor": "reshard", "wait_tensor": "reshard"}
 
@@ -342,19 +349,19 @@ def test_what_a_reshard_becomes_carries_it() -> None:
         ("P(sum)", "S(0)", (4, 6), 1),
         ("S(0)", "S(1)", (4, 6), 1),
         ("R", "P(sum)", (4, 6), 1),
-        ("R", "S(0)", (4, 6), 2),
+        ("R", "S(0)", (4, 6), 1),
         ("S(0)", "R", (5, 6), 2),
         ("P(sum)", "S(0)", (5, 6), 2),
     ],
 )
 def test_equal_changes_are_traced_once(source: str, target: str, shape: tuple[int, ...], count: int) -> None:
-    """Once for all ranks, but where the shape or the place in the mesh tells them apart."""
+    """Once for all ranks, but where shapes tell them apart."""
     module = Call(lambda self, x, y: (x, y))
     args = (torch.randn(shape), torch.randn(shape))
     program = folded(module, args, inputs=[source] * 2, outputs=[target] * 2)
     traces: dict[Any, Any] = {}
     for rank in (0, 1):
-        lower_reshards(program, rank, traces)
+        lower_reshards(program, (rank,), traces)
     assert len(traces) == count
 
 
@@ -381,10 +388,10 @@ def test_every_change_keeps_the_value(degree: int) -> None:
 def _all_ranks(program: ReshardedProgram, values: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
     traces: dict[Any, Any] = {}
     ranks = range(program.mesh.world_size)
-    graphs: list[LoweredProgram] = [localize_shapes(lower_reshards(program, rank, traces), {}) for rank in ranks]
+    graphs = [localize_shapes(lower_reshards(program, (rank,), traces), {}) for rank in ranks]
     places = [node.meta["tpcompiler_mark"].shardings[0] for node in program.user_inputs()]
     shares = [[cut(v, at, program.mesh, rank) for v, at in zip(values, places, strict=True)] for rank in ranks]
-    return [Runnable(graph) for graph in graphs], shares
+    return [Runnable(with_numbers(graph)) for graph in graphs], shares
 
 
 class Runnable:

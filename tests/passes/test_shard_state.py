@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.shard_state import shard_state
 from tests.passes.models import MEGATRON, Mlp, Tied
-from tests.passes.stages import Call, local
-from tpcompiler.ir.program import LocalProgram, ShardedProgram
+from tests.passes.stages import Call, local, sharded
+from tpcompiler.ir.program import ShardedProgram
 
 X = torch.randn(2, 4)
 IDS = torch.tensor([[1, 5, 7], [0, 2, 2]])
@@ -20,8 +19,7 @@ def ranks(
     module: nn.Module, args: tuple[Any, ...], plan: dict[str, Any], degree: int = 2, **kwargs: Any
 ) -> list[ShardedProgram]:
     """All ranks of one program: leaves that are whole are the program's own."""
-    first = local(module, args, plan, degree=degree, **kwargs)
-    return [shard_state(LocalProgram(first.source, first.graph, first.mesh, rank)) for rank in range(degree)]
+    return [sharded(local(module, args, plan, degree=degree, rank=rank, **kwargs), rank) for rank in range(degree)]
 
 
 def test_shares_make_the_whole() -> None:

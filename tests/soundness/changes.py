@@ -61,7 +61,7 @@ def _another(graph: fx.Graph) -> fx.Node:
 
 @on("rows")
 def a_body_of_another_operand_on_one_rank(a: Artifact) -> None:
-    first = next(edit.calls(a.last.graph))
+    first = next(node for node in edit.calls(a.last.graph) if node.target is aten.sub.Tensor)
     first.update_arg(0, _another(a.last.graph))
 
 

@@ -102,18 +102,16 @@ def test_a_program_set(tmp_path: Path) -> None:
 
 
 def test_a_graph_is_read_once(tmp_path: Path) -> None:
-    """Of graphs that differ in arguments alone, what is made of the first is what torch reads from the file."""
+    """Ranks that read other numbers have one graph."""
     subject("attend").program.save(tmp_path / "out")
     manifest = read_manifest(tmp_path / "out")
     first, second = read_ranks(tmp_path / "out", manifest)
     read = torch.export.load(tmp_path / "out" / rank_file(1))
-    assert first.program.graph_module.code != second.program.graph_module.code
+    assert first.program is second.program
     assert str(second.program.graph) == str(read.graph)
-    assert (
-        second.program.graph.find_nodes(op="placeholder")[0].meta["val"]
-        is (first.program.graph.find_nodes(op="placeholder")[0].meta["val"])
-    )
-    assert all(torch.equal(second.state[name], value) for name, value in read.state_dict.items())
+    held = {**read.state_dict, **read.constants}
+    assert all(torch.equal(second.state[name], value) for name, value in held.items())
+    assert not torch.equal(first.state["rank_numbers"], second.state["rank_numbers"])
 
 
 def test_tensors_take_no_memory_until_they_are_used(tmp_path: Path) -> None:
@@ -142,9 +140,6 @@ def test_a_damaged_file(tmp_path: Path) -> None:
         data["files"][file.name] = sha256(file)
     path.write_text(json.dumps(data))
     report = tpcompiler.check(tmp_path / "out")
-    finding, term = report.findings
+    numbers, term = report.findings  # at the manifest's numbers, the graphs are right
     assert term.endswith("is not the term of rank 0 for P(sum)")
-    assert finding.startswith(
-        "rank_0.pt2: 'clone_1' (aten.clone.default, small.py:48, in forward) "
-        "does not become S(0) of the whole in its region, at s27="
-    )
+    assert numbers == "rank 0 holds the numbers [[1]], and the manifest says [[0]]"

@@ -139,8 +139,11 @@ def ids_are_not_counted_from_the_end(ranks: list[ExportedProgram]) -> None:
 
 
 def _index(ranks: list[ExportedProgram], of_size: Callable[[fx.Node, fx.Node], fx.Node]) -> None:
-    select = node(ranks[-1], aten.select.int)
+    rows = node(ranks[-1], aten.index_select.default)
+    (select,) = rows.users
+    select.target, select.args = aten.select.int, rows.args
     select.update_arg(2, of_size(select, node(ranks[-1], aten.sym_size.int)))
+    ranks[-1].graph.erase_node(rows)
 
 
 def _number(before: fx.Node, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
@@ -180,7 +183,7 @@ def terms_of_two_sums(ranks: list[ExportedProgram]) -> None:
     for rank, program in enumerate(ranks):
         product, other = (n for n in program.graph.nodes if n.target is aten.linear.default)
         whole, late = (n for n in program.graph.nodes if n.target is torch.ops._c10d_functional.wait_tensor.default)
-        add, start = node(program, aten.add.Tensor), late.args[0]
+        add, start = next(n for n in program.graph.nodes if n.name == "add"), late.args[0]
         assert isinstance(start, fx.Node)
         made = aten.full_like.default if rank else aten.clone.default
         term = inserted(start, made, (whole, 0) if rank else (whole,), whole)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -314,18 +313,12 @@ def a_slice_shifted_by_one(artifact: Artifact, nth: int) -> bool:
 @kind
 def the_share_of_another_rank(artifact: Artifact, nth: int) -> bool:
     """Where the last rank takes its part of a whole, it takes the first rank's."""
-    found = []
-    for node in edit.calls(artifact.last.graph):
-        is_part = node.target is aten.select.int or node.target is operator.getitem
-        index = 2 if node.target is aten.select.int else 1
-        whole = node.args[0] if is_part else None
-        alone = isinstance(whole, fx.Node) and [user for user in whole.users if user.users] == [node]
-        if alone and region(node) and region(node) == region(whole) and node.args[index] != 0:
-            found.append((node, index))
-    place = at(found, nth)
-    if place is not None:
-        place[0].update_arg(place[1], 0)
-    return place is not None
+    parts = [n for n in edit.calls(artifact.last.graph) if n.target is aten.index_select.default and region(n)]
+    node = at([part for part in parts if 0 not in shape(part)], nth)
+    if node is not None:
+        whole, dim, _ = node.args
+        node.target, node.args = aten.slice.Tensor, (whole, dim, 0, shape(node)[dim])  # type: ignore[index]
+    return node is not None
 
 
 @kind

@@ -162,10 +162,11 @@ def _masks(artifact: Artifact, target: Any) -> list[fx.Node]:
 
 @kind
 def the_first_id_of_a_share_off_by_one(artifact: Artifact, nth: int) -> bool:
-    """One rank takes its part of a vocabulary to begin one id later."""
+    """One rank takes its part of a vocabulary to begin one id later, by a number in its graph."""
     node = at(_masks(artifact, aten.sub.Tensor), nth)
     if node is not None:
-        node.update_arg(1, node.args[1] + 1)  # type: ignore[operator]
+        (rows,) = artifact.manifest.rank_numbers.values()
+        node.update_arg(1, rows[-1][node.args[1].args[2]] + 1)  # type: ignore[union-attr,index]
     return node is not None
 
 

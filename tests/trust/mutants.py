@@ -13,11 +13,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tests.trust import calling, collectives, held, inside, moves
+from tests.trust import calling, collectives, held, inside, moves, numbers
 from tests.trust.damage import KINDS, Artifact, damaged
 from tests.trust.subjects import SUBJECTS, Subject, subject
 
-assert all((calling, collectives, held, inside, moves))  # they register their kinds
+assert all((calling, collectives, held, inside, moves, numbers))  # they register their kinds
 JUDGES = ("check", "check with original", "verify")
 
 

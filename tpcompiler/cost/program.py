@@ -43,14 +43,6 @@ def steps_of(change: Reshard, value: torch.Tensor, mesh: Mesh) -> tuple[Step, ..
     return steps_between(change.source, change.target, value.shape, value.element_size(), mesh)
 
 
-def differs_by_rank(change: Reshard, value: torch.Tensor, mesh: Mesh) -> bool:
-    """Whether ranks do it differently: uneven shards, also on the way, or a rank's own part of what all have."""
-    steps = steps_of(change, value, mesh)
-    own = any(step.kind == "slice" or held_by_first(step, value.dtype) for step in steps)
-    even = all(state.is_even(value.shape, mesh) for state in (change.source, *(step.target for step in steps)))
-    return own or not even
-
-
 def held_by_first(step: Step, dtype: torch.dtype) -> bool:
     """Whether it makes a pending reduction that has no equal shares: a sum of integers, or a product."""
     op = dict(step.target.partial).get(step.axes[0]) if step.kind == "hold" else None

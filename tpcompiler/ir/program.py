@@ -202,10 +202,15 @@ class ReshardedProgram(MarkedProgram):
 
 @dataclass(frozen=True)
 class LoweredProgram(Program):
-    """The program of one rank: collectives instead of reshards."""
+    """The program of ranks that hold equal local shapes: collectives instead of reshards."""
 
     mesh: Mesh
-    rank: int
+    ranks: tuple[int, ...]
+
+    @property
+    def here(self) -> dict[str, int]:
+        """Where in the mesh the first of these ranks is: shapes are its own."""
+        return self.mesh.coordinate(self.ranks[0])
 
 
 class LocalProgram(LoweredProgram):
@@ -214,7 +219,7 @@ class LocalProgram(LoweredProgram):
 
 @dataclass(frozen=True)
 class ShardedProgram(Program):
-    """A local graph beside its rank's own share of the state."""
+    """A local graph beside its rank's own share of the state, its numbers among it."""
 
     mesh: Mesh
     rank: int

@@ -40,13 +40,20 @@ def cut(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch
     return value if value.stride() == tuple(strides) else value.new_empty_strided(value.shape, strides).copy_(value)
 
 
-def cut_dim(value: torch.Tensor, dim: int, by: DimSharding, mesh: Mesh, coordinate: Mapping[str, int]) -> torch.Tensor:
-    """The part of one dim that lies at `coordinate`; a view where it is one piece."""
+def cut_dim(
+    value: torch.Tensor,
+    dim: int,
+    by: DimSharding,
+    mesh: Mesh,
+    coordinate: Mapping[str, int],
+    narrow: Callable[[torch.Tensor, int, Any, Any], torch.Tensor] = torch.narrow,
+) -> torch.Tensor:
+    """The part of one dim that lies at `coordinate`; a view where it is one piece, and `narrow` makes one."""
     if not by.axes:
         return value
     if by.parts:
         pieces = torch.split(value, [size for size, _ in by.parts], dim)
-        held = [cut_dim(p, dim, how, mesh, coordinate) for p, (_, how) in zip(pieces, by.parts, strict=True)]
+        held = [cut_dim(p, dim, how, mesh, coordinate, narrow) for p, (_, how) in zip(pieces, by.parts, strict=True)]
         return torch.cat(held, dim)
     size = value.shape[dim]
     rows = value.unsqueeze(dim)
@@ -54,7 +61,7 @@ def cut_dim(value: torch.Tensor, dim: int, by: DimSharding, mesh: Mesh, coordina
         if block and size != block:
             rows, size = torch.unflatten(rows.flatten(dim, dim + 1), dim, (-1 if size else 0, block)), block
         start, size = chunk(size, mesh.degree(axis), coordinate[axis], unit)
-        rows = rows.narrow(dim + 1, start, size)
+        rows = narrow(rows, dim + 1, start, size)
     return rows.flatten(dim, dim + 1)
 
 

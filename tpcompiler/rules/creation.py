@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
@@ -15,11 +14,14 @@ from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text
 
 
-def _moved(op: Callable[[torch.Tensor, int], torch.Tensor], sign: int) -> Callable[..., torch.Tensor]:
-    """The op on a block of rows (sign 1) or columns (sign -1), whose diagonal lies further right (or left)."""
+def _moved(lower: bool, sign: int) -> Callable[..., torch.Tensor]:
+    """The triangle of a block of rows (sign 1) or columns (sign -1), whose diagonal lies further right (or left)."""
 
     def body(value: torch.Tensor, diagonal: int = 0, *, shard: ShardRange) -> torch.Tensor:
-        return op(value, diagonal + sign * shard.offset)
+        rows, columns = (torch.arange(size, device=value.device) for size in value.shape[-2:])
+        right = columns - rows.unsqueeze(-1) - diagonal  # of the diagonal, were this the whole
+        moved = shard.offset * sign
+        return value.masked_fill(right > moved if lower else right < moved, 0)
 
     return body
 
@@ -32,8 +34,8 @@ def triangle(node: fx.Node) -> RuleText:
     """
     shape = node.meta["val"].shape
     rows, columns = len(shape) - 2, len(shape) - 1
-    op: Any = aten.tril.default if node.target is aten.tril.default else aten.triu.default
-    fixed = {rows: _moved(op, 1), columns: _moved(op, -1)}
+    lower = node.target is aten.tril.default
+    fixed = {rows: _moved(lower, 1), columns: _moved(lower, -1)}
     fixed = {d: body for d, body in fixed.items() if isinstance(shape[d], int)}
     text = dims_text(len(shape), {rows, columns} - fixed.keys())
     return RuleText(f"{text} -> {text}", linear=((0,),), local={f"d{d}": body for d, body in fixed.items()})

@@ -76,9 +76,12 @@ class RuleText:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Which part of a factor a rank holds: `size` elements from `offset`; `fraction` of all."""
+    """Which part of a factor a rank holds: `size` elements from `offset`; `fraction` of all.
 
-    offset: Size
+    A body is given the offset as a tensor of no dims: the rank that runs the program says what it is.
+    """
+
+    offset: Any
     size: Size
     fraction: float
 

@@ -17,7 +17,7 @@ from tpcompiler.runtime.opened import Opened, read_text
 from tpcompiler.runtime.target import MANIFEST, SET, free_target, in_place_of, reason
 
 VERSION = "0.1.0"
-FORMAT = 2  # since it has `calling`
+FORMAT = 2
 MOST_PROGRAMS = 1_000
 NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
     "plan": "plan entries that are left out",
@@ -51,6 +51,8 @@ class Manifest:
         files: file name -> SHA-256 (hex).
         calling: how every rank's program is called: the pytrees that it takes and returns, the names of its arguments,
             the range of every dynamic size (None: without an end), and what is asserted of inputs.
+        rank_numbers: the constant that tells ranks with one graph apart, such as where their slices begin: its name and
+            every rank's row. Empty where nothing does.
     """
 
     mesh: dict[str, int]
@@ -66,6 +68,7 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, str] = dataclasses.field(default_factory=dict)
     calling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rank_numbers: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
 
     @property

@@ -138,6 +138,7 @@ FIELDS: dict[str, Form] = {
     "outputs": some(row(BOUNDARY)),
     "collectives": some(row(COLLECTIVE)),
     "calling": lambda value: value == {} or row(CALLING)(value),
+    "rank_numbers": table(text, some(some(number))),
     "notes": some(row({"kind": text, "text": text})),
     "output_type": lambda value: value is None or text(value),
     "versions": table(text, text),
@@ -153,7 +154,14 @@ def malformed(data: Mapping[str, Any]) -> str | None:
         return "tensors"
     if wrong is None and not all(_is_partition(groups, data["mesh"]) for groups in data["groups"].values()):
         return "groups"
+    if wrong is None and not _has_rows(data["rank_numbers"], math.prod(data["mesh"].values())):
+        return "rank_numbers"
     return wrong
+
+
+def _has_rows(numbers: Mapping[str, Sequence[Sequence[int]]], world: int) -> bool:
+    """Whether there is one constant at most, and a row of it for every rank, all of one length."""
+    return len(numbers) <= 1 and all(len(rows) == world and len(set(map(len, rows))) == 1 for rows in numbers.values())
 
 
 def _is_partition(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> bool:

@@ -35,7 +35,7 @@ def read_rank(
     """
     with open_rank(directory, manifest, rank, trust=trust) as file:
         program = load_rank(file, manifest)
-    _check_tensors(program, manifest, file.path)
+    _check_tensors(program, manifest, rank, file.path)
     _check_boundary(program, manifest, file.path)
     return program
 
@@ -72,8 +72,15 @@ def load_rank(file: Opened, manifest: Manifest) -> ExportedProgram:
     return program
 
 
-def _check_tensors(program: ExportedProgram, manifest: Manifest, path: Path) -> None:
+def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path: Path) -> None:
     held = {**program.constants, **program.state_dict}
+    for name, rows in manifest.rank_numbers.items():
+        numbers = held.pop(name, None)
+        found = numbers.tolist() if isinstance(numbers, torch.Tensor) and numbers.dtype == torch.int64 else numbers
+        if found != [rows[rank]]:
+            raise ArtifactError(
+                f"{path}: rank {rank} has the numbers {found}, and the manifest says {[rows[rank]]}", help=AGAIN
+            )
     tensors = {name for name, value in held.items() if isinstance(value, torch.Tensor)}
     named = {row["name"] for row in manifest.tensors}
     if missing := sorted(named - tensors):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +16,16 @@ from tpcompiler.ir.sharding import DimSharding
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.infer import Refusal, follow, merge
 from tpcompiler.rules.notation import Rule, ShardRange
-from tpcompiler.soundness.folded import Folded, Region, Unsound
+from tpcompiler.soundness.folded import Folded, Region
+from tpcompiler.soundness.unsound import Unsound
 
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # but for whether they may copy
 
 
-def check_body(made: Folded, region: Region, rule: Rule, rank: int) -> None:
+def check_body(made: Folded, region: Region, rule: Rule, rank: int, row: Sequence[int]) -> None:
     """Trace the rule's body for what the rank holds, and compare it with the region op by op, argument by argument.
+
+    What the body asks of the rank, where its part begins, must be what the region reads of its row of numbers.
 
     So a body is right on all values and at all sizes, as the rule's is (brute force), and not only on those tried.
 
@@ -49,9 +53,11 @@ def check_body(made: Folded, region: Region, rule: Rule, rank: int) -> None:
         made.results[known] = _traced(made, call, held, body, shard, parts)
     traced: fx.Graph = made.results[known]
     table = _Table()
-    inputs = [node for node in traced.nodes if node.op == "placeholder"]
+    offset, *inputs = (node for node in traced.nodes if node.op == "placeholder")
     wanted = {node: table.number(("input", used.name)) for node, used in zip(inputs, held, strict=True)}
+    wanted[offset] = table.number(("number", key(shard.offset)))
     found = {node: table.number(("input", used.name)) for used, node in held.items()}
+    found.update({node: table.number(("number", key(row[made.numbers.read[node]]))) for node in region.numbers})
     ends: Any = traced.output_node().args[0]
     for node, end in zip(region.outputs, ends, strict=True):
         if table.of(node, found) != table.of(end, wanted):
@@ -95,15 +101,15 @@ def _traced(
     shard: ShardRange,
     parts: Sequence[int | None],
 ) -> fx.Graph:
-    def run(*values: Any) -> list[Any]:
+    def run(offset: torch.Tensor, *values: Any) -> list[Any]:
         given = dict(zip(held, values, strict=True))
         args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), lambda used: given[used])
-        result = body(*args, shard=shard, **kwargs)
+        result = body(*args, shard=replace(shard, offset=offset), **kwargs)
         return [result if part is None else result[part] for part in parts]
 
     with made.mode, torch.no_grad(), enable_python_dispatcher():
         values = [torch.empty_like(n.meta["val"]) if edit.is_tensor(n) else n.meta["val"] for n in held.values()]
-        graph: fx.Graph = make_fx(run, tracing_mode="real")(*values).graph
+        graph: fx.Graph = make_fx(run, tracing_mode="real")(torch.empty((), dtype=torch.int64), *values).graph
     return graph
 
 

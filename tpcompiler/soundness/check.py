@@ -19,10 +19,12 @@ from tpcompiler.printed import one_line
 from tpcompiler.runtime.artifact import Manifest, manifests_beside, misfit_of, programs_in, rank_file, read_manifest
 from tpcompiler.soundness.boundary import check_calls, check_outputs, check_shared, check_state
 from tpcompiler.soundness.collectives import check_collectives
-from tpcompiler.soundness.folded import Folded, Results, Unsound, folded
+from tpcompiler.soundness.folded import Folded, Results, folded
 from tpcompiler.soundness.moves import check_changes
+from tpcompiler.soundness.numbers import check_numbers, row_of
 from tpcompiler.soundness.ops import check_ops
 from tpcompiler.soundness.regions import Done, check_region
+from tpcompiler.soundness.unsound import Unsound
 from tpcompiler.soundness.whole_text import cuts_of, whole_text
 from tpcompiler.soundness.written import Written, read_ranks
 
@@ -102,13 +104,16 @@ def check_programs(
     with quiet_torch():  # it logs what does not run, which is a finding here
         made = _folded(ranks, manifest, mesh, findings, counts)
     if len(made) == len(ranks):
-        _check_agreement(made, findings, counts)
+        with _noting(findings, None):
+            _check_agreement(made, [row_of(manifest, rank) for rank in range(len(ranks))], findings, counts)
         counts.update(ops=len(made[0].ops))
     with _noting(findings, None):
         check_collectives([each.program for each in ranks], manifest)
         counts.update(collectives=sum(edit.is_collective(node) for node in ranks[0].program.graph.nodes))
     with _noting(findings, None):
         check_calls(ranks, manifest, original)
+    with _noting(findings, None):
+        check_numbers(ranks, manifest)
     with _noting(findings, None):
         check_state(ranks, manifest, mesh, original, beside or {})
         counts.update(tensors=len(manifest.tensors))
@@ -138,8 +143,10 @@ def _folded(
     return found
 
 
-def _check_agreement(ranks: Sequence[Folded], findings: list[str], counts: Counter[str]) -> None:
-    """All ranks fold to one program, and what they do together is what it claims."""
+def _check_agreement(
+    ranks: Sequence[Folded], rows: Sequence[Sequence[int]], findings: list[str], counts: Counter[str]
+) -> None:
+    """All ranks fold to one program, and what they do together, each with its own row of numbers, is what it claims."""
     texts = {id(each): whole_text(each) for each in ranks}
     first = texts[id(ranks[0])]
     for rank, each in enumerate(ranks):
@@ -163,7 +170,7 @@ def _check_agreement(ranks: Sequence[Folded], findings: list[str], counts: Count
             findings.append(f"not all ranks have {name}")
             continue
         with _noting(findings, None, ranks):
-            check_region(name, ranks, done)
+            check_region(name, ranks, rows, done)
             counts.update(regions=1)
 
 

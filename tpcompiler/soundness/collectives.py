@@ -13,7 +13,7 @@ from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.report import traffic
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.soundness.folded import Unsound
+from tpcompiler.soundness.unsound import Unsound
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from torch import fx
 from tpcompiler._torch import aten, symbols_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.soundness.folded import Folded, Unsound
+from tpcompiler.soundness.folded import Folded
+from tpcompiler.soundness.unsound import Unsound
 
 
 def read_names(made: Folded, node: fx.Node, values: Sequence[torch.Tensor]) -> tuple[list[list[Any]], bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.soundness.drawn import Sizes
+from tpcompiler.soundness.numbers import Numbers, find_numbers
+from tpcompiler.soundness.unsound import Unsound
 
 LAYOUT = (aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default)
 Shardings = tuple[Sharding, ...]
@@ -38,26 +40,19 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-class Unsound(Exception):
-    """What does not hold, at which node of a rank's graph."""
-
-    def __init__(self, node: fx.Node | None, text: str) -> None:
-        super().__init__(text)
-        self.node = node
-        self.text = text
-
-
 @dataclass(frozen=True)
 class Region:
     """Nodes that ranks run for one change of sharding, or (`call`) for a share of one op.
 
-    `inputs`: the nodes outside that they use, `outputs`: those of them that others use.
+    `inputs`: the nodes outside that they use, `outputs`: those of them that others use; `numbers`: of the rank that
+    runs them.
     """
 
     name: str
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    numbers: tuple[fx.Node, ...] = ()
     call: Any = None
 
 
@@ -78,6 +73,7 @@ class Folded:
         counts: what data-dependent ops count -> the sizes that are called so.
         results: of calls, for all programs that are checked together.
         sizes: at which dynamic sizes are tried.
+        numbers: what is read of the rank that runs the program.
     """
 
     program: ExportedProgram
@@ -95,6 +91,7 @@ class Folded:
     counts: dict[Any, list[Any]] = field(default_factory=dict)
     results: Results = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes)
+    numbers: Numbers = field(default_factory=Numbers)
 
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What a call makes of fake values; of the same layout of arguments the same."""
@@ -136,10 +133,11 @@ def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh, results: Re
         Unsound: a node without a claim, a claim that cannot be read, or what no single-device program could be.
     """
     made = Folded(program, mesh, fake_mode_of(program.graph), results=results)
+    made.numbers = find_numbers(program, manifest)
     read_bodies(program.graph, program.graph_module)
-    regions = _regions(program.graph)
+    regions = _regions(program.graph, made.numbers)
     last = {region.nodes[-1]: region for region in regions.values()}
-    inside = {node for region in regions.values() for node in region.nodes}
+    inside = {node for region in regions.values() for node in region.nodes} | made.numbers.nodes
     made.regions.update(regions)
     with no_new_guards(program.graph):
         _inputs(made, manifest)
@@ -171,7 +169,7 @@ def _fold_body_of_control_flow(made: Folded, node: fx.Node) -> None:
     made.stands_for(node, new)
 
 
-def _regions(graph: fx.Graph) -> dict[str, Region]:
+def _regions(graph: fx.Graph, numbers: Numbers) -> dict[str, Region]:
     members: dict[str, list[fx.Node]] = {}
     for node in edit.calls(graph):
         claim = read_claim(node)
@@ -180,10 +178,12 @@ def _regions(graph: fx.Graph) -> dict[str, Region]:
     found = {}
     for name, nodes in members.items():
         own = set(nodes)
-        inputs = dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in own)
+        used = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in own)
+        inputs = tuple(node for node in used if node not in numbers.read)
+        read = tuple(node for node in used if node in numbers.read)
         # A rank with an empty share of what is made next may need nothing of it.
         outputs = tuple(node for node in nodes if any(user not in own for user in node.users)) or (nodes[-1],)
-        found[name] = Region(name, tuple(nodes), tuple(inputs), outputs)
+        found[name] = Region(name, tuple(nodes), inputs, outputs, read)
     return found
 
 
@@ -192,6 +192,8 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
     users = iter(manifest.inputs)
     placeholders = [node for node in made.program.graph.nodes if node.op == "placeholder"]
     for node, spec in zip(placeholders, made.program.graph_signature.input_specs, strict=True):
+        if node in made.numbers.nodes:
+            continue
         value = node.meta.get("val")
         if isinstance(spec.arg, ConstantArgument) and (type(value), value) != (type(spec.arg.value), spec.arg.value):
             raise Unsound(node, f"is {value!r}, and the signature says {spec.arg.value!r}")
@@ -294,7 +296,7 @@ def _fold_body(made: Folded, region: Region) -> None:
             raise Unsound(node, f"is used outside of {region.name} and does not say what it is a share of")
         if whole is None:
             whole = _whole_call(made, node, *_global(made, node, call), made.graph)
-            made.regions[region.name] = Region(region.name, region.nodes, region.inputs, region.outputs, whole)
+            made.regions[region.name] = replace(region, call=whole)
         index = call.get("output")
         part = whole if index is None else _whole_call(made, node, operator.getitem, (whole, index), {}, made.graph)
         made.stands_for(node, part)
@@ -350,6 +352,8 @@ def _same(made: Folded, node: fx.Node) -> tuple[Any, Any]:
     def whole(used: fx.Node) -> fx.Node:
         if used in made.shard_sizes:
             raise Unsound(node, f"takes '{used.name}', the size of a shard, for that of the whole")
+        if used in made.numbers.nodes:
+            raise Unsound(node, f"uses '{used.name}', a number of the rank, outside of a region")
         if used not in made.whole:
             raise Unsound(node, f"uses '{used.name}', which lies inside of a region")
         return made.whole[used]

@@ -14,7 +14,8 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import is_fixed_part, statically_equal
-from tpcompiler.soundness.folded import Folded, Unsound, dtype_name
+from tpcompiler.soundness.folded import Folded, dtype_name
+from tpcompiler.soundness.unsound import Unsound
 
 END = 2**63 - 1  # a slice without an end
 
@@ -30,8 +31,9 @@ MOVES = (
     aten.unsqueeze.default,  # a dim of ranks, to gather along
     aten.squeeze.dim,
     aten.clone.default,  # collectives want dense memory
-    aten.slice.Tensor,  # padding cut off; one's own part
+    aten.slice.Tensor,  # padding cut off
     aten.select.int,
+    aten.index_select.default,  # one's own part
     aten.split.Tensor,
     aten.split_with_sizes.default,
     aten.cat.default,
@@ -44,11 +46,14 @@ ALONG = {
     aten.split.Tensor: ("split_size",),
     aten.split_with_sizes.default: ("split_sizes",),
     aten.select.int: ("index",),
+    aten.index_select.default: ("index",),
 }
 FILLS: dict[Any, tuple[int, ...]] = {
     aten.new_zeros.default: (),  # padding
     aten.full_like.default: (0, 1),  # what adds, or multiplies, nothing: of all ranks but the first
 }
+# Of the rank's numbers and of numbers in a row: which elements are its own, or whether it is the first rank.
+PLACES = (aten.arange.default, aten.add.Tensor, aten.eq.Scalar, aten.view.default, aten.reshape.default)
 COLLECTIVES = (
     c10d_functional.all_reduce.default,
     c10d_functional.all_gather_into_tensor.default,
@@ -69,8 +74,12 @@ def check_changes(made: Folded) -> None:
         if region.call is None:
             (operand,) = (node for node in region.inputs if edit.is_tensor(node))
             degrees = _degrees(made.shardings[operand][0], made.shardings[region.nodes[-1]][0], made.mesh)
+            places = set(region.numbers)
             for node in region.nodes:
-                _check_move(node, region.name, edit.outputs(operand)[0].dtype, degrees)
+                if node.target in PLACES and places.issuperset(node.all_input_nodes):
+                    places.add(node)
+                else:
+                    _check_move(node, region.name, edit.outputs(operand)[0].dtype, degrees, places)
 
 
 def _degrees(source: Sharding, target: Sharding, mesh: Mesh) -> set[int]:
@@ -81,8 +90,10 @@ def _degrees(source: Sharding, target: Sharding, mesh: Mesh) -> set[int]:
     return found - {1}
 
 
-def _check_move(node: fx.Node, change: str, kept: torch.dtype, degrees: Collection[int]) -> None:
-    if not (_moves(node, degrees) if edit.outputs(node) else _makes_size(node)):
+def _check_move(
+    node: fx.Node, change: str, kept: torch.dtype, degrees: Collection[int], places: Collection[fx.Node]
+) -> None:
+    if not (_moves(node, degrees, places) if edit.outputs(node) else _makes_size(node)):
         raise Unsound(node, f"is in {change}, and a change moves and reduces values, and does nothing else")
     for value in edit.outputs(node):
         if value.dtype != kept:
@@ -99,8 +110,14 @@ def _makes_size(node: fx.Node) -> bool:
     return node.target in SIZES
 
 
-def _moves(node: fx.Node, degrees: Collection[int]) -> bool:
+def _moves(node: fx.Node, degrees: Collection[int], places: Collection[fx.Node]) -> bool:
     bound = edit.bound(node) if isinstance(node.target, OpOverload) else {}
+    by_place = {aten.index_select.default: "index", aten.where.self: "condition"}.get(node.target)
+    if by_place is not None:  # which elements it takes no element says
+        others = {each for name, each in bound.items() if name != by_place and isinstance(each, fx.Node)}
+        return bound[by_place] in places and others.isdisjoint(places)
+    if not set(edit.operands(node)).isdisjoint(places):
+        return False
     if node.target in (*MOVES, *COLLECTIVES):
         return bool(bound.get("step", 1) == 1)
     if node.target is aten.div.Tensor:  # the shares of an average, or of a sum
@@ -123,6 +140,8 @@ def _fixed_number(node: fx.Node) -> Any | None:
         given = bound[name] if isinstance(bound[name], (list, tuple)) else [bound[name]]
         for each in given:
             at = each.meta["val"] if isinstance(each, fx.Node) else each
+            if isinstance(at, torch.Tensor):
+                return "places of the rank's own"
             if not _is_part(at, size, name):
                 return at
     return None

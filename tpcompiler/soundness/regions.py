@@ -20,17 +20,19 @@ from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.soundness.bodies import check_body
 from tpcompiler.soundness.drawn import Sizes
-from tpcompiler.soundness.folded import Folded, Region, Unsound
+from tpcompiler.soundness.folded import Folded, Region
 from tpcompiler.soundness.sizes import change_shape, operand_shapes, plain, whole_shape
+from tpcompiler.soundness.unsound import Unsound
 from tpcompiler.verify.simulate import Waiting, lock_step, run_call
 
 Done = set[Any]
+Rows = Sequence[Sequence[int]]  # of every rank the numbers that it may read
 # Of an op's share, between sums of another order, in float32 or (so many epsilons) in half precision; a wrong share
 # differs by about the size of the values.
 TOLERANCE, EPSILONS = 1e-3, 8
 MANY = 2**22  # elements
 TRIALS, DRAWS = 2, 8  # how often dynamic sizes are tried, and how often drawn for each time
-Check = Callable[[Sequence[Folded], Sequence[Region]], None]
+Check = Callable[[Sequence[Folded], Sequence[Region], Rows], None]
 BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 RISING: dict[Any, tuple[str, str]] = dict.fromkeys(BAGS, ("offsets", "indices"))  # where bags begin in a list of ids
 
@@ -39,7 +41,7 @@ class DoesNotRun(Unsound):
     """A region that fails before it has made anything, as of sizes that its program is not for."""
 
 
-def check_region(name: str, ranks: Sequence[Folded], done: Done) -> None:
+def check_region(name: str, ranks: Sequence[Folded], rows: Rows, done: Done) -> None:
     """Run one region of all ranks in lock step.
 
     A change moves elements, so it is run on their numbers, in float64, and what comes out must be the very same whole.
@@ -52,20 +54,31 @@ def check_region(name: str, ranks: Sequence[Folded], done: Done) -> None:
     """
     regions = [each.regions[name] for each in ranks]
     texts = {id(each): _described(each, region) for each, region in zip(ranks, regions, strict=True)}
-    known = tuple(texts[id(each)] for each in ranks)
+    for rank, region in enumerate(regions):
+        _check_numbers(ranks[rank], region, rows[rank])
+    read = ([row[each.numbers.read[n]] for n in r.numbers] for each, r, row in zip(ranks, regions, rows, strict=True))
+    known = tuple((texts[id(each)], *numbers) for each, numbers in zip(ranks, read, strict=True))
     if known in done:
         return
     check = _check_change if regions[0].call is None else _check_body
     sizes = Sizes()
     for _ in range(TRIALS) if ranks[0].program.range_constraints else (0,):
-        sizes = _check_at_some_sizes(check, ranks, regions, sizes)
+        sizes = _check_at_some_sizes(check, ranks, regions, rows, sizes)
     if regions[0].call is not None:
         for rank, (each, region) in enumerate(zip(ranks, regions, strict=True)):
-            check_body(each, region, _rule(region), rank)
+            check_body(each, region, _rule(region), rank, rows[rank])
     done.add(known)
 
 
-def _check_at_some_sizes(check: Check, ranks: Sequence[Folded], regions: Sequence[Region], before: Sizes) -> Sizes:
+def _check_numbers(made: Folded, region: Region, row: Sequence[int]) -> None:
+    for node in region.numbers:
+        if made.numbers.read[node] >= len(row):
+            raise Unsound(node, f"reads number {made.numbers.read[node]} of a rank that has {len(row)}")
+
+
+def _check_at_some_sizes(
+    check: Check, ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows, before: Sizes
+) -> Sizes:
     """Run regions at sizes drawn at random; at others where they do not run at these.
 
     The export may have found of sizes what a file does not say: that one is a multiple of 4, or no more than another.
@@ -75,7 +88,7 @@ def _check_at_some_sizes(check: Check, ranks: Sequence[Folded], regions: Sequenc
         for each in ranks:
             each.sizes = sizes
         try:
-            check(ranks, regions)
+            check(ranks, regions, rows)
         except Unsound as error:
             if left and sizes.chosen and isinstance(error, DoesNotRun):
                 continue
@@ -85,7 +98,7 @@ def _check_at_some_sizes(check: Check, ranks: Sequence[Folded], regions: Sequenc
     return sizes
 
 
-def _check_change(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
+def _check_change(ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows) -> None:
     first, mesh = ranks[0], ranks[0].mesh
     (operand,) = (node for node in regions[0].inputs if edit.is_tensor(node))
     last = regions[0].nodes[-1]
@@ -94,7 +107,7 @@ def _check_change(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
     whole = _numbers(shape, mesh.world_size)
     shares = _shares(whole, source, mesh)
     feeds = [dict.fromkeys(_tensors(region), shares[rank]) for rank, region in enumerate(regions)]
-    outs = [out for (out,) in _run(ranks, regions, feeds)]
+    outs = [out for (out,) in _run(ranks, regions, rows, feeds)]
     _compare(last, whole, outs, target, mesh, exact=True)
 
 
@@ -142,7 +155,7 @@ def _shares(whole: torch.Tensor, sharding: Sharding, mesh: Mesh) -> list[torch.T
     return shares
 
 
-def _check_body(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
+def _check_body(ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows) -> None:
     first, mesh, region = ranks[0], ranks[0].mesh, regions[0]
     call = region.call
     _rule(region)
@@ -186,7 +199,7 @@ def _check_body(ranks: Sequence[Folded], regions: Sequence[Region]) -> None:
             {node: cut(wholes[each.whole[node].name], each.shardings[node][0], mesh, rank) for node in _tensors(other)}
             for rank, (each, other) in enumerate(zip(ranks, regions, strict=True))
         ]
-        outs = list(_run(ranks, regions, feeds))
+        outs = list(_run(ranks, regions, rows, feeds))
         for index, node in enumerate(region.outputs):
             part = first.whole[node]
             expected = made if part is call else made[part.args[1]]
@@ -275,12 +288,13 @@ def _random(
 
 
 def _run(
-    ranks: Sequence[Folded], regions: Sequence[Region], feeds: Sequence[Mapping[fx.Node, torch.Tensor]]
+    ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows, feeds: Sequence[Mapping[fx.Node, torch.Tensor]]
 ) -> list[list[Any]]:
     runs = []
-    for each, region, feed in zip(ranks, regions, feeds, strict=True):
-        numbers = {node: plain(node.meta["val"], each) for node in region.inputs if node not in feed}
-        runs.append(_one(region, {**feed, **numbers}))
+    for each, region, row, feed in zip(ranks, regions, rows, feeds, strict=True):
+        sizes = {node: plain(node.meta["val"], each) for node in region.inputs if node not in feed}
+        numbers = {node: torch.tensor(row[each.numbers.read[node]]) for node in region.numbers}
+        runs.append(_one(region, {**feed, **sizes, **numbers}))
     try:
         return lock_step(runs)
     except InternalError as error:
@@ -321,6 +335,7 @@ def _described(made: Folded, region: Region) -> Any:
     """All that the result depends on: the nodes as a text with numbers for names, what goes in and what comes out."""
     number: dict[Any, str] = {node: f"i{i}" for i, node in enumerate(region.inputs)}
     number.update({node: f"n{i}" for i, node in enumerate(region.nodes)})
+    number.update({node: f"r{i}" for i, node in enumerate(region.numbers)})
     lines = [
         f"{number[node]} = {node.target}({_text(node.args, number)}, {_text(node.kwargs, number)})"
         for node in region.nodes

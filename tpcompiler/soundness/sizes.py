@@ -29,9 +29,23 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, WAIT = (
     getattr(c10d_functional, name).default
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
 )
-ALONG_DIM = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default)
+ALONG_DIM = (
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.cat.default,
+    aten.index_select.default,
+)
 ALONG_FIRST = (ALL_GATHER, REDUCE_SCATTER)
-ALONG_NONE = (ALL_REDUCE, WAIT, aten.clone.default, aten.div.Tensor, operator.getitem)
+ALONG_NONE = (
+    ALL_REDUCE,
+    WAIT,
+    aten.clone.default,
+    aten.div.Tensor,
+    operator.getitem,
+    aten.arange.default,
+    aten.add.Tensor,  # of places
+)
 
 
 def plain(value: Any, made: Folded) -> Any:

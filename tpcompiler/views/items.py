@@ -116,12 +116,13 @@ def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]
     results = _results(exported)
     shardings = {row["name"]: str(row["sharding"]) for row in manifest.inputs}
     came: dict[fx.Node, Came] = {}
+    numbers = {s.arg.name for s in exported.graph_signature.input_specs if s.target in manifest.rank_numbers}
     bodies: set[str] = set()  # ops of which a local body stands in the graph
     for node in exported.graph.nodes:
         claim = read_claim(node)
         origin = claim.get("origin", "")
         found = dict.fromkeys(x for operand in node.all_input_nodes for x in came[operand])
-        came[node] = {node.name: None} if edit.outputs(node) else {}
+        came[node] = {node.name: None} if edit.outputs(node) and node.name not in numbers else {}
         if node.name in leaves:
             came[node] = {leaves[node.name]: None}
         elif node.op == "output":

@@ -1,0 +1,50 @@
+"""Which ranks run one and the same graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from passes.lower_reshards import lines_of
+from tpcompiler.cost.program import steps_of
+from tpcompiler.ir import edit
+from tpcompiler.ir.local import key
+from tpcompiler.ir.program import RESHARD, Reshard, ReshardedProgram, mark_of, reshard
+
+
+def ranks_alike(program: ReshardedProgram) -> list[tuple[int, ...]]:
+    """Classes of ranks that hold equal local shapes of every value, also on the way from one sharding to another.
+
+    Even shards make one class; 7 rows over 3 ranks (3, 3, 1) make two.
+    """
+    classes: dict[Any, list[int]] = {}
+    uneven = list(_uneven(program))
+    for rank in range(program.mesh.world_size):
+        classes.setdefault(key([shapes_on(rank) for shapes_on in uneven]), []).append(rank)
+    return [tuple(ranks) for ranks in classes.values()]
+
+
+def _uneven(program: ReshardedProgram) -> Iterator[Any]:
+    """For everything of which ranks may have unequal shares a function from a rank to the shapes of its own."""
+    mesh, known = program.mesh, set()
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        mark = mark_of(node)
+        for value, sharding in zip(edit.outputs(node), mark.shardings, strict=True):
+            if not sharding.is_even(value.shape, mesh) and (what := (sharding, key(value.shape))) not in known:
+                known.add(what)
+                yield lambda rank, s=sharding, v=value: s.local_shape(v.shape, mesh, mesh.coordinate(rank))
+        counted = [(by, size) for groups in mark.counts.values() for group in groups for size, by in group]
+        for by, total in (*(mark.local.cuts if mark.local else ()), *counted):
+            if not by.is_even(total, mesh):
+                yield lambda rank, by=by, total=total: by.local_size(total, mesh, mesh.coordinate(rank))
+        if node.target is reshard:
+            change: Reshard = node.meta[RESHARD]
+            (operand,) = edit.operands(node)
+            value = operand.meta["val"]
+            states = (change.source, *(step.target for step in steps_of(change, value, mesh)))
+            if not all(state.is_even(value.shape, mesh) for state in states):
+                yield lambda rank, c=change, v=value: [
+                    [line.shape, *line.local_shapes()] for line, _ in lines_of(c, v, mesh, rank)
+                ]

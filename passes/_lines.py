@@ -1,0 +1,93 @@
+"""One step of a change of sharding, as a change along a line of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tpcompiler.cost.path import Step
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size, chunk
+
+LINE = "line"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step as a change over a mesh of one axis, of that part of the tensor that the ranks of a group hold together.
+
+    `shape`: of that part; a symbolic size is read off the local tensor when it is needed.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    source: Sharding
+    target: Sharding
+    shape: tuple[Size, ...]
+    mesh: Mesh
+    here: int
+
+    def local_shapes(self) -> tuple[tuple[Size, ...], ...]:
+        """Of what a rank has, before and after."""
+        here = self.mesh.coordinate(self.here)
+        return tuple(end.local_shape(self.shape, self.mesh, here) for end in (self.source, self.target))
+
+
+def put_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order: Sequence[int]) -> Line:
+    """The step, and what its group holds together, with the dims in `order`."""
+    coordinate = mesh.coordinate(rank)
+    line = Mesh(((LINE, mesh.size(step.axes)),))
+    ends, sizes = [], list(shape)
+    for state in (step.source, step.target):
+        dims = []
+        for dim, (cut, size) in enumerate(zip(state.dims, shape, strict=True)):
+            held, by = _along(cut, size, step.axes, mesh, coordinate)
+            dims.append(by)
+            if by.axes or state is step.source:
+                sizes[dim] = held
+        partial = tuple((LINE, op) for axis, op in state.partial if axis == step.axes[0])
+        ends.append(Sharding(tuple(dims), partial).permuted(order))
+    made = tuple(sizes[dim] for dim in order)
+    return Line(step.kind, step.axes, ends[0], ends[1], made, line, mesh.index(step.axes, rank))
+
+
+def _along(
+    cut: DimSharding, size: Size, axes: tuple[str, ...], mesh: Mesh, here: Mapping[str, int]
+) -> tuple[Size, DimSharding]:
+    """What of a dim the ranks of one group over these axes hold together, and how they cut it."""
+    if cut.parts:
+        parts = [_along(how, length, axes, mesh, here) for length, how in cut.parts]
+        return sum(length for length, _ in parts), DimSharding.of_parts(parts)
+    if axes[0] not in cut.axes:
+        return cut.local_size(size, mesh, here), WHOLE
+    outer = cut.axes.index(axes[0])
+    count, piece = 1, size
+    for _, count, piece in DimSharding(cut.levels[:outer]).pieces(size, mesh, here):  # noqa: B007  (the last of them)
+        pass
+    _, block, unit = cut.levels[outer]
+    nested = any(level.block for level in cut.levels[:outer])
+    return count * piece, DimSharding.by(LINE, block=block or (piece if nested else 0), unit=unit)
+
+
+def numbers_of(line: Line) -> list[int]:
+    """What a rank must know of itself to cut its own part off: where that begins, in units, or in each part of a dim.
+
+    Of a dynamic dim, whose rows are numbered, its place on the line. Other steps need nothing.
+    """
+    if line.kind != "slice":
+        return []
+    ((by, size),) = ((by, size) for by, size in zip(line.target.dims, line.shape, strict=True) if by.axes)
+    if by.parts:
+        return list(_begins(by, size, line))
+    (start,) = _begins(by, size, line)
+    return [start // by.levels[0].unit]
+
+
+def _begins(by: DimSharding, size: Size, line: Line) -> Iterator[int]:
+    if by.parts:
+        for length, how in by.parts:
+            yield from _begins(how, length, line)
+    elif by.axes:
+        ((_, block, unit),) = by.levels
+        start = chunk(block or size, line.mesh.world_size, line.here, unit)[0]
+        yield start if isinstance(start, int) else line.here
