@@ -69,8 +69,8 @@ def _read_numbers(graph: fx.Graph, signature: ExportGraphSignature, row: torch.T
     first = list(graph.nodes)[behind]
     with graph.inserting_before(first):
         node = graph.placeholder(f"c_{name}")
-    with mode:
-        node.meta["val"] = torch.empty(tuple(row.shape), dtype=row.dtype)  # `from_tensor` would make symbols of its sizes
+    with mode:  # `from_tensor` would make symbols of its sizes
+        node.meta["val"] = torch.empty(tuple(row.shape), dtype=row.dtype)
     arg = TensorArgument(name=node.name)
     signature.input_specs.insert(behind, InputSpec(InputKind.CONSTANT_TENSOR, arg, name))
     if not (readers := numbers_read(graph)):
