@@ -584,6 +584,8 @@ def read_archive_state(path: Path, file: IO[bytes] | io.RawIOBase | None = None)
             for read in (_package._load_constants, _package._load_state_dict):
                 made = read(reader, "model")
                 assert isinstance(made, dict)
+                if both := sorted(found.keys() & made.keys()):
+                    raise ValueError(f"{both[0]!r} is in the state and in the constants")
                 found.update(made)
     except Exception as error:  # torch raises what the layer that fails happens to raise
         line = (str(error).strip() or type(error).__name__).splitlines()[0].partition(" This is an internal")[0]

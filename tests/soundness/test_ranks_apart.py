@@ -107,7 +107,7 @@ def product_of_pending(artifact: Artifact, apart: bool) -> None:
     [
         (
             reduced_again,
-            "ranks 0 and 1 take 'linear_1' for 'linear_1' as P(sum) by the op, and as P(sum) by the op and R",
+            "ranks 0 and 1 take 'linear_1' for 'linear_1' as P(sum) by the op, and as R",
         ),
         (product_of_pending, "ranks 0 and 1 take 'linear_1' for 'mul' as P(sum) by the op, and as R"),
     ],

@@ -15,6 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.written_back import find_overwritten
@@ -178,6 +179,7 @@ def check_state(
         elsewhere = {name for name, row in rows.items() if "stored_in" in row}
         _check_layout(each, rank, elsewhere)
         _check_memory(each, rank, elsewhere)
+    _check_offsets(ranks)
     theirs = {} if original is None else {**original.constants, **original.state_dict}
     if original is not None:
         named = {name for name, row in rows.items() if row["kind"] != "constant_tensor"}
@@ -190,7 +192,7 @@ def check_state(
         if "stored_in" in row:
             _check_elsewhere(row, manifest, beside)
             continue
-        same = _same_sum if "P(" in row["sharding"] else _same_bits
+        same = _same_sum if _as_held(row, mesh).partial else _same_bits
         wholes = _wholes(row, ranks, mesh)
         if same is _same_sum:
             _check_terms(row, wholes[0], ranks, mesh)
@@ -203,9 +205,21 @@ def check_state(
             raise Unsound(None, f"{name!r}: the ranks' shares do not make the original's tensor")
 
 
+def _check_offsets(ranks: Sequence[Written]) -> None:
+    """A share begins at one place of its memory on all ranks that have as much of it: ops may speak of places there."""
+    known: dict[tuple[str, torch.Size], tuple[int, int]] = {}
+    for rank, each in enumerate(ranks):
+        for name, value in each.state.items():
+            if _has_memory(value):
+                other, offset = known.setdefault((name, value.shape), (rank, value.storage_offset()))
+                if value.storage_offset() != offset:
+                    both = f"{offset} on rank {other} and at {value.storage_offset()} on rank {rank}"
+                    raise Unsound(None, f"{name!r} begins in its memory at {both}")
+
+
 def _check_terms(row: Mapping[str, Any], whole: torch.Tensor, ranks: Sequence[Written], mesh: Mesh) -> None:
     """One rank holds what is pending and the others nothing: other terms that make the same sum may be large."""
-    sharding = read_claimed(None, row["sharding"], mesh, len(row["shape"]))
+    sharding = _as_held(row, mesh)
     for rank, each in enumerate(ranks):
         if not _same_sum(each.state[row["name"]].detach(), cut(whole, sharding, mesh, rank)):
             raise Unsound(None, f"{row['name']!r} is not the term of rank {rank} for {row['sharding']}")
@@ -279,9 +293,18 @@ def _wholes(row: Mapping[str, Any], ranks: Sequence[Written], mesh: Mesh) -> lis
             raise Unsound(None, f"{name!r} is of {value.dtype} on rank {rank}, and the manifest says {row['dtype']}")
         held.append(value.detach())
     try:
-        return join(held, read_claimed(None, row["sharding"], mesh, len(row["shape"])), mesh, row["shape"])
-    except (ValueError, Unsound) as error:
+        return join(held, _as_held(row, mesh), mesh, row["shape"])
+    except ValueError as error:
         raise Unsound(None, f"{name!r}: {error}") from error
+
+
+def _as_held(row: Mapping[str, Any], mesh: Mesh) -> Sharding:
+    """The sharding of a tensor as ranks hold it: of a pending average or extremum all hold the whole."""
+    try:
+        sharding = read_claimed(None, row["sharding"], mesh, len(row["shape"]))
+    except Unsound as error:
+        raise Unsound(None, f"{row['name']!r}: {error}") from error
+    return Sharding(sharding.dims, tuple((axis, op) for axis, op in sharding.partial if op in ("sum", "product")))
 
 
 def _check_tied(

@@ -17,6 +17,7 @@ from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.printed import one_line
 from tpcompiler.runtime.artifact import Manifest, manifests_beside, misfit_of, programs_in, rank_file, read_manifest
+from tpcompiler.soundness.alike import check_alike
 from tpcompiler.soundness.boundary import check_calls, check_outputs, check_shared, check_state
 from tpcompiler.soundness.collectives import check_collectives
 from tpcompiler.soundness.folded import Folded, Results, folded
@@ -107,6 +108,9 @@ def check_programs(
         with _noting(findings, None):
             _check_agreement(made, [row_of(manifest, rank) for rank in range(len(ranks))], findings, counts)
         counts.update(ops=len(made[0].ops))
+        if not findings:
+            with _noting(findings, None):
+                check_alike(made)
     with _noting(findings, None):
         check_collectives([each.program for each in ranks], manifest)
         counts.update(collectives=sum(edit.is_collective(node) for node in ranks[0].program.graph.nodes))

@@ -99,7 +99,7 @@ def _check_move(
         if value.dtype != kept:
             raise Unsound(node, f"makes {dtype_name(value.dtype)} in a change of {dtype_name(kept)}")
     if (number := _fixed_number(node)) is not None:
-        raise Unsound(node, f"cuts a dynamic size at {number}, which is no fixed part of it")
+        raise Unsound(node, f"cuts a dim at {number}, which is no fixed part of it")
 
 
 def _makes_size(node: fx.Node) -> bool:
@@ -129,20 +129,21 @@ def _moves(node: fx.Node, degrees: Collection[int], places: Collection[fx.Node])
 
 
 def _fixed_number(node: fx.Node) -> Any | None:
-    """Where a node cuts a dim of dynamic size at what is no fixed part of it (all, a half): at what."""
+    """Where a node cuts a dim at what is no fixed part of it, such as all or a half of a dynamic size: at what."""
     if node.target not in ALONG:
         return None
     bound: Mapping[str, Any] = edit.bound(node)
     size = edit.outputs(edit.operands(node)[0])[0].shape[bound["dim"]]
-    if isinstance(size, int):
-        return None
     for name in ALONG[node.target]:
         given = bound[name] if isinstance(bound[name], (list, tuple)) else [bound[name]]
         for each in given:
             at = each.meta["val"] if isinstance(each, fx.Node) else each
-            if isinstance(at, torch.Tensor):
+            if isinstance(size, int):
+                if isinstance(at, torch.SymInt):  # any function of sizes: right at those that are tried
+                    return at
+            elif isinstance(at, torch.Tensor):
                 return "places of the rank's own"
-            if not _is_part(at, size, name):
+            elif not _is_part(at, size, name):
                 return at
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,8 +30,9 @@ def whole_text(made: Folded) -> list[str]:
     lines += [f"{symbol} in {sizes}" for symbol, sizes in made.program.range_constraints.items()]
     for node, whole in made.whole.items():
         if _is_number(whole):
-            # What nothing is made of, and what is read from data, is the same on all ranks.
-            if isinstance(whole.target, OpOverload) and (not whole.target._schema.returns or reads_data(whole)):
+            # What nothing is made of, what is read from data and what may raise is the same on all ranks.
+            of_all = isinstance(whole.target, OpOverload) and (not whole.target._schema.returns or reads_data(whole))
+            if of_all or _may_raise(whole):
                 lines.append(_call_text(whole))
             continue
         if whole.op == "placeholder":
@@ -38,7 +40,7 @@ def whole_text(made: Folded) -> list[str]:
             known = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             lines.append(f"{whole.name} is {known}")
         shown = ", ".join(sharding.text(made.mesh) for sharding in made.shardings.get(node, ()))
-        call = _body_text(node) if node.op == "get_attr" else _call_text(whole)
+        call = body_text(node) if node.op == "get_attr" else _call_text(whole)
         lines.append(f"{whole.name}: {shown} = {call}")
     return lines
 
@@ -65,9 +67,10 @@ def cuts_of(made: Folded) -> dict[tuple[str, ...], set[str]]:
 
 def _takers(made: Folded) -> Iterator[tuple[fx.Node, str, Sequence[fx.Node]]]:
     """(what is made of the whole, of which sharding, of what) of every op, change and body, and of the outputs."""
+    names = {region.nodes[-1]: region.name for region in made.regions.values()}
     for node, whole in made.whole.items():
         if node in made.changed:
-            yield whole, made.shardings[node][0].text(made.mesh), made.changed[node]
+            yield whole, f"{made.shardings[node][0].text(made.mesh)} in {names[node]}", made.changed[node]
         elif node.op in ("call_function", "output"):
             yield whole, "its result", edit.operands(node)
     for region in made.regions.values():
@@ -77,6 +80,10 @@ def _takers(made: Folded) -> Iterator[tuple[fx.Node, str, Sequence[fx.Node]]]:
 
 def _is_number(whole: fx.Node) -> bool:
     return whole.op == "call_function" and not edit.outputs(whole)
+
+
+def _may_raise(whole: fx.Node) -> bool:
+    return whole.target in (operator.floordiv, operator.mod, operator.truediv) and not isinstance(whole.args[1], int)
 
 
 def _call_text(whole: fx.Node) -> str:
@@ -91,7 +98,7 @@ def _call_text(whole: fx.Node) -> str:
     return f"{whole.target}({', '.join(words)})"
 
 
-def _body_text(node: fx.Node) -> str:
+def body_text(node: fx.Node) -> str:
     """A name for what a body of control flow does."""
     named = node.meta["val"].named_modules()
     parts = [f"{name}: {part.graph}" for name, part in named if isinstance(part, fx.GraphModule)]
