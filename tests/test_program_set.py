@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -65,11 +65,13 @@ def test_a_step_without_its_prompt_is_another_answer() -> None:
     assert not torch.allclose(alone(*STEPS[0][0]), after(*STEPS[0][0]), atol=1e-2)
 
 
-@pytest.mark.parametrize("world", [2])
-def test_one_directory_on_real_processes(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["ranks", "shared"])
+def test_one_directory_on_real_processes(layout: Literal["ranks", "shared"], tmp_path: Path) -> None:
+    world = 2
     programs = converted(world)
-    programs.save(tmp_path / "out")
-    sizes = {name: (tmp_path / "out" / name / "rank_0.pt2").stat().st_size for name in programs}
+    programs.save(tmp_path / "out", layout=layout)
+    file = "rank_0.pt2" if layout == "ranks" else "rank_0.safetensors"
+    sizes = {name: (tmp_path / "out" / name / file).stat().st_size for name in programs}
     _, held = programs["prefill"].parameter_bytes()
     assert sizes["prefill"] > held[0]
     assert sizes["decode"] < sizes["prefill"] - 0.9 * held[0]  # its weights are in the other file

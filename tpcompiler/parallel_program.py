@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -29,7 +29,7 @@ from tpcompiler.ir.devices import device_types, values
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import odd_keys, plain_outputs
-from tpcompiler.ir.program import RESHARD, LocalProgram, ReshardedProgram, mark_of, reshard, tied
+from tpcompiler.ir.program import RESHARD, LocalProgram, ReshardedProgram, ShardedProgram, mark_of, reshard, tied
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
 from tpcompiler.ir.refused import refuse_hollow, refuse_unwritable
 from tpcompiler.ir.sharding import Sharding
@@ -38,14 +38,16 @@ from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
 from tpcompiler.report import Collective, collectives_of, report_text
 from tpcompiler.runtime.archive import has_pickled_examples, why_not_read
-from tpcompiler.runtime.artifact import VERSION, Manifest, write_artifact
+from tpcompiler.runtime.artifact import VERSION, Manifest, Writer, write_artifact
 from tpcompiler.runtime.place import leave_out, place_state
 from tpcompiler.runtime.target import refuse_full_disk
+from tpcompiler.runtime.weights import Entry, lay_out, write_weights
 from tpcompiler.soundness.check import check_artifact
 from tpcompiler.verify.compare import Call, Subject, VerifyReport, compare_calls, read_call, runnable
 from tpcompiler.verify.judge import Layout
 
 NODE_BYTES = 1_500  # of a graph's text, about
+Files = Literal["ranks", "shared"]  # a file for each rank with all that it needs; or one for all, and weights apart
 
 
 class ParallelProgram:
@@ -108,9 +110,11 @@ class ParallelProgram:
         Raises:
             MeshError: `rank` is outside the world.
         """
+        return move_device(build_rank_program(self._share(rank)), self.device_type)
+
+    def _share(self, rank: int) -> ShardedProgram:
         numbers = {name: rows[rank] for name, rows in self._rank_numbers.items()}
-        share = shard_state(self.local_program(rank), rank, numbers)
-        return move_device(build_rank_program(share), self.device_type)
+        return shard_state(self.local_program(rank), rank, numbers)
 
     def collectives(self) -> list[Collective]:
         """Every collective that a rank's program calls, in order, read off the program of rank 0."""
@@ -181,20 +185,31 @@ class ParallelProgram:
         used = [(axis,) for axis in self.mesh.names] + [tuple(c.axis.split(".")) for c in self.collectives()]
         return {self.mesh.group_name(axes): [list(ranks) for ranks in self.mesh.groups(axes)] for axes in used}
 
-    def save(self, directory: str | os.PathLike[str], *, force: bool = False, keep_output_types: bool = False) -> None:
-        """Write `manifest.json` and one `rank_N.pt2` per rank, all or nothing.
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        force: bool = False,
+        keep_output_types: bool = False,
+        layout: Files = "ranks",
+    ) -> None:
+        """Write an artifact, all or nothing: `manifest.json` and one `rank_N.pt2` per rank, which torch alone can load.
+
+        With `layout="shared"` the program is written once, for all ranks that run the same graph, and the weights of
+        every rank as `rank_N.safetensors`, which `tpcompiler.load` maps into memory.
 
         An output class that is not plain Python (HF's ModelOutput) is written as a dict and named in the manifest, so
         that the files need torch alone; `keep_output_types` keeps it.
 
         Raises:
             ArtifactError: the directory exists (without `force`), or cannot be written.
-            UnsupportedError: an output is text, or a dict's key a tuple, which torch's file format does not keep.
+            UnsupportedError: an output is text, or a dict's key a tuple, which torch's file format does not keep; or a
+                weight is of a dtype that safetensors lacks.
             ProgramError: the program was exported without weights.
             InternalError: the written programs, read back and checked, are not sound.
         """
-        manifest, write_rank = self.writer(keep_output_types=keep_output_types)
-        write_artifact(directory, manifest, write_rank, force=force, inspect=self.inspect)
+        writer = self.writer(keep_output_types=keep_output_types, layout=layout)
+        write_artifact(directory, *writer, force=force, inspect=self.inspect)
 
     def inspect(self, directory: Path) -> None:
         """Check what was written, as files (`tpcompiler.check`).
@@ -209,9 +224,13 @@ class ParallelProgram:
             )
 
     def writer(
-        self, *, keep_output_types: bool = False, elsewhere: Mapping[str, str] | None = None
-    ) -> tuple[Manifest, Callable[[int, Path], None]]:
-        """The manifest, and what writes the file of a rank.
+        self,
+        *,
+        keep_output_types: bool = False,
+        elsewhere: Mapping[str, str] | None = None,
+        layout: Files = "ranks",
+    ) -> Writer:
+        """The manifest, and what writes the files.
 
         `elsewhere`: leaf -> the program whose files hold it; in these files it has a shape and no values.
         """
@@ -237,7 +256,7 @@ class ParallelProgram:
 
         def write_rank(rank: int, path: Path) -> None:
             program = self.rank_program(rank)
-            for fqn in elsewhere or {}:
+            for fqn in (*program.state_dict, *program.constants) if layout == "shared" else elsewhere or {}:
                 leave_out(program, fqn)
             place_state(program, "cpu")  # a file that says cuda:0 would be read to cuda:0 by every rank
             graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
@@ -266,7 +285,20 @@ class ParallelProgram:
         calling = manifest.calling
         if replaced is not None:
             calling = {**calling, "returns": tree_text(plain_outputs(spec)[0])}
-        return replace(manifest, output_type=replaced, tensors=tensors, calling=calling), write_rank
+        manifest = replace(manifest, output_type=replaced, tensors=tensors, calling=calling)
+        if layout == "ranks":
+            return Writer(manifest, write_rank)
+        names = [f"program_{i}.pt2" if len(self.classes) > 1 else "program.pt2" for i in range(len(self.classes))]
+        manifest = replace(manifest, programs=dict(zip(names, map(list, self.classes), strict=True)))
+        own = [row["name"] for row in tensors if "tied_to" not in row and "stored_in" not in row]
+
+        def write_weights_of(rank: int, path: Path) -> str:
+            state = self._share(rank).local_state
+            entries = lay_out(Entry(n, state[n].dtype, tuple(state[n].shape)) for n in (*own, *manifest.rank_numbers))
+            refuse_full_disk(path, sum(entry.nbytes for entry in entries))
+            return write_weights(path, entries, (state[entry.name] for entry in entries))
+
+        return Writer(manifest, write_weights_of, write_rank)
 
     def verify(
         self,

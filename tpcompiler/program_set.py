@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpcompiler.errors import InputsError
-from tpcompiler.parallel_program import ParallelProgram, compared_calls
+from tpcompiler.parallel_program import Files, ParallelProgram, compared_calls
 from tpcompiler.runtime.artifact import write_set
 from tpcompiler.verify.compare import VerifyReport
 
@@ -48,10 +48,18 @@ class ProgramSet(Mapping[str, ParallelProgram]):
         subjects = {name: program.subject() for name, program in self.items()}
         return compared_calls(subjects, [(name, args, rest[0] if rest else {}) for name, args, *rest in calls])
 
-    def save(self, directory: str | os.PathLike[str], *, force: bool = False, keep_output_types: bool = False) -> None:
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        force: bool = False,
+        keep_output_types: bool = False,
+        layout: Files = "ranks",
+    ) -> None:
         """Write one directory that `tpcompiler.load` reads, all or nothing: an artifact for each program, weights once.
 
-        What an earlier program's files hold is left out of the later ones': a rank loads it once, for all.
+        What an earlier program's files hold is left out of the later ones': a rank loads it once, for all. `layout`: as
+        of `ParallelProgram.save`.
 
         Raises:
             ArtifactError: the directory exists (without `force`), or cannot be written.
@@ -62,7 +70,7 @@ class ProgramSet(Mapping[str, ParallelProgram]):
         for name, program in self.items():
             elsewhere = {fqn: stored[fqn] for fqn in program.leaf_names() if fqn in stored}
             stored.update(dict.fromkeys(program.leaf_names() - stored.keys(), name))
-            writers[name] = program.writer(keep_output_types=keep_output_types, elsewhere=elsewhere)
+            writers[name] = program.writer(keep_output_types=keep_output_types, elsewhere=elsewhere, layout=layout)
 
         def inspect(written: Path) -> None:
             for name, program in self.items():

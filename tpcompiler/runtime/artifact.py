@@ -1,4 +1,8 @@
-"""The written form: a directory with `manifest.json` and one `rank_N.pt2` per rank."""
+"""The written form: a directory with `manifest.json`, and one `rank_N.pt2` per rank, which torch alone can read.
+
+Or, where ranks share programs, one `program.pt2` for all that run one graph, and the weights of each in a
+`rank_N.safetensors`.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,12 @@ import os
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.manifest_form import malformed, program
 from tpcompiler.runtime.opened import Opened, read_text
-from tpcompiler.runtime.target import MANIFEST, SET, free_target, in_place_of, reason
+from tpcompiler.runtime.target import MANIFEST, PARTS, SET, free_target, in_place_of, reason
 
 VERSION = "0.1.0"
 FORMAT = 2
@@ -53,6 +57,8 @@ class Manifest:
             the range of every dynamic size (None: without an end), and what is asserted of inputs.
         rank_numbers: the constant that tells ranks with one graph apart, such as where their slices begin: its name and
             every rank's row. Empty where nothing does.
+        programs: file name -> the ranks that run it, each with weights in a file of its own. Empty where every rank has
+            a file with both.
     """
 
     mesh: dict[str, int]
@@ -69,6 +75,7 @@ class Manifest:
     files: dict[str, str] = dataclasses.field(default_factory=dict)
     calling: dict[str, Any] = dataclasses.field(default_factory=dict)
     rank_numbers: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
+    programs: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -83,7 +90,25 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank}.pt2"
 
 
+def weights_file(rank: int) -> str:
+    return f"rank_{rank}.safetensors"
+
+
+def program_file(manifest: Manifest, rank: int) -> str:
+    """The file with the program that a rank runs."""
+    return next((name for name, ranks in manifest.programs.items() if rank in ranks), rank_file(rank))
+
+
 Inspect = Callable[[Path], None]
+Write = Callable[[int, Path], str | None]  # of a rank; gives the file's SHA-256 if it is known
+
+
+class Writer(NamedTuple):
+    """What writes an artifact: of every rank its file, or its weights and (`program`) the programs that ranks share."""
+
+    manifest: Manifest
+    rank: Write
+    program: Write | None = None
 
 
 def _accept(directory: Path) -> None:
@@ -93,7 +118,8 @@ def _accept(directory: Path) -> None:
 def write_artifact(
     directory: str | os.PathLike[str],
     manifest: Manifest,
-    write_rank: Callable[[int, Path], None],
+    write_rank: Write,
+    write_program: Write | None = None,
     *,
     force: bool = False,
     inspect: Inspect = _accept,
@@ -106,13 +132,13 @@ def write_artifact(
         ArtifactError: the directory exists and `force` is not set, or a file cannot be written; nothing is left behind.
     """
     with in_place_of(free_target(directory, force=force), force=force) as temporary:
-        _write(temporary, manifest, write_rank)
+        _write(temporary, Writer(manifest, write_rank, write_program))
         inspect(temporary)
 
 
 def write_set(
     directory: str | os.PathLike[str],
-    programs: Mapping[str, tuple[Manifest, Callable[[int, Path], None]]],
+    programs: Mapping[str, Writer],
     *,
     force: bool = False,
     inspect: Inspect = _accept,
@@ -125,19 +151,21 @@ def write_set(
         ArtifactError: as `write_artifact`.
     """
     with in_place_of(free_target(directory, force=force), force=force) as temporary:
-        for name, (manifest, write_rank) in programs.items():
+        for name, writer in programs.items():
             (temporary / name).mkdir()
-            _write(temporary / name, manifest, write_rank)
+            _write(temporary / name, Writer(*writer))
         text = json.dumps({"format": FORMAT, "programs": list(programs)}, indent=1)
         (temporary / SET).write_text(text + "\n", encoding="utf-8")
         inspect(temporary)
 
 
-def _write(directory: Path, manifest: Manifest, write_rank: Callable[[int, Path], None]) -> None:
-    files = {}
-    for rank in range(manifest.world_size):
-        write_rank(rank, directory / rank_file(rank))
-        files[rank_file(rank)] = sha256(directory / rank_file(rank))
+def _write(directory: Path, writer: Writer) -> None:
+    manifest, write_rank, write_program = writer
+    name_of = weights_file if manifest.programs else rank_file
+    work = [(name_of(rank), write_rank, rank) for rank in range(manifest.world_size)]
+    if write_program is not None:
+        work = [*((name, write_program, ranks[0]) for name, ranks in manifest.programs.items()), *work]
+    files = {name: write(rank, directory / name) or sha256(directory / name) for name, write, rank in work}
     text = json.dumps(dataclasses.asdict(dataclasses.replace(manifest, files=files)), indent=1)
     (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
@@ -184,13 +212,17 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         raise ArtifactError(
             f"{path} is damaged: {part!r} is not in the form of format {FORMAT}", help="convert the model again"
         )
-    if set(manifest.files) != {rank_file(rank) for rank in range(manifest.world_size)}:
+    name_of = weights_file if manifest.programs else rank_file
+    if set(manifest.files) != {*manifest.programs, *map(name_of, range(manifest.world_size))}:
         raise ArtifactError(
             f"{path} names files {sorted(manifest.files)} for {manifest.world_size} ranks",
             help="convert the model again",
         )
     # Two artifacts that were copied into one directory: which of them each file is of, nobody can say.
-    stray = {file.name for file in Path(directory).glob("rank_*.pt2")} - set(manifest.files)
+    stray = {file.name for file in Path(directory).iterdir() if PARTS.fullmatch(file.name)} - {
+        MANIFEST,
+        *manifest.files,
+    }
     if stray:
         raise ArtifactError(
             f"{path.parent / min(stray)} is of another artifact: the manifest names {manifest.world_size} files",
@@ -270,8 +302,8 @@ def checked_file(directory: str | os.PathLike[str], manifest: Manifest, rank: in
         return file.path
 
 
-def open_checked(directory: str | os.PathLike[str], manifest: Manifest, rank: int) -> Opened:
-    """A rank's program, open, after its hash was compared.
+def open_checked(directory: str | os.PathLike[str], manifest: Manifest, rank: int, *, weights: bool = False) -> Opened:
+    """A rank's program, or its weights where they have a file of their own, open, after the hash was compared.
 
     Raises:
         ArtifactError: a rank outside the world, the file is missing, a link to elsewhere, or not what was written.
@@ -281,7 +313,7 @@ def open_checked(directory: str | os.PathLike[str], manifest: Manifest, rank: in
             f"rank {rank} is outside the artifact's world of {manifest.world_size}",
             help=f"use a rank from 0 to {manifest.world_size - 1}",
         )
-    path = _inside(directory, rank_file(rank))
+    path = _inside(directory, weights_file(rank) if weights else program_file(manifest, rank))
     again = "copy the artifact again, or convert the model again"
     try:
         file = Opened(path)

@@ -139,6 +139,7 @@ FIELDS: dict[str, Form] = {
     "collectives": some(row(COLLECTIVE)),
     "calling": lambda value: value == {} or row(CALLING)(value),
     "rank_numbers": table(text, some(some(number))),
+    "programs": table(lambda name: text(name) and bool(re.fullmatch(r"program(_\d+)?\.pt2", name)), some(number)),
     "notes": some(row({"kind": text, "text": text})),
     "output_type": lambda value: value is None or text(value),
     "versions": table(text, text),
@@ -156,6 +157,8 @@ def malformed(data: Mapping[str, Any]) -> str | None:
         return "groups"
     if wrong is None and not _has_rows(data["rank_numbers"], math.prod(data["mesh"].values())):
         return "rank_numbers"
+    if wrong is None and data["programs"] and not _is_partition(list(data["programs"].values()), data["mesh"]):
+        return "programs"
     return wrong
 
 

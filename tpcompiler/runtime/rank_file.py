@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import Manifest, open_checked
 from tpcompiler.runtime.model_file import load_opened, looked_into
 from tpcompiler.runtime.opened import Opened
+from tpcompiler.runtime.weights import read_weights
 
 AGAIN = "copy the artifact again, or convert the model again"
 
@@ -35,6 +36,8 @@ def read_rank(
     """
     with open_rank(directory, manifest, rank, trust=trust) as file:
         program = load_rank(file, manifest)
+    if manifest.programs:
+        put_state(program, read_state(directory, manifest, rank, program))
     _check_tensors(program, manifest, rank, file.path)
     _check_boundary(program, manifest, file.path)
     return program
@@ -70,6 +73,34 @@ def load_rank(file: Opened, manifest: Manifest) -> ExportedProgram:
             f"{file.path} names the device {other[0]!r}, and the manifest says {manifest.device_type!r}", help=AGAIN
         )
     return program
+
+
+def read_state(
+    directory: str | os.PathLike[str], manifest: Manifest, rank: int, program: ExportedProgram
+) -> dict[str, torch.Tensor]:
+    """The tensors of a rank by name, mapped from the file that has its weights.
+
+    Raises:
+        ArtifactError: as `open_checked` and `read_weights`.
+    """
+    here = [row["name"] for row in manifest.tensors if "tied_to" not in row and "stored_in" not in row]
+    taken = taken_by(program)
+    with open_checked(directory, manifest, rank, weights=True) as file:
+        wanted = {name: value for name in (*here, *manifest.rank_numbers) if (value := taken.get(name)) is not None}
+        state = read_weights(file, wanted)
+    tied = {row["name"]: row["tied_to"] for row in manifest.tensors if row.get("tied_to") in state}
+    return {**state, **{name: state[first] for name, first in tied.items()}}
+
+
+def put_state(program: ExportedProgram, state: Mapping[str, torch.Tensor]) -> None:
+    """Put these values in the place of those that a program holds."""
+    made: dict[int, torch.Tensor] = {}
+    for held in (program.state_dict, program.constants):
+        for name in held.keys() & state.keys():
+            value, old = state[name], held[name]
+            if isinstance(old, torch.nn.Parameter):  # tied ones stay one
+                value = made.setdefault(id(value), torch.nn.Parameter(value, requires_grad=old.requires_grad))
+            held[name] = value
 
 
 def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path: Path) -> None:

@@ -18,7 +18,9 @@ from tpcompiler.runtime.opened import read_text
 
 MANIFEST = "manifest.json"
 SET = "programs.json"
-PARTS = re.compile(r"manifest\.json|rank_\d+\.pt2")  # the files of an artifact
+PARTS = re.compile(
+    r"manifest\.json|(rank|program)_\d+\.pt2|program\.pt2|rank_\d+\.safetensors"
+)  # the files of an artifact
 STREAMS = re.compile(r"/dev/std(out|err)|/dev/fd/\d+|/proc/[^/]+/fd/\d+")  # which may lead to files, and are none
 FIELDS = {MANIFEST: {"format", "mesh", "groups", "tensors", "collectives", "files"}, SET: {"format", "programs"}}
 

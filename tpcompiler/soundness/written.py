@@ -19,7 +19,7 @@ from tpcompiler._torch import guards_of, read_archive_state, tree_flatten
 from tpcompiler.runtime.archive import TENSORS
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.opened import Opened
-from tpcompiler.runtime.rank_file import load_rank, open_rank
+from tpcompiler.runtime.rank_file import load_rank, open_rank, read_state
 
 GRAPH = "models/model.json"
 
@@ -54,6 +54,8 @@ def read_ranks(
     Raises:
         ArtifactError: a file that is missing, damaged, cannot be read, or, without `trust`, could run code.
     """
+    if manifest.programs:
+        return _read_shared(directory, manifest, prepare, trust)
     known: dict[str, ExportedProgram] = {}
     rests: list[Any] = []
     guards: dict[str, Sequence[str]] = {}
@@ -72,6 +74,23 @@ def read_ranks(
         known[name], guards[name] = prepare(whole), guards_of(whole)
         found.append(Written(known[name], {**whole.constants, **whole.state_dict}, guards[name]))
     return found
+
+
+def _read_shared(
+    directory: str | os.PathLike[str],
+    manifest: Manifest,
+    prepare: Callable[[ExportedProgram], ExportedProgram],
+    trust: bool,
+) -> list[Written]:
+    found: dict[int, Written] = {}
+    for ranks in manifest.programs.values():
+        with open_rank(directory, manifest, ranks[0], trust=trust) as file:
+            whole = load_rank(file, manifest)
+        program, guards = prepare(whole), guards_of(whole)
+        for rank in ranks:
+            state = read_state(directory, manifest, rank, whole)
+            found[rank] = Written(program, {**whole.constants, **whole.state_dict, **state}, guards)
+    return [found[rank] for rank in range(manifest.world_size)]
 
 
 def _graph(file: Opened) -> bytes | None:
