@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from tpcompiler.api import check as check
     from tpcompiler.api import parallelize as parallelize
     from tpcompiler.api import tensor_parallel_transformation as tensor_parallel_transformation
+    from tpcompiler.checkpoint.cut import cut_checkpoint as cut_checkpoint
+    from tpcompiler.checkpoint.load import load as load
     from tpcompiler.ir.mesh import Mesh as Mesh
     from tpcompiler.parallel_program import ParallelProgram as ParallelProgram
     from tpcompiler.plan import Plan as Plan
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from tpcompiler.report import Collective as Collective
     from tpcompiler.rules.notation import RuleText as RuleText
     from tpcompiler.rules.register import register_rule as register_rule
-    from tpcompiler.runtime.load import load as load
+    from tpcompiler.runtime.weightless import save_weightless as save_weightless
+    from tpcompiler.runtime.weightless import weightless as weightless
     from tpcompiler.soundness.check import CheckReport as CheckReport
     from tpcompiler.verify.check_rule import RuleCheck as RuleCheck
     from tpcompiler.verify.check_rule import check_rule as check_rule
@@ -35,7 +38,10 @@ _HOME = {
     "CheckReport": "tpcompiler.soundness.check",
     "parallelize": "tpcompiler.api",
     "tensor_parallel_transformation": "tpcompiler.api",
-    "load": "tpcompiler.runtime.load",
+    "load": "tpcompiler.checkpoint.load",
+    "cut_checkpoint": "tpcompiler.checkpoint.cut",
+    "weightless": "tpcompiler.runtime.weightless",
+    "save_weightless": "tpcompiler.runtime.weightless",
     "register_rule": "tpcompiler.rules.register",
     "RuleText": "tpcompiler.rules.notation",
     "Collective": "tpcompiler.report",

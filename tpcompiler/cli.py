@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-import tpcompiler.cli_judge  # noqa: F401  (registers its commands)
+import tpcompiler.cli_judge
+import tpcompiler.cli_weights  # noqa: F401  (registers its commands, as does the one above)
 from tpcompiler.cli_options import DEFECT, Artifact, Imports, Json, Trust, app, progress
+from tpcompiler.cli_weights import Partial, cut_with_bar
 from tpcompiler.errors import ArtifactError, MeshError, PlanError, TpCompilerWarning
 from tpcompiler.printed import one_line, printable
 
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
 class _DeviceType(str, Enum):
     cpu = "cpu"
     cuda = "cuda"
+
+
+class _Layout(str, Enum):
+    ranks = "ranks"
+    shared = "shared"
 
 
 class _Format(str, Enum):
@@ -127,6 +134,21 @@ def convert(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report: write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier artifact at OUT.")] = False,
+    layout: Annotated[
+        _Layout | None,
+        typer.Option(
+            "--layout",
+            help="ranks: a file for each, which torch alone reads. shared: one program, and weights beside it.",
+            show_default=False,
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            "--checkpoint", metavar="DIR", help="Of a model without weights: cut the ranks' out of these safetensors."
+        ),
+    ] = None,
+    partial: Partial = False,
     imports: Imports = None,
     trust: Trust = False,
     keep_output_types: Annotated[
@@ -149,6 +171,7 @@ def convert(
       tpcompiler convert model.pt2 --tp 2 --plan plan.yaml -o out
       tpcompiler convert model.pt2 --mesh dp=2,tp=4 --plan plan.yaml --input "x=dp:S(0)" --dry-run
       tpcompiler convert model.pt2 --tp 8 --plan plan.yaml --device cuda -o out
+      tpcompiler convert weightless.pt2 --tp 2 --plan DIR/config.json --checkpoint DIR -o out
     """
     if (tp is None) == (mesh is None):
         raise typer.BadParameter("give exactly one of --tp and --mesh", param_hint="--tp / --mesh")
@@ -157,6 +180,7 @@ def convert(
     with progress("reading the plan") as status:
         from tpcompiler import cli_inspect, cli_print
         from tpcompiler.api import parallelize
+        from tpcompiler.checkpoint.cut import refuse_other_checkpoint
         from tpcompiler.plan import Plan
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.model_file import read_model
@@ -179,10 +203,15 @@ def convert(
         )
         if out is not None and not dry_run:
             status.update(Text(one_line(f"writing {made.world_size} programs to {out}")))
-            made.save(out, force=force, keep_output_types=keep_output_types)
+            if checkpoint is not None:
+                refuse_other_checkpoint(made.writer(layout="shared").manifest, made.original, checkpoint, partial)
+            files: Any = layout.value if layout else None
+            made.save(out, force=force, keep_output_types=keep_output_types, layout=files)
             manifest = read_manifest(out)
         else:
             manifest = made.manifest()
+    if checkpoint is not None and out is not None and not dry_run:
+        cut_with_bar(out, checkpoint, None, partial, force=False)
     data = {"out": None if dry_run else str(out), **cli_inspect.artifact_data(manifest)}
     if json:
         cli_print.print_json(data)

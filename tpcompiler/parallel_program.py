@@ -41,6 +41,7 @@ from tpcompiler.runtime.archive import has_pickled_examples, why_not_read
 from tpcompiler.runtime.artifact import VERSION, Manifest, Writer, write_artifact
 from tpcompiler.runtime.place import leave_out, place_state
 from tpcompiler.runtime.target import refuse_full_disk
+from tpcompiler.runtime.weightless import save_marked, weightless_names
 from tpcompiler.runtime.weights import Entry, lay_out, write_weights
 from tpcompiler.soundness.check import check_artifact
 from tpcompiler.verify.compare import Call, Subject, VerifyReport, compare_calls, read_call, runnable
@@ -191,12 +192,13 @@ class ParallelProgram:
         *,
         force: bool = False,
         keep_output_types: bool = False,
-        layout: Files = "ranks",
+        layout: Files | None = None,
     ) -> None:
         """Write an artifact, all or nothing: `manifest.json` and one `rank_N.pt2` per rank, which torch alone can load.
 
         With `layout="shared"` the program is written once, for all ranks that run the same graph, and the weights of
-        every rank as `rank_N.safetensors`, which `tpcompiler.load` maps into memory.
+        every rank as `rank_N.safetensors`, which `tpcompiler.load` maps into memory. So is a model that was exported
+        without weights, whose weights are cut from a checkpoint afterwards (`tpcompiler.cut_checkpoint`).
 
         An output class that is not plain Python (HF's ModelOutput) is written as a dict and named in the manifest, so
         that the files need torch alone; `keep_output_types` keeps it.
@@ -228,13 +230,16 @@ class ParallelProgram:
         *,
         keep_output_types: bool = False,
         elsewhere: Mapping[str, str] | None = None,
-        layout: Files = "ranks",
+        layout: Files | None = None,
     ) -> Writer:
         """The manifest, and what writes the files.
 
         `elsewhere`: leaf -> the program whose files hold it; in these files it has a shape and no values.
         """
-        refuse_hollow(self.original, "written")
+        hollow = weightless_names(self.original)
+        if layout == "ranks":
+            refuse_hollow(self.original, "written in self-contained files")
+        layout = layout or ("shared" if hollow else "ranks")
         refuse_unwritable(self.resharded.graph)
         for name, value in zip(self.resharded.output_names(), self._user_outputs(), strict=True):
             if isinstance(value, str):
@@ -256,7 +261,8 @@ class ParallelProgram:
 
         def write_rank(rank: int, path: Path) -> None:
             program = self.rank_program(rank)
-            for fqn in (*program.state_dict, *program.constants) if layout == "shared" else elsewhere or {}:
+            all_of = [name for name, v in {**program.constants, **program.state_dict}.items() if _has_room(v)]
+            for fqn in all_of if layout == "shared" else elsewhere or {}:
                 leave_out(program, fqn)
             place_state(program, "cpu")  # a file that says cuda:0 would be read to cuda:0 by every rank
             graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
@@ -272,7 +278,10 @@ class ParallelProgram:
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "No complete tensor found")  # of leaves that are left out
-                    torch.export.save(program, path)
+                    if layout == "shared":
+                        save_marked(program, path, all_of, {**program.constants, **program.state_dict})
+                    else:
+                        torch.export.save(program, path)
             except RuntimeError as error:  # torch's archive writer makes one of a failed write
                 raise OSError(str(error)) from error
             if rank == 0 and (reason := why_not_read(path)):
@@ -298,7 +307,12 @@ class ParallelProgram:
             refuse_full_disk(path, sum(entry.nbytes for entry in entries))
             return write_weights(path, entries, (state[entry.name] for entry in entries))
 
-        return Writer(manifest, write_weights_of, write_rank)
+        def write_values(path: Path) -> str:
+            kept = {name: self.resharded.state(name) for name in own if name not in hollow}
+            entries = lay_out(Entry(name, value.dtype, tuple(value.shape)) for name, value in kept.items())
+            return write_weights(path, entries, (kept[entry.name] for entry in entries))
+
+        return Writer(manifest, write_weights_of, write_rank, write_values if hollow else None)
 
     def verify(
         self,
@@ -405,6 +419,10 @@ def compared_calls(
 
 def versions() -> dict[str, str]:
     return {"tpcompiler": VERSION, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _has_room(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 0
 
 
 def _bytes_in_file(program: ExportedProgram) -> int:

@@ -54,7 +54,7 @@ class ProgramSet(Mapping[str, ParallelProgram]):
         *,
         force: bool = False,
         keep_output_types: bool = False,
-        layout: Files = "ranks",
+        layout: Files | None = None,
     ) -> None:
         """Write one directory that `tpcompiler.load` reads, all or nothing: an artifact for each program, weights once.
 

@@ -64,11 +64,14 @@ def test_what_is_written(out: Path) -> None:
     """21 ids are cut evenly by three ranks only; by four there are two graphs: of 6 ids, and of 3."""
     manifest = read_manifest(out)
     world = manifest.world_size
-    assert manifest.programs == {
-        2: {"program_0.pt2": [0], "program_1.pt2": [1]},
-        3: {"program.pt2": [0, 1, 2]},
-        4: {"program_0.pt2": [0, 1, 2], "program_1.pt2": [3]},
-    }[world]
+    assert (
+        manifest.programs
+        == {
+            2: {"program_0.pt2": [0], "program_1.pt2": [1]},
+            3: {"program.pt2": [0, 1, 2]},
+            4: {"program_0.pt2": [0, 1, 2], "program_1.pt2": [3]},
+        }[world]
+    )
     assert sorted(path.name for path in out.iterdir()) == sorted(
         ["manifest.json", *manifest.programs, *(weights_file(rank) for rank in range(world))]
     )
@@ -159,8 +162,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda out: _resave(out, lambda t: t.update(new=torch.ones(1))),
         "holds the tensor 'new', which its program does not take",
     ),
-    "dtype": (lambda out: _resave(out, lambda t: t.update(calls=t["calls"].half())), "'calls' is torch.float16 .3., its"),
-    "shape": (lambda out: _resave(out, lambda t: t.update(calls=torch.ones(4))), r"'calls' is torch.float32 \[4\], its"),
+    "dtype": (
+        lambda out: _resave(out, lambda t: t.update(calls=t["calls"].half())),
+        "'calls' is torch.float16 .3., its",
+    ),
+    "shape": (
+        lambda out: _resave(out, lambda t: t.update(calls=torch.ones(4))),
+        r"'calls' is torch.float32 \[4\], its",
+    ),
     "numbers": (
         lambda out: _resave(out, lambda t: t.update(rank_numbers=t["rank_numbers"] + 1)),
         r"rank 0 has the numbers \[\[1\]\], and the manifest says \[\[0\]\]",

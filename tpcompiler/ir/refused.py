@@ -13,6 +13,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
 from tpcompiler.ir.text import value_text
 from tpcompiler.runtime.python_code import WRITE, find_difference
+from tpcompiler.runtime.weightless import weightless_names
 
 QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
@@ -93,14 +94,13 @@ def refuse_hollow(program: ExportedProgram, use: str) -> None:
     """Check that the program's weights have values.
 
     Raises:
-        ProgramError: it was exported under FakeTensorMode.
+        ProgramError: it was exported without them.
     """
-    for name, value in program.state_dict.items():
-        if isinstance(value, FakeTensor):
-            raise ProgramError(
-                f"the program cannot be {use}: its weights have no values ('{name}' is a fake tensor)",
-                help="export the model with its weights",
-            )
+    if hollow := sorted(weightless_names(program)):
+        raise ProgramError(
+            f"the program cannot be {use}: {len(hollow)} of its weights have no values, such as '{hollow[0]}'",
+            help="export the model with its weights, or convert it and cut them from a checkpoint",
+        )
 
 
 def refuse_unwritable(graph: fx.Graph) -> None:

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.manifest_form import malformed, program
 from tpcompiler.runtime.opened import Opened, read_text
-from tpcompiler.runtime.target import MANIFEST, PARTS, SET, free_target, in_place_of, reason
+from tpcompiler.runtime.target import MANIFEST, PARTS, SET, free_target, in_place_of, reason, replacing
 
 VERSION = "0.1.0"
 FORMAT = 2
+VALUES = "values.safetensors"
 MOST_PROGRAMS = 1_000
 NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
     "plan": "plan entries that are left out",
@@ -94,6 +95,12 @@ def weights_file(rank: int) -> str:
     return f"rank_{rank}.safetensors"
 
 
+def lacks_weights(manifest: Manifest) -> list[int]:
+    """The ranks whose weights are still to be cut from a checkpoint."""
+    ranks = range(manifest.world_size) if manifest.programs else ()
+    return [rank for rank in ranks if weights_file(rank) not in manifest.files]
+
+
 def program_file(manifest: Manifest, rank: int) -> str:
     """The file with the program that a rank runs."""
     return next((name for name, ranks in manifest.programs.items() if rank in ranks), rank_file(rank))
@@ -104,11 +111,15 @@ Write = Callable[[int, Path], str | None]  # of a rank; gives the file's SHA-256
 
 
 class Writer(NamedTuple):
-    """What writes an artifact: of every rank its file, or its weights and (`program`) the programs that ranks share."""
+    """What writes an artifact: of every rank its file, or its weights and (`program`) the programs that ranks share.
+
+    `values`: of a model without weights, in the place of `rank`, what has values all the same, whole.
+    """
 
     manifest: Manifest
     rank: Write
     program: Write | None = None
+    values: Callable[[Path], str] | None = None
 
 
 def _accept(directory: Path) -> None:
@@ -120,6 +131,7 @@ def write_artifact(
     manifest: Manifest,
     write_rank: Write,
     write_program: Write | None = None,
+    write_values: Callable[[Path], str] | None = None,
     *,
     force: bool = False,
     inspect: Inspect = _accept,
@@ -132,7 +144,7 @@ def write_artifact(
         ArtifactError: the directory exists and `force` is not set, or a file cannot be written; nothing is left behind.
     """
     with in_place_of(free_target(directory, force=force), force=force) as temporary:
-        _write(temporary, Writer(manifest, write_rank, write_program))
+        _write(temporary, Writer(manifest, write_rank, write_program, write_values))
         inspect(temporary)
 
 
@@ -160,14 +172,29 @@ def write_set(
 
 
 def _write(directory: Path, writer: Writer) -> None:
-    manifest, write_rank, write_program = writer
+    manifest, write_rank, write_program, write_values = writer
     name_of = weights_file if manifest.programs else rank_file
-    work = [(name_of(rank), write_rank, rank) for rank in range(manifest.world_size)]
+    work = [(name_of(rank), write_rank, rank) for rank in range(manifest.world_size)] if write_values is None else []
     if write_program is not None:
         work = [*((name, write_program, ranks[0]) for name, ranks in manifest.programs.items()), *work]
     files = {name: write(rank, directory / name) or sha256(directory / name) for name, write, rank in work}
-    text = json.dumps(dataclasses.asdict(dataclasses.replace(manifest, files=files)), indent=1)
-    (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    if write_values is not None:
+        files[VALUES] = write_values(directory / VALUES)
+    _write_manifest(directory / MANIFEST, dataclasses.replace(manifest, files=files))
+
+
+def say_files(directory: Path, manifest: Manifest, files: Mapping[str, str]) -> None:
+    """Add files, with their SHA-256, to those that the manifest names.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with replacing(directory / MANIFEST) as path:
+        _write_manifest(path, dataclasses.replace(manifest, files={**manifest.files, **files}))
+
+
+def _write_manifest(path: Path, manifest: Manifest) -> None:
+    path.write_text(json.dumps(dataclasses.asdict(manifest), indent=1) + "\n", encoding="utf-8")
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
@@ -213,7 +240,10 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             f"{path} is damaged: {part!r} is not in the form of format {FORMAT}", help="convert the model again"
         )
     name_of = weights_file if manifest.programs else rank_file
-    if set(manifest.files) != {*manifest.programs, *map(name_of, range(manifest.world_size))}:
+    every = {*manifest.programs, *map(name_of, range(manifest.world_size))}
+    if set(manifest.files) != every and not (
+        manifest.programs and {*manifest.programs, VALUES} <= set(manifest.files) <= {*every, VALUES}
+    ):
         raise ArtifactError(
             f"{path} names files {sorted(manifest.files)} for {manifest.world_size} ranks",
             help="convert the model again",
@@ -313,7 +343,25 @@ def open_checked(directory: str | os.PathLike[str], manifest: Manifest, rank: in
             f"rank {rank} is outside the artifact's world of {manifest.world_size}",
             help=f"use a rank from 0 to {manifest.world_size - 1}",
         )
-    path = _inside(directory, weights_file(rank) if weights else program_file(manifest, rank))
+    if weights and rank in lacks_weights(manifest):
+        raise ArtifactError(
+            f"{os.fspath(directory)} has no weights of rank {rank}: its model was exported without",
+            help=f"cut them: tpcompiler cut {os.fspath(directory)} --checkpoint DIR (or load(..., checkpoint=DIR))",
+        )
+    return _open_known(directory, manifest, weights_file(rank) if weights else program_file(manifest, rank))
+
+
+def open_values(directory: str | os.PathLike[str], manifest: Manifest) -> Opened:
+    """What has values in a model that was exported without weights, open, after the hash was compared.
+
+    Raises:
+        ArtifactError: as `open_checked`.
+    """
+    return _open_known(directory, manifest, VALUES)
+
+
+def _open_known(directory: str | os.PathLike[str], manifest: Manifest, name: str) -> Opened:
+    path = _inside(directory, name)
     again = "copy the artifact again, or convert the model again"
     try:
         file = Opened(path)

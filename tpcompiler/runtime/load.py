@@ -20,7 +20,7 @@ from tpcompiler.runtime.backends import refuse_unsendable
 from tpcompiler.runtime.inputs import named_inputs
 from tpcompiler.runtime.leave import destroy_at_exit, release_default_group
 from tpcompiler.runtime.place import place_state
-from tpcompiler.runtime.rank_file import AGAIN, read_rank, strides_of, taken_by
+from tpcompiler.runtime.rank_file import AGAIN, Weights, read_rank, strides_of, taken_by
 
 
 def load(
@@ -30,40 +30,9 @@ def load(
     check_inputs: bool = False,
     timeout: timedelta = WAIT,
     trust: bool = False,
+    weights: Weights | None = None,
 ) -> Any:
-    """This process's program, ready to call.
-
-    Takes the GPU of this process (`LOCAL_RANK`) for a program that is for CUDA, initialises the default process group
-    from torchrun's environment where the caller has not (NCCL for CUDA, gloo for CPU), makes the groups that the graphs
-    name, compares the file's hash with the manifest, and puts the weights on the device.
-
-    All ranks must have the same artifact, world and versions: they say so to one another before any collective, and
-    where one has failed or does not come, all raise.
-
-    A script just ends: gloo groups that are made here are destroyed at exit, unless the caller has called
-    `destroy_process_group`. A process group of the caller's is left to the caller. With NCCL, end with
-    `destroy_process_group`, as torch asks for.
-
-    Args:
-        directory: what `ParallelProgram.save` or `tpcompiler convert` wrote.
-        rank: this process's rank; by default the process group's.
-        check_inputs: at the first call, all ranks compare their inputs' dtypes and shapes, and the content of those
-            that every rank is given whole, before the first collective. Later calls are not compared: what ranks that
-            are called differently give is undefined, and they may hang until the process group's own timeout.
-        timeout: how long ranks wait for one another: here, and at a collective of the groups that are made here.
-        trust: read files too that need a pickle or could run code (docs/security.md).
-
-    Returns:
-        The module: call it as the model was called; it records no gradients. Its `exported_program` is the rank's
-        `ExportedProgram`. Of a directory with several programs a dict of modules by name, over one set of weights and
-        buffers: what one writes into a cache the others read.
-
-    Raises:
-        ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
-        LaunchError: not started by torchrun, another world size or rank, a group name that is taken, no GPU for this
-            process, or another rank that has failed, is missing, or has something else.
-        UnsupportedError: a collective that the backend does not have for its dtype.
-    """
+    """What `tpcompiler.load` does (`checkpoint/load.py`); `weights` reads a rank's where its files have none."""
     names = programs_in(directory)
     if misfit := misfit_of({name: read_manifest(Path(directory) / name) for name in names}):
         raise ArtifactError(
@@ -71,14 +40,19 @@ def load(
         )
     stored: dict[str, torch.Tensor] = {}
     made = {
-        name: _module(*_exported(Path(directory) / name, rank, stored, timeout, trust), check_inputs, timeout)
+        name: _module(*_exported(Path(directory) / name, rank, stored, timeout, trust, weights), check_inputs, timeout)
         for name in names or [""]
     }
     return made if names else made[""]
 
 
 def _exported(
-    directory: Path, rank: int | None, stored: dict[str, torch.Tensor], timeout: timedelta, trust: bool
+    directory: Path,
+    rank: int | None,
+    stored: dict[str, torch.Tensor],
+    timeout: timedelta,
+    trust: bool,
+    weights: Weights | None,
 ) -> tuple[ExportedProgram, Manifest]:
     """This rank's program on its device; what its file leaves out is taken from `stored`, what it holds put there."""
     manifest = read_manifest(directory)
@@ -97,7 +71,7 @@ def _exported(
             f"rank {here} was asked for in the process of rank {dist.get_rank()}", help="leave rank out under torchrun"
         )
     with agreeing(timeout) as mine:
-        exported = read_rank(directory, manifest, here, trust=trust)
+        exported = read_rank(directory, manifest, here, trust=trust, weights=weights)
         refuse_unsendable(exported, dist.get_backend())
         mine.update(artifact_facts(manifest))
     with named_failures():

@@ -23,6 +23,7 @@ from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
 from tpcompiler.runtime.inputs import keywords_of
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.python_code import WRITE, find_difference
+from tpcompiler.runtime.weightless import empty_hollow
 
 # A class in the tree of inputs or outputs: JSON in a text of JSON. transformers registers its own on import.
 TREE = re.compile(rb'"(?:in|out)_spec": ?"((?:[^"\\]|\\.)*)"')
@@ -106,6 +107,7 @@ def load_opened(file: Opened) -> ExportedProgram:
     import_known_classes(file)
     file.seek(0)
     program = torch.export.load(cast(Any, file))
+    empty_hollow(program, file)
     if problem := _strange_calling(program) or _strange_examples(program):
         raise ArtifactError(f"{file.path}: {problem}", help="export the model again")
     if problem := find_difference(program):

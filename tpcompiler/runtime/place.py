@@ -6,6 +6,7 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import tree_map
+from tpcompiler.runtime.weightless import hollow_like
 
 
 def place_state(program: ExportedProgram, device: torch.device | str) -> None:
@@ -50,7 +51,5 @@ def leave_out(program: ExportedProgram, fqn: str) -> None:
     """Put a tensor of the same shape in the place of a leaf that takes no room in a file."""
     held = program.state_dict if fqn in program.state_dict else program.constants
     value = held[fqn]
-    if not value.numel():
-        return  # it takes no room, and of one that is expanded torch computes a negative size
-    hollow = torch.zeros((), dtype=value.dtype).expand(value.shape)
-    held[fqn] = torch.nn.Parameter(hollow, value.requires_grad) if isinstance(value, torch.nn.Parameter) else hollow
+    if value.numel():
+        held[fqn] = hollow_like(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,23 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from tpcompiler._torch import tree_flatten, tree_names
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import Manifest, open_checked
+from tpcompiler.runtime.artifact import Manifest, lacks_weights, open_checked
 from tpcompiler.runtime.model_file import load_opened, looked_into
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.weights import read_weights
 
+# Reads the weights of a rank: of which artifact, and of which program.
+Weights = Callable[[str | os.PathLike[str], Manifest, int, ExportedProgram], dict[str, torch.Tensor]]
 AGAIN = "copy the artifact again, or convert the model again"
 
 
 def read_rank(
-    directory: str | os.PathLike[str], manifest: Manifest, rank: int, *, trust: bool = False
+    directory: str | os.PathLike[str],
+    manifest: Manifest,
+    rank: int,
+    *,
+    trust: bool = False,
+    weights: Weights | None = None,
 ) -> ExportedProgram:
     """The program of a rank, after its hash, its tensors and the names of its inputs and outputs were compared.
 
@@ -37,7 +44,8 @@ def read_rank(
     with open_rank(directory, manifest, rank, trust=trust) as file:
         program = load_rank(file, manifest)
     if manifest.programs:
-        put_state(program, read_state(directory, manifest, rank, program))
+        elsewhere = weights if rank in lacks_weights(manifest) else None
+        put_state(program, (elsewhere or read_state)(directory, manifest, rank, program))
     _check_tensors(program, manifest, rank, file.path)
     _check_boundary(program, manifest, file.path)
     return program
@@ -88,6 +96,11 @@ def read_state(
     with open_checked(directory, manifest, rank, weights=True) as file:
         wanted = {name: value for name in (*here, *manifest.rank_numbers) if (value := taken.get(name)) is not None}
         state = read_weights(file, wanted)
+    return with_tied(state, manifest)
+
+
+def with_tied(state: dict[str, torch.Tensor], manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The tensors under all their names."""
     tied = {row["name"]: row["tied_to"] for row in manifest.tensors if row.get("tied_to") in state}
     return {**state, **{name: state[first] for name, first in tied.items()}}
 

@@ -18,9 +18,9 @@ from tpcompiler.runtime.opened import read_text
 
 MANIFEST = "manifest.json"
 SET = "programs.json"
-PARTS = re.compile(
-    r"manifest\.json|(rank|program)_\d+\.pt2|program\.pt2|rank_\d+\.safetensors"
-)  # the files of an artifact
+# The files of an artifact, and what an interrupted cut of its weights leaves beside them.
+PARTS = re.compile(r"manifest\.json|(rank|program)_\d+\.pt2|program\.pt2|(rank_\d+|values)\.safetensors")
+UNFINISHED = re.compile(r"\.cut\.json|\.rank_\d+\.safetensors\.part")
 STREAMS = re.compile(r"/dev/std(out|err)|/dev/fd/\d+|/proc/[^/]+/fd/\d+")  # which may lead to files, and are none
 FIELDS = {MANIFEST: {"format", "mesh", "groups", "tensors", "collectives", "files"}, SET: {"format", "programs"}}
 
@@ -171,7 +171,7 @@ def _refuse_others(directory: Path, target: Path) -> None:
         _refuse_others(directory / name, target / name)
     parts = {SET, *programs} if SET in names else {MANIFEST, *_files(directory / MANIFEST)}
     whole = {name for name in parts if name in programs or os.path.isfile(directory / name)}
-    if others := sorted(set(names) - whole):
+    if others := sorted(name for name in set(names) - whole if not UNFINISHED.fullmatch(name)):
         raise ArtifactError(
             f"{target} holds {others[0]!r}, which is no part of an artifact",
             help="move it elsewhere, or choose another directory",
@@ -238,7 +238,7 @@ def _delete(artifact: Path) -> None:
     for name in os.listdir(artifact):
         if os.path.isdir(artifact / name):
             _delete(artifact / name)
-        elif name == SET or PARTS.fullmatch(name):
+        elif name == SET or PARTS.fullmatch(name) or UNFINISHED.fullmatch(name):
             (artifact / name).unlink()
     try:
         artifact.rmdir()

@@ -36,6 +36,7 @@ NAMES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
+AGAIN = "cut the weights again, or copy the artifact again"
 PIECE = 1 << 26  # bytes that are hashed and written at once
 
 
@@ -67,31 +68,103 @@ def lay_out(entries: Iterable[Entry]) -> list[Entry]:
     return found
 
 
+class Writing:
+    """A file that is written tensor by tensor, in the order of its entries (`lay_out`).
+
+    Attributes:
+        count: how many of them are written.
+        done: how many bytes these are.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry], *, go_on: bool = False) -> None:
+        """`go_on`: after the last whole tensor of what an interrupted writing has left there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.entries, self.count, self.done = entries, 0, 0
+        head = _header(entries)
+        self._hash = hashlib.sha256(head)
+        self._file = path.open("r+b" if go_on and path.is_file() else "w+b")
+        if self._file.read(len(head)) == head:
+            self._find_end(path.stat().st_size - len(head))
+        else:
+            self._file.seek(0)
+            self._file.write(head)
+        self._file.truncate(len(head) + self.done)
+
+    def _find_end(self, there: int) -> None:
+        for entry in self.entries:
+            if self.done + entry.nbytes > there:
+                break
+            self.done += entry.nbytes
+            self.count += 1
+        left = self.done
+        while left and (piece := self._file.read(min(left, PIECE))):
+            self._hash.update(piece)
+            left -= len(piece)
+
+    def put(self, value: torch.Tensor) -> int:
+        """Write the next tensor; how many bytes it has."""
+        entry = self.entries[self.count]
+        assert (value.dtype, tuple(value.shape)) == (entry.dtype, entry.shape), entry.name
+        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(data), PIECE):
+            self._hash.update(data[start : start + PIECE])
+            self._file.write(data[start : start + PIECE])
+        self.count += 1
+        self.done += entry.nbytes
+        return entry.nbytes
+
+    def finish(self) -> str:
+        """The SHA-256 of the whole file, in hex."""
+        assert self.count == len(self.entries)
+        self._file.flush()
+        return self._hash.hexdigest()
+
+    def __enter__(self) -> Writing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
 def write_weights(path: Path, entries: Sequence[Entry], values: Iterable[torch.Tensor]) -> str:
-    """Write a file with `entries`, as `lay_out` gives them, and their values, one at a time. Returns its SHA-256.
+    """Write a whole file, its values one at a time. Returns its SHA-256.
 
     Raises:
         OSError: it cannot be written.
     """
-    header, at = {}, 0
+    with Writing(path, entries) as writing:
+        for value in values:
+            writing.put(value)
+        return writing.finish()
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    rows, at = {}, 0
     for entry in entries:
         offsets = [at, at + entry.nbytes]
-        header[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        rows[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         at += entry.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(rows, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for piece in (len(text).to_bytes(8, "little"), text):
-            digest.update(piece)
-            file.write(piece)
-        for entry, value in zip(entries, values, strict=True):
-            assert (value.dtype, tuple(value.shape)) == (entry.dtype, entry.shape), entry.name
-            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-            for start in range(0, len(data), PIECE):
-                digest.update(data[start : start + PIECE])
-                file.write(data[start : start + PIECE])
-    return digest.hexdigest()
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_all(file: Opened) -> dict[str, torch.Tensor]:
+    """All tensors of a file, mapped.
+
+    Raises:
+        ArtifactError: it is no safetensors file.
+    """
+    try:
+        with safe_open(file.path, "pt") as opened:
+            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ArtifactError(f"{file.path} cannot be read: {error}", help=AGAIN) from error
+    file.refuse_change()
+    return found
 
 
 def read_weights(file: Opened, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -103,24 +176,18 @@ def read_weights(file: Opened, wanted: Mapping[str, torch.Tensor]) -> dict[str, 
     Raises:
         ArtifactError: it is no safetensors file, or has other tensors than these.
     """
-    again = "cut the weights again, or copy the artifact again"
-    try:
-        with safe_open(file.path, "pt") as opened:
-            if differ := sorted(set(opened.keys()) ^ wanted.keys()):
-                lacks = "has no tensor" if differ[0] in wanted else "holds the tensor"
-                but = "which its program takes" if differ[0] in wanted else "which its program does not take"
-                raise ArtifactError(f"{file.path} {lacks} {differ[0]!r}, {but}", help=again)
-            found = {name: opened.get_tensor(name) for name in wanted}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ArtifactError(f"{file.path} cannot be read: {error}", help=again) from error
-    file.refuse_change()
+    found = read_all(file)
+    if differ := sorted(found.keys() ^ wanted.keys()):
+        lacks = "has no tensor" if differ[0] in wanted else "holds the tensor"
+        but = "which its program takes" if differ[0] in wanted else "which its program does not take"
+        raise ArtifactError(f"{file.path} {lacks} {differ[0]!r}, {but}", help=AGAIN)
     for name, want in wanted.items():
         value = found[name]
         if (value.dtype, value.shape) != (want.dtype, want.shape):
             raise ArtifactError(
                 f"{file.path}: {name!r} is {value.dtype} {list(value.shape)}, its program takes {want.dtype} "
                 f"{list(want.shape)}",
-                help=again,
+                help=AGAIN,
             )
         if value.stride() != want.stride():  # a weight whose dims lie in another order: the file has them in theirs
             found[name] = torch.empty_strided(want.shape, want.stride(), dtype=want.dtype).copy_(value)

@@ -10,7 +10,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from tpcompiler._torch import TreeSpec, tree_names
+from tpcompiler._torch import FakeTensor, TreeSpec, tree_names
 from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of
 from tpcompiler.ir.mesh import Mesh
@@ -19,7 +19,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.written_back import find_overwritten
-from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.rank_file import strides_of, taken_by
 from tpcompiler.soundness.folded import Folded, dtype_name, read_claimed
 from tpcompiler.soundness.unsound import Unsound
@@ -159,7 +159,8 @@ def check_state(
     """Every rank holds its share of every tensor of the manifest and nothing else; replicas are equal bit for bit.
 
     With the original the shares, put together, must be its tensors bit for bit. What the files of another program hold
-    is checked with that; it must be `beside` this one and have the same tensor.
+    is checked with that; it must be `beside` this one and have the same tensor. Where weights are still to be cut, it
+    is checked that all are named.
 
     Raises:
         Unsound: a tensor too many or missing, of another shape or dtype, or of other content.
@@ -177,8 +178,12 @@ def check_state(
         if more := sorted(each.state.keys() - known):
             raise Unsound(None, f"rank {rank} holds {more[0]!r}, which nothing takes")
         elsewhere = {name for name, row in rows.items() if "stored_in" in row}
+        if lacks_weights(manifest):
+            continue
         _check_layout(each, rank, elsewhere)
         _check_memory(each, rank, elsewhere)
+    if lacks_weights(manifest):
+        return
     _check_offsets(ranks)
     theirs = {} if original is None else {**original.constants, **original.state_dict}
     if original is not None:
@@ -201,7 +206,7 @@ def check_state(
                 raise Unsound(None, f"{name!r} is not the same on ranks that share it")
         if "tied_to" in row:
             _check_tied(row, wholes[0], rows, ranks, mesh)
-        if name in theirs and not same(wholes[0], theirs[name].detach()):
+        if name in theirs and not isinstance(theirs[name], FakeTensor) and not same(wholes[0], theirs[name].detach()):
             raise Unsound(None, f"{name!r}: the ranks' shares do not make the original's tensor")
 
 
@@ -279,7 +284,9 @@ def _check_layout(each: Written, rank: int, elsewhere: Set[str]) -> None:
 
 
 def _has_memory(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() > 0
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        return False
+    return value.layout is torch.strided and value.numel() > 0
 
 
 def _wholes(row: Mapping[str, Any], ranks: Sequence[Written], mesh: Mesh) -> list[torch.Tensor]:

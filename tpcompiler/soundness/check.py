@@ -16,7 +16,15 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.printed import one_line
-from tpcompiler.runtime.artifact import Manifest, manifests_beside, misfit_of, programs_in, rank_file, read_manifest
+from tpcompiler.runtime.artifact import (
+    Manifest,
+    lacks_weights,
+    manifests_beside,
+    misfit_of,
+    programs_in,
+    rank_file,
+    read_manifest,
+)
 from tpcompiler.soundness.alike import check_alike
 from tpcompiler.soundness.boundary import check_calls, check_outputs, check_shared, check_state
 from tpcompiler.soundness.collectives import check_collectives
@@ -117,10 +125,11 @@ def check_programs(
     with _noting(findings, None):
         check_calls(ranks, manifest, original)
     with _noting(findings, None):
-        check_numbers(ranks, manifest)
+        if not lacks_weights(manifest):
+            check_numbers(ranks, manifest)
     with _noting(findings, None):
         check_state(ranks, manifest, mesh, original, beside or {})
-        counts.update(tensors=len(manifest.tensors))
+        counts["tensors without values" if lacks_weights(manifest) else "tensors"] = len(manifest.tensors)
     return CheckReport(not findings, dict(counts), findings)
 
 

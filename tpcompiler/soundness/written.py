@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import guards_of, read_archive_state, tree_flatten
 from tpcompiler.runtime.archive import TENSORS
-from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.rank_file import load_rank, open_rank, read_state
 
@@ -88,7 +88,7 @@ def _read_shared(
             whole = load_rank(file, manifest)
         program, guards = prepare(whole), guards_of(whole)
         for rank in ranks:
-            state = read_state(directory, manifest, rank, whole)
+            state = {} if lacks_weights(manifest) else read_state(directory, manifest, rank, whole)
             found[rank] = Written(program, {**whole.constants, **whole.state_dict, **state}, guards)
     return [found[rank] for rank in range(manifest.world_size)]
 

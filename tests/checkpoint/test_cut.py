@@ -1,0 +1,189 @@
+"""From a checkpoint to the ranks' weights: the same bytes as from a model that holds them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tpcompiler
+from tests.checkpoint.models import ARGS, PLAN, exported, hollow, model, write_checkpoint
+from tests.launch import run_ranks
+from tpcompiler import ArtifactError, ProgramError
+from tpcompiler.api import verify_artifact
+from tpcompiler.runtime.artifact import read_manifest, weights_file
+from tpcompiler.runtime.model_file import read_model
+from tpcompiler.runtime.rank_file import read_rank
+
+pytestmark = pytest.mark.slow
+
+
+def converted(out: Path, world: int = 3) -> Path:
+    tpcompiler.parallelize(hollow(), world, PLAN).save(out)
+    return out
+
+
+def weights(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.glob("rank_*")}
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_same_bytes_as_with_weights(world: int, prefix: str, tmp_path: Path) -> None:
+    """Tied, cut unevenly, pending biases, a prefix that the program does not have."""
+    tpcompiler.parallelize(exported(), world, PLAN).save(tmp_path / "whole", layout="shared")
+    out = converted(tmp_path / "out", world)
+    assert not weights(out)
+    tpcompiler.cut_checkpoint(out, write_checkpoint(tmp_path / "c", prefix))
+    assert weights(out) == weights(tmp_path / "whole")
+    assert tpcompiler.check(out, exported()).ok
+    report = verify_artifact(out, exported(), ARGS)
+    assert report.ok, str(report)
+    assert sorted(path.name for path in out.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_wrong_checkpoint_is_not_equal(tmp_path: Path) -> None:
+    """Negative control."""
+    out = converted(tmp_path / "out")
+    changed = {"layers.1.up.bias": model().layers[1].up.bias.detach() + 1}
+    tpcompiler.cut_checkpoint(out, write_checkpoint(tmp_path / "c", **changed))
+    assert not verify_artifact(out, exported(), ARGS).ok
+    assert not tpcompiler.check(out, exported()).ok
+
+
+def test_without_weights_everything_says_so(tmp_path: Path) -> None:
+    """torch reads the same file with zeros, and without a word."""
+    program = hollow()
+    tpcompiler.save_weightless(program, tmp_path / "model.pt2")
+    assert not torch.export.load(tmp_path / "model.pt2").state_dict["table.weight"].any()
+    assert (tmp_path / "model.pt2").stat().st_size < 200_000
+    back = read_model(tmp_path / "model.pt2")
+    assert back.state_dict["head.weight"] is back.state_dict["table.weight"]
+    assert torch.equal(back.constants["frequencies"], model().frequencies)
+    made = tpcompiler.parallelize(back, 2, PLAN)
+    with pytest.raises(ProgramError, match=r"cannot be run: \d+ of its weights have no values, such as 'head.weight'"):
+        made.verify(ARGS)
+    with pytest.raises(ProgramError, match="cannot be written in self-contained files"):
+        made.save(tmp_path / "out", layout="ranks")
+    made.save(tmp_path / "out")
+    report = tpcompiler.check(tmp_path / "out")
+    assert report.ok
+    assert report.counts["tensors without values"] == 11
+    assert "tensors" not in report.counts
+    with pytest.raises(ArtifactError, match=r"has no weights of rank 0: .*\n  help: cut them: tpcompiler cut .*out"):
+        read_rank(tmp_path / "out", read_manifest(tmp_path / "out"), 0)
+    with pytest.raises(ArtifactError, match="has no weights of rank 0"):
+        verify_artifact(tmp_path / "out", back, ARGS)
+    zeros = read_model(tmp_path / "out" / "program_0.pt2")
+    with pytest.raises(ProgramError, match="have no values"):
+        tpcompiler.parallelize(zeros, 1, {}).verify(ARGS)
+
+
+def test_the_ranks_of_one_machine(tmp_path: Path) -> None:
+    out, checkpoint = converted(tmp_path / "out"), write_checkpoint(tmp_path / "c")
+    tpcompiler.cut_checkpoint(out, checkpoint, [1, 2])
+    assert set(weights(out)) == {"rank_1.safetensors", "rank_2.safetensors"}
+    with pytest.raises(ArtifactError, match="has the weights of rank 1 already"):
+        tpcompiler.cut_checkpoint(out, checkpoint, [0, 1])
+    with pytest.raises(ArtifactError, match="rank 3 is outside the artifact's world of 3"):
+        tpcompiler.cut_checkpoint(out, checkpoint, [3])
+    assert tpcompiler.check(out).counts["tensors without values"]
+    tpcompiler.cut_checkpoint(out, checkpoint, [0])
+    tpcompiler.parallelize(exported(), 3, PLAN).save(tmp_path / "whole", layout="shared")
+    assert weights(out) == weights(tmp_path / "whole")
+
+
+class Stop(Exception):
+    pass
+
+
+def cut_until(out: Path, checkpoint: Path, part: float, **asked: Any) -> None:
+    def stop(done: int, total: int) -> None:
+        if done >= total * part:
+            raise Stop
+
+    with pytest.raises(Stop):
+        tpcompiler.cut_checkpoint(out, checkpoint, progress=stop, **asked)
+
+
+@pytest.mark.parametrize("part", [0, 0.3, 0.7, 1])
+def test_an_interrupted_cut_goes_on(part: float, tmp_path: Path) -> None:
+    out, checkpoint = converted(tmp_path / "out"), write_checkpoint(tmp_path / "c")
+    cut_until(out, checkpoint, part)
+    assert not weights(out)
+    assert (out / ".cut.json").is_file()
+    with (out / ".rank_1.safetensors.part").open("r+b") as file:
+        file.truncate(max(0, file.seek(0, 2) - 3))  # in the middle of a tensor, or of the header
+    seen: list[tuple[int, int]] = []
+    tpcompiler.cut_checkpoint(out, checkpoint, progress=lambda done, total: seen.append((done, total)))
+    assert seen[0][0] >= part * seen[0][1] * 0.9 - 1000  # what was written is not cut again
+    assert seen[-1][0] == seen[-1][1]
+    tpcompiler.parallelize(exported(), 3, PLAN).save(tmp_path / "whole", layout="shared")
+    assert weights(out) == weights(tmp_path / "whole")
+    assert read_manifest(out).files.keys() >= set(weights(out))
+    assert tpcompiler.check(out, exported()).ok
+
+
+def test_an_interrupted_cut_of_something_else_is_refused(tmp_path: Path) -> None:
+    out, checkpoint = converted(tmp_path / "out"), write_checkpoint(tmp_path / "c")
+    cut_until(out, checkpoint, 0.5)
+    with pytest.raises(ArtifactError, match=r"an interrupted cut of other ranks.*\n  help: begin anew with --force"):
+        tpcompiler.cut_checkpoint(out, checkpoint, [0])
+    write_checkpoint(checkpoint, **{"table.weight": torch.ones(21, 8)})
+    with pytest.raises(ArtifactError, match="or the checkpoint was changed since"):
+        tpcompiler.cut_checkpoint(out, checkpoint)
+    tpcompiler.cut_checkpoint(out, checkpoint, force=True)
+    assert load_file(out / weights_file(0))["table.weight"].eq(1).all()
+
+
+def test_what_an_interrupted_cut_leaves_does_not_bar_the_way(tmp_path: Path) -> None:
+    out, checkpoint = converted(tmp_path / "out"), write_checkpoint(tmp_path / "c")
+    cut_until(out, checkpoint, 0.5)
+    tpcompiler.parallelize(exported(), 2, PLAN).save(out, force=True)
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "rank_0.pt2", "rank_1.pt2"]
+
+
+def test_an_artifact_with_weights_needs_none(tmp_path: Path) -> None:
+    tpcompiler.parallelize(exported(), 2, PLAN).save(tmp_path / "out", layout="shared")
+    with pytest.raises(ArtifactError, match="has its weights"):
+        tpcompiler.cut_checkpoint(tmp_path / "out", write_checkpoint(tmp_path / "c"))
+
+
+def test_a_damaged_mark_is_refused(tmp_path: Path) -> None:
+    import zipfile
+
+    tpcompiler.save_weightless(hollow(), tmp_path / "model.pt2")
+    for mark, said in (("[]", "is damaged"), (json.dumps({"frequencies": "x", "no": "no"}), "has no such tensor")):
+        with zipfile.ZipFile(tmp_path / "model.pt2") as old, zipfile.ZipFile(tmp_path / "new.pt2", "w") as new:
+            for name in old.namelist():
+                new.writestr(name, mark if name.endswith("weightless.json") else old.read(name))
+        with pytest.raises(ArtifactError, match=said):
+            read_model(tmp_path / "new.pt2")
+
+
+def test_ranks_read_their_shares_from_the_checkpoint(tmp_path: Path) -> None:
+    """In real processes; nothing is written."""
+    out, checkpoint = converted(tmp_path / "out", 2), write_checkpoint(tmp_path / "c")
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    torch.save(ARGS, tmp_path / "args")
+    run_ranks(2, Path(__file__).parent / "load_worker.py", tmp_path)
+    with torch.no_grad():
+        want = model()(*ARGS)
+    for rank in range(2):
+        got = torch.load(tmp_path / f"{rank}.result")
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    shutil.rmtree(checkpoint)
+
+
+def test_several_programs_share_one_checkpoint(tmp_path: Path) -> None:
+    programs = {"one": hollow(), "two": hollow()}
+    tpcompiler.parallelize(programs, 2, PLAN).save(tmp_path / "out")
+    tpcompiler.cut_checkpoint(tmp_path / "out", write_checkpoint(tmp_path / "c"))
+    assert tpcompiler.check(tmp_path / "out").ok
+    assert set(load_file(tmp_path / "out" / "two" / weights_file(0))) <= {"rank_numbers", "frequencies"}

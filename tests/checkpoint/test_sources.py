@@ -1,0 +1,143 @@
+"""Which tensors of a checkpoint a program takes, and what is said of one that does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.checkpoint.models import write_checkpoint
+from tpcompiler import ArtifactError
+from tpcompiler.checkpoint.conversion import recipes_of
+from tpcompiler.checkpoint.files import INDEX, Checkpoint
+from tpcompiler.checkpoint.sources import Leaf, find_sources
+
+F32 = torch.float32
+
+
+def directory(tmp_path: Path, tensors: dict[str, torch.Tensor], model_type: str = "") -> Checkpoint:
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "there"),
+    [
+        (["a.up", "a.down"], ["a.up", "a.down"]),
+        (["model.a.up", "model.a.down"], ["a.up", "a.down"]),
+        (["a.up", "a.down"], ["model.a.up", "model.a.down"]),
+        (["model.a.up", "head"], ["a.up", "head"]),
+        (["inner.model.a.up", "inner.head"], ["model.a.up", "head"]),
+    ],
+)
+def test_a_prefix_more_or_less(names: list[str], there: list[str], tmp_path: Path) -> None:
+    checkpoint = directory(tmp_path, {name: torch.full((2,), float(i)) for i, name in enumerate(there)})
+    found = find_sources([Leaf(name, F32, (2,)) for name in names], checkpoint)
+    assert [found[name].names() for name in names] == [[name] for name in there]
+    assert [float(found[name].make(checkpoint.read)[0]) for name in names] == [0, 1]
+
+
+def test_a_tied_tensor_has_one_of_its_names(tmp_path: Path) -> None:
+    checkpoint = directory(tmp_path, {"model.embed": torch.ones(2)})
+    assert find_sources([Leaf("head", F32, (2,), ("model.embed",))], checkpoint)["head"].names() == ["model.embed"]
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    both = directory(tmp_path, {"model.embed": torch.ones(2), "head": torch.ones(2)})
+    assert find_sources([Leaf("head", F32, (2,), ("model.embed",))], both)["head"].names() == ["head"]
+
+
+def test_all_that_is_wrong_at_once(tmp_path: Path) -> None:
+    tensors = {"up.weigth": torch.ones(2), "down": torch.ones(3), "half": torch.ones(2).half(), "more": torch.ones(1)}
+    leaves = [Leaf("up.weight", F32, (2,)), Leaf("down", F32, (2,)), Leaf("half", F32, (2,))]
+    with pytest.raises(ArtifactError) as error:
+        find_sources(leaves, directory(tmp_path, tensors))
+    assert str(error.value) == (
+        f"{tmp_path} does not fit the program: it has no 'up.weight' (it has 'up.weigth'); "
+        "'down' is [3], the program takes [2]; 'half' is of torch.float16, the program takes torch.float32; "
+        "it has 'more', which the program does not take; it has 'up.weigth', which the program does not take\n"
+        "  help: give the checkpoint of the same model"
+    )
+
+
+def test_more_than_the_program_takes(tmp_path: Path) -> None:
+    checkpoint = directory(tmp_path, {"up": torch.ones(2), "more": torch.ones(1)})
+    with pytest.raises(ArtifactError, match=r"it has 'more', which the program does not take\n  help: .*--partial"):
+        find_sources([Leaf("up", F32, (2,))], checkpoint)
+    assert list(find_sources([Leaf("up", F32, (2,))], checkpoint, partial=True)) == ["up"]
+
+
+def test_experts_are_stacked_as_transformers_says(tmp_path: Path) -> None:
+    """In the order of their numbers, 10 after 9; gate and up in one matrix."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    count = 11
+    tensors = {
+        f"model.layers.0.block_sparse_moe.experts.{expert}.{name}.weight": torch.randn(shape)
+        for expert in range(count)
+        for name, shape in (("w1", (3, 4)), ("w2", (4, 3)), ("w3", (3, 4)))
+    } | {"model.layers.0.block_sparse_moe.gate.weight": torch.randn(count, 4)}
+    checkpoint = directory(tmp_path, tensors, "mixtral")
+    inside = "model.layers.0.mlp."
+    leaves = [
+        Leaf(f"{inside}experts.gate_up_proj", F32, (count, 6, 4)),
+        Leaf(f"{inside}experts.down_proj", F32, (count, 4, 3)),
+        Leaf(f"{inside}gate.weight", F32, (count, 4)),
+    ]
+    found = find_sources(leaves, checkpoint)
+    one = {
+        name: found[leaf.name].make(checkpoint.read)
+        for name, leaf in zip(("both", "down", "gate"), leaves, strict=True)
+    }
+    for expert in range(count):
+        w1, w2, w3 = (
+            tensors[f"model.layers.0.block_sparse_moe.experts.{expert}.{w}.weight"] for w in ("w1", "w2", "w3")
+        )
+        assert torch.equal(one["both"][expert], torch.cat([w1, w3]))
+        assert torch.equal(one["down"][expert], w2)
+    assert torch.equal(one["gate"], tensors["model.layers.0.block_sparse_moe.gate.weight"])
+    assert recipes_of("llama", ["a"])["a"].names() == ["a"]
+
+
+def test_a_checkpoint_is_what_it_says(tmp_path: Path) -> None:
+    source = Checkpoint(write_checkpoint(tmp_path / "c"))
+    assert len(source.files) == 3
+    assert source.tensors["table.weight"].shape == (21, 8)
+    assert source.fingerprint() == Checkpoint(tmp_path / "c").fingerprint()
+    one = Checkpoint(source.files[0])
+    assert set(one.tensors) < set(source.tensors)
+
+
+def _index(path: Path, value: object) -> None:
+    (path / INDEX).write_text(json.dumps({"weight_map": value}))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c: shutil.rmtree(c), "does not exist"),
+        (lambda c: [p.unlink() for p in c.iterdir()], "has no safetensors files"),
+        (
+            lambda c: ([p.unlink() for p in c.iterdir()], (c / "x.bin").touch()),
+            "no safetensors files, but x.bin, a pickle",
+        ),
+        (lambda c: next(c.glob("*1-of*")).unlink(), "lacks 1 of its 3 files, such as model-00001-of-00003.safetensors"),
+        (lambda c: _index(c, {"a": "../outside.safetensors"}), "is damaged: it names no files beside it"),
+        (lambda c: _index(c, {}), "is damaged: it names no files beside it"),
+        (lambda c: (c / INDEX).write_text("{"), "cannot be read"),
+        (lambda c: next(c.glob("*1-of*")).write_bytes(b"x" * 20), "model-00001-of-00003.safetensors cannot be read"),
+        (
+            lambda c: shutil.copy(c / "model-00001-of-00003.safetensors", c / "model-00002-of-00003.safetensors"),
+            "stands in model-00001-of-00003.safetensors and model-00002-of-00003.safetensors",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint(change: object, said: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c")
+    change(tmp_path / "c")  # type: ignore[operator]
+    with pytest.raises(ArtifactError, match=said):
+        Checkpoint(tmp_path / "c")

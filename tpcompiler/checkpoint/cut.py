@@ -1,0 +1,245 @@
+"""Cut a checkpoint into the ranks' weights, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from tpcompiler.checkpoint.conversion import Recipe
+from tpcompiler.checkpoint.files import Checkpoint
+from tpcompiler.checkpoint.sources import Leaf, find_sources
+from tpcompiler.errors import ArtifactError
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import cut, row_sharding
+from tpcompiler.ir.text import DTYPES
+from tpcompiler.runtime.artifact import (
+    VALUES,
+    Manifest,
+    open_values,
+    programs_in,
+    read_manifest,
+    say_files,
+    weights_file,
+)
+from tpcompiler.runtime.rank_file import taken_by, with_tied
+from tpcompiler.runtime.target import reason, refuse_full_disk
+from tpcompiler.runtime.weightless import weightless_names
+from tpcompiler.runtime.weights import Entry, Writing, lay_out, read_all
+
+LONG = {short: dtype for dtype, short in DTYPES.items()}
+STATE = ".cut.json"
+Progress = Callable[[int, int], None]  # bytes done, of all
+
+
+def cut_checkpoint(
+    directory: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str],
+    ranks: Sequence[int] | None = None,
+    *,
+    partial: bool = False,
+    force: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Write `rank_N.safetensors` into an artifact that was converted without weights.
+
+    Every tensor of the checkpoint is mapped, cut for all ranks and let go before the next one, so that memory holds the
+    largest one at most. An interrupted cut goes on where it ended.
+
+    Args:
+        directory: what `tpcompiler convert MODEL.pt2` wrote of a model without weights; of several programs, all.
+        checkpoint: a directory of safetensors files, or one file.
+        ranks: which ranks' weights; by default all.
+        partial: take no notice of tensors that the program does not name.
+        force: write weights again that are there, and begin a cut of another checkpoint anew.
+
+    Raises:
+        ArtifactError: no artifact that lacks weights, a checkpoint that does not fit it (all that is wrong at once), an
+            interrupted cut of another checkpoint, or a file that cannot be written.
+    """
+    source = Checkpoint(checkpoint)
+    names = programs_in(directory)
+    works = [_Work(Path(directory) / name, source, ranks) for name in names or [""]]
+    every = {leaf.name: leaf for work in works for leaf in work.leaves if leaf.name not in work.values}
+    recipes = find_sources(list(every.values()), source, partial=partial)
+    for work in works:
+        work.begin(recipes, force)
+    total, done = sum(work.size for work in works), 0
+    for work in works:
+        for count in work.run():
+            done += count
+            progress(done, total)
+
+
+def refuse_other_checkpoint(
+    manifest: Manifest, program: ExportedProgram, checkpoint: str | os.PathLike[str], partial: bool
+) -> None:
+    """Check that a checkpoint has the weights that a program lacks, before anything is written.
+
+    Raises:
+        ArtifactError: as `cut_checkpoint`; the program has its weights.
+    """
+    hollow = weightless_names(program)
+    if not hollow:
+        raise ArtifactError(
+            f"{os.fspath(checkpoint)} is not needed: the model has its weights", help="leave --checkpoint out"
+        )
+    find_sources([leaf for leaf in leaves_of(manifest) if leaf.name in hollow], Checkpoint(checkpoint), partial=partial)
+
+
+class _Work:
+    """The files of one program's ranks."""
+
+    def __init__(self, directory: Path, source: Checkpoint, ranks: Sequence[int] | None) -> None:
+        self.directory, self.source = directory, source
+        self.manifest = read_manifest(directory)
+        if VALUES not in self.manifest.files:
+            raise ArtifactError(
+                f"{directory} has its weights", help="cut an artifact of a model that was exported without weights"
+            )
+        self.ranks = list(range(self.manifest.world_size)) if ranks is None else sorted(set(ranks))
+        if outside := [rank for rank in self.ranks if not 0 <= rank < self.manifest.world_size]:
+            raise ArtifactError(
+                f"rank {outside[0]} is outside the artifact's world of {self.manifest.world_size}",
+                help=f"give ranks from 0 to {self.manifest.world_size - 1}",
+            )
+        with open_values(directory, self.manifest) as file:
+            self.values = read_all(file)
+        self.leaves = leaves_of(self.manifest)
+        self.mesh = Mesh.of(self.manifest.mesh)
+        self.shardings = _shardings(self.manifest)
+        self.entries = {rank: self._entries(rank) for rank in self.ranks}
+        self.size = sum(entry.nbytes for entries in self.entries.values() for entry in entries)
+
+    def begin(self, recipes: Mapping[str, Recipe], force: bool) -> None:
+        """Refuse what would be written again, or over another cut."""
+        if there := [rank for rank in self.ranks if weights_file(rank) in self.manifest.files and not force]:
+            raise ArtifactError(
+                f"{self.directory} has the weights of rank {there[0]} already", help="write them again with --force"
+            )
+        self.recipes = recipes
+        self.begun = self._begun(force)
+
+    def _entries(self, rank: int) -> list[Entry]:
+        here = self.mesh.coordinate(rank)
+        own = [
+            Entry(x.name, x.dtype, tuple(map(int, self.shardings[x.name].local_shape(x.shape, self.mesh, here))))
+            for x in self.leaves
+        ]
+        numbers = self.manifest.rank_numbers.items()
+        return lay_out([*own, *(Entry(name, torch.int64, (1, len(rows[rank]))) for name, rows in numbers)])
+
+    def _begun(self, force: bool) -> bool:
+        """Whether an interrupted cut of the same is there."""
+        said = {"sources": self.source.fingerprint(), "programs": dict(self.manifest.files), "ranks": self.ranks}
+        state = self.directory / STATE
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(state.read_text(encoding="utf-8")) == said and not force:
+                return True
+        if state.is_file() and not force:
+            raise ArtifactError(
+                f"{self.directory} has an interrupted cut of other ranks, or the checkpoint was changed since",
+                help="begin anew with --force",
+            )
+        state.write_text(json.dumps(said), encoding="utf-8")
+        return False
+
+    def run(self) -> Iterator[int]:
+        """Cut tensor by tensor; yields how many bytes were written."""
+        parts = {rank: self.directory / f".{weights_file(rank)}.part" for rank in self.ranks}
+        hashes: dict[str, str] = {}
+        try:
+            with contextlib.ExitStack() as opened:
+                writing = {
+                    rank: opened.enter_context(Writing(parts[rank], self.entries[rank], go_on=self.begun))
+                    for rank in self.ranks
+                }
+                refuse_full_disk(self.directory / STATE, self.size - sum(w.done for w in writing.values()))
+                yield sum(each.done for each in writing.values())
+                for at, entry in enumerate(self.entries[self.ranks[0]] if self.ranks else ()):
+                    waiting = [rank for rank in self.ranks if writing[rank].count <= at]
+                    whole = self._whole(entry.name) if waiting else None
+                    for rank in waiting:
+                        value = (
+                            self._number(entry.name, rank) if whole is None else self._share(entry.name, whole, rank)
+                        )
+                        yield writing[rank].put(value)
+                    del whole
+                hashes = {weights_file(rank): each.finish() for rank, each in writing.items()}
+            for rank in self.ranks:
+                os.replace(parts[rank], self.directory / weights_file(rank))
+            say_files(self.directory, self.manifest, hashes)
+            (self.directory / STATE).unlink()
+        except OSError as error:
+            raise ArtifactError(
+                f"cannot write the weights of {self.directory}: {reason(error)}",
+                help="cut again when there is room: it goes on from here",
+            ) from error
+
+    def _whole(self, name: str) -> torch.Tensor | None:
+        if name in self.manifest.rank_numbers:
+            return None
+        return self.values[name] if name in self.values else self.recipes[name].make(self.source.read)
+
+    def _number(self, name: str, rank: int) -> torch.Tensor:
+        return torch.tensor([self.manifest.rank_numbers[name][rank]])
+
+    def _share(self, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        return cut(whole, self.shardings[name], self.mesh, rank)
+
+
+def leaves_of(manifest: Manifest) -> list[Leaf]:
+    """What the ranks' files hold, as the checkpoint does: whole, once."""
+    names: dict[str, list[str]] = {}
+    for row in manifest.tensors:
+        if "tied_to" in row:
+            names.setdefault(row["tied_to"], []).append(row["name"])
+    return [
+        Leaf(row["name"], _dtype(row["dtype"]), tuple(row["shape"]), tuple(names.get(row["name"], ())))
+        for row in manifest.tensors
+        if "tied_to" not in row and "stored_in" not in row
+    ]
+
+
+def _dtype(text: str) -> torch.dtype:
+    found: Any = LONG.get(text) or getattr(torch, text.removeprefix("torch."))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def read_shares(
+    checkpoint: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    manifest: Manifest,
+    rank: int,
+    program: ExportedProgram,
+) -> dict[str, torch.Tensor]:
+    """One rank's weights, from a checkpoint: no more of it is read than they are.
+
+    Raises:
+        ArtifactError: as `cut_checkpoint`.
+    """
+    leaves, mesh, source = leaves_of(manifest), Mesh.of(manifest.mesh), Checkpoint(checkpoint)
+    with open_values(directory, manifest) as file:
+        values = read_all(file)
+    recipes = find_sources([leaf for leaf in leaves if leaf.name not in values], source, partial=True)
+    shardings, taken, found = _shardings(manifest), taken_by(program), {}
+    for leaf in leaves:
+        whole = values[leaf.name] if leaf.name in values else recipes[leaf.name].make(source.read)
+        want = taken[leaf.name]
+        share = torch.empty_strided(want.shape, want.stride(), dtype=want.dtype)
+        found[leaf.name] = share.copy_(cut(whole, shardings[leaf.name], mesh, rank))
+    numbers = {name: torch.tensor([rows[rank]]) for name, rows in manifest.rank_numbers.items()}
+    return with_tied({**found, **numbers}, manifest)
+
+
+def _shardings(manifest: Manifest) -> dict[str, Sharding]:
+    mesh = Mesh.of(manifest.mesh)
+    return {row["name"]: row_sharding(row, mesh) for row in manifest.tensors}

@@ -1,0 +1,109 @@
+"""The tensors of a checkpoint, found without reading them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.opened import Opened, read_text
+from tpcompiler.runtime.target import reason
+from tpcompiler.runtime.weights import NAMES
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+DOWNLOAD = "give the directory with the model's *.safetensors files"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint: where it lies, and what it is."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """A safetensors file, or a directory of them with or without an index, as Hugging Face writes it.
+
+    Attributes:
+        tensors: by name.
+        config: of a config.json beside them; empty for none.
+
+    Raises:
+        ArtifactError: there is none, a file of it is missing or damaged, or one name stands in two files.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.tensors: dict[str, Stored] = {}
+        self.files = [self.path] if os.path.isfile(self.path) else self._listed()
+        for file in self.files:
+            for name, stored in _read_header(file).items():
+                if name in self.tensors:
+                    both = f"{self.tensors[name].file.name} and {file.name}"
+                    raise ArtifactError(f"{self.path}: {name!r} stands in {both}", help="give one checkpoint")
+                self.tensors[name] = stored
+        config = (self.path if os.path.isdir(self.path) else self.path.parent) / "config.json"
+        self.config: Mapping[str, Any] = _read_json(config) if config.is_file() else {}
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor, mapped: what is never looked at is never read. Its pages are given back when it goes."""
+        with safe_open(self.tensors[name].file, "pt") as file:
+            value: torch.Tensor = file.get_tensor(name)
+        return value
+
+    def fingerprint(self) -> dict[str, list[int]]:
+        """Size and time of every file: whether it is still the same checkpoint."""
+        return {file.name: [(found := file.stat()).st_size, found.st_mtime_ns] for file in self.files}
+
+    def _listed(self) -> list[Path]:
+        if not os.path.isdir(self.path):
+            raise ArtifactError(f"{self.path} does not exist", help=DOWNLOAD)
+        if not (self.path / INDEX).is_file():
+            if found := sorted(self.path.glob("*.safetensors")):
+                return found
+            others = sorted(p.name for p in self.path.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+            there = f"no safetensors files, but {others[0]}, a pickle" if others else "no safetensors files"
+            raise ArtifactError(f"{self.path} has {there}", help=DOWNLOAD)
+        index = _read_json(self.path / INDEX).get("weight_map")
+        names = set(index.values()) if isinstance(index, dict) else set()
+        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ArtifactError(f"{self.path / INDEX} is damaged: it names no files beside it", help=DOWNLOAD)
+        if missing := sorted(name for name in names if not (self.path / name).is_file()):
+            raise ArtifactError(
+                f"{self.path} lacks {len(missing)} of its {len(names)} files, such as {missing[0]}", help=DOWNLOAD
+            )
+        return [self.path / name for name in sorted(names)]
+
+
+def _read_header(file: Path) -> dict[str, Stored]:
+    again = "copy the file again"
+    try:
+        Opened(file).close()  # no pipe
+        with safe_open(file, "pt") as opened:
+            found = {}
+            for name in opened.keys():  # noqa: SIM118  (it is no mapping)
+                part = opened.get_slice(name)
+                if part.get_dtype() not in DTYPES:
+                    raise ArtifactError(f"{file}: {name!r} is of {part.get_dtype()}, which torch lacks", help=again)
+                found[name] = Stored(file, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+            return found
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ArtifactError(f"{file} cannot be read: {reason(error)}", help=again) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path} cannot be read: {reason(error)}", help=DOWNLOAD) from error
+    return data if isinstance(data, dict) else {}

@@ -1,0 +1,97 @@
+"""The commands from a checkpoint to an artifact: `export` without weights, `cut` the ranks' out of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from tpcompiler.cli_options import Artifact, app, progress
+from tpcompiler.errors import ArtifactError
+
+Checkpoint = Annotated[
+    Path, typer.Option("--checkpoint", metavar="DIR", help="The model's *.safetensors files, as Hugging Face has them.")
+]
+Partial = Annotated[bool, typer.Option("--partial", help="Leave out what the checkpoint has beside the program's.")]
+
+
+@app.command()
+def export(
+    source: Annotated[
+        str, typer.Argument(metavar="DIR|module:factory", help="A Hugging Face directory, or a function of your own.")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="MODEL.pt2", help="The file to write.")],
+    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Rows of the example.", min=1)] = 2,
+    length: Annotated[int, typer.Option("--length", metavar="N", help="Tokens of the example.", min=1)] = 16,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="By default the config's.")] = None,
+    static: Annotated[bool, typer.Option("--static", help="Fix batch and length as in the example.")] = False,
+) -> None:
+    """Export a model without its weights.
+
+    Of a Hugging Face directory the config is read and no weights. Convert the file as any other; then cut the ranks'
+    weights out of the checkpoint.
+
+    \b
+    Example:
+      tpcompiler export checkpoint -o model.pt2
+      tpcompiler convert model.pt2 --tp 2 --plan checkpoint/config.json --checkpoint checkpoint -o out
+      tpcompiler export models:build -o model.pt2
+    """
+    with progress(f"exporting {source}"):
+        from tpcompiler.exporting import export_without_weights
+        from tpcompiler.runtime.target import reason, replacing
+        from tpcompiler.runtime.weightless import save_weightless, weightless_names
+
+        program = export_without_weights(source, batch=batch, length=length, dtype=dtype, static=static)
+        try:
+            with replacing(out) as file:
+                save_weightless(program, file)
+        except (OSError, RuntimeError) as error:
+            raise ArtifactError(
+                f"cannot write {out}: {reason(error)}", help="check the path and the free space"
+            ) from error
+    typer.echo(f"wrote {out}: {len(weightless_names(program))} weights have no values")
+
+
+@app.command()
+def cut(
+    directory: Artifact,
+    checkpoint: Checkpoint,
+    ranks: Annotated[
+        str | None, typer.Option("--ranks", metavar="N,..", help="Of these ranks only: one machine's, such as 0,1.")
+    ] = None,
+    partial: Partial = False,
+    force: Annotated[bool, typer.Option("--force", help="Write weights again, or begin another cut anew.")] = False,
+) -> None:
+    """Cut the ranks' weights out of a checkpoint.
+
+    Of an artifact that was converted without weights. Memory holds one tensor at a time; an interrupted cut goes on.
+
+    \b
+    Example:
+      tpcompiler cut out --checkpoint checkpoint
+      tpcompiler cut out --checkpoint checkpoint --ranks 0,1
+    """
+    words = [word.strip() for word in ranks.split(",")] if ranks is not None else []
+    if not all(word.isascii() and word.isdecimal() and len(word) < 9 for word in words):
+        raise typer.BadParameter("give numbers, such as 0,1", param_hint="--ranks")
+    cut_with_bar(directory, checkpoint, [int(word) for word in words] if words else None, partial, force)
+    typer.echo(f"wrote the weights of {'all ranks' if not words else 'rank ' + ', '.join(words)} into {directory}")
+
+
+def cut_with_bar(directory: Path, checkpoint: Path, ranks: list[int] | None, partial: bool, force: bool) -> None:
+    """`cut_checkpoint`, with the rate and the time left on standard error."""
+    from tpcompiler.checkpoint.cut import cut_checkpoint
+
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("cutting")
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        cut_checkpoint(directory, checkpoint, ranks, partial=partial, force=force, progress=show)

@@ -1,0 +1,115 @@
+"""Export a model without its weights, from a Hugging Face directory or a factory of the user's."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from tpcompiler.errors import ArtifactError, ProgramError
+from tpcompiler.runtime.model_file import import_modules
+from tpcompiler.runtime.target import reason
+from tpcompiler.runtime.weightless import weightless
+
+MOST_BATCH, MOST_TOKENS = 1024, 8192
+FACTORY = "write module:factory, of a function that returns (model, args), (model, args, kwargs) or these and shapes"
+
+
+def export_without_weights(
+    source: str | os.PathLike[str],
+    *,
+    batch: int = 2,
+    length: int = 16,
+    dtype: str | None = None,
+    static: bool = False,
+) -> ExportedProgram:
+    """Export a model whose parameters have no values; memory holds its graph and its small buffers only.
+
+    Args:
+        source: a Hugging Face directory, of which config.json is read and no weights, or `module:factory`: a function
+            without arguments that returns (model, args), with kwargs, and dynamic shapes, behind them if there are any.
+        batch: of the example's rows, at least 2 where the batch is dynamic.
+        length: of its tokens, at least 2 where that is dynamic.
+        dtype: of the parameters, such as "bfloat16"; by default the config's, or float32.
+        static: make batch and length fixed numbers, as in the example; of a factory, what it says counts.
+
+    Raises:
+        ArtifactError: no config.json, a model that transformers does not have, a module that cannot be imported.
+        ProgramError: torch.export cannot export it.
+    """
+    text = os.fspath(source)
+    with weightless(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if ":" in text and not os.path.exists(text):
+            model, args, kwargs, shapes = _from_factory(text)
+        else:
+            model, args, kwargs, shapes = _from_directory(Path(text), batch, length, dtype, static)
+        try:
+            return torch.export.export(model.eval(), tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=False)
+        except Exception as error:  # whatever a model raises
+            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ProgramError(
+                f"{text} cannot be exported: {type(error).__name__}: {line}",
+                help="try --static, or export it in Python: with tpcompiler.weightless(): ...",
+            ) from error
+
+
+def _from_factory(text: str) -> tuple[torch.nn.Module, Any, Any, Any]:
+    name, _, attribute = text.partition(":")
+    import_modules([name])
+    factory = getattr(importlib.import_module(name), attribute, None)
+    if not callable(factory):
+        raise ArtifactError(f"{name} has no function {attribute!r}", help=FACTORY)
+    made = factory()
+    if not isinstance(made, tuple) or not 2 <= len(made) <= 4 or not isinstance(made[0], torch.nn.Module):
+        raise ArtifactError(f"{text} returned a {type(made).__name__} that is no (model, args)", help=FACTORY)
+    model, args, *rest = made
+    kwargs, shapes = (*rest, None, None)[:2]
+    return model, args, kwargs or {}, shapes
+
+
+def _from_directory(
+    path: Path, batch: int, length: int, dtype: str | None, static: bool
+) -> tuple[torch.nn.Module, Any, Any, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    directory = f"give a Hugging Face directory, or {FACTORY}"
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{file} cannot be read: {reason(error)}", help=directory) from error
+    if not isinstance(data, Mapping) or "model_type" not in data:
+        raise ArtifactError(f"{file} is no config of a model: it names no model_type", help=directory)
+    if importlib.util.find_spec("transformers") is None:
+        raise ArtifactError(f"{file} needs transformers, which is not installed", help="pip install transformers")
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(file.parent, local_files_only=True)
+    name = next(iter(data.get("architectures") or ()), "")
+    build: Any = getattr(transformers, name, None) if name else None
+    if build is None:
+        raise ArtifactError(
+            f"{file} names the architecture {name!r}, which transformers {transformers.__version__} lacks",
+            help="export it in Python: with tpcompiler.weightless(): ...",
+        )
+    config.use_cache = False
+    chosen = str(dtype or data.get("dtype") or data.get("torch_dtype") or "float32")
+    found = getattr(torch, chosen, None)
+    if not isinstance(found, torch.dtype):
+        raise ArtifactError(f"{chosen!r} is no dtype of torch", help='give one such as "bfloat16"')
+    # Of experts' implementations the one that torch.export takes.
+    experts = any(getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    model = build._from_config(config, dtype=found, **({"experts_implementation": "batched_mm"} if experts else {}))
+    names = ["input_ids"] if "CausalLM" in name else ["input_ids", "attention_mask"]
+    names += ["decoder_input_ids"] if config.is_encoder_decoder else []
+    inputs = {each: torch.ones(batch, length, dtype=torch.int64) for each in names}
+    most = min(int(getattr(config, "max_position_embeddings", None) or MOST_TOKENS), MOST_TOKENS)
+    sizes = {0: Dim("batch", min=1, max=MOST_BATCH), 1: Dim("length", min=2, max=most)}
+    return model, (), inputs, None if static else dict.fromkeys(names, sizes)

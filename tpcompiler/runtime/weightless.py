@@ -1,0 +1,127 @@
+"""Programs whose weights have no values: exported without them, to be converted and then cut from a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zipfile
+from collections.abc import Collection, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import FakeTensor, FakeTensorMode
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.opened import Opened
+
+MARK = "tpcompiler_weightless.json"  # an extra file in the .pt2: the names, for torch reads such tensors as zeros
+
+
+@contextlib.contextmanager
+def weightless() -> Iterator[None]:
+    """Make models that take no memory: in this block every parameter that a module gets is a fake tensor.
+
+    Buffers, such as the frequencies of rotary embeddings, are computed as ever. Export the model in the block too, and
+    write it with `tpcompiler.save_weightless`.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    register = nn.Module.register_parameter
+
+    def register_fake(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not isinstance(param, FakeTensor):
+            with mode:
+                fake = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
+            self._parameters[name] = nn.Parameter(fake, requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register_fake  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def weightless_names(program: ExportedProgram) -> set[str]:
+    """The parameters, buffers and constants that have no values."""
+    held = {**program.constants, **program.state_dict}
+    return {name for name, value in held.items() if isinstance(value, FakeTensor)}
+
+
+def save_weightless(program: ExportedProgram, path: str | os.PathLike[str]) -> None:
+    """Write a program whose weights have no values, and say so: torch would read them as zeros.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    names = weightless_names(program)
+    state, constants = dict(program.state_dict), dict(program.constants)
+    hollow = {name: hollow_like(value) for name, value in {**constants, **state}.items() if name in names}
+    try:
+        for held in (program.state_dict, program.constants):
+            held.update({name: hollow[name] for name in held.keys() & names})
+        save_marked(program, path, names, {**constants, **state})
+    finally:
+        program.state_dict.update(state)
+        program.constants.update(constants)
+
+
+def save_marked(
+    program: ExportedProgram, path: str | os.PathLike[str], names: Collection[str], values: dict[str, Any]
+) -> None:
+    """Write a program whose tensors of these names are hollow, and say so, and which of them are tied."""
+    first: dict[int, str] = {}
+    tied = {name: first.setdefault(id(values[name]), name) for name in sorted(names)}
+    torch.export.save(program, cast(Any, path), extra_files={MARK: json.dumps(tied)})
+
+
+def hollow_like(value: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and dtype that takes no room in a file."""
+    if not value.numel():  # it takes no room, and of one that is expanded torch computes a negative size
+        made = torch.empty(value.shape, dtype=value.dtype)
+    else:
+        made = torch.zeros((), dtype=value.dtype).expand(value.shape)
+    return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+
+
+def empty_hollow(program: ExportedProgram, file: Opened) -> None:
+    """Put fake tensors where the file says that a program's have no values.
+
+    Raises:
+        ArtifactError: the mark names what the program does not hold.
+    """
+    tied = _read_mark(file)
+    if not tied:
+        return
+    nodes = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    specs = program.graph_signature.input_specs
+    taken = {spec.target: nodes[spec.arg.name] for spec in specs if spec.target is not None}
+    made: dict[str, torch.Tensor] = {}
+    for held in (program.state_dict, program.constants):
+        for name in sorted(held.keys() & tied.keys()):
+            value = taken.get(tied[name], taken.get(name))
+            if not isinstance(value, FakeTensor):
+                raise ArtifactError(f"{file.path} says that {name!r} has no values", help="export the model again")
+            if tied[name] not in made:
+                grad = held[name].requires_grad
+                is_leaf = isinstance(held[name], nn.Parameter)
+                made[tied[name]] = nn.Parameter(value, requires_grad=grad) if is_leaf else value
+            held[name] = made[tied[name]]
+    if lacking := sorted(tied.keys() - program.state_dict.keys() - program.constants.keys()):
+        raise ArtifactError(
+            f"{file.path} says that {lacking[0]!r} has no values, and has no such tensor", help="export the model again"
+        )
+
+
+def _read_mark(file: Opened) -> dict[str, str]:
+    file.seek(0)
+    with contextlib.suppress(zipfile.BadZipFile, ValueError, OSError), zipfile.ZipFile(file) as archive:
+        for entry in archive.namelist():
+            if entry.partition("/")[2] == f"extra/{MARK}":
+                data = json.loads(archive.read(entry))
+                if isinstance(data, dict) and all(isinstance(first, str) for first in data.values()):
+                    return data
+                raise ArtifactError(f"{file.path}: its {MARK} is damaged", help="export the model again")
+    return {}
