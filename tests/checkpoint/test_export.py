@@ -1,0 +1,121 @@
+"""`tpcompiler export`, `convert --checkpoint` and `cut`, as commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime.commands import refused, right
+from tests.zoo.case import randomise
+from tpcompiler.api import verify_artifact
+from tpcompiler.runtime.model_file import read_model
+
+pytestmark = pytest.mark.slow
+
+FACTORY = """
+import torch
+from torch.export import Dim
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 12), torch.nn.Linear(12, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+def build():
+    return Model(), (torch.ones(2, 8),), {}, ({0: Dim("rows", min=1, max=64)},)
+
+def wrong():
+    return Model()
+"""
+
+
+def llama(directory: Path, **fields: Any) -> Any:
+    """A small Llama with random weights, written as Hugging Face does: config.json and files of 100 kB."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 200}
+    config: Any = LlamaConfig(**{**sizes, "num_attention_heads": 8, "num_key_value_heads": 4, **fields})  # type: ignore[arg-type]
+    build: Any = AutoModelForCausalLM.from_config
+    model = randomise(build(config)).eval()
+    model.save_pretrained(directory, max_shard_size="100KB")
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_from_a_directory_to_equal_ranks(tied: bool, tmp_path: Path) -> None:
+    model = llama(tmp_path / "hf", tie_word_embeddings=tied)
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    said = right("export", tmp_path / "hf", "-o", tmp_path / "model.pt2")
+    assert said == f"wrote {tmp_path}/model.pt2: {21} weights have no values\n"
+    convert = ["convert", tmp_path / "model.pt2", "--tp", "2", "--plan", tmp_path / "hf" / "config.json"]
+    right(*convert, "--checkpoint", tmp_path / "hf", "-o", tmp_path / "out")
+    right("check", tmp_path / "out")
+    ids = torch.randint(200, (3, 7))
+    model.config.use_cache = False
+    whole = torch.export.export(model, (), {"input_ids": ids})
+    report = verify_artifact(tmp_path / "out", read_like(tmp_path / "model.pt2", whole), (), {"input_ids": ids})
+    assert report.ok, str(report)
+    right(*convert, "-o", tmp_path / "later")
+    right("cut", tmp_path / "later", "--checkpoint", tmp_path / "hf", "--ranks", "0")
+    said = right("cut", tmp_path / "later", "--checkpoint", tmp_path / "hf", "--ranks", "1")
+    assert said == f"wrote the weights of rank 1 into {tmp_path}/later\n"
+    for file in (tmp_path / "out").iterdir():
+        assert file.read_bytes() == (tmp_path / "later" / file.name).read_bytes() or file.name == "manifest.json"
+
+
+def read_like(path: Path, whole: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program that was exported without weights, with these: its sizes are dynamic."""
+    program = read_model(path)
+    program.state_dict.update({name: whole.state_dict[name] for name in program.state_dict})
+    return program
+
+
+def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models_of_mine.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    assert right("export", "models_of_mine:build", "-o", "model.pt2") == "wrote model.pt2: 4 weights have no values\n"
+    assert str(read_model(tmp_path / "model.pt2").range_constraints.values()).count("64") == 1
+    said = refused("export", "models_of_mine:wrong", "-o", "other.pt2")
+    assert said.startswith("models_of_mine:wrong returned a Model that is no (model, args)")
+    said = refused("export", "models_of_mine:none", "-o", "other.pt2")
+    assert said.startswith("models_of_mine has no function 'none'")
+    assert not (tmp_path / "other.pt2").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (None, "config.json cannot be read: No such file or directory"),
+        ("{", "config.json cannot be read"),
+        ("{}", "is no config of a model: it names no model_type"),
+        (json.dumps({"model_type": "llama"}), "names the architecture '', which transformers"),
+        (
+            json.dumps({"model_type": "llama", "architectures": ["LlamaForNobody"]}),
+            "names the architecture 'LlamaForNobody'",
+        ),
+    ],
+)
+def test_a_directory_that_is_none(config: str | None, said: str, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    if config is not None:
+        (tmp_path / "hf" / "config.json").write_text(config)
+    assert said in refused("export", tmp_path / "hf", "-o", tmp_path / "model.pt2")
+    assert not (tmp_path / "model.pt2").exists()
+
+
+def test_a_checkpoint_of_another_model_leaves_nothing(tmp_path: Path) -> None:
+    llama(tmp_path / "hf")
+    llama(tmp_path / "other", num_hidden_layers=1)
+    right("export", tmp_path / "hf", "-o", tmp_path / "model.pt2")
+    convert = ["convert", tmp_path / "model.pt2", "--tp", "2", "--plan", tmp_path / "hf" / "config.json"]
+    error = refused(*convert, "--checkpoint", tmp_path / "other", "-o", tmp_path / "out")
+    assert "other does not fit the program: it has no 'model.layers.1." in error
+    assert "; and 3 more" in error
+    assert not (tmp_path / "out").exists()

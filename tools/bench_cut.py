@@ -1,0 +1,110 @@
+"""`python -m tools.bench_cut [--gb 12] [--tp 2]`: cutting a checkpoint of several files, beside `cp` of its bytes.
+
+Prints the time of each and their ratio, and the cut's peak of memory beside the largest tensor. The checkpoint is
+random numbers in bfloat16 of a Llama of as many layers as make that size. All is read and written in one directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+GIB = 2**30
+FILE = 2 * GIB  # of the checkpoint
+
+
+def write_checkpoint(directory: Path, size: float) -> None:
+    """A Llama's config.json and weights of about `size` GiB."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    import tpcompiler
+    from tpcompiler.checkpoint.files import INDEX
+    from tpcompiler.runtime.weights import Entry, lay_out, write_weights
+
+    shape: Any = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
+    per_layer = 2 * (4 * 4096**2 + 3 * 4096 * 11008)
+    layers = max(1, round((size * GIB - 4 * 32000 * 4096) / per_layer))
+    config = LlamaConfig(**shape, num_hidden_layers=layers, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    build: Any = AutoModelForCausalLM.from_config
+    with tpcompiler.weightless():
+        model = build(config, dtype=torch.bfloat16)
+    config.save_pretrained(directory)
+    files: list[list[Entry]] = [[]]
+    for name, value in model.named_parameters():
+        entry = Entry(name, value.dtype, tuple(value.shape))
+        if sum(each.nbytes for each in files[-1]) + entry.nbytes > FILE:
+            files.append([])
+        files[-1].append(entry)
+    where = {}
+    for at, entries in enumerate(files):
+        name = f"model-{at + 1:05}-of-{len(files):05}.safetensors"
+        ordered = lay_out(entries)
+        write_weights(directory / name, ordered, (torch.randn(e.shape, dtype=torch.bfloat16) for e in ordered))
+        where.update({entry.name: name for entry in entries})
+    (directory / INDEX).write_text(json.dumps({"weight_map": where}))
+    largest = max(entry.nbytes for entries in files for entry in entries)
+    (directory / "largest").write_text(str(largest))
+
+
+def timed(*command: str | Path) -> tuple[float, float]:
+    """Seconds, until all is on the disk, and the peak of memory in MiB."""
+    os.sync()
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    os.sync()
+    if status:
+        raise SystemExit(f"{command[0]} ended with {status}")
+    return time.perf_counter() - start, used.ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gb", type=float, default=12, help="GiB of the checkpoint")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--directory", help="where it is written; by default the system's for temporary files")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=asked.directory) as name:
+        home = Path(name)
+        given = home / "checkpoint"
+        given.mkdir()
+        # In a process of its own: what this one holds would be counted as its children's.
+        writing = multiprocessing.get_context("spawn").Process(target=write_checkpoint, args=(given, asked.gb))
+        writing.start()
+        writing.join()
+        largest = int((given / "largest").read_text())
+        size = sum(path.stat().st_size for path in given.glob("*.safetensors"))
+        call = [sys.executable, "-m", "tpcompiler.cli"]
+        exporting = timed(*call, "export", given, "-o", home / "model.pt2")
+        plan = ["--tp", str(asked.tp), "--plan", str(given / "config.json")]
+        converting = timed(*call, "convert", home / "model.pt2", *plan, "-o", home / "out")
+        first, _ = timed("cp", "-r", given, home / "copy")
+        shutil.rmtree(home / "copy")
+        cutting = timed(*call, "cut", home / "out", "--checkpoint", given)
+        second, _ = timed("cp", "-r", given, home / "copy")
+    table = Table(title=f"{size / GIB:.1f} GiB in files of {FILE / GIB:.0f} GiB, for {asked.tp} ranks")
+    for column in ("", "s", "peak MiB"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, (seconds, peak) in (("export", exporting), ("convert", converting), ("cut", cutting)):
+        table.add_row(name, f"{seconds:.1f}", f"{peak:,.0f}")
+    table.add_row("cp, before and after", f"{first:.1f}, {second:.1f}", "")
+    table.add_row("cut / cp", f"{cutting[0] / first:.2f}, {cutting[0] / second:.2f}", "")
+    table.add_row("the largest tensor", "", f"{largest / 2**20:,.0f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
