@@ -310,7 +310,8 @@ def _placements(texts: list[str] | None, option: str) -> dict[str, Any] | None:
     for text in texts or ():
         name, _, said = text.partition("=")
         pairs = [part.partition(":") for part in re.split(r",(?![^(]*\))", said)]  # not in S(0, unit 4)
-        if not name or not said or (len(pairs) > 1 and not all(placement for _, _, placement in pairs)):
+        repeated = len({axis.strip() for axis, _, _ in pairs}) < len(pairs)
+        if not name or not said or repeated or (len(pairs) > 1 and not all(placement for _, _, placement in pairs)):
             raise PlanError(f"{option} {text} names no placement", help=f"write {option} x=S(0), or x=dp:S(0),tp:R")
         by_axis = {axis.strip(): placement.strip() for axis, _, placement in pairs}
         found[name.strip()] = by_axis if pairs[0][2] else said.strip()

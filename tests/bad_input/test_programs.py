@@ -277,7 +277,7 @@ def test_weights_that_are_not_the_graphs(change: Callable[[dict[str, Any]], Any]
     assert refusal(program) == expected
 
 
-def test_weights_without_values_convert_and_are_neither_run_nor_written(tmp_path: Path) -> None:
+def test_weights_without_values_convert_and_are_not_run(tmp_path: Path) -> None:
     with FakeTensorMode():
         program = torch.export.export(Net(), (torch.randn(4, 8),))
     made = tpcompiler.parallelize(program, 2, PLAN)
@@ -285,14 +285,14 @@ def test_weights_without_values_convert_and_are_neither_run_nor_written(tmp_path
     with pytest.raises(ProgramError) as raised:
         made.verify((X,))
     assert str(raised.value) == (
-        "the program cannot be run: its weights have no values ('up.weight' is a fake tensor)\n"
-        "  help: export the model with its weights"
+        "the program cannot be run: 4 of its weights have no values, such as 'down.bias'\n"
+        "  help: export the model with its weights, or convert it and cut them from a checkpoint"
     )
     with pytest.raises(ProgramError) as raised:
-        made.save(tmp_path / "out")
+        made.save(tmp_path / "out", layout="ranks")
     assert str(raised.value) == (
-        "the program cannot be written: its weights have no values ('up.weight' is a fake tensor)\n"
-        "  help: export the model with its weights"
+        "the program cannot be written in self-contained files: 4 of its weights have no values, such as 'down.bias'\n"
+        "  help: export the model with its weights, or convert it and cut them from a checkpoint"
     )
     assert not list(tmp_path.iterdir())
 

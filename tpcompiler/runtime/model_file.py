@@ -17,7 +17,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from tpcompiler._torch import is_registered_class, quiet_torch, tree_flatten
+from tpcompiler._torch import FakeTensor, is_registered_class, quiet_torch, tree_flatten
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
 from tpcompiler.runtime.inputs import keywords_of
@@ -28,6 +28,7 @@ from tpcompiler.runtime.weightless import empty_hollow
 # A class in the tree of inputs or outputs: JSON in a text of JSON. transformers registers its own on import.
 TREE = re.compile(rb'"(?:in|out)_spec": ?"((?:[^"\\]|\\.)*)"')
 MOST_CLASSES = 8
+MOST_REPEATED = 1 << 26  # bytes
 NAMED_CLASS = re.compile(rb'\\"type\\": ?\\"(transformers(?:\.\w+)+)\.(\w+)\\"')
 KNOWN_MODULES = re.compile(r"transformers\.(modeling_outputs|cache_utils|models\.(\w+)\.modeling_\2)")
 EXPORT_SUPPORT = "transformers.integrations.executorch"
@@ -44,7 +45,7 @@ def import_modules(names: Sequence[str]) -> None:
         try:
             with _working_directory() if _is_only_here(name) else contextlib.nullcontext():
                 importlib.import_module(name)
-        except Exception as error:  # whatever the module's own code raises
+        except (Exception, SystemExit) as error:  # whatever the module's own code raises
             raise ArtifactError(
                 f"cannot import {name}: {type(error).__name__}: {_first_line(error)}",
                 help="give the dotted name of a module that python can import here",
@@ -99,7 +100,21 @@ def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, tru
     """
     import_modules(imports)
     with open_model(path, trust=trust) as file:
-        return load_opened(file)
+        program = load_opened(file)
+        _refuse_repeated(program, file)
+        return program
+
+
+def _refuse_repeated(program: ExportedProgram, file: Opened) -> None:
+    """Raises ArtifactError of a large weight that is one number, said to stand everywhere: ranks would hold it all."""
+    for name, value in {**program.constants, **program.state_dict}.items():
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.layout is torch.strided:
+            whole, there = value.numel() * value.element_size(), value.untyped_storage().nbytes()
+            if whole > MOST_REPEATED and whole > 1000 * there:
+                raise ArtifactError(
+                    f"{file.path}: {name!r} is {list(value.shape)}, {whole:,} bytes, of which the file holds {there:,}",
+                    help="export the model with its weights, or without them (tpcompiler export)",
+                )
 
 
 def load_opened(file: Opened) -> ExportedProgram:
@@ -179,11 +194,15 @@ def _strange_examples(program: ExportedProgram) -> str:
     """torch gives back whatever the file has."""
     examples = program.example_inputs
     if examples is None or (
-        isinstance(examples, (tuple, list))
+        isinstance(examples, tuple)
         and len(examples) == 2
-        and isinstance(examples[0], (tuple, list))
+        and isinstance(examples[0], tuple)
         and isinstance(examples[1], dict)
     ):
+        for value in tree_flatten(examples)[0] if examples is not None else ():
+            if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
+                kind = "on the meta device" if value.is_meta else f"of layout {value.layout}"
+                return f"its example inputs have a tensor {kind}, without numbers that could be taken"
         if examples is not None and not _fit(program, *examples):
             return "its example inputs are not the arguments that its program takes"
         return _strange_texts(program, tree_flatten(examples)[0])

@@ -131,8 +131,14 @@ def refuse_full_disk(file: Path, size: int) -> None:
     """Ask for room first: torch's writer ends the process where it finds none while it closes a file.
 
     Raises:
-        OSError: there are not so many bytes left.
+        OSError: there are not so many bytes left, or a file may not be as large.
     """
+    with contextlib.suppress(ImportError):  # on Windows
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if limit != resource.RLIM_INFINITY and limit < size:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(file))
     if shutil.disk_usage(file.parent).free < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(file))
 
