@@ -48,12 +48,11 @@ def llama(directory: Path, **fields: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_from_a_directory_to_equal_ranks(tied: bool, tmp_path: Path) -> None:
-    model = llama(tmp_path / "hf", tie_word_embeddings=tied)
+def test_from_a_directory_to_equal_ranks(tmp_path: Path) -> None:
+    model = llama(tmp_path / "hf", tie_word_embeddings=True)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     said = right("export", tmp_path / "hf", "-o", tmp_path / "model.pt2")
-    assert said == f"wrote {tmp_path}/model.pt2: {21} weights have no values\n"
+    assert said == f"wrote {tmp_path}/model.pt2: 21 weights have no values\n"
     convert = ["convert", tmp_path / "model.pt2", "--tp", "2", "--plan", tmp_path / "hf" / "config.json"]
     right(*convert, "--checkpoint", tmp_path / "hf", "-o", tmp_path / "out")
     right("check", tmp_path / "out")
@@ -62,12 +61,6 @@ def test_from_a_directory_to_equal_ranks(tied: bool, tmp_path: Path) -> None:
     whole = torch.export.export(model, (), {"input_ids": ids})
     report = verify_artifact(tmp_path / "out", read_like(tmp_path / "model.pt2", whole), (), {"input_ids": ids})
     assert report.ok, str(report)
-    right(*convert, "-o", tmp_path / "later")
-    right("cut", tmp_path / "later", "--checkpoint", tmp_path / "hf", "--ranks", "0")
-    said = right("cut", tmp_path / "later", "--checkpoint", tmp_path / "hf", "--ranks", "1")
-    assert said == f"wrote the weights of rank 1 into {tmp_path}/later\n"
-    for file in (tmp_path / "out").iterdir():
-        assert file.read_bytes() == (tmp_path / "later" / file.name).read_bytes() or file.name == "manifest.json"
 
 
 def read_like(path: Path, whole: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
