@@ -468,6 +468,20 @@ def guards_of(program: ExportedProgram) -> list[str]:
     return list(vars(program).get("_guards_code") or ())
 
 
+def with_state(
+    program: ExportedProgram,
+    state_dict: dict[str, Any],
+    constants: dict[str, Any],
+    module_call_graph: Sequence[Any],
+    example_inputs: Any,
+) -> ExportedProgram:
+    """The same program over other tensors; its graph is the same object."""
+    made = copy.copy(program)
+    made._state_dict, made._constants = state_dict, constants
+    made._module_call_graph, made._example_inputs = list(module_call_graph), example_inputs
+    return made
+
+
 def forget_index(value: torch.Tensor) -> None:
     """Let a fake CUDA tensor say `cuda`, as it is to be written: torch gives every one an index, and reads it back
     with that of the current device. Nothing may be computed with it any more."""

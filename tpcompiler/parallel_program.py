@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import fx
 from torch.export import ExportedProgram
 
 from passes._alike import ranks_alike
@@ -21,34 +19,26 @@ from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
 from passes.move_device import move_device
 from passes.shard_state import shard_state
-from tpcompiler._torch import forget_index, guards_of
-from tpcompiler.errors import InternalError, TpCompilerWarning, UnsupportedError
+from tpcompiler._torch import guards_of
+from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
-from tpcompiler.ir.calling import calling_of, tree_text
-from tpcompiler.ir.devices import device_types, values
+from tpcompiler.ir.calling import calling_of
+from tpcompiler.ir.devices import device_types
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.plain_outputs import odd_keys, plain_outputs
 from tpcompiler.ir.program import RESHARD, LocalProgram, ReshardedProgram, ShardedProgram, mark_of, reshard, tied
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
-from tpcompiler.ir.refused import refuse_hollow, refuse_unwritable
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
 from tpcompiler.report import Collective, collectives_of, report_text
-from tpcompiler.runtime.archive import has_pickled_examples, why_not_read
 from tpcompiler.runtime.artifact import VERSION, Manifest, Writer, write_artifact
-from tpcompiler.runtime.place import leave_out, place_state
-from tpcompiler.runtime.target import refuse_full_disk
-from tpcompiler.runtime.weightless import save_marked, weightless_names
-from tpcompiler.runtime.weights import Entry, lay_out, write_weights
+from tpcompiler.runtime.place import place_state
 from tpcompiler.soundness.check import check_artifact
 from tpcompiler.verify.compare import Call, Subject, VerifyReport, compare_calls, read_call, runnable
 from tpcompiler.verify.judge import Layout
-
-NODE_BYTES = 1_500  # of a graph's text, about
-Files = Literal["ranks", "shared"]  # a file for each rank with all that it needs; or one for all, and weights apart
+from tpcompiler.writing import Files, writer_of
 
 
 class ParallelProgram:
@@ -61,13 +51,18 @@ class ParallelProgram:
         plan: Plan,
         device_type: str,
         advice: Callable[[str], str] = lambda value: "",
+        asked: Mapping[str, Any] | None = None,
     ) -> None:
-        """`advice` names the change of the plan that leaves out the gathers of a value, or nothing."""
+        """`advice` names the change of the plan that leaves out the gathers of a value, or nothing.
+
+        `asked`: the mesh and the placements at the boundary that the caller gave, as `Manifest.asked`.
+        """
         self.original = original
         self.resharded = program
         self.plan = plan
         self.device_type = device_type
         self._advice = advice
+        self._asked = dict(asked or {"mesh": dict(program.mesh.axes), "inputs": None, "outputs": None})
         self._traces: dict[Any, Any] = {}
         self._results: dict[Any, Any] = {}
         self._local: dict[tuple[int, ...], LocalProgram] = {}
@@ -111,9 +106,10 @@ class ParallelProgram:
         Raises:
             MeshError: `rank` is outside the world.
         """
-        return move_device(build_rank_program(self._share(rank)), self.device_type)
+        return move_device(build_rank_program(self.share(rank)), self.device_type)
 
-    def _share(self, rank: int) -> ShardedProgram:
+    def share(self, rank: int) -> ShardedProgram:
+        """The program of a rank with its share of the weights, before it is built."""
         numbers = {name: rows[rank] for name, rows in self._rank_numbers.items()}
         return shard_state(self.local_program(rank), rank, numbers)
 
@@ -179,6 +175,7 @@ class ParallelProgram:
             versions=versions(),
             calling=calling_of(first, guards_of(first)),
             rank_numbers=self._rank_numbers,
+            asked=self._asked,
         )
 
     def _groups(self) -> dict[str, list[list[int]]]:
@@ -232,87 +229,8 @@ class ParallelProgram:
         elsewhere: Mapping[str, str] | None = None,
         layout: Files | None = None,
     ) -> Writer:
-        """The manifest, and what writes the files.
-
-        `elsewhere`: leaf -> the program whose files hold it; in these files it has a shape and no values.
-        """
-        hollow = weightless_names(self.original)
-        if layout == "ranks":
-            refuse_hollow(self.original, "written in self-contained files")
-        layout = layout or ("shared" if hollow else "ranks")
-        refuse_unwritable(self.resharded.graph)
-        for name, value in zip(self.resharded.output_names(), self._user_outputs(), strict=True):
-            if isinstance(value, str):
-                raise UnsupportedError(
-                    f"output '{name}' is the text {value!r}, which torch.export.load cannot read back",
-                    help="return tensors and numbers only",
-                )
-        for spec in (self.original.call_spec.in_spec, self.original.call_spec.out_spec):
-            for key in odd_keys(spec) if spec is not None else ():
-                raise UnsupportedError(
-                    f"a dict that the program takes or returns has the key {key!r}, which torch's file does not keep",
-                    help="use text or numbers as keys",
-                )
-        replaced: str | None = None
-        manifest = self.manifest()
-        spec = self.original.call_spec.out_spec
-        if not keep_output_types and spec is not None:
-            replaced = plain_outputs(spec)[1]
-
-        def write_rank(rank: int, path: Path) -> None:
-            program = self.rank_program(rank)
-            all_of = [name for name, v in {**program.constants, **program.state_dict}.items() if _has_room(v)]
-            for fqn in all_of if layout == "shared" else elsewhere or {}:
-                leave_out(program, fqn)
-            place_state(program, "cpu")  # a file that says cuda:0 would be read to cuda:0 by every rank
-            graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
-            for _, value in (pair for graph in graphs for pair in values(graph)):
-                forget_index(value)
-            if replaced is not None:
-                signature = program.module_call_graph[0].signature
-                assert signature is not None
-                signature.out_spec = plain_outputs(signature.out_spec)[0]
-            if has_pickled_examples(program):
-                program.example_inputs = None  # so that the file is read without trust
-            refuse_full_disk(path, _bytes_in_file(program))
-            try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "No complete tensor found")  # of leaves that are left out
-                    if layout == "shared":
-                        save_marked(program, path, all_of, {**program.constants, **program.state_dict})
-                    else:
-                        torch.export.save(program, path)
-            except RuntimeError as error:  # torch's archive writer makes one of a failed write
-                raise OSError(str(error)) from error
-            if rank == 0 and (reason := why_not_read(path)):
-                warnings.warn(
-                    f"these files are only read with --trust (trust=True): {reason}", TpCompilerWarning, stacklevel=2
-                )
-
-        tensors = [{**row, "stored_in": (elsewhere or {}).get(row["name"])} for row in manifest.tensors]
-        tensors = [{key: value for key, value in row.items() if value is not None} for row in tensors]
-        calling = manifest.calling
-        if replaced is not None:
-            calling = {**calling, "returns": tree_text(plain_outputs(spec)[0])}
-        manifest = replace(manifest, output_type=replaced, tensors=tensors, calling=calling)
-        if layout == "ranks":
-            return Writer(manifest, write_rank)
-        names = [f"program_{i}.pt2" if len(self.classes) > 1 else "program.pt2" for i in range(len(self.classes))]
-        manifest = replace(manifest, programs=dict(zip(names, map(list, self.classes), strict=True)))
-        own = [row["name"] for row in tensors if "tied_to" not in row and "stored_in" not in row]
-
-        def write_weights_of(rank: int, path: Path) -> str:
-            state = self._share(rank).local_state
-            entries = lay_out(Entry(n, state[n].dtype, tuple(state[n].shape)) for n in (*own, *manifest.rank_numbers))
-            refuse_full_disk(path, sum(entry.nbytes for entry in entries))
-            return write_weights(path, entries, (state[entry.name] for entry in entries))
-
-        def write_values(path: Path) -> str:
-            kept = {name: self.resharded.state(name) for name in own if name not in hollow}
-            entries = lay_out(Entry(name, value.dtype, tuple(value.shape)) for name, value in kept.items())
-            return write_weights(path, entries, (kept[entry.name] for entry in entries))
-
-        return Writer(manifest, write_weights_of, write_rank, write_values if hollow else None)
+        """The manifest, and what writes the files (`writer_of`)."""
+        return writer_of(self, keep_output_types=keep_output_types, elsewhere=elsewhere or {}, layout=layout)
 
     def verify(
         self,
@@ -419,17 +337,3 @@ def compared_calls(
 
 def versions() -> dict[str, str]:
     return {"tpcompiler": VERSION, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def _has_room(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() > 0
-
-
-def _bytes_in_file(program: ExportedProgram) -> int:
-    """At least what a file of it takes: its tensors, once each, and its graph."""
-    held = {
-        id(v): v for v in (*program.state_dict.values(), *program.constants.values()) if isinstance(v, torch.Tensor)
-    }
-    nodes = sum(len(part.graph.nodes) for part in program.graph_module.modules() if isinstance(part, fx.GraphModule))
-    tensors: int = sum(value.untyped_storage().nbytes() for value in held.values())
-    return tensors + NODE_BYTES * nodes

@@ -27,6 +27,7 @@ from tpcompiler.errors import ProgramError, ShardingError
 from tpcompiler.ir.devices import device_type_for
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.placements import format_spec
 from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, PlannedProgram, Program, Seed, mark_of
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import on_split_axis
@@ -95,10 +96,24 @@ class Conversion:
             delayed = self.after(delay_reductions(resharded), "delay_reductions")
             folded = self.after(fold_reshards(delayed), "fold_reshards")
         made = ParallelProgram(
-            self.exported, folded, self.plan, self.device, lambda value: without_gather(value, marked, self.plan, trial)
+            self.exported,
+            folded,
+            self.plan,
+            self.device,
+            lambda value: without_gather(value, marked, self.plan, trial),
+            {"mesh": dict(self.mesh.axes), **dict(zip(("inputs", "outputs"), map(_said, self.boundary), strict=True))},
         )
         self.after(made.local_program(0), "lowered_rank_0")
         return made
+
+
+def _said(boundary: Boundary) -> Any:
+    """The placements that a caller gave, as plain data."""
+    if boundary is None:
+        return None
+    if isinstance(boundary, Mapping):
+        return {name: format_spec(spec) for name, spec in boundary.items()}
+    return [spec and format_spec(spec) for spec in boundary]
 
 
 def finished_together(conversions: Mapping[str, Conversion]) -> dict[str, ParallelProgram]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tpcompiler.errors import InputsError
-from tpcompiler.parallel_program import Files, ParallelProgram, compared_calls
+from tpcompiler.parallel_program import ParallelProgram, compared_calls
 from tpcompiler.runtime.artifact import write_set
 from tpcompiler.verify.compare import VerifyReport
+from tpcompiler.writing import Files
 
 Call = tuple[str, Sequence[Any]] | tuple[str, Sequence[Any], Mapping[str, Any]]
 

@@ -7,19 +7,17 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
 from tpcompiler.checkpoint.conversion import Recipe
-from tpcompiler.checkpoint.files import Checkpoint
-from tpcompiler.checkpoint.sources import Leaf, find_sources
+from tpcompiler.checkpoint.leaves import leaves_of, shardings_of
+from tpcompiler.checkpoint.ranks import Source, open_source
+from tpcompiler.checkpoint.sources import find_sources
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import cut, row_sharding
-from tpcompiler.ir.text import DTYPES
+from tpcompiler.ir.shares import cut
 from tpcompiler.runtime.artifact import (
     VALUES,
     Manifest,
@@ -34,7 +32,6 @@ from tpcompiler.runtime.target import reason, refuse_full_disk
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import Entry, Writing, lay_out, read_all
 
-LONG = {short: dtype for dtype, short in DTYPES.items()}
 STATE = ".cut.json"
 Progress = Callable[[int, int], None]  # bytes done, of all
 
@@ -46,6 +43,7 @@ def cut_checkpoint(
     *,
     partial: bool = False,
     force: bool = False,
+    trust: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Write `rank_N.safetensors` into an artifact that was converted without weights.
@@ -55,16 +53,18 @@ def cut_checkpoint(
 
     Args:
         directory: what `tpcompiler convert MODEL.pt2` wrote of a model without weights; of several programs, all.
-        checkpoint: a directory of safetensors files, or one file.
+        checkpoint: a directory of safetensors files, or one file; or an artifact with weights, of any degree.
         ranks: which ranks' weights; by default all.
         partial: take no notice of tensors that the program does not name.
         force: write weights again that are there, and begin a cut of another checkpoint anew.
+        trust: read an artifact's files too that need a pickle or could run code (docs/security.md).
+        progress: called with the bytes that are written, and those of all.
 
     Raises:
         ArtifactError: no artifact that lacks weights, a checkpoint that does not fit it (all that is wrong at once), an
             interrupted cut of another checkpoint, or a file that cannot be written.
     """
-    source = Checkpoint(checkpoint)
+    source = open_source(checkpoint, trust=trust)
     names = programs_in(directory)
     works = [_Work(Path(directory) / name, source, ranks) for name in names or [""]]
     every = {leaf.name: leaf for work in works for leaf in work.leaves if leaf.name not in work.values}
@@ -91,13 +91,15 @@ def refuse_other_checkpoint(
         raise ArtifactError(
             f"{os.fspath(checkpoint)} is not needed: the model has its weights", help="leave --checkpoint out"
         )
-    find_sources([leaf for leaf in leaves_of(manifest) if leaf.name in hollow], Checkpoint(checkpoint), partial=partial)
+    find_sources(
+        [leaf for leaf in leaves_of(manifest) if leaf.name in hollow], open_source(checkpoint), partial=partial
+    )
 
 
 class _Work:
     """The files of one program's ranks."""
 
-    def __init__(self, directory: Path, source: Checkpoint, ranks: Sequence[int] | None) -> None:
+    def __init__(self, directory: Path, source: Source, ranks: Sequence[int] | None) -> None:
         self.directory, self.source = directory, source
         self.manifest = read_manifest(directory)
         if VALUES not in self.manifest.files:
@@ -114,7 +116,7 @@ class _Work:
             self.values = read_all(file)
         self.leaves = leaves_of(self.manifest)
         self.mesh = Mesh.of(self.manifest.mesh)
-        self.shardings = _shardings(self.manifest)
+        self.shardings = shardings_of(self.manifest)
         self.entries = {rank: self._entries(rank) for rank in self.ranks}
         self.size = sum(entry.nbytes for entries in self.entries.values() for entry in entries)
 
@@ -195,25 +197,6 @@ class _Work:
         return cut(whole, self.shardings[name], self.mesh, rank)
 
 
-def leaves_of(manifest: Manifest) -> list[Leaf]:
-    """What the ranks' files hold, as the checkpoint does: whole, once."""
-    names: dict[str, list[str]] = {}
-    for row in manifest.tensors:
-        if "tied_to" in row:
-            names.setdefault(row["tied_to"], []).append(row["name"])
-    return [
-        Leaf(row["name"], _dtype(row["dtype"]), tuple(row["shape"]), tuple(names.get(row["name"], ())))
-        for row in manifest.tensors
-        if "tied_to" not in row and "stored_in" not in row
-    ]
-
-
-def _dtype(text: str) -> torch.dtype:
-    found: Any = LONG.get(text) or getattr(torch, text.removeprefix("torch."))
-    assert isinstance(found, torch.dtype)
-    return found
-
-
 def read_shares(
     checkpoint: str | os.PathLike[str],
     directory: str | os.PathLike[str],
@@ -226,11 +209,11 @@ def read_shares(
     Raises:
         ArtifactError: as `cut_checkpoint`.
     """
-    leaves, mesh, source = leaves_of(manifest), Mesh.of(manifest.mesh), Checkpoint(checkpoint)
+    leaves, mesh, source = leaves_of(manifest), Mesh.of(manifest.mesh), open_source(checkpoint)
     with open_values(directory, manifest) as file:
         values = read_all(file)
     recipes = find_sources([leaf for leaf in leaves if leaf.name not in values], source, partial=True)
-    shardings, taken, found = _shardings(manifest), taken_by(program), {}
+    shardings, taken, found = shardings_of(manifest), taken_by(program), {}
     for leaf in leaves:
         whole = values[leaf.name] if leaf.name in values else recipes[leaf.name].make(source.read)
         want = taken[leaf.name]
@@ -238,8 +221,3 @@ def read_shares(
         found[leaf.name] = share.copy_(cut(whole, shardings[leaf.name], mesh, rank))
     numbers = {name: torch.tensor([rows[rank]]) for name, rows in manifest.rank_numbers.items()}
     return with_tied({**found, **numbers}, manifest)
-
-
-def _shardings(manifest: Manifest) -> dict[str, Sharding]:
-    mesh = Mesh.of(manifest.mesh)
-    return {row["name"]: row_sharding(row, mesh) for row in manifest.tensors}

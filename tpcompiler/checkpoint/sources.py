@@ -5,27 +5,16 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
-import torch
-
-from tpcompiler.checkpoint.conversion import Recipe, Shape, recipes_of
-from tpcompiler.checkpoint.files import Checkpoint
+from tpcompiler.checkpoint.conversion import Recipe, recipes_of
+from tpcompiler.checkpoint.leaves import Leaf
+from tpcompiler.checkpoint.ranks import Source
 from tpcompiler.errors import ArtifactError
 
 SHOWN = 6
 
 
-class Leaf(NamedTuple):
-    """What a program takes: `aliases` are the other names of a tied one."""
-
-    name: str
-    dtype: torch.dtype
-    shape: Shape
-    aliases: tuple[str, ...] = ()
-
-
-def find_sources(leaves: Sequence[Leaf], checkpoint: Checkpoint, *, partial: bool = False) -> dict[str, Recipe]:
+def find_sources(leaves: Sequence[Leaf], checkpoint: Source, *, partial: bool = False) -> dict[str, Recipe]:
     """A recipe for every leaf: of its name, of that with a prefix more or less, or by transformers' conversions.
 
     `partial`: leave out what no leaf takes.

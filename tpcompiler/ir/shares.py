@@ -89,30 +89,60 @@ def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: S
     Raises:
         ValueError: shares whose shapes are not those of the sharding.
     """
-    for rank, part in enumerate(parts):
-        if tuple(part.shape) != sharding.local_shape(shape, mesh, mesh.coordinate(rank)):
-            raise ValueError(f"rank {rank} holds {list(part.shape)} of {list(shape)} as {sharding.text(mesh)}")
-    pending = dict(sharding.partial)
-    wholes: dict[tuple[int, ...], dict[tuple[int, ...], torch.Tensor]] = {}
-    for rank, part in enumerate(parts):
+    return [
+        _joined({rank: parts[rank] for rank in ranks}, sharding, mesh, shape) for ranks in _replicas(sharding, mesh)
+    ]
+
+
+def join_first(
+    read: Callable[[int], torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]
+) -> torch.Tensor:
+    """The whole tensor that shares make, of replicas the first: of no more ranks than it takes is the share read.
+
+    Of shares as `cut` makes them these are the very bits.
+
+    Raises:
+        ValueError: as `join`.
+    """
+    return _joined({rank: read(rank) for rank in _replicas(sharding, mesh)[0]}, sharding, mesh, shape)
+
+
+def _replicas(sharding: Sharding, mesh: Mesh) -> list[list[int]]:
+    """The ranks at each coordinate on the axes that hold replicas."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.world_size):
         here = mesh.coordinate(rank)
-        replica = tuple(c for axis, c in here.items() if axis not in sharding.axes)
+        found.setdefault(tuple(c for axis, c in here.items() if axis not in sharding.axes), []).append(rank)
+    return list(found.values())
+
+
+def _joined(parts: Mapping[int, torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> torch.Tensor:
+    pending = dict(sharding.partial)
+    made: dict[tuple[int, ...], torch.Tensor] = {}
+    for rank, part in parts.items():
+        here = mesh.coordinate(rank)
+        if tuple(part.shape) != sharding.local_shape(shape, mesh, here):
+            raise ValueError(f"rank {rank} holds {list(part.shape)} of {list(shape)} as {sharding.text(mesh)}")
         share = tuple(here[axis] for axis in pending)
-        made = wholes.setdefault(replica, {})
         if share not in made:
             made[share] = part if not any(by.axes for by in sharding.dims) else part.new_empty(tuple(shape))
         if made[share] is not part:
-            made[share].view(-1)[_places(sharding, shape, mesh, here)] = part.reshape(-1)
-    return [_reduced(shares, list(pending.values())) for shares in wholes.values()]
+            made[share][_places(sharding, shape, mesh, here)] = part
+    return _reduced(made, list(pending.values()))
 
 
-def _places(sharding: Sharding, shape: Sequence[int], mesh: Mesh, here: Mapping[str, int]) -> torch.Tensor:
-    """Where in the whole tensor the elements at a coordinate lie, flat."""
-    places = torch.zeros((), dtype=torch.int64)
+def _places(sharding: Sharding, shape: Sequence[int], mesh: Mesh, here: Mapping[str, int]) -> tuple[Any, ...]:
+    """Where in the whole tensor the elements at a coordinate lie: an index of it."""
+    places: list[Any] = []
     for dim, by in enumerate(sharding.dims):
         own = cut_dim(torch.arange(shape[dim]), 0, by, mesh, here)
-        places = (places * shape[dim]).unsqueeze(-1) + own
-    return places.reshape(-1)
+        start = int(own[0]) if own.numel() else 0
+        is_run = torch.equal(own, torch.arange(start, start + own.numel()))
+        places.append(slice(start, start + own.numel()) if is_run else own)
+    if sum(isinstance(each, torch.Tensor) for each in places) > 1:  # torch would pair them, element by element
+        runs = [torch.arange(size)[place] for size, place in zip(shape, places, strict=True)]
+        places = list(torch.meshgrid(runs, indexing="ij"))
+    return tuple(places)
 
 
 def _reduced(shares: Mapping[tuple[int, ...], torch.Tensor], ops: Sequence[str]) -> torch.Tensor:
@@ -121,9 +151,18 @@ def _reduced(shares: Mapping[tuple[int, ...], torch.Tensor], ops: Sequence[str])
         groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for at, value in shares.items():
             groups.setdefault(at[:-1], []).append(value)
-        shares = {at: REDUCE[op](torch.stack(values)) for at, values in groups.items()}
+        shares = {at: _reduced_by(op, values) for at, values in groups.items()}
     (whole,) = shares.values()
     return whole
+
+
+def _reduced_by(op: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The first where the others hold what `cut` gives them, for a mean of equals is rounded and -0 + 0 is 0."""
+    first, *others = values
+    neutral = {"sum": 0, "product": 1}.get(op)
+    if all(bool((each == neutral).all()) if neutral is not None else each.equal(first) for each in others):
+        return first
+    return REDUCE[op](torch.stack(list(values)))
 
 
 def fitted(sharding: Sharding, shape: Sequence[Size], mesh: Mesh, what: str, asked_by: str = "") -> Sharding:

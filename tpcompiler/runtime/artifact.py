@@ -23,6 +23,7 @@ from tpcompiler.runtime.target import MANIFEST, PARTS, SET, free_target, in_plac
 VERSION = "0.1.0"
 FORMAT = 2
 VALUES = "values.safetensors"
+MODEL = "model.pt2"  # what was converted, without its weights
 MOST_PROGRAMS = 1_000
 NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
     "plan": "plan entries that are left out",
@@ -60,6 +61,7 @@ class Manifest:
             every rank's row. Empty where nothing does.
         programs: file name -> the ranks that run it, each with weights in a file of its own. Empty where every rank has
             a file with both.
+        asked: how it was converted: `mesh`, and the placements of `inputs` and `outputs` that were given, or None.
     """
 
     mesh: dict[str, int]
@@ -77,6 +79,7 @@ class Manifest:
     calling: dict[str, Any] = dataclasses.field(default_factory=dict)
     rank_numbers: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
     programs: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    asked: dict[str, Any] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -113,13 +116,15 @@ Write = Callable[[int, Path], str | None]  # of a rank; gives the file's SHA-256
 class Writer(NamedTuple):
     """What writes an artifact: of every rank its file, or its weights and (`program`) the programs that ranks share.
 
-    `values`: of a model without weights, in the place of `rank`, what has values all the same, whole.
+    `values`: of a model without weights, in the place of `rank`, what has values all the same, whole. `model`: the
+    program that was converted.
     """
 
     manifest: Manifest
     rank: Write
     program: Write | None = None
     values: Callable[[Path], str] | None = None
+    model: Callable[[Path], None] | None = None
 
 
 def _accept(directory: Path) -> None:
@@ -132,6 +137,7 @@ def write_artifact(
     write_rank: Write,
     write_program: Write | None = None,
     write_values: Callable[[Path], str] | None = None,
+    write_model: Callable[[Path], None] | None = None,
     *,
     force: bool = False,
     inspect: Inspect = _accept,
@@ -144,7 +150,7 @@ def write_artifact(
         ArtifactError: the directory exists and `force` is not set, or a file cannot be written; nothing is left behind.
     """
     with in_place_of(free_target(directory, force=force), force=force) as temporary:
-        _write(temporary, Writer(manifest, write_rank, write_program, write_values))
+        _write(temporary, Writer(manifest, write_rank, write_program, write_values, write_model))
         inspect(temporary)
 
 
@@ -172,7 +178,7 @@ def write_set(
 
 
 def _write(directory: Path, writer: Writer) -> None:
-    manifest, write_rank, write_program, write_values = writer
+    manifest, write_rank, write_program, write_values, write_model = writer
     name_of = weights_file if manifest.programs else rank_file
     work = [(name_of(rank), write_rank, rank) for rank in range(manifest.world_size)] if write_values is None else []
     if write_program is not None:
@@ -180,6 +186,9 @@ def _write(directory: Path, writer: Writer) -> None:
     files = {name: write(rank, directory / name) or sha256(directory / name) for name, write, rank in work}
     if write_values is not None:
         files[VALUES] = write_values(directory / VALUES)
+    if write_model is not None:
+        write_model(directory / MODEL)
+        files[MODEL] = sha256(directory / MODEL)
     _write_manifest(directory / MANIFEST, dataclasses.replace(manifest, files=files))
 
 
@@ -241,9 +250,8 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         )
     name_of = weights_file if manifest.programs else rank_file
     every = {*manifest.programs, *map(name_of, range(manifest.world_size))}
-    if set(manifest.files) != every and not (
-        manifest.programs and {*manifest.programs, VALUES} <= set(manifest.files) <= {*every, VALUES}
-    ):
+    there = set(manifest.files) - {MODEL}
+    if there != every and not (manifest.programs and {*manifest.programs, VALUES} <= there <= {*every, VALUES}):
         raise ArtifactError(
             f"{path} names files {sorted(manifest.files)} for {manifest.world_size} ranks",
             help="convert the model again",
@@ -358,6 +366,17 @@ def open_values(directory: str | os.PathLike[str], manifest: Manifest) -> Opened
         ArtifactError: as `open_checked`.
     """
     return _open_known(directory, manifest, VALUES)
+
+
+def open_model_of(directory: str | os.PathLike[str], manifest: Manifest) -> Opened:
+    """The program that was converted, without its weights, open, after the hash was compared.
+
+    Raises:
+        ArtifactError: as `open_checked`; it has none.
+    """
+    if MODEL not in manifest.files:
+        raise ArtifactError(f"{os.fspath(directory)} has no {MODEL}", help="convert the model again")
+    return _open_known(directory, manifest, MODEL)
 
 
 def _open_known(directory: str | os.PathLike[str], manifest: Manifest, name: str) -> Opened:

@@ -128,6 +128,13 @@ CALLING: dict[str, Form] = {
     "asserted": some(text),
     "constants": some(text),
 }
+PLACED: Form = lambda value: value is None or text(value) or table(text, text)(value)  # noqa: E731
+ASKED: dict[str, Form] = {
+    "mesh": mesh,
+    **dict.fromkeys(
+        ("inputs", "outputs"), lambda value: value is None or some(PLACED)(value) or table(text, PLACED)(value)
+    ),
+}
 FIELDS: dict[str, Form] = {
     "mesh": mesh,
     "groups": table(text, some(some(number))),
@@ -140,6 +147,7 @@ FIELDS: dict[str, Form] = {
     "calling": lambda value: value == {} or row(CALLING)(value),
     "rank_numbers": table(text, some(some(number))),
     "programs": table(lambda name: text(name) and bool(re.fullmatch(r"program(_\d+)?\.pt2", name)), some(number)),
+    "asked": lambda value: value == {} or row(ASKED)(value),
     "notes": some(row({"kind": text, "text": text})),
     "output_type": lambda value: value is None or text(value),
     "versions": table(text, text),

@@ -20,7 +20,7 @@ def place_state(program: ExportedProgram, device: torch.device | str) -> None:
     for held in (program.state_dict, program.constants):
         for name, value in held.items():
             if isinstance(value, torch.Tensor):
-                key = _memory(value)
+                key = memory_of(value)
                 if key not in made:
                     made[key] = _placed(value, device)
                 held[name] = made[key]
@@ -30,7 +30,7 @@ def place_state(program: ExportedProgram, device: torch.device | str) -> None:
         )
 
 
-def _memory(value: torch.Tensor) -> object:
+def memory_of(value: torch.Tensor) -> object:
     """Equal for tensors that are tied: one copy serves them, here as on the CPU."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.numel():
         return id(value)

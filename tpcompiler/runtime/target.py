@@ -19,7 +19,7 @@ from tpcompiler.runtime.opened import read_text
 MANIFEST = "manifest.json"
 SET = "programs.json"
 # The files of an artifact, and what an interrupted cut of its weights leaves beside them.
-PARTS = re.compile(r"manifest\.json|(rank|program)_\d+\.pt2|program\.pt2|(rank_\d+|values)\.safetensors")
+PARTS = re.compile(r"manifest\.json|(rank|program)_\d+\.pt2|(program|model)\.pt2|(rank_\d+|values)\.safetensors")
 UNFINISHED = re.compile(r"\.cut\.json|\.rank_\d+\.safetensors\.part")
 STREAMS = re.compile(r"/dev/std(out|err)|/dev/fd/\d+|/proc/[^/]+/fd/\d+")  # which may lead to files, and are none
 FIELDS = {MANIFEST: {"format", "mesh", "groups", "tensors", "collectives", "files"}, SET: {"format", "programs"}}

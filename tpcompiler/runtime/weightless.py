@@ -98,10 +98,11 @@ def empty_hollow(program: ExportedProgram, file: Opened) -> None:
     nodes = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     specs = program.graph_signature.input_specs
     taken = {spec.target: nodes[spec.arg.name] for spec in specs if spec.target is not None}
+    values = {first: taken[name] for name, first in tied.items() if name in taken}
     made: dict[str, torch.Tensor] = {}
     for held in (program.state_dict, program.constants):
         for name in sorted(held.keys() & tied.keys()):
-            value = taken.get(tied[name], taken.get(name))
+            value = values.get(tied[name])
             if not isinstance(value, FakeTensor):
                 raise ArtifactError(f"{file.path} says that {name!r} has no values", help="export the model again")
             if tied[name] not in made:

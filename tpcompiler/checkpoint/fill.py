@@ -1,0 +1,61 @@
+"""Give a program that was exported without weights those of a checkpoint, or of an artifact's ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from tpcompiler.checkpoint.leaves import Leaf
+from tpcompiler.checkpoint.ranks import Source
+from tpcompiler.checkpoint.sources import find_sources
+from tpcompiler.runtime.artifact import Manifest, open_model_of
+from tpcompiler.runtime.model_file import load_opened, looked_into
+from tpcompiler.runtime.rank_file import taken_by
+from tpcompiler.runtime.weightless import weightless_names
+
+Keep = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def read_original(directory: str | os.PathLike[str], manifest: Manifest, *, trust: bool = False) -> ExportedProgram:
+    """The program that an artifact was made from, without its weights.
+
+    Raises:
+        ArtifactError: it has none, or it is not what was written, or, without `trust`, one that could run code.
+    """
+    with open_model_of(directory, manifest) as file, looked_into(file, trust=trust):
+        return load_opened(file)
+
+
+def fill_weights(
+    program: ExportedProgram, source: Source, *, partial: bool = False, keep: Keep = lambda name, value: value
+) -> None:
+    """Put weights in the place of all that have no values, one tensor at a time; tied ones stay one.
+
+    Args:
+        source: what holds them; a tensor that lies there as the program takes it is mapped.
+        partial: take no notice of tensors that the program does not name.
+        keep: what becomes of each before the next one is read.
+
+    Raises:
+        ArtifactError: a source that does not fit the program; all that is wrong at once.
+    """
+    held = {**program.constants, **program.state_dict}
+    names: dict[int, list[str]] = {}
+    for name in sorted(weightless_names(program)):
+        names.setdefault(id(held[name]), []).append(name)
+    taken = taken_by(program)
+    leaves = [Leaf(first, held[first].dtype, tuple(held[first].shape), tuple(rest)) for first, *rest in names.values()]
+    recipes = find_sources(leaves, source, partial=partial)
+    for leaf in leaves:
+        value, old = recipes[leaf.name].make(source.read), held[leaf.name]
+        want = next(taken[name] for name in (leaf.name, *leaf.aliases) if name in taken)
+        if value.stride() != want.stride():
+            value = torch.empty_strided(want.shape, want.stride(), dtype=want.dtype).copy_(value)
+        value = keep(leaf.name, value)
+        made = nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
+        for state in (program.state_dict, program.constants):
+            state.update({name: made for name in (leaf.name, *leaf.aliases) if name in state})

@@ -1,0 +1,50 @@
+"""What the ranks of an artifact hold, as a checkpoint does: whole tensors, each once."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tpcompiler.checkpoint.conversion import Shape
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import row_sharding
+from tpcompiler.ir.text import DTYPES
+from tpcompiler.runtime.artifact import Manifest
+
+LONG = {short: dtype for dtype, short in DTYPES.items()}
+
+
+class Leaf(NamedTuple):
+    """What a program takes: `aliases` are the other names of a tied one."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    aliases: tuple[str, ...] = ()
+
+
+def leaves_of(manifest: Manifest) -> list[Leaf]:
+    """The tensors in the files of a program's ranks, but for those that lie in another program's."""
+    names: dict[str, list[str]] = {}
+    for row in manifest.tensors:
+        if "tied_to" in row:
+            names.setdefault(row["tied_to"], []).append(row["name"])
+    return [
+        Leaf(row["name"], _dtype(row["dtype"]), tuple(row["shape"]), tuple(names.get(row["name"], ())))
+        for row in manifest.tensors
+        if "tied_to" not in row and "stored_in" not in row
+    ]
+
+
+def _dtype(text: str) -> torch.dtype:
+    found: Any = LONG.get(text) or getattr(torch, text.removeprefix("torch."))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def shardings_of(manifest: Manifest) -> dict[str, Sharding]:
+    """How each of them is cut, by name."""
+    mesh = Mesh.of(manifest.mesh)
+    return {row["name"]: row_sharding(row, mesh) for row in manifest.tensors}

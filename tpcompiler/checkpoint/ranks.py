@@ -1,0 +1,111 @@
+"""The tensors of an artifact, whole: each is put together from the shares of its ranks when it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+
+from tpcompiler._torch import read_archive_state
+from tpcompiler.checkpoint.files import Checkpoint, Stored
+from tpcompiler.checkpoint.leaves import leaves_of, shardings_of
+from tpcompiler.errors import ArtifactError
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.shares import join_first
+from tpcompiler.runtime.artifact import Manifest, manifests_beside, open_checked, programs_in, read_manifest
+from tpcompiler.runtime.rank_file import open_rank
+from tpcompiler.runtime.target import MANIFEST, SET
+
+
+class Source(Protocol):
+    """Where whole tensors come from, one at a time: a `Checkpoint`, or an artifact's `RankShares`."""
+
+    path: Path
+    tensors: dict[str, Stored]
+    config: Mapping[str, Any]
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+    def fingerprint(self) -> dict[str, list[int]]: ...
+
+
+def open_source(path: str | os.PathLike[str], *, trust: bool = False) -> Source:
+    """A checkpoint, or an artifact with weights.
+
+    Raises:
+        ArtifactError: neither, or a damaged one.
+    """
+    is_artifact = any(os.path.isfile(Path(path) / name) for name in (MANIFEST, SET))
+    return RankShares(path, trust=trust) if is_artifact else Checkpoint(path)
+
+
+class RankShares:
+    """An artifact, or several programs' over one set of weights, as a source of whole tensors.
+
+    The files' hashes are compared here, once.
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, or one without weights.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, trust: bool = False) -> None:
+        self.path = Path(path)
+        self.tensors: dict[str, Stored] = {}
+        self.config: Mapping[str, Any] = {}
+        self._programs: dict[str, _Program] = {}
+        if names := programs_in(path):
+            manifests = {self.path / name: read_manifest(self.path / name) for name in names}
+        else:
+            manifest = read_manifest(path)
+            beside = manifests_beside(path, manifest)
+            manifests = {self.path: manifest, **{self.path.parent / name: each for name, each in beside.items()}}
+        for directory, manifest in manifests.items():
+            program = _Program(directory, manifest, trust)
+            for leaf in leaves_of(manifest):
+                self._programs[leaf.name] = program
+                self.tensors[leaf.name] = Stored(directory, leaf.dtype, leaf.shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor, whole: one that no axis cuts is mapped."""
+        return self._programs[name].read(name, self.tensors[name].shape)
+
+    def fingerprint(self) -> dict[str, list[int]]:
+        """Size and time of every file: whether it is still the same artifact."""
+        files = {path for program in set(self._programs.values()) for path in program.files}
+        return {str(file): [(found := file.stat()).st_size, found.st_mtime_ns] for file in sorted(files)}
+
+
+class _Program:
+    """The files of one program's ranks."""
+
+    def __init__(self, directory: Path, manifest: Manifest, trust: bool) -> None:
+        self.mesh, self.shardings = Mesh.of(manifest.mesh), shardings_of(manifest)
+        self.files: list[Path] = []
+        self.mapped: dict[int, dict[str, torch.Tensor]] = {}
+        for rank in range(manifest.world_size):
+            if manifest.programs:
+                with open_checked(directory, manifest, rank, weights=True) as file:
+                    self.files.append(file.path)
+            else:
+                with open_rank(directory, manifest, rank, trust=trust) as file:
+                    self.files.append(file.path)
+                    self.mapped[rank] = read_archive_state(file.path, file)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        try:
+            return join_first(lambda rank: self._share(name, rank), self.shardings[name], self.mesh, shape)
+        except (ValueError, LookupError) as error:
+            raise ArtifactError(
+                f"{self.files[0].parent}: {name!r} cannot be put together: {error}", help="copy the artifact again"
+            ) from error
+
+    def _share(self, name: str, rank: int) -> torch.Tensor:
+        if rank in self.mapped:
+            return self.mapped[rank][name].detach()
+        with safe_open(self.files[rank], "pt") as file:  # anew each time: its pages are given back with the tensor
+            value: torch.Tensor = file.get_tensor(name)
+        return value

@@ -1,0 +1,142 @@
+"""An artifact for another number of ranks, or back into one program: from its own files, the weights streamed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.export import ExportedProgram
+
+from tpcompiler.api import parallelize
+from tpcompiler.checkpoint.cut import Progress, cut_checkpoint
+from tpcompiler.checkpoint.fill import fill_weights, read_original
+from tpcompiler.checkpoint.ranks import RankShares
+from tpcompiler.errors import ArtifactError
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.placements import parse_placement
+from tpcompiler.plan import Plan
+from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
+from tpcompiler.runtime.target import free_target, in_place_of, reason, refuse_full_disk, replacing
+from tpcompiler.runtime.weights import Entry, lay_out, write_weights
+
+
+def reshard(
+    directory: str | os.PathLike[str],
+    mesh: int | Mapping[str, int] | Mesh,
+    out: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    trust: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Write an artifact for another mesh, by the same plan, from an artifact alone.
+
+    The program is converted anew from the `model.pt2` that the artifact holds, and its weights, put together from the
+    ranks' shares, are cut one tensor at a time: memory holds the largest tensor at most, twice. They are the same bits.
+    What is written has the shared layout.
+
+    Args:
+        directory: an artifact with weights, or a directory of several programs.
+        mesh: the degree of the one axis `tp`, or `{axis: degree}`.
+        out: the directory to write.
+        force: replace an earlier artifact there.
+        trust: read files too that need a pickle or could run code (docs/security.md).
+        progress: called with the bytes that are written, and those of all.
+
+    Raises:
+        ArtifactError: no artifact with weights, or `out` cannot be written.
+        MeshError, ShardingError, ...: as `parallelize`, where the plan does not suit the mesh.
+    """
+    mesh, target = Mesh.of(mesh), free_target(out, force=force)
+    names = programs_in(directory)
+    manifests = {name: read_manifest(Path(directory) / name) for name in names or [""]}
+    RankShares(directory, trust=trust)  # what it refuses comes before the minutes that follow
+    programs: Any = {
+        name: read_original(Path(directory) / name, manifest, trust=trust) for name, manifest in manifests.items()
+    }
+    plan = Plan.of(next(iter(manifests.values())).plan)
+    device = next(iter(manifests.values())).device_type
+    asked: Any = {
+        at: {name: _boundary(manifest, at) for name, manifest in manifests.items()} for at in ("inputs", "outputs")
+    }
+    with in_place_of(target, force=force) as temporary:
+        temporary.rmdir()
+        if not names:
+            programs, asked = programs[""], {at: by_name[""] for at, by_name in asked.items()}
+        made: Any = parallelize(programs, mesh, plan, **asked, device_type=device)
+        made.save(temporary, layout="shared")
+        cut_checkpoint(temporary, directory, trust=trust, progress=progress)
+
+
+def _boundary(manifest: Manifest, at: str) -> Any:
+    """The placements of inputs or outputs that were asked for."""
+    said = manifest.asked.get(at)
+    if isinstance(said, dict):
+        return {name: _spec(spec) for name, spec in said.items()}
+    return said and [spec and _spec(spec) for spec in said]
+
+
+def _spec(said: Any) -> Any:
+    if isinstance(said, dict):
+        return {axis: parse_placement(each) for axis, each in said.items()}
+    return parse_placement(said)
+
+
+def merge(
+    directory: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    safetensors: bool = False,
+    trust: bool = False,
+) -> None:
+    """Write the single-device program that an artifact was made from, with its weights, from the artifact alone.
+
+    Weights are put together one at a time, and are the same bits. A class that the model returned is a plain dict, as
+    in the artifact.
+
+    Args:
+        directory: an artifact with weights; of several programs, one's.
+        path: the .pt2 to write.
+        safetensors: write a checkpoint instead: the parameters and persistent buffers by name, tied ones once.
+        trust: read files too that need a pickle or could run code (docs/security.md).
+
+    Raises:
+        ArtifactError: no artifact with weights, or the file cannot be written.
+    """
+    manifest = read_manifest(directory)
+    source = RankShares(directory, trust=trust)
+    program = read_original(directory, manifest, trust=trust)
+    target = Path(path)
+    try:
+        if safetensors:
+            kept = [name for name in source.tensors if name in program.state_dict]
+            stored = {name: source.tensors[name] for name in kept}
+            entries = lay_out(Entry(name, each.dtype, each.shape) for name, each in stored.items())
+            with replacing(target) as file:
+                refuse_full_disk(file, sum(entry.nbytes for entry in entries))
+                write_weights(file, entries, (source.read(entry.name) for entry in entries))
+            return
+        with replacing(target) as file, tempfile.TemporaryDirectory(prefix=".merge.", dir=file.parent) as folder:
+            _fill_from_disk(program, source, Path(folder))
+            torch.export.save(program, cast(Any, file))
+    except (OSError, RuntimeError) as error:
+        raise ArtifactError(
+            f"cannot write {target}: {reason(error)}", help="check the path and the free space"
+        ) from error
+
+
+def _fill_from_disk(program: ExportedProgram, source: RankShares, folder: Path) -> None:
+    """Give a program its weights, each mapped from a file of its own: memory need not hold them."""
+
+    def on_disk(name: str, value: torch.Tensor) -> torch.Tensor:
+        file = folder / str(len(list(folder.iterdir())))
+        own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
+        torch.empty(0, dtype=torch.uint8).set_(own.untyped_storage()).numpy().tofile(file)
+        storage = cast(torch.UntypedStorage, torch.UntypedStorage.from_file(str(file), False, file.stat().st_size))
+        return torch.empty(0, dtype=value.dtype).set_(storage, 0, value.shape, value.stride())
+
+    fill_weights(program, source, keep=on_disk)
