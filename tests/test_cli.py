@@ -189,7 +189,12 @@ def test_convert_reports_what_it_made(model: Path, plan: Path, tmp_path: Path) -
     text = right("convert", model, "--mesh", "tp=2", "--plan", plan, "-o", tmp_path / "out")
     assert text == f"{tmp_path}/out: {SUMMARY}{UNTOUCHED}"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["manifest.json", "rank_0.pt2", "rank_1.pt2"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "manifest.json",
+        "model.pt2",
+        "rank_0.pt2",
+        "rank_1.pt2",
+    ]
 
 
 def test_a_dry_run_writes_nothing(model: Path, plan: Path, tmp_path: Path) -> None:
@@ -230,7 +235,7 @@ def test_force_replaces_an_artifact(model: Path, plan: Path, tmp_path: Path) -> 
     right(*words, "--tp", 2)
     right(*words, "--tp", 4, "--force")
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["mesh"] == {"tp": 4}
-    assert len(list((tmp_path / "out").iterdir())) == 5
+    assert len(list((tmp_path / "out").iterdir())) == 6
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 

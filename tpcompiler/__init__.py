@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from tpcompiler.api import parallelize as parallelize
     from tpcompiler.api import tensor_parallel_transformation as tensor_parallel_transformation
     from tpcompiler.checkpoint.cut import cut_checkpoint as cut_checkpoint
+    from tpcompiler.checkpoint.dtensors import load_state_dict as load_state_dict
+    from tpcompiler.checkpoint.dtensors import state_dict as state_dict
     from tpcompiler.checkpoint.load import load as load
+    from tpcompiler.elastic import merge as merge
+    from tpcompiler.elastic import reshard as reshard
     from tpcompiler.ir.mesh import Mesh as Mesh
     from tpcompiler.parallel_program import ParallelProgram as ParallelProgram
     from tpcompiler.plan import Plan as Plan
@@ -40,6 +44,10 @@ _HOME = {
     "tensor_parallel_transformation": "tpcompiler.api",
     "load": "tpcompiler.checkpoint.load",
     "cut_checkpoint": "tpcompiler.checkpoint.cut",
+    "state_dict": "tpcompiler.checkpoint.dtensors",
+    "load_state_dict": "tpcompiler.checkpoint.dtensors",
+    "reshard": "tpcompiler.elastic",
+    "merge": "tpcompiler.elastic",
     "weightless": "tpcompiler.runtime.weightless",
     "save_weightless": "tpcompiler.runtime.weightless",
     "register_rule": "tpcompiler.rules.register",

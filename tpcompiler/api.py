@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -15,6 +17,8 @@ from torch.export import ExportedProgram
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from passes.canonicalize import canonicalize
+from tpcompiler.checkpoint.cut import read_shares
+from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.errors import ArtifactError, MeshError, PlanError, ProgramError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh, groups_named
@@ -28,12 +32,14 @@ from tpcompiler.program_set import ProgramSet
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.rank_file import read_rank
+from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.soundness.boundary import compare_calling
 from tpcompiler.soundness.check import CheckReport, check_artifact
 from tpcompiler.soundness.unsound import Unsound
 from tpcompiler.verify.compare import Call, Subject, VerifyReport, read_call
 
 Given = Mapping[str, Any] | Sequence[Any] | None
+OWN = "the weights are the ranks' own: whether they are the model's, --checkpoint or --against would show"
 Programs = Mapping[str, ExportedProgram] | Sequence[tuple[str, ExportedProgram]]
 
 
@@ -178,11 +184,17 @@ def verify_artifact(
     kwargs: Mapping[str, Any] | None = None,
     *,
     then: Sequence[Call] = (),
+    checkpoint: str | os.PathLike[str] | None = None,
     trust: bool = False,
 ) -> VerifyReport:
     """What `ParallelProgram.verify` does, for files: all ranks run in this process, beside the original.
 
+    Weights that are mapped from files (the shared layout, a checkpoint) are read layer by layer, and not held.
+
     Args:
+        original: the program that was converted. One that was exported without weights takes the checkpoint's, or,
+            without one, the ranks' own: then it is not seen whether these are the model's.
+        checkpoint: a directory of safetensors files; ranks whose weights are not cut yet take theirs from it, too.
         then: args, or (args, kwargs), of further calls, each on the buffers that those before wrote.
         trust: read files too that need a pickle or could run code (docs/security.md).
 
@@ -192,6 +204,8 @@ def verify_artifact(
         InputsError: arguments that the program does not take.
     """
     manifest = read_manifest(directory)
+    own = bool(weightless_names(original)) and checkpoint is None
+    original = with_weights(original, directory, checkpoint, trust=trust)
     mesh = Mesh.of(manifest.mesh)
     canonical = canonicalize(original)
     rows = {row["name"]: row for row in (*manifest.tensors, *manifest.inputs)}
@@ -203,7 +217,10 @@ def verify_artifact(
             f"{os.fspath(directory)} was made from another program: the two differ in {differ[0]!r}",
             help="give the program that it was converted from",
         )
-    programs = [read_rank(directory, manifest, rank, trust=trust) for rank in range(manifest.world_size)]
+    weights = functools.partial(read_shares, checkpoint) if checkpoint is not None else None
+    programs = [
+        read_rank(directory, manifest, rank, trust=trust, weights=weights) for rank in range(manifest.world_size)
+    ]
     used = {
         str(node.args[-1]) for program in programs for node in edit.calls(program.graph) if edit.is_collective(node)
     }
@@ -231,11 +248,16 @@ def verify_artifact(
         canonical.output_names(),
         canonical.source,
     )
-    return compared_calls({"": subject}, [("", args, kwargs or {}), *(("", *read_call(call)) for call in then)])
+    report = compared_calls({"": subject}, [("", args, kwargs or {}), *(("", *read_call(call)) for call in then)])
+    return replace(report, note=OWN if not report.note else f"{report.note}; {OWN}") if own else report
 
 
 def check(
-    directory: str | os.PathLike[str], original: ExportedProgram | None = None, *, trust: bool = False
+    directory: str | os.PathLike[str],
+    original: ExportedProgram | None = None,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    trust: bool = False,
 ) -> CheckReport:
     """Check the files of an artifact against what they claim, without running the model (`docs/trust.md`).
 
@@ -246,11 +268,16 @@ def check(
     Args:
         directory: what `ParallelProgram.save`, `ProgramSet.save` or `tpcompiler convert` wrote.
         original: the single-device program, whose weights are compared with the ranks' shares.
+        checkpoint: a directory of safetensors files with the weights of a model that was exported without; of the
+            model in the artifact by default.
         trust: read files too that need a pickle or could run code (docs/security.md).
 
     Raises:
         ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
     """
+    if checkpoint is not None:
+        original = original or read_original(directory, read_manifest(directory), trust=trust)
+        original = with_weights(original, directory, checkpoint, trust=trust)
     return check_artifact(directory, original=original, prepare=on_cpu, trust=trust)
 
 

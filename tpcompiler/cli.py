@@ -9,20 +9,29 @@ import traceback
 import warnings
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 import tpcompiler.cli_judge
 import tpcompiler.cli_weights  # noqa: F401  (registers its commands, as does the one above)
-from tpcompiler.cli_options import DEFECT, Artifact, Imports, Json, Trust, app, progress
+from tpcompiler.cli_options import (
+    DEFECT,
+    Artifact,
+    Imports,
+    Json,
+    MeshOption,
+    Tp,
+    Trust,
+    app,
+    progress,
+    read_mesh,
+    refuse_two_meshes,
+)
 from tpcompiler.cli_weights import Partial, cut_with_bar
-from tpcompiler.errors import ArtifactError, MeshError, PlanError, TpCompilerWarning
+from tpcompiler.errors import ArtifactError, PlanError, TpCompilerWarning
 from tpcompiler.printed import one_line, printable
-
-if TYPE_CHECKING:
-    from tpcompiler.ir.mesh import Mesh
 
 
 class _DeviceType(str, Enum):
@@ -117,10 +126,8 @@ def convert(
             help="Which layers are cut, and how; or a Hugging Face config.json, for its own plan.",
         ),
     ],
-    tp: Annotated[int | None, typer.Option("--tp", metavar="N", help="The number of ranks.")] = None,
-    mesh: Annotated[
-        str | None, typer.Option("--mesh", metavar="AXIS=N,..", help="The same with named axes: dp=2,tp=4.")
-    ] = None,
+    tp: Tp = None,
+    mesh: MeshOption = None,
     inputs: Annotated[
         list[str] | None,
         typer.Option("--input", metavar="NAME=PLACEMENT", help="How an input is cut: x=S(0), or by axis x=dp:S(0)."),
@@ -173,8 +180,7 @@ def convert(
       tpcompiler convert model.pt2 --tp 8 --plan plan.yaml --device cuda -o out
       tpcompiler convert weightless.pt2 --tp 2 --plan DIR/config.json --checkpoint DIR -o out
     """
-    if (tp is None) == (mesh is None):
-        raise typer.BadParameter("give exactly one of --tp and --mesh", param_hint="--tp / --mesh")
+    refuse_two_meshes(tp, mesh)
     if out is None and not dry_run:
         raise typer.BadParameter("give the directory to write with -o, or --dry-run", param_hint="-o")
     with progress("reading the plan") as status:
@@ -186,7 +192,7 @@ def convert(
         from tpcompiler.runtime.model_file import read_model
         from tpcompiler.runtime.target import free_target
 
-        over = _mesh(tp, mesh)
+        over = read_mesh(tp, mesh)
         chosen = Plan.of(plan, skip_unsupported=skip_unsupported)
         if out is not None and not dry_run:
             free_target(out, force=force)  # before the minutes that follow
@@ -316,20 +322,6 @@ def _placements(texts: list[str] | None, option: str) -> dict[str, Any] | None:
         by_axis = {axis.strip(): placement.strip() for axis, _, placement in pairs}
         found[name.strip()] = by_axis if pairs[0][2] else said.strip()
     return found or None
-
-
-def _mesh(tp: int | None, text: str | None) -> Mesh:
-    from tpcompiler.ir.mesh import Mesh
-
-    if text is None:
-        return Mesh.of(tp if tp is not None else 0)
-    axes = []
-    for part in text.split(","):
-        axis, _, degree = part.partition("=")
-        if not re.fullmatch(r"\s*\d{1,9}\s*", degree, re.ASCII):
-            raise MeshError(f"--mesh {text!r} is not a mesh", help="write axis=degree, such as --mesh tp=4")
-        axes.append((axis.strip(), int(degree)))
-    return Mesh.of(Mesh(tuple(axes)))
 
 
 def main() -> None:

@@ -15,7 +15,18 @@ from tpcompiler.errors import InputsError
 @app.command()
 def verify(
     directory: Artifact,
-    against: Annotated[Path, typer.Option("--against", metavar="MODEL.pt2", help="The model that was converted.")],
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="MODEL.pt2",
+            help="The model that was converted. By default as the artifact holds it, with the ranks' own weights.",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", metavar="DIR", help="Its weights, where it was exported without: safetensors."),
+    ] = None,
     inputs: Annotated[
         list[Path] | None,
         typer.Option(
@@ -45,24 +56,31 @@ def verify(
     Example:
       tpcompiler verify out --against model.pt2
       tpcompiler verify out --against model.pt2 --inputs in.safetensors
+      tpcompiler verify out --checkpoint checkpoint
     """
-    with progress(f"reading {against}") as status:
+    with progress(f"reading {against or directory}") as status:
         from tpcompiler import cli_print
         from tpcompiler.api import verify_artifact
+        from tpcompiler.checkpoint.fill import read_original, with_weights
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.inputs import read_inputs
-        from tpcompiler.runtime.model_file import read_model
+        from tpcompiler.runtime.model_file import import_modules, read_model
 
-        read_manifest(directory)  # its errors come before the model is read
-        original = read_model(against, imports or (), trust=trust)
+        manifest = read_manifest(directory)  # its errors come before the model is read
+        import_modules(imports or ())
+        original = read_model(against, trust=trust) if against else read_original(directory, manifest, trust=trust)
         if inputs:
             calls = [read_inputs(file, original) for file in inputs]
         elif original.example_inputs is not None:
             calls = [original.example_inputs]
         else:
-            raise InputsError(f"{against} was saved without example inputs", help="give inputs with --inputs FILE")
+            raise InputsError(
+                f"{against or directory} was saved without example inputs", help="give inputs with --inputs FILE"
+            )
+        if said := cli_print.cost_of_verifying(manifest):
+            typer.echo(said, err=True)
         status.update("running the model and all ranks")
-        report = verify_artifact(directory, original, *calls[0], then=calls[1:], trust=trust)
+        report = verify_artifact(directory, original, *calls[0], then=calls[1:], checkpoint=checkpoint, trust=trust)
     if json:
         cli_print.print_json(dataclasses.asdict(report))
     else:
@@ -71,6 +89,7 @@ def verify(
         with progress("converting anew, and looking for the smallest wrong piece"):
             from tpcompiler.bisect import bisect_artifact
 
+            original = with_weights(original, directory, checkpoint, trust=trust)
             said = bisect_artifact(directory, original, *calls[0], target=bisect)
         typer.echo(said, err=True)
     if not report.ok:
@@ -82,6 +101,10 @@ def check(
     directory: Artifact,
     original: Annotated[
         Path | None, typer.Option("--original", metavar="MODEL.pt2", help="Compare the weights with this model's too.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", metavar="DIR", help="The same with the weights in these safetensors."),
     ] = None,
     imports: Imports = None,
     trust: Trust = False,
@@ -108,12 +131,13 @@ def check(
         import_modules(imports or ())
         model = read_model(original, trust=trust) if original else None
         status.update("checking all ranks")
-        report = api.check(directory, model, trust=trust)
+        report = api.check(directory, model, checkpoint=checkpoint, trust=trust)
+        compared = original is not None or checkpoint is not None
     if json:
-        cli_print.print_json({**dataclasses.asdict(report), "weights_compared": original is not None})
+        cli_print.print_json({**dataclasses.asdict(report), "weights_compared": compared})
     else:
         typer.echo(str(report))
-        if original is None:
-            typer.echo("the weights were not compared with the model's: pass --original MODEL.pt2")
+        if not compared:
+            typer.echo("the weights were not compared with the model's: pass --original MODEL.pt2, or --checkpoint DIR")
     if not report.ok:
         raise typer.Exit(NOT_EQUAL)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import re
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,8 +15,11 @@ from rich.status import Status
 from rich.text import Text
 from typer.core import TyperGroup
 
-from tpcompiler.errors import TpCompilerError
+from tpcompiler.errors import MeshError, TpCompilerError
 from tpcompiler.printed import one_line, print_nowhere, printed_streams
+
+if TYPE_CHECKING:
+    from tpcompiler.ir.mesh import Mesh
 
 NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
 
@@ -56,6 +60,10 @@ app = typer.Typer(
 )
 
 
+Tp = Annotated[int | None, typer.Option("--tp", metavar="N", help="The number of ranks.")]
+MeshOption = Annotated[
+    str | None, typer.Option("--mesh", metavar="AXIS=N,..", help="The same with named axes: dp=2,tp=4.")
+]
 Imports = Annotated[
     list[str] | None,
     typer.Option("--import", metavar="MODULE", help="Import this first: what registers classes, ops or rules."),
@@ -69,3 +77,25 @@ def progress(text: str) -> Status:
     """A spinner on standard error; nothing where that is a file."""
     # To the terminal itself: a spinner is made of control characters. No str: rich would read brackets as markup.
     return Console(file=sys.__stderr__).status(Text(one_line(text)))
+
+
+def refuse_two_meshes(tp: int | None, text: str | None) -> None:
+    """Raises BadParameter unless one of --tp and --mesh is given."""
+    if (tp is None) == (text is None):
+        raise typer.BadParameter("give exactly one of --tp and --mesh", param_hint="--tp / --mesh")
+
+
+def read_mesh(tp: int | None, text: str | None) -> Mesh:
+    """What --tp or --mesh says."""
+    refuse_two_meshes(tp, text)
+    from tpcompiler.ir.mesh import Mesh
+
+    if text is None:
+        return Mesh.of(tp if tp is not None else 0)
+    axes = []
+    for part in text.split(","):
+        axis, _, degree = part.partition("=")
+        if not re.fullmatch(r"\s*\d{1,9}\s*", degree, re.ASCII):
+            raise MeshError(f"--mesh {text!r} is not a mesh", help="write axis=degree, such as --mesh tp=4")
+        axes.append((axis.strip(), int(degree)))
+    return Mesh.of(Mesh(tuple(axes)))

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
+from tpcompiler.checkpoint.leaves import leaves_of
 from tpcompiler.errors import ArtifactError
 from tpcompiler.printed import one_line
-from tpcompiler.runtime.artifact import NOTE_TITLES
+from tpcompiler.runtime.artifact import NOTE_TITLES, Manifest, lacks_weights
 from tpcompiler.runtime.target import replacing
 
+FEW = 1 << 30  # bytes of weights
 MOST_RANKS = 16  # that a table lists one by one
 WIDTH_OF_A_FILE = 160  # rich takes a pipe for 80 columns, and folds names that programs look for
 
@@ -162,6 +165,19 @@ def write_text(file: Path, text: str) -> None:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ArtifactError(f"cannot write {file}: {error.strerror}", help="choose another file") from error
+
+
+def cost_of_verifying(manifest: Manifest) -> str:
+    """How much of weights `verify` reads, and holds at a time: one in float64. Nothing where they are few."""
+    leaves = leaves_of(manifest)
+    counts = [math.prod(leaf.shape) for leaf in leaves]
+    total = sum(count * leaf.dtype.itemsize for count, leaf in zip(counts, leaves, strict=True))
+    # One device, the same in float64, all ranks; and all of it once more in float32 where there is less.
+    passes = 6 if any(leaf.dtype.is_floating_point and leaf.dtype.itemsize < 4 for leaf in leaves) else 3
+    if total < FEW:
+        return ""
+    held = 8 * max(counts, default=0) + (total if lacks_weights(manifest) else 0)
+    return f"reading {decimal(total)} of weights {passes} times, {decimal(held)} of them in memory at a time"
 
 
 def _boundary(out: Console, data: Mapping[str, Any]) -> None:

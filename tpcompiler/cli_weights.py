@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from tpcompiler.cli_options import Artifact, app, progress
+from tpcompiler.cli_options import Artifact, MeshOption, Tp, Trust, app, progress, read_mesh
 from tpcompiler.errors import ArtifactError
 
 Checkpoint = Annotated[
@@ -82,16 +84,69 @@ def cut(
     typer.echo(f"wrote the weights of {'all ranks' if not words else 'rank ' + ', '.join(words)} into {directory}")
 
 
+@app.command("reshard")
+def reshard_artifact(
+    directory: Artifact,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The directory to write.")],
+    tp: Tp = None,
+    mesh: MeshOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier artifact at OUT.")] = False,
+    trust: Trust = False,
+) -> None:
+    """Write an artifact for another number of ranks.
+
+    By the same plan, from an artifact with weights alone; the weights are the same bits, and memory holds one tensor
+    at a time.
+
+    \b
+    Example:
+      tpcompiler reshard out --tp 8 -o out8
+    """
+    with progress(f"reading {directory}"):
+        from tpcompiler.elastic import reshard
+    over = read_mesh(tp, mesh)
+    with _bar("resharding") as show:
+        reshard(directory, over, out, force=force, trust=trust, progress=show)
+    typer.echo(f"wrote {over.world_size} ranks to {out}")
+
+
+@app.command("merge")
+def merge_artifact(
+    directory: Artifact,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The file to write.")],
+    safetensors: Annotated[
+        bool, typer.Option("--safetensors", help="Write the weights alone, by name, as a checkpoint has them.")
+    ] = False,
+    trust: Trust = False,
+) -> None:
+    """Write the single-device model that an artifact was made from.
+
+    From an artifact with weights alone; they are the same bits. Or, with --safetensors, a checkpoint of them.
+
+    \b
+    Example:
+      tpcompiler merge out -o model.pt2
+      tpcompiler merge out --safetensors -o model.safetensors
+    """
+    with progress(f"putting {directory} together"):
+        from tpcompiler.elastic import merge
+
+        merge(directory, out, safetensors=safetensors, trust=trust)
+    typer.echo(f"wrote {out}")
+
+
 def cut_with_bar(directory: Path, checkpoint: Path, ranks: list[int] | None, partial: bool, force: bool) -> None:
     """`cut_checkpoint`, with the rate and the time left on standard error."""
     from tpcompiler.checkpoint.cut import cut_checkpoint
 
+    with _bar("cutting") as show:
+        cut_checkpoint(directory, checkpoint, ranks, partial=partial, force=force, progress=show)
+
+
+@contextlib.contextmanager
+def _bar(doing: str) -> Iterator[Callable[[int, int], None]]:
     columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("cutting")
-
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        cut_checkpoint(directory, checkpoint, ranks, partial=partial, force=force, progress=show)
+        task = bar.add_task(doing)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -145,9 +145,12 @@ class ParallelProgram:
         first_of = tied(program)
         names = {node.name: fqn for node, fqn in program.leaves()}
         kinds = {spec.target: spec.kind.name.lower() for _, spec in program.inputs()}
+        transient = {spec.target for _, spec in program.inputs() if spec.persistent is False}
         tensors = []
         for node, fqn in program.leaves():
             row = {"name": fqn, "kind": kinds[fqn], **self._described(program.state(fqn), mark_of(node).shardings[0])}
+            if fqn in transient:
+                row["persistent"] = False
             if first_of[node.name] != node.name:
                 row["tied_to"] = names[first_of[node.name]]
             tensors.append(row)

@@ -53,7 +53,7 @@ def exported() -> ExportedProgram:
     return export(randomise(Model()), ARGS)
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[3, 4])
 def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp("shared") / "out"
     tpcompiler.parallelize(exported(), request.param, PLAN).save(directory, layout="shared")
@@ -67,13 +67,12 @@ def test_what_is_written(out: Path) -> None:
     assert (
         manifest.programs
         == {
-            2: {"program_0.pt2": [0], "program_1.pt2": [1]},
             3: {"program.pt2": [0, 1, 2]},
             4: {"program_0.pt2": [0, 1, 2], "program_1.pt2": [3]},
         }[world]
     )
     assert sorted(path.name for path in out.iterdir()) == sorted(
-        ["manifest.json", *manifest.programs, *(weights_file(rank) for rank in range(world))]
+        ["manifest.json", "model.pt2", *manifest.programs, *(weights_file(rank) for rank in range(world))]
     )
     names = {row["name"] for row in manifest.tensors if "tied_to" not in row} | {"rank_numbers"}
     for rank in range(world):

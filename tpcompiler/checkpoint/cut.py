@@ -12,7 +12,7 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler.checkpoint.conversion import Recipe
-from tpcompiler.checkpoint.leaves import leaves_of, shardings_of
+from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of
 from tpcompiler.checkpoint.ranks import Source, open_source
 from tpcompiler.checkpoint.sources import find_sources
 from tpcompiler.errors import ArtifactError
@@ -30,7 +30,7 @@ from tpcompiler.runtime.artifact import (
 from tpcompiler.runtime.rank_file import taken_by, with_tied
 from tpcompiler.runtime.target import reason, refuse_full_disk
 from tpcompiler.runtime.weightless import weightless_names
-from tpcompiler.runtime.weights import Entry, Writing, lay_out, read_all
+from tpcompiler.runtime.weights import Writing, read_all
 
 STATE = ".cut.json"
 Progress = Callable[[int, int], None]  # bytes done, of all
@@ -117,7 +117,7 @@ class _Work:
         self.leaves = leaves_of(self.manifest)
         self.mesh = Mesh.of(self.manifest.mesh)
         self.shardings = shardings_of(self.manifest)
-        self.entries = {rank: self._entries(rank) for rank in self.ranks}
+        self.entries = {rank: entries_of(self.manifest, rank) for rank in self.ranks}
         self.size = sum(entry.nbytes for entries in self.entries.values() for entry in entries)
 
     def begin(self, recipes: Mapping[str, Recipe], force: bool) -> None:
@@ -128,15 +128,6 @@ class _Work:
             )
         self.recipes = recipes
         self.begun = self._begun(force)
-
-    def _entries(self, rank: int) -> list[Entry]:
-        here = self.mesh.coordinate(rank)
-        own = [
-            Entry(x.name, x.dtype, tuple(map(int, self.shardings[x.name].local_shape(x.shape, self.mesh, here))))
-            for x in self.leaves
-        ]
-        numbers = self.manifest.rank_numbers.items()
-        return lay_out([*own, *(Entry(name, torch.int64, (1, len(rows[rank]))) for name, rows in numbers)])
 
     def _begun(self, force: bool) -> bool:
         """Whether an interrupted cut of the same is there."""

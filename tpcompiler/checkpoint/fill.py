@@ -9,13 +9,16 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from tpcompiler._torch import with_state
 from tpcompiler.checkpoint.leaves import Leaf
-from tpcompiler.checkpoint.ranks import Source
+from tpcompiler.checkpoint.ranks import RankShares, Source, open_source
 from tpcompiler.checkpoint.sources import find_sources
-from tpcompiler.runtime.artifact import Manifest, open_model_of
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.artifact import VALUES, Manifest, open_model_of, open_values, read_manifest
 from tpcompiler.runtime.model_file import load_opened, looked_into
 from tpcompiler.runtime.rank_file import taken_by
 from tpcompiler.runtime.weightless import weightless_names
+from tpcompiler.runtime.weights import read_all
 
 Keep = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -28,6 +31,44 @@ def read_original(directory: str | os.PathLike[str], manifest: Manifest, *, trus
     """
     with open_model_of(directory, manifest) as file, looked_into(file, trust=trust):
         return load_opened(file)
+
+
+def with_weights(
+    program: ExportedProgram,
+    directory: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str] | None = None,
+    *,
+    trust: bool = False,
+) -> ExportedProgram:
+    """The model of an artifact with all its weights, mapped: those that it lacks are the checkpoint's, or the ranks'.
+
+    Raises:
+        ArtifactError: as `fill_weights`; a checkpoint for a model that has its weights.
+    """
+    if not weightless_names(program):
+        if checkpoint is not None:
+            raise ArtifactError(
+                f"{os.fspath(checkpoint)} is not needed: the model has its weights", help="leave --checkpoint out"
+            )
+        return program
+    state, constants = dict(program.state_dict), dict(program.constants)
+    made = with_state(program, state, constants, program.module_call_graph, program.example_inputs)
+    if checkpoint is not None:  # of which none has what was computed, such as rotary frequencies
+        constants.update(_computed(made, directory, trust=trust))
+    fill_weights(made, open_source(directory if checkpoint is None else checkpoint, trust=trust), partial=True)
+    return made
+
+
+def _computed(program: ExportedProgram, directory: str | os.PathLike[str], *, trust: bool) -> dict[str, torch.Tensor]:
+    """The constants without values, and the buffers that are in no state dict, as the artifact has them."""
+    manifest = read_manifest(directory)
+    if lacking := weightless_names(program) & program.constants.keys():
+        if VALUES not in manifest.files:
+            source = RankShares(directory, trust=trust)
+            return {name: source.read(name) for name in lacking & source.tensors.keys()}
+        with open_values(directory, manifest) as file:
+            return {name: value for name, value in read_all(file).items() if name in lacking}
+    return {}
 
 
 def fill_weights(

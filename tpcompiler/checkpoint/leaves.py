@@ -12,6 +12,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.weights import Entry, lay_out
 
 LONG = {short: dtype for dtype, short in DTYPES.items()}
 
@@ -48,3 +49,15 @@ def shardings_of(manifest: Manifest) -> dict[str, Sharding]:
     """How each of them is cut, by name."""
     mesh = Mesh.of(manifest.mesh)
     return {row["name"]: row_sharding(row, mesh) for row in manifest.tensors}
+
+
+def entries_of(manifest: Manifest, rank: int) -> list[Entry]:
+    """What a rank's file of weights holds, in order."""
+    shardings, mesh = shardings_of(manifest), Mesh.of(manifest.mesh)
+    here = mesh.coordinate(rank)
+    own = [
+        Entry(leaf.name, leaf.dtype, tuple(map(int, shardings[leaf.name].local_shape(leaf.shape, mesh, here))))
+        for leaf in leaves_of(manifest)
+    ]
+    numbers = manifest.rank_numbers.items()
+    return lay_out([*own, *(Entry(name, torch.int64, (1, len(rows[rank]))) for name, rows in numbers)])

@@ -73,6 +73,10 @@ class RankShares:
         """A tensor, whole: one that no axis cuts is mapped."""
         return self._programs[name].read(name, self.tensors[name].shape)
 
+    def share(self, name: str, rank: int) -> torch.Tensor:
+        """What one rank holds of a tensor, mapped."""
+        return self._programs[name].share(name, rank)
+
     def fingerprint(self) -> dict[str, list[int]]:
         """Size and time of every file: whether it is still the same artifact."""
         files = {path for program in set(self._programs.values()) for path in program.files}
@@ -97,13 +101,13 @@ class _Program:
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         try:
-            return join_first(lambda rank: self._share(name, rank), self.shardings[name], self.mesh, shape)
+            return join_first(lambda rank: self.share(name, rank), self.shardings[name], self.mesh, shape)
         except (ValueError, LookupError) as error:
             raise ArtifactError(
                 f"{self.files[0].parent}: {name!r} cannot be put together: {error}", help="copy the artifact again"
             ) from error
 
-    def _share(self, name: str, rank: int) -> torch.Tensor:
+    def share(self, name: str, rank: int) -> torch.Tensor:
         if rank in self.mapped:
             return self.mapped[rank][name].detach()
         with safe_open(self.files[rank], "pt") as file:  # anew each time: its pages are given back with the tensor

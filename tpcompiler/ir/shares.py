@@ -160,9 +160,24 @@ def _reduced_by(op: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
     """The first where the others hold what `cut` gives them, for a mean of equals is rounded and -0 + 0 is 0."""
     first, *others = values
     neutral = {"sum": 0, "product": 1}.get(op)
-    if all(bool((each == neutral).all()) if neutral is not None else each.equal(first) for each in others):
+    if all(bool((each == neutral).all()) if neutral is not None else same_bits(each, first) for each in others):
         return first
     return REDUCE[op](torch.stack(list(values)))
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same in dtype, shape and content, NaNs and the signs of zeros too."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    for dim in reversed(range(a.ndim)):
+        if a.stride(dim) == b.stride(dim) == 0 and a.shape[dim]:  # one number, however often it is said to stand there
+            a, b = a.select(dim, 0), b.select(dim, 0)
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value.resolve_neg()
+    return value.reshape(-1).contiguous().view(torch.uint8)
 
 
 def fitted(sharding: Sharding, shape: Sequence[Size], mesh: Mesh, what: str, asked_by: str = "") -> Sharding:

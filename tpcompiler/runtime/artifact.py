@@ -47,7 +47,8 @@ class Manifest:
         groups: process-group name in the graphs -> the groups of ranks that have it, which share no rank.
         plan: the plan, as a plan file would say it.
         tensors: name, kind, shape, dtype, sharding of every parameter, buffer and constant, global; `tied_to` another
-            one, `stored_in` the files of another program beside this one.
+            one, `stored_in` the files of another program beside this one, `persistent` false of a buffer that a
+            model's state dict leaves out.
         inputs: name, shape, dtype, sharding of the user's tensors, global; a symbolic size is its text.
         outputs: the same of what is returned.
         collectives: the records of `ParallelProgram.collectives()`.

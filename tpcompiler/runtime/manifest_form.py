@@ -129,18 +129,14 @@ CALLING: dict[str, Form] = {
     "constants": some(text),
 }
 PLACED: Form = lambda value: value is None or text(value) or table(text, text)(value)  # noqa: E731
-ASKED: dict[str, Form] = {
-    "mesh": mesh,
-    **dict.fromkeys(
-        ("inputs", "outputs"), lambda value: value is None or some(PLACED)(value) or table(text, PLACED)(value)
-    ),
-}
+BOUNDARIES: Form = lambda value: value is None or some(PLACED)(value) or table(text, PLACED)(value)  # noqa: E731
+ASKED: dict[str, Form] = {"mesh": mesh, "inputs": BOUNDARIES, "outputs": BOUNDARIES}
 FIELDS: dict[str, Form] = {
     "mesh": mesh,
     "groups": table(text, some(some(number))),
     "device_type": one_of("cpu", "cuda"),
     "plan": table(text, lambda value: nesting(value) <= DEEPEST),
-    "tensors": some(row(TENSOR, {"tied_to": text, "stored_in": program})),
+    "tensors": some(row(TENSOR, {"tied_to": text, "stored_in": program, "persistent": lambda value: value is False})),
     "inputs": some(row(BOUNDARY)),
     "outputs": some(row(BOUNDARY)),
     "collectives": some(row(COLLECTIVE)),

@@ -16,7 +16,7 @@ from tpcompiler.ir.calling import calling_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import cut, join
+from tpcompiler.ir.shares import cut, join, same_bits
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.written_back import find_overwritten
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
@@ -197,7 +197,7 @@ def check_state(
         if "stored_in" in row:
             _check_elsewhere(row, manifest, beside)
             continue
-        same = _same_sum if _as_held(row, mesh).partial else _same_bits
+        same = _same_sum if _as_held(row, mesh).partial else same_bits
         wholes = _wholes(row, ranks, mesh)
         if same is _same_sum:
             _check_terms(row, wholes[0], ranks, mesh)
@@ -338,20 +338,6 @@ def _check_elsewhere(row: Mapping[str, Any], manifest: Manifest, beside: Mapping
             raise Unsound(
                 None, f"{row['name']!r} is {row[key]}, and in the files of {row['stored_in']!r} it is {theirs[key]}"
             )
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    for dim in reversed(range(a.ndim)):
-        if a.stride(dim) == b.stride(dim) == 0 and a.shape[dim]:  # one number, however often it is said to stand there
-            a, b = a.select(dim, 0), b.select(dim, 0)
-    return torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(value: torch.Tensor) -> torch.Tensor:
-    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value.resolve_neg()
-    return value.reshape(-1).contiguous().view(torch.uint8)
 
 
 def _same_sum(a: torch.Tensor, b: torch.Tensor) -> bool:

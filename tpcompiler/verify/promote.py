@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,14 +15,30 @@ from tpcompiler.ir.bodies import change_bodies, read_bodies, root_of
 from tpcompiler.ir.draws import draws
 
 
+class _State(Mapping[str, Any]):
+    """What a program holds, in another dtype, made when it is asked for: of a large model it is not held twice."""
+
+    def __init__(self, held: Mapping[str, Any], dtype: torch.dtype) -> None:
+        self._held, self._dtype = held, dtype
+
+    def __getitem__(self, name: str) -> Any:
+        return promoted(self._held[name], self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
 class Promoted:
     """A program with all floating-point (and complex) state and dtype arguments in one dtype, as far as `simulate`
     reads it."""
 
     def __init__(self, program: Any, dtype: torch.dtype) -> None:
         self.graph_signature = program.graph_signature
-        self.state_dict: dict[str, Any] = {name: promoted(value, dtype) for name, value in program.state_dict.items()}
-        self.constants: dict[str, Any] = {name: promoted(value, dtype) for name, value in program.constants.items()}
+        self.state_dict: Mapping[str, Any] = _State(program.state_dict, dtype)
+        self.constants: Mapping[str, Any] = _State(program.constants, dtype)
         self.graph = edit.copy_graph(program.graph)
         read_bodies(self.graph, program.graph_module)
         change_bodies(self.graph, functools.partial(_widen, dtype))

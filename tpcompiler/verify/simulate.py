@@ -23,6 +23,7 @@ from tpcompiler.verify.promote import Promoted
 
 Seen = Callable[[int, fx.Node, Any], None]
 T = TypeVar("T")
+WEIGHTS = (InputKind.PARAMETER, InputKind.CONSTANT_TENSOR)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ def _run(
     state: Mapping[str, torch.Tensor],
     seen: Seen | None,
 ) -> Generator[Waiting, torch.Tensor | None, RankResult]:
-    env: dict[fx.Node, Any] = {}
+    waiting: dict[fx.Node, Any] = {}
+    env = _Values(lambda node: _input(program, waiting[node], feed, state))
     targets = {spec.target for spec in program.graph_signature.output_specs}
     held: dict[str, Any] = {}
     buffers: dict[str, torch.Tensor] = {}
@@ -135,6 +137,9 @@ def _run(
     for node in program.graph.nodes:
         if node.op == "placeholder":
             spec = next(specs)
+            if seen is None and spec.kind in WEIGHTS and spec.target not in targets:
+                waiting[node] = spec
+                continue
             env[node] = _input(program, spec, feed, state)
             if (name := node.name if spec.kind is InputKind.USER_INPUT else spec.target) in targets:
                 held[str(name)] = env[node]
@@ -149,7 +154,7 @@ def _run(
         if seen is not None and node.op != "output":
             seen(rank, node, env[node])
         for dead in last_use.get(node, ()):
-            del env[dead]
+            env.pop(dead, None)
     user, mutated = [], {}
     for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:
@@ -162,6 +167,18 @@ def _run(
         if not value.is_inference() and value._version and name not in mutated
     }
     return RankResult(user, mutated | changed)
+
+
+class _Values(dict[fx.Node, Any]):
+    """Values by node; a weight is read when an op takes it, and goes after the last one: not all are held at once."""
+
+    def __init__(self, read: Callable[[fx.Node], Any]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __missing__(self, node: fx.Node) -> Any:
+        value = self[node] = self._read(node)
+        return value
 
 
 def _written_back(held: Any, value: Any) -> Any:

@@ -1,0 +1,43 @@
+"""One rank: an artifact's weights as DTensors, through torch.distributed.checkpoint, changed, and back."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import tpcompiler
+from tpcompiler import ArtifactError
+
+folder = Path(sys.argv[1])
+mesh = init_device_mesh("cpu", (2,))
+with warnings.catch_warnings(record=True) as heard:
+    warnings.simplefilter("always")
+    state = tpcompiler.state_dict(folder / "out", mesh)
+said = [str(each.message) for each in heard if "DTensor cannot say" in str(each.message)]
+assert state["head.weight"] is state["table.weight"]
+wholes = {name: value.full_tensor() for name, value in state.items()}
+
+dcp.save(dict(state), checkpoint_id=folder / "dcp")
+empty = {name: torch.zeros_like(value) for name, value in state.items()}
+dcp.load(empty, checkpoint_id=folder / "dcp")
+read = {name: value.full_tensor() for name, value in empty.items()}
+assert all(torch.equal(read[name], wholes[name]) for name in wholes)
+
+changed = {}
+for name, value in state.items():
+    assert isinstance(value, DTensor)
+    changed[name] = value if name == "layers.0.up.weight" else value + 1
+changed["layers.1.down.weight"] = changed["layers.1.down.weight"].full_tensor()  # a whole tensor does as well
+del changed["head.weight"]
+for wrong, words in (({"none": wholes["table.weight"]}, "no weight"), ({"table.weight": torch.zeros(3)}, "is torch")):
+    with pytest.raises(ArtifactError, match=words):
+        tpcompiler.load_state_dict(folder / "out", wrong)
+tpcompiler.load_state_dict(folder / "out", changed)
+torch.save({"wholes": wholes, "said": said}, folder / f"{dist.get_rank()}.result")
+dist.destroy_process_group()

@@ -1,0 +1,37 @@
+"""Weights as DTensors and back, in real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tpcompiler
+from tests.checkpoint.models import exported
+from tests.launch import run_ranks
+
+pytestmark = pytest.mark.slow
+WORKER = Path(__file__).parent / "dtensor_worker.py"
+LAYER = {"table": "embedding_rowwise", "layers.0.up": "colwise", "layers.0.down": "rowwise"}
+PARTS = {**LAYER, "layers.1.up.weight": "S(0, parts 4 8)", "layers.1.down.weight": "S(1, parts 4 8)"}
+
+
+def test_there_through_a_checkpoint_and_back(tmp_path: Path) -> None:
+    """Cut evenly, pending, and in parts, which DTensor cannot say; tied once."""
+    tpcompiler.parallelize(exported(), 2, PARTS).save(tmp_path / "out", layout="shared")
+    run_ranks(2, WORKER, tmp_path)
+    want = {name: value.detach().clone() for name, value in exported().state_dict.items()}
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.result")
+        assert found["wholes"].keys() == want.keys()
+        assert all(torch.equal(found["wholes"][name], want[name]) for name in want)
+        (said,) = found["said"]
+        assert "layers.1.up.weight" in said
+    for name, value in want.items():
+        if name != "layers.0.up.weight":
+            value += 1
+    tpcompiler.merge(tmp_path / "out", tmp_path / "back.pt2")
+    back = torch.export.load(tmp_path / "back.pt2")
+    assert all(torch.equal(back.state_dict[name], want[name]) for name in want)
+    assert tpcompiler.check(tmp_path / "out").ok

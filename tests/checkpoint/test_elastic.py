@@ -1,0 +1,126 @@
+"""Another number of ranks, or one program again, from an artifact alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tpcompiler
+from tests.checkpoint.models import ARGS, PLAN, exported, hollow, model, write_checkpoint
+from tests.runtime.commands import refused, right
+from tests.zoo.elastic import bits, there_and_back
+from tests.zoo.index import CASES
+from tpcompiler import ArtifactError
+from tpcompiler.api import verify_artifact
+from tpcompiler.checkpoint.fill import read_original
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.shares import cut, join_first, read_sharding
+from tpcompiler.runtime.artifact import read_manifest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("elastic") / "two"
+    tpcompiler.parallelize(exported(), 2, PLAN).save(out, layout="shared")
+    return out
+
+
+@pytest.mark.parametrize(("name", "layout"), [("gemma3_cached", "ranks"), ("gpt2", "shared")])
+def test_models_come_back_bit_for_bit(name: str, layout: str, tmp_path: Path) -> None:
+    """Tied names that nothing takes, buffers, packed and uneven cuts."""
+    said, wrong = there_and_back(CASES[name], tmp_path, layout)
+    assert not wrong, said
+    assert "2 -> 3 uneven -> 1" in said
+
+
+def test_by_the_commands(two: Path, tmp_path: Path) -> None:
+    assert right("reshard", two, "--tp", 3, "-o", tmp_path / "three") == f"wrote 3 ranks to {tmp_path / 'three'}\n"
+    assert read_manifest(tmp_path / "three").mesh == {"tp": 3}
+    report = verify_artifact(tmp_path / "three", exported(), ARGS)
+    assert report.ok, str(report)
+    right("merge", tmp_path / "three", "-o", tmp_path / "model.pt2")
+    back = torch.export.load(tmp_path / "model.pt2")
+    assert bits(back) == bits(exported())
+    assert torch.equal(back.module()(*ARGS), exported().module()(*ARGS))
+    right("merge", tmp_path / "three", "--safetensors", "-o", tmp_path / "w.safetensors")
+    stored, held = load_file(tmp_path / "w.safetensors"), exported().state_dict
+    assert stored.keys() == held.keys() - {"head.weight"}
+    assert all(torch.equal(stored[name], held[name]) for name in stored)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model.pt2", "three", "w.safetensors"]
+
+
+def test_a_changed_weight_is_carried_along(tmp_path: Path) -> None:
+    """Negative control: the weights are the ranks', and not some that were kept elsewhere."""
+    tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "two")
+    changed = {"layers.1.up.bias": model().layers[1].up.bias.detach() + 1}
+    tpcompiler.cut_checkpoint(tmp_path / "two", write_checkpoint(tmp_path / "c", **changed))
+    tpcompiler.reshard(tmp_path / "two", 3, tmp_path / "three")
+    tpcompiler.merge(tmp_path / "three", tmp_path / "model.pt2")
+    old, new = bits(exported()), bits(torch.export.load(tmp_path / "model.pt2"))
+    assert {name for name in old if old[name] != new[name]} == {"layers.1.up.bias"}
+
+
+def test_several_programs_and_placements_at_the_boundary(tmp_path: Path) -> None:
+    programs = {"one": exported(), "two": exported()}
+    tpcompiler.parallelize(programs, 2, PLAN, outputs={"one": ["S(2)"]}).save(tmp_path / "out")
+    tpcompiler.reshard(tmp_path / "out", 3, tmp_path / "three")
+    one, two = (read_manifest(tmp_path / "three" / name) for name in ("one", "two"))
+    assert (one.outputs[0]["sharding"], two.outputs[0]["sharding"]) == ("S(2)", "R")
+    assert all("stored_in" in row for row in two.tensors)
+    assert tpcompiler.check(tmp_path / "three", exported()).ok
+    tpcompiler.merge(tmp_path / "three" / "two", tmp_path / "model.pt2")
+    assert bits(torch.export.load(tmp_path / "model.pt2")) == bits(exported())
+
+
+@pytest.mark.parametrize("placement", ["P(sum)", "P(avg)", "P(product)", "P(max)"])
+def test_pending_shares_give_back_the_bits(placement: str) -> None:
+    """A sum of zeros and -0 is 0, and the mean of three equals is rounded."""
+    mesh, value = Mesh.of(3), torch.tensor([-0.0, 0.1, float("nan"), 1e-45])
+    sharding = read_sharding(placement, mesh, 1)
+    whole = join_first(lambda rank: cut(value, sharding, mesh, rank), sharding, mesh, value.shape)
+    assert whole.view(torch.int32).tolist() == value.view(torch.int32).tolist()
+
+
+def test_what_is_refused(two: Path, tmp_path: Path) -> None:
+    tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "uncut")
+    for words in (["reshard", tmp_path / "uncut", "--tp", 4], ["merge", tmp_path / "uncut"]):
+        assert "has no weights of rank 0" in refused(*words, "-o", tmp_path / "new")
+    assert "exists already" in refused("reshard", two, "--tp", 3, "-o", tmp_path / "uncut")
+    assert "does not exist" in refused("reshard", tmp_path / "none", "--tp", 3, "-o", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    (two / "model.pt2").rename(tmp_path / "kept")
+    try:
+        assert "model.pt2 is missing" in refused("merge", two, "-o", tmp_path / "new")
+        (two / "model.pt2").write_bytes((tmp_path / "kept").read_bytes()[:-1] + b"x")
+        assert "has SHA-256" in refused("merge", two, "-o", tmp_path / "new")
+    finally:
+        os.replace(tmp_path / "kept", two / "model.pt2")
+    with pytest.raises(ArtifactError, match="cannot write"):
+        tpcompiler.merge(two, tmp_path / "no" / "new.pt2")
+
+
+def test_verify_and_check_with_the_checkpoint(tmp_path: Path) -> None:
+    """The artifact's own model, and weights that are mapped; cut or not."""
+    out, checkpoint = tmp_path / "out", write_checkpoint(tmp_path / "c")
+    tpcompiler.parallelize(hollow(), 2, PLAN).save(out)
+    assert "has no weights of rank 0" in refused("verify", out)
+    uncut = right("verify", out, "--checkpoint", checkpoint)
+    tpcompiler.cut_checkpoint(out, checkpoint)
+    assert uncut == right("verify", out, "--checkpoint", checkpoint)
+    assert "the weights are the ranks' own" in right("verify", out)
+    assert "pass --original" not in right("check", out, "--checkpoint", checkpoint)
+    manifest = read_manifest(out)
+    tpcompiler.save_weightless(read_original(out, manifest), tmp_path / "model.pt2")
+    assert uncut == right("verify", out, "--against", tmp_path / "model.pt2", "--checkpoint", checkpoint)
+    torch.export.save(exported(), tmp_path / "whole.pt2")
+    assert "is not needed" in refused("verify", out, "--against", tmp_path / "whole.pt2", "--checkpoint", checkpoint)
+    write_checkpoint(checkpoint, **{"layers.1.up.bias": model().layers[1].up.bias.detach() + 1})
+    report = verify_artifact(out, read_original(out, manifest), ARGS, checkpoint=checkpoint)
+    assert not report.ok
+    assert not tpcompiler.check(out, checkpoint=checkpoint).ok

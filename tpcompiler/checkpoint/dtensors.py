@@ -1,0 +1,165 @@
+"""An artifact's weights as DTensors, for torch.distributed.checkpoint and fine-tuning tools, and back."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of
+from tpcompiler.checkpoint.ranks import RankShares
+from tpcompiler.errors import ArtifactError, MeshError, TpCompilerWarning
+from tpcompiler.ir.local import local_strides
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.placements import format_placement
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import cut
+from tpcompiler.runtime.artifact import Manifest, read_manifest, say_files, weights_file
+from tpcompiler.runtime.target import reason, refuse_full_disk
+from tpcompiler.runtime.weights import write_weights
+
+SHOWN = 3
+
+
+def state_dict(directory: str | os.PathLike[str], mesh: DeviceMesh, *, trust: bool = False) -> dict[str, Any]:
+    """The parameters and persistent buffers of an artifact as DTensors, in the process of each rank.
+
+    Every rank's local tensor is its own share, mapped from its file: what is written to it stays in the process. A
+    weight whose cut torch's placements cannot say (parts, blocks, whole heads), or which is pending, is whole on all
+    ranks, and a warning names it.
+
+    Args:
+        directory: an artifact with weights; of several programs, one's.
+        mesh: of the same sizes as the artifact's, and its ranks in order.
+        trust: read files too that need a pickle or could run code (docs/security.md).
+
+    Raises:
+        ArtifactError: no artifact with weights, or a damaged one.
+        MeshError: a mesh of other sizes.
+    """
+    manifest = read_manifest(directory)
+    rank = _rank_in(mesh, manifest)
+    source, shardings, own = RankShares(directory, trust=trust), shardings_of(manifest), Mesh.of(manifest.mesh)
+    kept = {
+        row["name"]: row for row in manifest.tensors if row["kind"] != "constant_tensor" and row.get("persistent", True)
+    }
+    made: dict[str, Any] = {}
+    whole = []
+    for name, row in kept.items():
+        first = row.get("tied_to", name)
+        if first in made:
+            made[name] = made[first]
+            continue
+        placements = _placements(shardings[first], own)
+        if placements is None:
+            whole.append(first)
+            local, placements = source.read(first), [Replicate()] * mesh.ndim
+        else:
+            local = source.share(first, rank)
+        shape = torch.Size(row["shape"])
+        made[name] = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=shape, stride=tuple(local_strides(local, shape))
+        )
+    if whole:
+        more = f" and {len(whole) - SHOWN} more" if len(whole) > SHOWN else ""
+        warnings.warn(
+            f"whole on every rank, for DTensor cannot say their cut: {', '.join(whole[:SHOWN])}{more}",
+            TpCompilerWarning,
+            stacklevel=2,
+        )
+    return made
+
+
+def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Write weights back into an artifact of the shared layout, each rank its own file; all ranks must call it.
+
+    Args:
+        directory: the artifact, on a disk that all ranks see.
+        state: DTensors with any placements, or whole tensors, by name; weights that are not named stay as they are.
+
+    Raises:
+        ArtifactError: other names, shapes or dtypes than the artifact's, another layout, or a file that cannot be
+            written; then all ranks raise, and the artifact stays as it was.
+        MeshError: not as many ranks as the artifact has.
+    """
+    manifest = read_manifest(directory)
+    mesh, rank, path = Mesh.of(manifest.mesh), dist.get_rank(), Path(directory)
+    if dist.get_world_size() != mesh.world_size:
+        raise MeshError(
+            f"the artifact has {mesh.world_size} ranks, this world has {dist.get_world_size()}",
+            help=f"start {mesh.world_size} processes, or reshard the artifact",
+        )
+    _refuse_others(manifest, state, path)
+    source, shardings = RankShares(path), shardings_of(manifest)
+    tied = {row["name"]: row.get("tied_to", row["name"]) for row in manifest.tensors}
+    given = {tied[name]: value for name, value in state.items()}
+
+    numbers = {name: torch.tensor([rows[rank]]) for name, rows in manifest.rank_numbers.items()}
+    new, entries = path / f".{weights_file(rank)}.part", entries_of(manifest, rank)
+    values = {}
+    for entry in entries:  # in one order on all ranks, which put each tensor together in turn
+        if entry.name in given:
+            value = given[entry.name]
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            values[entry.name] = cut(whole.detach().cpu(), shardings[entry.name], mesh, rank).clone()
+    failed, hash = "", ""
+    try:
+        refuse_full_disk(new, sum(entry.nbytes for entry in entries))
+        own = {**numbers, **values}
+        hash = write_weights(new, entries, (own[n] if n in own else source.share(n, rank) for n, _, _ in entries))
+    except OSError as error:
+        failed = f"rank {rank}: {reason(error)}"
+    said: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(said, (hash, failed))
+    if problems := [problem for _, problem in said if problem]:
+        new.unlink(missing_ok=True)
+        raise ArtifactError(f"cannot write the weights of {path}: {problems[0]}", help="check the free space")
+    os.replace(new, path / weights_file(rank))
+    dist.barrier()
+    if rank == 0:
+        say_files(path, manifest, {weights_file(at): each for at, (each, _) in enumerate(said)})
+    dist.barrier()
+
+
+def _rank_in(mesh: DeviceMesh, manifest: Manifest) -> int:
+    sizes = tuple(manifest.mesh.values())
+    if tuple(mesh.mesh.shape) != sizes or mesh.mesh.flatten().tolist() != list(range(manifest.world_size)):
+        raise MeshError(
+            f"the artifact is for the mesh {manifest.mesh}, this one is {mesh.mesh.tolist()}",
+            help=f"give init_device_mesh({manifest.device_type!r}, {sizes})",
+        )
+    return int(mesh.get_rank())
+
+
+def _placements(sharding: Sharding, mesh: Mesh) -> Sequence[Placement] | None:
+    """As torch says it; None where it cannot."""
+    found = sharding.placements(mesh)
+    said = [format_placement(each) for each in found]
+    if sharding.partial or sharding.text(mesh) != (said[0] if len(said) == 1 else f"[{', '.join(said)}]"):
+        return None
+    return found
+
+
+def _refuse_others(manifest: Manifest, state: Mapping[str, Any], path: Path) -> None:
+    if not manifest.programs:
+        raise ArtifactError(
+            f"{path} has self-contained files, whose weights stay as they were written",
+            help="convert with --layout shared, or reshard it",
+        )
+    leaves = {name: leaf for leaf in leaves_of(manifest) for name in (leaf.name, *leaf.aliases)}
+    for name, value in state.items():
+        if name not in leaves:
+            raise ArtifactError(f"{path} has no weight {name!r}", help="give the names of its manifest")
+        have, want = (value.dtype, tuple(value.shape)), (leaves[name].dtype, leaves[name].shape)
+        if have != want:
+            raise ArtifactError(
+                f"{name!r} is {have[0]} {list(have[1])}, {path} has {want[0]} {list(want[1])}",
+                help="give the weights of the same model",
+            )
