@@ -334,7 +334,7 @@ def test_verify_finds_swapped_weights(model: Path, tampered: Path) -> None:
 def test_check(model: Path, out: Path, tampered: Path) -> None:
     """Without the model nobody can say which weights are right; with it they are compared bit for bit."""
     sound = "sound: 2 ranks, "
-    unread = "the weights were not compared with the model's: pass --original MODEL.pt2"
+    unread = "the weights were not compared with the model's: pass --original MODEL.pt2, or --checkpoint DIR"
     for directory in (out, tampered):
         said = right("check", directory).splitlines()
         assert (said[0].startswith(sound), said[-1]) == (True, unread)

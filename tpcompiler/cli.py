@@ -117,7 +117,13 @@ def inspect(
 
 @app.command()
 def convert(
-    model: Annotated[Path, typer.Argument(metavar="MODEL.pt2", help="What torch.export.save wrote.")],
+    models: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="MODEL.pt2",
+            help="What torch.export.save wrote. Several, such as prefill and decode, share their weights and caches.",
+        ),
+    ],
     plan: Annotated[
         Path,
         typer.Option(
@@ -130,7 +136,11 @@ def convert(
     mesh: MeshOption = None,
     inputs: Annotated[
         list[str] | None,
-        typer.Option("--input", metavar="NAME=PLACEMENT", help="How an input is cut: x=S(0), or by axis x=dp:S(0)."),
+        typer.Option(
+            "--input",
+            metavar="NAME=PLACEMENT",
+            help="How an input is cut: x=S(0), or by axis x=dp:S(0); of several models prefill.x=S(0).",
+        ),
     ] = None,
     outputs: Annotated[
         list[str] | None, typer.Option("--output", metavar="NAME=PLACEMENT", help="The same of an output.")
@@ -179,6 +189,7 @@ def convert(
       tpcompiler convert model.pt2 --mesh dp=2,tp=4 --plan plan.yaml --input "x=dp:S(0)" --dry-run
       tpcompiler convert model.pt2 --tp 8 --plan plan.yaml --device cuda -o out
       tpcompiler convert weightless.pt2 --tp 2 --plan DIR/config.json --checkpoint DIR -o out
+      tpcompiler convert prefill.pt2 decode.pt2 --tp 2 --plan DIR/config.json -o out
     """
     refuse_two_meshes(tp, mesh)
     if out is None and not dry_run:
@@ -196,33 +207,45 @@ def convert(
         chosen = Plan.of(plan, skip_unsupported=skip_unsupported)
         if out is not None and not dry_run:
             free_target(out, force=force)  # before the minutes that follow
-        status.update(Text(one_line(f"reading {model}")))
-        exported = read_model(model, imports or (), trust=trust)
+        programs = {}
+        for model in models:
+            status.update(Text(one_line(f"reading {model}")))
+            programs[model.stem] = read_model(model, imports or (), trust=trust)
+        names = list(programs) if len(models) > 1 else []
+        if len(programs) < len(models):
+            raise PlanError(
+                f"two models are called {models[-1].stem}", help="a model is called as its file, without the suffix"
+            )
         status.update("placing and cutting")
-        made = parallelize(
+        exported: Any = programs if names else programs[models[0].stem]
+        made: Any = parallelize(
             exported,
             over,
             chosen,
-            inputs=_placements(inputs, "--input"),
-            outputs=_placements(outputs, "--output"),
+            inputs=_of_programs(_placements(inputs, "--input"), names),
+            outputs=_of_programs(_placements(outputs, "--output"), names),
             device_type=device_type.value if device_type else None,
         )
+        each: dict[str, Any] = dict(made) if names else {"": made}
         if out is not None and not dry_run:
-            status.update(Text(one_line(f"writing {made.world_size} programs to {out}")))
+            status.update(Text(one_line(f"writing {over.world_size} ranks' programs to {out}")))
             if checkpoint is not None:
-                refuse_other_checkpoint(made.writer(layout="shared").manifest, made.original, checkpoint, partial)
+                described = [(one.writer(layout="shared").manifest, one.original) for one in each.values()]
+                refuse_other_checkpoint(described, checkpoint, partial)
             files: Any = layout.value if layout else None
             made.save(out, force=force, keep_output_types=keep_output_types, layout=files)
-            manifest = read_manifest(out)
+            manifests = {name: read_manifest(out / name) for name in each}
         else:
-            manifest = made.manifest()
+            manifests = {name: one.manifest() for name, one in each.items()}
     if checkpoint is not None and out is not None and not dry_run:
         cut_with_bar(out, checkpoint, None, partial, force=False)
-    data = {"out": None if dry_run else str(out), **cli_inspect.artifact_data(manifest)}
+    data: dict[str, Any] = {name: cli_inspect.artifact_data(manifest) for name, manifest in manifests.items()}
     if json:
-        cli_print.print_json(data)
-    else:
-        cli_print.print_summary(data, "nothing written (--dry-run)" if dry_run else str(out))
+        rest = {"programs": data} if names else data[""]
+        cli_print.print_json({"out": None if dry_run else str(out), **rest})
+        return
+    for name, shown in data.items():
+        cli_print.print_summary(shown, "nothing written (--dry-run)" if dry_run else str((out or Path()) / name))
 
 
 @app.command()
@@ -322,6 +345,19 @@ def _placements(texts: list[str] | None, option: str) -> dict[str, Any] | None:
         by_axis = {axis.strip(): placement.strip() for axis, _, placement in pairs}
         found[name.strip()] = by_axis if pairs[0][2] else said.strip()
     return found or None
+
+
+def _of_programs(placements: dict[str, Any] | None, names: list[str]) -> dict[str, Any] | None:
+    """Of several programs, `prefill.x` is the x of prefill."""
+    if placements is None or not names:
+        return placements
+    found: dict[str, Any] = {}
+    for said, placement in placements.items():
+        program, _, name = said.partition(".")
+        if program not in names or not name:
+            raise PlanError(f"{said!r} names no program", help=f"write {names[0]}.{said.rpartition('.')[2]}=S(0)")
+        found.setdefault(program, {})[name] = placement
+    return found
 
 
 def main() -> None:

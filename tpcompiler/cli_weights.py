@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +31,15 @@ def export(
     length: Annotated[int, typer.Option("--length", metavar="N", help="Tokens of the example.", min=1)] = 16,
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="By default the config's.")] = None,
     static: Annotated[bool, typer.Option("--static", help="Fix batch and length as in the example.")] = False,
+    prefill_decode: Annotated[
+        bool,
+        typer.Option(
+            "--prefill-decode", help="Write OUT/prefill.pt2 and OUT/decode.pt2, over one static cache, for one batch."
+        ),
+    ] = False,
+    max_length: Annotated[
+        int, typer.Option("--max-length", metavar="N", help="Tokens that this cache has room for.", min=3)
+    ] = 512,
 ) -> None:
     """Export a model without its weights.
 
@@ -41,12 +51,24 @@ def export(
       tpcompiler export checkpoint -o model.pt2
       tpcompiler convert model.pt2 --tp 2 --plan checkpoint/config.json --checkpoint checkpoint -o out
       tpcompiler export models:build -o model.pt2
+      tpcompiler export checkpoint --prefill-decode --batch 1 --max-length 512 -o models
+      tpcompiler convert models/prefill.pt2 models/decode.pt2 --tp 2 --plan checkpoint/config.json -o out
     """
     with progress(f"exporting {source}"):
-        from tpcompiler.exporting import export_without_weights
-        from tpcompiler.runtime.target import reason, replacing
+        from tpcompiler.exporting import export_prefill_and_decode, export_without_weights
+        from tpcompiler.runtime.target import in_place_of, reason, replacing
         from tpcompiler.runtime.weightless import save_weightless, weightless_names
 
+        if prefill_decode:
+            if os.path.lexists(out):
+                raise ArtifactError(f"{out} exists already", help="choose another directory")
+            made = export_prefill_and_decode(source, batch=batch, length=length, max_length=max_length, dtype=dtype)
+            with in_place_of(out, force=False) as folder:
+                for name, each in made.items():
+                    save_weightless(each, folder / f"{name}.pt2")
+            count = len(weightless_names(made["decode"]))
+            typer.echo(f"wrote {out}/prefill.pt2 and {out}/decode.pt2: {count} weights have no values")
+            return
         program = export_without_weights(source, batch=batch, length=length, dtype=dtype, static=static)
         try:
             with replacing(out) as file:

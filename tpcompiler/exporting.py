@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.export import Dim, ExportedProgram
 
+from tpcompiler._torch import FakeTensorMode
 from tpcompiler.errors import ArtifactError, ProgramError
 from tpcompiler.runtime.model_file import import_modules
 from tpcompiler.runtime.target import reason
-from tpcompiler.runtime.weightless import weightless
+from tpcompiler.runtime.weightless import lazy_zeros, weightless
 
 MOST_BATCH, MOST_TOKENS = 1024, 8192
 FACTORY = "write module:factory, of a function that returns (model, args), (model, args, kwargs) or these and shapes"
@@ -52,14 +53,73 @@ def export_without_weights(
             model, args, kwargs, shapes = _from_factory(text)
         else:
             model, args, kwargs, shapes = _from_directory(Path(text), batch, length, dtype, static)
-        try:
-            return torch.export.export(model.eval(), tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=False)
-        except Exception as error:  # whatever a model raises
-            line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ProgramError(
-                f"{text} cannot be exported: {type(error).__name__}: {line}",
-                help="try --static, or export it in Python: with tpcompiler.weightless(): ...",
-            ) from error
+        return _exported(text, model, args, kwargs, shapes)
+
+
+def export_prefill_and_decode(
+    source: str | os.PathLike[str], *, batch: int = 1, length: int = 16, max_length: int = 512, dtype: str | None = None
+) -> dict[str, ExportedProgram]:
+    """Export a Hugging Face decoder twice over one static cache of keys and values, its parameters without values.
+
+    Both programs take `input_ids` and `cache_position` and return logits; the cache is buffers that they write.
+    `prefill` takes 2 to `max_length` tokens, `decode` one. transformers' own wrapper for export makes them.
+
+    Args:
+        source: a Hugging Face directory, of which config.json is read and no weights.
+        batch: the rows of both programs, fixed, as the cache's are.
+        length: tokens of the example of `prefill`, at least 2.
+        max_length: tokens that the cache has room for.
+        dtype: as of `export_without_weights`.
+
+    Raises:
+        ArtifactError: as `export_without_weights`; no decoder.
+        ProgramError: torch.export cannot export it.
+    """
+    with weightless(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, name = _model_of(Path(source), dtype)
+        if "CausalLM" not in name:
+            raise ArtifactError(
+                f"{os.fspath(source)} is a {name}, which generates no text", help="export it without --prefill-decode"
+            )
+        length = min(max(length, 2), max_length - 1)
+        module = _with_cache(model.eval(), batch, max_length)
+        tokens = Dim("length", min=2, max=max_length)
+        made = {}
+        for program, count, dims in (("prefill", length, tokens), ("decode", 1, None)):
+            inputs = {"input_ids": torch.ones(batch, count, dtype=torch.int64), "cache_position": torch.arange(count)}
+            shapes = {"input_ids": {1: dims}, "cache_position": {0: dims}} if dims is not None else None
+            made[program] = _exported(os.fspath(source), module, (), inputs, shapes, strict=True)
+    return made
+
+
+def _with_cache(model: Any, batch: int, max_length: int) -> torch.nn.Module:
+    """transformers' wrapper with a static cache, whose zeros take no memory before they are written."""
+    from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
+
+    model.generation_config.cache_implementation, model.generation_config.use_cache = "static", True
+    model.config.use_cache = True
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        module = TorchExportableModuleWithStaticCache(model, batch, max_length, torch.device("cpu"))
+    for index, layer in enumerate(module.static_cache.layers):
+        for kind, attribute in (("key_cache", "keys"), ("value_cache", "values"), ("cumulative_length",) * 2):
+            zeros = lazy_zeros(getattr(layer, attribute))
+            setattr(layer, attribute, zeros)
+            setattr(module, f"{kind}_{index}", zeros)
+    return module
+
+
+def _exported(
+    text: str, model: torch.nn.Module, args: Any, kwargs: Any, shapes: Any, *, strict: bool = False
+) -> ExportedProgram:
+    try:
+        return torch.export.export(model.eval(), tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=strict)
+    except Exception as error:  # whatever a model raises
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ProgramError(
+            f"{text} cannot be exported: {type(error).__name__}: {line}",
+            help="try --static, or export it in Python: with tpcompiler.weightless(): ...",
+        ) from error
 
 
 def _from_factory(text: str) -> tuple[torch.nn.Module, Any, Any, Any]:
@@ -79,6 +139,19 @@ def _from_factory(text: str) -> tuple[torch.nn.Module, Any, Any, Any]:
 def _from_directory(
     path: Path, batch: int, length: int, dtype: str | None, static: bool
 ) -> tuple[torch.nn.Module, Any, Any, Any]:
+    model, name = _model_of(path, dtype)
+    config: Any = model.config
+    config.use_cache = False
+    names = ["input_ids"] if "CausalLM" in name else ["input_ids", "attention_mask"]
+    names += ["decoder_input_ids"] if config.is_encoder_decoder else []
+    inputs = {each: torch.ones(batch, length, dtype=torch.int64) for each in names}
+    most = min(int(getattr(config, "max_position_embeddings", None) or MOST_TOKENS), MOST_TOKENS)
+    sizes = {0: Dim("batch", min=1, max=MOST_BATCH), 1: Dim("length", min=2, max=most)}
+    return model, (), inputs, None if static else dict.fromkeys(names, sizes)
+
+
+def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
+    """The model of a config.json, and its class's name."""
     file = path / "config.json" if path.is_dir() else path
     directory = f"give a Hugging Face directory, or {FACTORY}"
     try:
@@ -99,17 +172,11 @@ def _from_directory(
             f"{file} names the architecture {name!r}, which transformers {transformers.__version__} lacks",
             help="export it in Python: with tpcompiler.weightless(): ...",
         )
-    config.use_cache = False
     chosen = str(dtype or data.get("dtype") or data.get("torch_dtype") or "float32")
     found = getattr(torch, chosen, None)
     if not isinstance(found, torch.dtype):
         raise ArtifactError(f"{chosen!r} is no dtype of torch", help='give one such as "bfloat16"')
     # Of experts' implementations the one that torch.export takes.
     experts = any(getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-    model = build._from_config(config, dtype=found, **({"experts_implementation": "batched_mm"} if experts else {}))
-    names = ["input_ids"] if "CausalLM" in name else ["input_ids", "attention_mask"]
-    names += ["decoder_input_ids"] if config.is_encoder_decoder else []
-    inputs = {each: torch.ones(batch, length, dtype=torch.int64) for each in names}
-    most = min(int(getattr(config, "max_position_embeddings", None) or MOST_TOKENS), MOST_TOKENS)
-    sizes = {0: Dim("batch", min=1, max=MOST_BATCH), 1: Dim("length", min=2, max=most)}
-    return model, (), inputs, None if static else dict.fromkeys(names, sizes)
+    more = {"experts_implementation": "batched_mm"} if experts else {}
+    return build._from_config(config, dtype=found, **more), name

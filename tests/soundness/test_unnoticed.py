@@ -16,7 +16,7 @@ from torch.export.graph_signature import TensorArgument
 import tpcompiler
 from tests.trust.damage import Artifact, claim, inserted
 from tpcompiler.ir.calls import write_call
-from tpcompiler.soundness.boundary import _same_bits
+from tpcompiler.ir.shares import same_bits
 from tpcompiler.soundness.check import check_programs
 
 aten = torch.ops.aten
@@ -267,12 +267,12 @@ def test_one_number_that_stands_in_a_million_million_places() -> None:
     """Compared as what it takes in memory."""
     zero = torch.zeros(())
     many = (1 << 20, 1 << 20)
-    assert _same_bits(zero.expand(many), torch.zeros(()).expand(many))
-    assert not _same_bits(zero.expand(many), torch.tensor(-0.0).expand(many))
-    assert not _same_bits(zero.expand(2, 1 << 20), zero.expand(many))
-    assert _same_bits(torch.ones(3).expand(2, 3), torch.ones(2, 3))
-    assert not _same_bits(torch.ones(3).expand(2, 3), torch.tensor([[1.0, 1, 1], [1, 2, 1]]))
-    assert _same_bits(zero.expand(0, 3), torch.zeros(0, 3))
+    assert same_bits(zero.expand(many), torch.zeros(()).expand(many))
+    assert not same_bits(zero.expand(many), torch.tensor(-0.0).expand(many))
+    assert not same_bits(zero.expand(2, 1 << 20), zero.expand(many))
+    assert same_bits(torch.ones(3).expand(2, 3), torch.ones(2, 3))
+    assert not same_bits(torch.ones(3).expand(2, 3), torch.tensor([[1.0, 1, 1], [1, 2, 1]]))
+    assert same_bits(zero.expand(0, 3), torch.zeros(0, 3))
 
 
 def test_the_size_of_a_group_where_payloads_are_dynamic() -> None:

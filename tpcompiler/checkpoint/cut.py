@@ -79,21 +79,24 @@ def cut_checkpoint(
 
 
 def refuse_other_checkpoint(
-    manifest: Manifest, program: ExportedProgram, checkpoint: str | os.PathLike[str], partial: bool
+    programs: Sequence[tuple[Manifest, ExportedProgram]], checkpoint: str | os.PathLike[str], partial: bool
 ) -> None:
-    """Check that a checkpoint has the weights that a program lacks, before anything is written.
+    """Check that a checkpoint has the weights that programs lack, before anything is written.
 
     Raises:
-        ArtifactError: as `cut_checkpoint`; the program has its weights.
+        ArtifactError: as `cut_checkpoint`; the programs have their weights.
     """
-    hollow = weightless_names(program)
-    if not hollow:
+    lacking = {
+        leaf.name: leaf
+        for manifest, program in programs
+        for leaf in leaves_of(manifest)
+        if leaf.name in weightless_names(program)
+    }
+    if not lacking:
         raise ArtifactError(
             f"{os.fspath(checkpoint)} is not needed: the model has its weights", help="leave --checkpoint out"
         )
-    find_sources(
-        [leaf for leaf in leaves_of(manifest) if leaf.name in hollow], open_source(checkpoint), partial=partial
-    )
+    find_sources(list(lacking.values()), open_source(checkpoint), partial=partial)
 
 
 class _Work:

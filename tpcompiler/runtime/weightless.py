@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Collection, Iterator
 from typing import Any, cast
 
+import numpy
 import torch
 from torch import nn
 from torch.export import ExportedProgram
@@ -17,6 +18,7 @@ from tpcompiler._torch import FakeTensor, FakeTensorMode
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.opened import Opened
 
+LARGE = 1 << 20  # bytes
 MARK = "tpcompiler_weightless.json"  # an extra file in the .pt2: the names, for torch reads such tensors as zeros
 
 
@@ -50,31 +52,49 @@ def weightless_names(program: ExportedProgram) -> set[str]:
     return {name for name, value in held.items() if isinstance(value, FakeTensor)}
 
 
+def lazy_zeros(like: torch.Tensor) -> torch.Tensor:
+    """Zeros of a tensor's shape and dtype, which take no memory before they are written."""
+    data = numpy.zeros(like.numel() * like.element_size(), numpy.uint8)  # unlike torch's: calloc's pages, untouched
+    return torch.from_numpy(data).view(like.dtype).view(like.shape)
+
+
 def save_weightless(program: ExportedProgram, path: str | os.PathLike[str]) -> None:
     """Write a program whose weights have no values, and say so: torch would read them as zeros.
+
+    Large buffers of zeros, such as caches, take no room in the file either.
 
     Raises:
         OSError: it cannot be written.
     """
-    names = weightless_names(program)
     state, constants = dict(program.state_dict), dict(program.constants)
-    hollow = {name: hollow_like(value) for name, value in {**constants, **state}.items() if name in names}
+    names = weightless_names(program)
+    zeros = {name for name, value in constants.items() if name not in names and _is_large(value) and not value.any()}
+    hollow = {name: hollow_like(value) for name, value in {**constants, **state}.items() if name in names | zeros}
     try:
         for held in (program.state_dict, program.constants):
-            held.update({name: hollow[name] for name in held.keys() & names})
-        save_marked(program, path, names, {**constants, **state})
+            held.update({name: hollow[name] for name in held.keys() & hollow.keys()})
+        save_marked(program, path, names, {**constants, **state}, zeros)
     finally:
         program.state_dict.update(state)
         program.constants.update(constants)
 
 
 def save_marked(
-    program: ExportedProgram, path: str | os.PathLike[str], names: Collection[str], values: dict[str, Any]
+    program: ExportedProgram,
+    path: str | os.PathLike[str],
+    names: Collection[str],
+    values: dict[str, Any],
+    zeros: Collection[str] = (),
 ) -> None:
-    """Write a program whose tensors of these names are hollow, and say so, and which of them are tied."""
+    """Write a program whose tensors of these names are hollow, and say so, which of them are tied, and which zeros."""
     first: dict[int, str] = {}
-    tied = {name: first.setdefault(id(values[name]), name) for name in sorted(names)}
-    torch.export.save(program, cast(Any, path), extra_files={MARK: json.dumps(tied)})
+    marks: dict[str, str | None] = dict.fromkeys(sorted(zeros))
+    marks |= {name: first.setdefault(id(values[name]), name) for name in sorted(names)}
+    torch.export.save(program, cast(Any, path), extra_files={MARK: json.dumps(marks)})
+
+
+def _is_large(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() * value.element_size() > LARGE
 
 
 def hollow_like(value: torch.Tensor) -> torch.Tensor:
@@ -87,7 +107,7 @@ def hollow_like(value: torch.Tensor) -> torch.Tensor:
 
 
 def empty_hollow(program: ExportedProgram, file: Opened) -> None:
-    """Put fake tensors where the file says that a program's have no values.
+    """Put fake tensors where the file says that a program's have no values, and zeros where it says zeros.
 
     Raises:
         ArtifactError: the mark names what the program does not hold.
@@ -98,31 +118,36 @@ def empty_hollow(program: ExportedProgram, file: Opened) -> None:
     nodes = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     specs = program.graph_signature.input_specs
     taken = {spec.target: nodes[spec.arg.name] for spec in specs if spec.target is not None}
-    values = {first: taken[name] for name, first in tied.items() if name in taken}
+    values = {first: taken[name] for name, first in tied.items() if first is not None and name in taken}
     made: dict[str, torch.Tensor] = {}
     for held in (program.state_dict, program.constants):
         for name in sorted(held.keys() & tied.keys()):
-            value = values.get(tied[name])
+            first = tied[name]
+            value = taken.get(name) if first is None else values.get(first)
             if not isinstance(value, FakeTensor):
                 raise ArtifactError(f"{file.path} says that {name!r} has no values", help="export the model again")
-            if tied[name] not in made:
+            if first is None:
+                held[name] = lazy_zeros(value)
+                continue
+            if first not in made:
                 grad = held[name].requires_grad
                 is_leaf = isinstance(held[name], nn.Parameter)
-                made[tied[name]] = nn.Parameter(value, requires_grad=grad) if is_leaf else value
-            held[name] = made[tied[name]]
+                made[first] = nn.Parameter(value, requires_grad=grad) if is_leaf else value
+            held[name] = made[first]
     if lacking := sorted(tied.keys() - program.state_dict.keys() - program.constants.keys()):
         raise ArtifactError(
             f"{file.path} says that {lacking[0]!r} has no values, and has no such tensor", help="export the model again"
         )
 
 
-def _read_mark(file: Opened) -> dict[str, str]:
+def _read_mark(file: Opened) -> dict[str, str | None]:
+    """Name -> the first of those that are tied to it; of zeros, None."""
     file.seek(0)
     with contextlib.suppress(zipfile.BadZipFile, ValueError, OSError), zipfile.ZipFile(file) as archive:
         for entry in archive.namelist():
             if entry.partition("/")[2] == f"extra/{MARK}":
                 data = json.loads(archive.read(entry))
-                if isinstance(data, dict) and all(isinstance(first, str) for first in data.values()):
+                if isinstance(data, dict) and all(isinstance(first, str | None) for first in data.values()):
                     return data
                 raise ArtifactError(f"{file.path}: its {MARK} is damaged", help="export the model again")
     return {}
