@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -32,6 +35,7 @@ from tpcompiler.runtime.target import reason, refuse_full_disk
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import Writing, read_all
 
+READ_AHEAD = 1 << 28  # bytes of two tensors of which the second is read while the first is written
 STATE = ".cut.json"
 Progress = Callable[[int, int], None]  # bytes done, of all
 
@@ -159,15 +163,11 @@ class _Work:
                 }
                 refuse_full_disk(self.directory / STATE, self.size - sum(w.done for w in writing.values()))
                 yield sum(each.done for each in writing.values())
-                for at, entry in enumerate(self.entries[self.ranks[0]] if self.ranks else ()):
-                    waiting = [rank for rank in self.ranks if writing[rank].count <= at]
-                    whole = self._whole(entry.name) if waiting else None
-                    for rank in waiting:
-                        value = (
-                            self._number(entry.name, rank) if whole is None else self._share(entry.name, whole, rank)
-                        )
-                        yield writing[rank].put(value)
-                    del whole
+                first = min((each.count for each in writing.values()), default=0)
+                order = [entry.name for entry in self.entries[self.ranks[0]]] if self.ranks else []
+                for at, (name, whole) in enumerate(self._wholes(order[first:]), first):
+                    for rank in (rank for rank in self.ranks if writing[rank].count <= at):
+                        yield writing[rank].put(self._share(name, whole, rank))
                 hashes = {weights_file(rank): each.finish() for rank, each in writing.items()}
             for rank in self.ranks:
                 os.replace(parts[rank], self.directory / weights_file(rank))
@@ -179,15 +179,26 @@ class _Work:
                 help="cut again when there is room: it goes on from here",
             ) from error
 
+    def _wholes(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Every tensor, of which a small one is read while the one before is written."""
+        shapes = {leaf.name: math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves}
+        with ThreadPoolExecutor(1) as reader:
+            ahead: Future[torch.Tensor | None] | None = None
+            for name, following in zip_longest(names, names[1:]):
+                whole = self._whole(name) if ahead is None else ahead.result()
+                small = following is not None and shapes.get(following, 0) + shapes.get(name, 0) <= READ_AHEAD
+                ahead = reader.submit(self._whole, following) if small else None
+                yield name, whole
+                del whole
+
     def _whole(self, name: str) -> torch.Tensor | None:
         if name in self.manifest.rank_numbers:
             return None
-        return self.values[name] if name in self.values else self.recipes[name].make(self.source.read)
+        return self.values[name] if name in self.values else self.recipes[name].make(self.source.load)
 
-    def _number(self, name: str, rank: int) -> torch.Tensor:
-        return torch.tensor([self.manifest.rank_numbers[name][rank]])
-
-    def _share(self, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    def _share(self, name: str, whole: torch.Tensor | None, rank: int) -> torch.Tensor:
+        if whole is None:
+            return torch.tensor([self.manifest.rank_numbers[name][rank]])
         return cut(whole, self.shardings[name], self.mesh, rank)
 
 

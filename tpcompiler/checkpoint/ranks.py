@@ -30,6 +30,8 @@ class Source(Protocol):
 
     def read(self, name: str) -> torch.Tensor: ...
 
+    def load(self, name: str) -> torch.Tensor: ...
+
     def fingerprint(self) -> dict[str, list[int]]: ...
 
 
@@ -72,6 +74,10 @@ class RankShares:
     def read(self, name: str) -> torch.Tensor:
         """A tensor, whole: one that no axis cuts is mapped."""
         return self._programs[name].read(name, self.tensors[name].shape)
+
+    def load(self, name: str) -> torch.Tensor:
+        """The same."""
+        return self.read(name)
 
     def share(self, name: str, rank: int) -> torch.Tensor:
         """What one rank holds of a tensor, mapped."""

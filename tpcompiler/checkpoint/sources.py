@@ -22,8 +22,13 @@ def find_sources(leaves: Sequence[Leaf], checkpoint: Source, *, partial: bool = 
     Raises:
         ArtifactError: a leaf without a tensor, one of another dtype or shape, a tensor that no leaf takes; all at once.
     """
-    made = recipes_of(str(checkpoint.config.get("model_type", "")), list(checkpoint.tensors))
-    rename = _find_prefix([name for leaf in leaves for name in (leaf.name, *leaf.aliases)], made)
+    wanted = [name for leaf in leaves for name in (leaf.name, *leaf.aliases)]
+    made = {name: Recipe(((name,),)) for name in checkpoint.tensors}
+    rename = _find_prefix(wanted, made)
+    names_of = [[n for own in (leaf.name, *leaf.aliases) for n in (own, rename(own))] for leaf in leaves]
+    if any(made.keys().isdisjoint(names) for names in names_of):  # only then: transformers takes seconds to import
+        made = recipes_of(str(checkpoint.config.get("model_type", "")), list(checkpoint.tensors))
+        rename = _find_prefix(wanted, made)
     found: dict[str, Recipe] = {}
     wrong: list[str] = []
     shapes = {name: stored.shape for name, stored in checkpoint.tensors.items()}

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,6 +86,7 @@ class Writing:
         self.entries, self.count, self.done = entries, 0, 0
         head = _header(entries)
         self._hash = hashlib.sha256(head)
+        self._writer = ThreadPoolExecutor(1)  # writes a piece while it is hashed: either takes as long
         self._file = path.open("r+b" if go_on and path.is_file() else "w+b")
         if self._file.read(len(head)) == head:
             self._find_end(path.stat().st_size - len(head))
@@ -110,8 +112,9 @@ class Writing:
         assert (value.dtype, tuple(value.shape)) == (entry.dtype, entry.shape), entry.name
         data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         for start in range(0, len(data), PIECE):
+            written = self._writer.submit(self._file.write, data[start : start + PIECE])
             self._hash.update(data[start : start + PIECE])
-            self._file.write(data[start : start + PIECE])
+            written.result()
         self.count += 1
         self.done += entry.nbytes
         return entry.nbytes
@@ -126,6 +129,7 @@ class Writing:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._writer.shutdown()
         self._file.close()
 
 
