@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import tpcompiler
-from examples.minilm import HERE, SENTENCES, SentenceEncoder
+from examples.minilm import HERE, SENTENCES, SentenceEncoder, checkpoint
 from tpcompiler.views.dot import artifact_dot
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -26,7 +26,7 @@ def dot_text() -> str:
     from transformers import AutoTokenizer
 
     model = SentenceEncoder()
-    tokens = AutoTokenizer.from_pretrained(model.files)(SENTENCES, padding=True, return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(checkpoint())(SENTENCES, padding=True, return_tensors="pt")
     inputs = {name: tokens[name] for name in ("input_ids", "attention_mask")}
     program = tpcompiler.parallelize(torch.export.export(model, (), inputs), 2, HERE / "minilm.yaml")
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tpcompiler.api import check as check
     from tpcompiler.api import parallelize as parallelize
     from tpcompiler.api import tensor_parallel_transformation as tensor_parallel_transformation
+    from tpcompiler.api import verify_artifact as verify_artifact
     from tpcompiler.checkpoint.cut import cut_checkpoint as cut_checkpoint
     from tpcompiler.checkpoint.dtensors import load_state_dict as load_state_dict
     from tpcompiler.checkpoint.dtensors import state_dict as state_dict
@@ -42,6 +43,7 @@ _HOME = {
     "CheckReport": "tpcompiler.soundness.check",
     "parallelize": "tpcompiler.api",
     "tensor_parallel_transformation": "tpcompiler.api",
+    "verify_artifact": "tpcompiler.api",
     "load": "tpcompiler.checkpoint.load",
     "cut_checkpoint": "tpcompiler.checkpoint.cut",
     "state_dict": "tpcompiler.checkpoint.dtensors",

@@ -112,3 +112,33 @@ def test_a_checkpoint_of_another_model_leaves_nothing(tmp_path: Path) -> None:
     assert "other does not fit the program: it has no 'model.layers.1." in error
     assert "; and 3 more" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_prefill_and_decode_over_one_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cache of 4 MB neither the file nor the memory has anything before it is written."""
+    monkeypatch.chdir(tmp_path)
+    llama(tmp_path / "hf", num_hidden_layers=1)
+    right("export", "hf", "--prefill-decode", "--max-length", 16384, "-o", "models")
+    assert "models exists already" in refused("export", "hf", "--prefill-decode", "-o", "models")
+    files = [tmp_path / "models" / f"{name}.pt2" for name in ("prefill", "decode")]
+    assert max(file.stat().st_size for file in files) < 1_000_000
+    prefill, decode = map(read_model, files)
+    cache = prefill.constants["key_cache_0"]
+    assert (cache.shape, bool(cache.any()), cache.is_contiguous()) == ((2, 4, 16384, 8), False, True)
+    assert prefill.constants.keys() == decode.constants.keys()
+    convert = ["convert", *files, "--tp", 2, "--plan", "hf/config.json"]
+    shown = json.loads(right(*convert, "--dry-run", "--json"))
+    assert [row["sharding"] for row in shown["programs"]["decode"]["tensors"] if row["name"] == "key_cache_0"] == [
+        "S(1)"
+    ]
+    cut = json.loads(right(*convert, "--output", "decode.output=S(2)", "--dry-run", "--json"))["programs"]
+    assert [cut[name]["outputs"][0]["sharding"] for name in ("prefill", "decode")] == ["R", "S(2)"]
+    assert "names no program" in refused(*convert, "--output", "output=S(2)", "--dry-run")
+    assert "two models are called prefill" in refused(*convert[:2], *convert[1:2], *convert[3:], "--dry-run")
+
+
+def test_what_generates_no_text_has_no_cache(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
+    said = refused("export", tmp_path, "--prefill-decode", "-o", tmp_path / "models")
+    assert "is a BertModel, which generates no text" in said
+    assert not (tmp_path / "models").exists()

@@ -188,9 +188,16 @@ def _say(out: Path, field: str, value: Any) -> None:
     (out / "manifest.json").write_text(json.dumps(data))
 
 
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("three") / "out"
+    tpcompiler.parallelize(exported(), 3, PLAN).save(directory, layout="shared")
+    return directory
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_artifact_is_refused(damage: str, tmp_path: Path) -> None:
-    tpcompiler.parallelize(exported(), 3, PLAN).save(tmp_path / "out", layout="shared")
+def test_a_damaged_artifact_is_refused(damage: str, three: Path, tmp_path: Path) -> None:
+    shutil.copytree(three, tmp_path / "out")
     change, said = DAMAGES[damage]
     change(tmp_path / "out")
     with pytest.raises(ArtifactError, match=said):

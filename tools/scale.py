@@ -1,0 +1,144 @@
+"""`python -m tools.scale [NAME ...]`: large models' shapes exported, converted and checked, without weights.
+
+Prints seconds and peak of memory of each command, and writes docs/scale.md when all models were run. No checkpoint is
+read: the shapes are those of the published configs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from tools.bench_cut import timed
+
+PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+# As published: https://huggingface.co/meta-llama and https://huggingface.co/Qwen/Qwen3-235B-A22B
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-3-70B": {
+        **LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    "Llama-3.1-405B": {
+        **LLAMA,
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+    },
+    "Qwen3-235B-A22B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "dtype": "bfloat16",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+    },
+}
+DEGREES = (8, 16)
+HEAD = """\
+# Large models
+
+Exported from the config alone, converted by the config's own plan, and checked: no weight is made, and none is read.
+`python -m tools.scale` measures this and writes this page. Cutting a checkpoint takes as long as its bytes need on the
+disk, with one tensor in memory at a time (`python -m tools.bench_cut`).
+
+| model | parameters | ranks | export | convert | check | peak memory | artifact | on a rank |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def run(name: str) -> list[str]:
+    """A line of the table for each degree."""
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        (home / "hf").mkdir()
+        (home / "hf" / "config.json").write_text(json.dumps(MODELS[name]))
+        call = [sys.executable, "-W", "ignore", "-m", "tpcompiler.cli"]
+        exporting = timed(*call, "export", home / "hf", "-o", home / "model.pt2")
+        for degree in DEGREES:
+            out = home / f"out{degree}"
+            plan = ["--tp", str(degree), "--plan", home / "hf" / "config.json", "--skip-unsupported"]
+            converting = timed(*call, "convert", home / "model.pt2", *plan, "-o", out)
+            checking = timed(*call, "check", out)
+            manifest = json.loads((out / "manifest.json").read_text())
+            whole, share = _bytes(manifest["tensors"], manifest["mesh"])
+            size = sum(file.stat().st_size for file in out.iterdir())
+            peak = max(exporting[1], converting[1], checking[1]) / 1024
+            cells = [
+                name,
+                f"{whole / 2e9:.0f}B",
+                str(degree),
+                *(f"{s:.0f} s" for s, _ in (exporting, converting, checking)),
+            ]
+            cells += [f"{peak:.1f} GiB", f"{size / 1e6:.1f} MB", f"{share / 1e9:.1f} GB"]
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
+    return lines
+
+
+def _bytes(tensors: list[dict[str, Any]], degrees: dict[str, int]) -> tuple[int, int]:
+    """(of all leaves in bfloat16, of rank 0's)."""
+    from tpcompiler.ir.mesh import Mesh
+    from tpcompiler.ir.shares import row_sharding
+
+    mesh, whole, share = Mesh.of(degrees), 0, 0
+    for row in tensors:
+        if "tied_to" not in row and row["kind"] == "parameter":
+            local = row_sharding(row, mesh).local_shape(row["shape"], mesh, mesh.coordinate(0))
+            whole += 2 * _count(row["shape"])
+            share += 2 * _count(local)
+    return whole, share
+
+
+def _count(shape: Any) -> int:
+    count = 1
+    for size in shape:
+        count *= int(size)
+    return count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
+    names = parser.parse_args().names
+    lines = [line for name in names or MODELS for line in run(name)]
+    if not names:
+        import torch
+
+        here = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
+        machine = f"\nOn Linux with {here}, {date.today()}.\n"
+        PAGE.write_text(HEAD + "\n".join(lines) + "\n" + machine, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
