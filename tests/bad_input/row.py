@@ -18,8 +18,10 @@ from torch.export import ExportedProgram
 
 from tests.runtime.models import PLAN, PLAN_TEXT, export_conv, export_mlp, mlp_inputs
 from tpcompiler import load, parallelize
+from tpcompiler.checkpoint.files import INDEX
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.runtime.artifact import sha256
+from tpcompiler.runtime.model_file import read_model
 
 Spoil = Callable[[pytest.MonkeyPatch], object]
 
@@ -48,7 +50,10 @@ class Row:
 
 
 def write_good(directory: Path) -> ExportedProgram:
-    """A model, another one, a plan, inputs, and artifacts of the model for two ranks, for one, and for two GPUs."""
+    """A model, another one, a plan, inputs, and artifacts of the model for two ranks, for one, and for two GPUs.
+
+    And a checkpoint in two files, with an artifact for two ranks whose weights are still to be cut from it.
+    """
     program = export_mlp()
     torch.export.save(program, directory / "model.pt2")
     torch.export.save(export_conv(), directory / "other.pt2")
@@ -57,7 +62,19 @@ def write_good(directory: Path) -> ExportedProgram:
     parallelize(program, 2, PLAN).save(directory / "out")
     parallelize(program, 1, PLAN).save(directory / "one")
     parallelize(program, 2, PLAN, device_type="cuda").save(directory / "cuda")
+    parallelize(read_model(directory / "out" / "model.pt2"), 2, PLAN).save(directory / "uncut")
+    write_checkpoint(directory / "checkpoint", program)
     return program
+
+
+def write_checkpoint(directory: Path, program: ExportedProgram) -> None:
+    directory.mkdir()
+    names, where = sorted(program.state_dict), {}
+    for at in range(2):
+        file = f"model-0000{at + 1}-of-00002.safetensors"
+        save_file({name: program.state_dict[name].detach().contiguous() for name in names[at::2]}, directory / file)
+        where.update(dict.fromkeys(names[at::2], file))
+    (directory / INDEX).write_text(json.dumps({"weight_map": where}))
 
 
 def loaded(directory: str) -> Any:

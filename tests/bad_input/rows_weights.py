@@ -81,7 +81,7 @@ WEIGHTS = [
     Row(
         "a weight is missing",
         "tpcompiler check out",
-        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  rank 1 has no tensor 'layers.0.up.bias', and the manifest has\nthe weights were not compared with the model's: pass --original MODEL.pt2",
+        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  rank 1 has no tensor 'layers.0.up.bias', and the manifest has\nthe weights were not compared with the model's: pass --original MODEL.pt2, or --checkpoint DIR",
         spoil=entries("out/rank_1.pt2", without_a_name),
         code=1,
     ),
@@ -118,7 +118,7 @@ WEIGHTS = [
     Row(
         "a weight of another shape",
         "tpcompiler check out",
-        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  'layers.0.up.bias': rank 1 holds [1] of [16] as S(0)\nthe weights were not compared with the model's: pass --original MODEL.pt2",
+        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  'layers.0.up.bias': rank 1 holds [1] of [16] as S(0)\nthe weights were not compared with the model's: pass --original MODEL.pt2, or --checkpoint DIR",
         spoil=state("out/rank_1.pt2", SHORT),
         code=1,
     ),
@@ -140,7 +140,7 @@ WEIGHTS = [
     Row(
         "a weight of another dtype",
         "tpcompiler check out",
-        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  'layers.0.up.bias' is of torch.float64 on rank 1, and the manifest says f32\nthe weights were not compared with the model's: pass --original MODEL.pt2",
+        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  'layers.0.up.bias' is of torch.float64 on rank 1, and the manifest says f32\nthe weights were not compared with the model's: pass --original MODEL.pt2, or --checkpoint DIR",
         spoil=state("out/rank_1.pt2", LONG),
         code=1,
     ),
