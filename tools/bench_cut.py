@@ -1,12 +1,14 @@
-"""`python -m tools.bench_cut [--gb 12] [--tp 2]`: cutting a checkpoint of several files, beside `cp` of its bytes.
+"""`python -m tools.bench_cut [--gb 12] [--tp 2] [--judge]`: cutting a checkpoint of several files, beside `cp`.
 
-Prints the time of each and their ratio, and the cut's peak of memory beside the largest tensor. The checkpoint is
-random numbers in bfloat16 of a Llama of as many layers as make that size. All is read and written in one directory.
+Prints the time of each and their ratio, and the peaks of memory beside the largest tensor: all that is resident, mapped
+files too, and what is not mapped. The checkpoint is random numbers in bfloat16 of a Llama of as many layers as make
+that size. All is read and written in one directory. With `--judge` also `check` and `verify` of what was cut.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -14,9 +16,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -59,22 +62,42 @@ def write_checkpoint(directory: Path, size: float) -> None:
     (directory / "largest").write_text(str(largest))
 
 
-def timed(*command: str | Path) -> tuple[float, float]:
-    """Seconds, until all is on the disk, and the peak of memory in MiB."""
+class Took(NamedTuple):
+    seconds: float  # until all is on the disk
+    peak: float  # MiB
+    own: float  # of memory that maps no file, MiB
+
+
+def timed(*command: str | Path) -> Took:
+    """Run a command, and measure it."""
     os.sync()
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    own, ended = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal own
+        while not ended.wait(0.05):
+            with contextlib.suppress(OSError, StopIteration):
+                lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+                own = max(own, next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
     _, status, used = os.wait4(process.pid, 0)
+    ended.set()
+    watching.join()
     os.sync()
     if status:
         raise SystemExit(f"{command[0]} ended with {status}")
-    return time.perf_counter() - start, used.ru_maxrss / 1024
+    return Took(time.perf_counter() - start, used.ru_maxrss / 1024, own / 1024)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=12, help="GiB of the checkpoint")
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--judge", action="store_true", help="check and verify what was cut, too")
     parser.add_argument("--directory", help="where it is written; by default the system's for temporary files")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.directory) as name:
@@ -91,17 +114,22 @@ def main() -> None:
         exporting = timed(*call, "export", given, "-o", home / "model.pt2")
         plan = ["--tp", str(asked.tp), "--plan", str(given / "config.json")]
         converting = timed(*call, "convert", home / "model.pt2", *plan, "-o", home / "out")
-        first, _ = timed("cp", "-r", given, home / "copy")
+        first = timed("cp", "-r", given, home / "copy")
         shutil.rmtree(home / "copy")
         cutting = timed(*call, "cut", home / "out", "--checkpoint", given)
-        second, _ = timed("cp", "-r", given, home / "copy")
+        second = timed("cp", "-r", given, home / "copy").seconds
+        shutil.rmtree(home / "copy")
+        rows = {"export": exporting, "convert": converting, "cut": cutting}
+        if asked.judge:
+            for word in ("check", "verify"):
+                rows[word] = timed(*call, word, home / "out", "--checkpoint", given)
     table = Table(title=f"{size / GIB:.1f} GiB in files of {FILE / GIB:.0f} GiB, for {asked.tp} ranks")
-    for column in ("", "s", "peak MiB"):
+    for column in ("", "s", "peak MiB", "not mapped"):
         table.add_column(column, justify="right" if column else "left")
-    for name, (seconds, peak) in (("export", exporting), ("convert", converting), ("cut", cutting)):
-        table.add_row(name, f"{seconds:.1f}", f"{peak:,.0f}")
-    table.add_row("cp, before and after", f"{first:.1f}, {second:.1f}", "")
-    table.add_row("cut / cp", f"{cutting[0] / first:.2f}, {cutting[0] / second:.2f}", "")
+    for name, (seconds, peak, own) in rows.items():
+        table.add_row(name, f"{seconds:.1f}", f"{peak:,.0f}", f"{own:,.0f}")
+    table.add_row("cp, before and after", f"{first:.1f}, {second:.1f}")
+    table.add_row("cut / cp", f"{cutting.seconds / first:.2f}, {cutting.seconds / second:.2f}")
     table.add_row("the largest tensor", "", f"{largest / 2**20:,.0f}")
     Console().print(table)
 

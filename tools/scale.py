@@ -93,12 +93,12 @@ def run(name: str) -> list[str]:
             manifest = json.loads((out / "manifest.json").read_text())
             whole, share = _bytes(manifest["tensors"], manifest["mesh"])
             size = sum(file.stat().st_size for file in out.iterdir())
-            peak = max(exporting[1], converting[1], checking[1]) / 1024
+            peak = max(each.peak for each in (exporting, converting, checking)) / 1024
             cells = [
                 name,
                 f"{whole / 2e9:.0f}B",
                 str(degree),
-                *(f"{s:.0f} s" for s, _ in (exporting, converting, checking)),
+                *(f"{each.seconds:.0f} s" for each in (exporting, converting, checking)),
             ]
             cells += [f"{peak:.1f} GiB", f"{size / 1e6:.1f} MB", f"{share / 1e9:.1f} GB"]
             lines.append(f"| {' | '.join(cells)} |")
