@@ -62,6 +62,14 @@ def write_checkpoint(directory: Path, size: float) -> None:
     (directory / "largest").write_text(str(largest))
 
 
+READ = """
+import sys
+from tpcompiler.runtime.artifact import read_manifest
+from tpcompiler.runtime.rank_file import read_rank
+read_rank(sys.argv[1], read_manifest(sys.argv[1]), 0).module()
+"""
+
+
 class Took(NamedTuple):
     seconds: float  # until all is on the disk
     peak: float  # MiB
@@ -114,13 +122,14 @@ def main() -> None:
         exporting = timed(*call, "export", given, "-o", home / "model.pt2")
         plan = ["--tp", str(asked.tp), "--plan", str(given / "config.json")]
         converting = timed(*call, "convert", home / "model.pt2", *plan, "-o", home / "out")
-        first = timed("cp", "-r", given, home / "copy")
+        first = timed("cp", "-r", given, home / "copy").seconds
         shutil.rmtree(home / "copy")
         cutting = timed(*call, "cut", home / "out", "--checkpoint", given)
         second = timed("cp", "-r", given, home / "copy").seconds
         shutil.rmtree(home / "copy")
         rows = {"export": exporting, "convert": converting, "cut": cutting}
         if asked.judge:
+            rows["read rank 0, and its hash"] = timed(sys.executable, "-c", READ, home / "out")
             for word in ("check", "verify"):
                 rows[word] = timed(*call, word, home / "out", "--checkpoint", given)
     table = Table(title=f"{size / GIB:.1f} GiB in files of {FILE / GIB:.0f} GiB, for {asked.tp} ranks")

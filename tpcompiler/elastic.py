@@ -54,7 +54,7 @@ def reshard(
     mesh, target = Mesh.of(mesh), free_target(out, force=force)
     names = programs_in(directory)
     manifests = {name: read_manifest(Path(directory) / name) for name in names or [""]}
-    RankShares(directory, trust=trust)  # what it refuses comes before the minutes that follow
+    source = RankShares(directory, trust=trust)  # what it refuses comes before the minutes that follow
     programs: Any = {
         name: read_original(Path(directory) / name, manifest, trust=trust) for name, manifest in manifests.items()
     }
@@ -69,7 +69,7 @@ def reshard(
             programs, asked = programs[""], {at: by_name[""] for at, by_name in asked.items()}
         made: Any = parallelize(programs, mesh, plan, **asked, device_type=device)
         made.save(temporary, layout="shared")
-        cut_checkpoint(temporary, directory, trust=trust, progress=progress)
+        cut_checkpoint(temporary, source, progress=progress)
 
 
 def _boundary(manifest: Manifest, at: str) -> Any:

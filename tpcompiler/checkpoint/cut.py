@@ -42,7 +42,7 @@ Progress = Callable[[int, int], None]  # bytes done, of all
 
 def cut_checkpoint(
     directory: str | os.PathLike[str],
-    checkpoint: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str] | Source,
     ranks: Sequence[int] | None = None,
     *,
     partial: bool = False,

@@ -16,7 +16,8 @@ from tpcompiler.checkpoint.leaves import leaves_of, shardings_of
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import join_first
-from tpcompiler.runtime.artifact import Manifest, manifests_beside, open_checked, programs_in, read_manifest
+from tpcompiler.runtime.artifact import Manifest, open_checked, programs_in, read_manifest
+from tpcompiler.runtime.beside import manifests_beside
 from tpcompiler.runtime.rank_file import open_rank
 from tpcompiler.runtime.target import MANIFEST, SET
 
@@ -35,12 +36,14 @@ class Source(Protocol):
     def fingerprint(self) -> dict[str, list[int]]: ...
 
 
-def open_source(path: str | os.PathLike[str], *, trust: bool = False) -> Source:
-    """A checkpoint, or an artifact with weights.
+def open_source(path: str | os.PathLike[str] | Source, *, trust: bool = False) -> Source:
+    """A checkpoint, or an artifact with weights; one that is open as it is.
 
     Raises:
         ArtifactError: neither, or a damaged one.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        return path
     is_artifact = any(os.path.isfile(Path(path) / name) for name in (MANIFEST, SET))
     return RankShares(path, trust=trust) if is_artifact else Checkpoint(path)
 

@@ -213,7 +213,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     Raises:
         ArtifactError: no artifact there, unreadable, of another format version, or with fields missing.
     """
-    path = _inside(directory, MANIFEST)
+    path = inside(directory, MANIFEST)
     if programs := programs_in(directory):
         raise ArtifactError(
             f"{directory} holds the programs {', '.join(programs)}",
@@ -282,7 +282,7 @@ def programs_in(directory: str | os.PathLike[str]) -> list[str]:
     Raises:
         ArtifactError: a list that cannot be read, or a name that leads out of the directory.
     """
-    path = _inside(directory, SET)
+    path = inside(directory, SET)
     try:
         data = json.loads(read_text(path))
         names = data["programs"] if data["format"] == FORMAT else None
@@ -293,37 +293,11 @@ def programs_in(directory: str | os.PathLike[str]) -> list[str]:
     if not isinstance(names, list) or len(names) > MOST_PROGRAMS or not all(map(program, names)):
         raise ArtifactError(f"{path} is damaged, or of another format than {FORMAT}", help="convert the models again")
     for name in names:
-        _inside(directory, name)
+        inside(directory, name)
     return names
 
 
-def manifests_beside(directory: str | os.PathLike[str], manifest: Manifest) -> dict[str, Manifest]:
-    """Of the other programs in whose files tensors of this one lie, by name.
-
-    Raises:
-        ArtifactError: as `read_manifest`; a link to somewhere else.
-    """
-    above = Path(directory).parent
-    return {
-        name: read_manifest(_inside(above, name))
-        for name in {str(row["stored_in"]) for row in manifest.tensors if "stored_in" in row}
-    }
-
-
-def misfit_of(programs: Mapping[str, Manifest]) -> str:
-    """What keeps programs from sharing their tensors; nothing where they do."""
-    holder: dict[str, str] = {}
-    for name, manifest in programs.items():
-        first, other = next(iter(programs.items()))
-        if manifest.mesh != other.mesh:
-            return f"{name!r} is for the mesh {manifest.mesh}, and {first!r} for {other.mesh}"
-        for row in manifest.tensors:
-            if "stored_in" not in row and holder.setdefault(row["name"], name) != name:
-                return f"{row['name']!r} lies in the files of {holder[row['name']]!r} and again in those of {name!r}"
-    return ""
-
-
-def _inside(directory: str | os.PathLike[str], name: str) -> Path:
+def inside(directory: str | os.PathLike[str], name: str) -> Path:
     """The path of a file of the artifact, which must not be a link to somewhere else."""
     path = Path(directory) / name
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(directory)):
@@ -381,7 +355,7 @@ def open_model_of(directory: str | os.PathLike[str], manifest: Manifest) -> Open
 
 
 def _open_known(directory: str | os.PathLike[str], manifest: Manifest, name: str) -> Opened:
-    path = _inside(directory, name)
+    path = inside(directory, name)
     again = "copy the artifact again, or convert the model again"
     try:
         file = Opened(path)

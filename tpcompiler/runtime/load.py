@@ -15,8 +15,9 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import group_is_registered, register_group, resolve_group
 from tpcompiler.errors import ArtifactError, LaunchError
 from tpcompiler.runtime.agree import RESTART, WAIT, agreeing, artifact_facts, input_facts, named_failures
-from tpcompiler.runtime.artifact import Manifest, misfit_of, programs_in, read_manifest
+from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
 from tpcompiler.runtime.backends import refuse_unsendable
+from tpcompiler.runtime.beside import misfit_of
 from tpcompiler.runtime.inputs import named_inputs
 from tpcompiler.runtime.leave import destroy_at_exit, release_default_group
 from tpcompiler.runtime.place import place_state

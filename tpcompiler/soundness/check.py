@@ -19,12 +19,11 @@ from tpcompiler.printed import one_line
 from tpcompiler.runtime.artifact import (
     Manifest,
     lacks_weights,
-    manifests_beside,
-    misfit_of,
     programs_in,
     rank_file,
     read_manifest,
 )
+from tpcompiler.runtime.beside import manifests_beside, misfit_of
 from tpcompiler.soundness.alike import check_alike
 from tpcompiler.soundness.boundary import check_calls, check_outputs, check_shared, check_state
 from tpcompiler.soundness.collectives import check_collectives
