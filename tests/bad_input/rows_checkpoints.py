@@ -131,6 +131,13 @@ CHECKPOINTS = [
         "leave --checkpoint out",
     ),
     Row(
+        "a checkpoint of another model, as it is converted",
+        "tpcompiler convert out/model.pt2 --tp 2 --plan plan.yaml --checkpoint checkpoint -o new",
+        "checkpoint does not fit the program: it has no 'layers.0.up.bias' (it has 'layers.1.up.bias')",
+        SAME,
+        spoil=weights(lambda held: held.pop("layers.0.up.bias")),
+    ),
+    Row(
         "weights are not cut yet",
         "tpcompiler verify uncut --against model.pt2",
         "uncut has no weights of rank 0: its model was exported without",

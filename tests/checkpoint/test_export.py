@@ -49,10 +49,10 @@ def llama(directory: Path, **fields: Any) -> Any:
 
 
 def test_from_a_directory_to_equal_ranks(tmp_path: Path) -> None:
-    model = llama(tmp_path / "hf", tie_word_embeddings=True)
+    model = llama(tmp_path / "hf", num_hidden_layers=1, tie_word_embeddings=True)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     said = right("export", tmp_path / "hf", "-o", tmp_path / "model.pt2")
-    assert said == f"wrote {tmp_path}/model.pt2: 21 weights have no values\n"
+    assert said == f"wrote {tmp_path}/model.pt2: 12 weights have no values\n"
     convert = ["convert", tmp_path / "model.pt2", "--tp", "2", "--plan", tmp_path / "hf" / "config.json"]
     right(*convert, "--checkpoint", tmp_path / "hf", "-o", tmp_path / "out")
     right("check", tmp_path / "out")
@@ -101,17 +101,6 @@ def test_a_directory_that_is_none(config: str | None, said: str, tmp_path: Path)
         (tmp_path / "hf" / "config.json").write_text(config)
     assert said in refused("export", tmp_path / "hf", "-o", tmp_path / "model.pt2")
     assert not (tmp_path / "model.pt2").exists()
-
-
-def test_a_checkpoint_of_another_model_leaves_nothing(tmp_path: Path) -> None:
-    llama(tmp_path / "hf")
-    llama(tmp_path / "other", num_hidden_layers=1)
-    right("export", tmp_path / "hf", "-o", tmp_path / "model.pt2")
-    convert = ["convert", tmp_path / "model.pt2", "--tp", "2", "--plan", tmp_path / "hf" / "config.json"]
-    error = refused(*convert, "--checkpoint", tmp_path / "other", "-o", tmp_path / "out")
-    assert "other does not fit the program: it has no 'model.layers.1." in error
-    assert "; and 3 more" in error
-    assert not (tmp_path / "out").exists()
 
 
 def test_prefill_and_decode_over_one_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
