@@ -67,14 +67,15 @@ def _join(cat: fx.Node) -> None:
         else:
             inputs.append(_made(cat, aten.stack.default, (list(column),), "of_all"))
             in_dims.append(0)
-    first = branches[0]
+    first, dense = branches[0], cat.meta["val"].is_contiguous()
 
     def one(*values: Any) -> Any:
         args, kwargs = edit.map_operands(first, lambda i, _: values[i])
         return first.target(*args, **kwargs)  # type: ignore[operator]
 
     def body(*values: Any) -> Any:
-        return torch.vmap(one, tuple(in_dims), dim)(*values).flatten(dim, dim + 1)
+        joined = torch.vmap(one, tuple(in_dims), dim)(*values).flatten(dim, dim + 1)
+        return joined.contiguous() if dense else joined  # what follows has the strides of the concatenation
 
     with fake_mode_of(cat.graph), torch.no_grad():
         values = [torch.empty_like(i.meta["val"]) for i in inputs]

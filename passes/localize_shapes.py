@@ -99,7 +99,8 @@ def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
     for argument, positions in mark.sizes.items():
         entries = list(edit.bound(node)[argument])
         shape = mark.shardings[0].local_shape(edit.outputs(node)[0].shape, program.mesh, here)
-        cut = any(position >= 0 and mark.shardings[0].dims[position].axes for position in positions)
+        by = [mark.shardings[0].dims[position].axes for position in positions if position >= 0]
+        cut = any(program.mesh.size(axes) > 1 for axes in by)
         for at, position in enumerate(positions if cut else ()):
             size = shape[position] if position >= 0 else 1
             axes = mark.shardings[0].dims[position].axes if position >= 0 else ()

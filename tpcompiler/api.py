@@ -19,6 +19,7 @@ import tpcompiler.rules  # noqa: F401  (registers the rules)
 from passes.canonicalize import canonicalize
 from tpcompiler.checkpoint.cut import read_shares
 from tpcompiler.checkpoint.fill import read_original, with_weights
+from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError, MeshError, PlanError, ProgramError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh, groups_named
@@ -29,10 +30,11 @@ from tpcompiler.parallel_program import ParallelProgram, compared_calls, layout_
 from tpcompiler.pipeline import Conversion, finished_together
 from tpcompiler.plan import Plan
 from tpcompiler.program_set import ProgramSet
-from tpcompiler.runtime.artifact import read_manifest
+from tpcompiler.runtime.artifact import Manifest, read_manifest
 from tpcompiler.runtime.place import place_state
-from tpcompiler.runtime.rank_file import read_rank
+from tpcompiler.runtime.rank_file import put_state, read_rank, taken_by
 from tpcompiler.runtime.weightless import weightless_names
+from tpcompiler.runtime.weights import laid_out
 from tpcompiler.soundness.boundary import compare_calling
 from tpcompiler.soundness.check import CheckReport, check_artifact
 from tpcompiler.soundness.unsound import Unsound
@@ -221,6 +223,8 @@ def verify_artifact(
     programs = [
         read_rank(directory, manifest, rank, trust=trust, weights=weights) for rank in range(manifest.world_size)
     ]
+    for rank, program in enumerate(programs):
+        _put_from_beside(program, manifest, directory, rank, trust)
     used = {
         str(node.args[-1]) for program in programs for node in edit.calls(program.graph) if edit.is_collective(node)
     }
@@ -250,6 +254,17 @@ def verify_artifact(
     )
     report = compared_calls({"": subject}, [("", args, kwargs or {}), *(("", *read_call(call)) for call in then)])
     return replace(report, note=OWN if not report.note else f"{report.note}; {OWN}") if own else report
+
+
+def _put_from_beside(
+    program: ExportedProgram, manifest: Manifest, directory: str | os.PathLike[str], rank: int, trust: bool
+) -> None:
+    """Give a rank's program the weights that lie in the files of another program."""
+    if elsewhere := [row for row in manifest.tensors if "stored_in" in row]:
+        source, taken = RankShares(directory, trust=trust), taken_by(program)
+        first = {row["name"]: row.get("tied_to", row["name"]) for row in elsewhere}
+        held = {name: laid_out(source.share(name, rank), taken[name]) for name in set(first.values())}
+        put_state(program, {name: held[first[name]] for name in first})
 
 
 def check(

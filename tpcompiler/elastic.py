@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from tpcompiler.ir.placements import parse_placement
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
 from tpcompiler.runtime.target import free_target, in_place_of, reason, refuse_full_disk, replacing
+from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import Entry, lay_out, write_weights
 
 
@@ -52,6 +54,7 @@ def reshard(
         MeshError, ShardingError, ...: as `parallelize`, where the plan does not suit the mesh.
     """
     mesh, target = Mesh.of(mesh), free_target(out, force=force)
+    _refuse_inside(directory, target)
     names = programs_in(directory)
     manifests = {name: read_manifest(Path(directory) / name) for name in names or [""]}
     source = RankShares(directory, trust=trust)  # what it refuses comes before the minutes that follow
@@ -68,8 +71,10 @@ def reshard(
         if not names:
             programs, asked = programs[""], {at: by_name[""] for at, by_name in asked.items()}
         made: Any = parallelize(programs, mesh, plan, **asked, device_type=device)
-        made.save(temporary, layout="shared")
-        cut_checkpoint(temporary, source, progress=progress)
+        made.save(temporary, layout="shared", keep_output_types=True)  # what is not kept is a dict already
+        hollow = [weightless_names(each) for each in (programs.values() if names else [programs])]
+        if any(hollow):
+            cut_checkpoint(temporary, source, partial=True, progress=progress)
 
 
 def _boundary(manifest: Manifest, at: str) -> Any:
@@ -107,20 +112,22 @@ def merge(
     Raises:
         ArtifactError: no artifact with weights, or the file cannot be written.
     """
-    manifest = read_manifest(directory)
+    manifest, target = read_manifest(directory), Path(path)
+    _refuse_inside(directory, target)
     source = RankShares(directory, trust=trust)
     program = read_original(directory, manifest, trust=trust)
-    target = Path(path)
     try:
         if safetensors:
-            kept = [name for name in source.tensors if name in program.state_dict]
-            stored = {name: source.tensors[name] for name in kept}
+            first = _persistent(manifest, program)
+            stored = {name: source.tensors[first[name]] for name in first}
             entries = lay_out(Entry(name, each.dtype, each.shape) for name, each in stored.items())
             with replacing(target) as file:
                 refuse_full_disk(file, sum(entry.nbytes for entry in entries))
-                write_weights(file, entries, (source.read(entry.name) for entry in entries))
+                write_weights(file, entries, (source.read(first[entry.name]) for entry in entries))
             return
+        size = sum(math.prod(each.shape) * each.dtype.itemsize for each in source.tensors.values())
         with replacing(target) as file, tempfile.TemporaryDirectory(prefix=".merge.", dir=file.parent) as folder:
+            refuse_full_disk(file, 2 * size)  # beside the file what it is written from
             _fill_from_disk(program, source, Path(folder))
             torch.export.save(program, cast(Any, file))
     except (OSError, RuntimeError) as error:
@@ -129,14 +136,33 @@ def merge(
         ) from error
 
 
+def _persistent(manifest: Manifest, program: ExportedProgram) -> dict[str, str]:
+    """The first persistent name of each tensor, and the name under which the ranks hold it."""
+    first: dict[str, str] = {}
+    for row in manifest.tensors:
+        if row["name"] in program.state_dict and row.get("tied_to", row["name"]) not in first.values():
+            first[row["name"]] = row.get("tied_to", row["name"])
+    return first
+
+
+def _refuse_inside(directory: str | os.PathLike[str], target: Path) -> None:
+    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(directory)) and not os.path.samefile(
+        directory, target if os.path.exists(target) else os.curdir
+    ):
+        raise ArtifactError(
+            f"{target} lies in {os.fspath(directory)}, which it is made from", help="choose another path"
+        )
+
+
 def _fill_from_disk(program: ExportedProgram, source: RankShares, folder: Path) -> None:
     """Give a program its weights, each mapped from a file of its own: memory need not hold them."""
 
     def on_disk(name: str, value: torch.Tensor) -> torch.Tensor:
         file = folder / str(len(list(folder.iterdir())))
-        own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
+        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())  # what is expanded
+        own = torch.empty_strided(value[once].shape, value.stride(), dtype=value.dtype).copy_(value[once])
         torch.empty(0, dtype=torch.uint8).set_(own.untyped_storage()).numpy().tofile(file)
         storage = cast(torch.UntypedStorage, torch.UntypedStorage.from_file(str(file), False, file.stat().st_size))
         return torch.empty(0, dtype=value.dtype).set_(storage, 0, value.shape, value.stride())
 
-    fill_weights(program, source, keep=on_disk)
+    fill_weights(program, source, partial=True, keep=on_disk)

@@ -115,9 +115,8 @@ def _exported(
     try:
         return torch.export.export(model.eval(), tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=strict)
     except Exception as error:  # whatever a model raises
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ProgramError(
-            f"{text} cannot be exported: {type(error).__name__}: {line}",
+            f"{text} cannot be exported: {_line(error)}",
             help="try --static, or export it in Python: with tpcompiler.weightless(): ...",
         ) from error
 
@@ -128,7 +127,10 @@ def _from_factory(text: str) -> tuple[torch.nn.Module, Any, Any, Any]:
     factory = getattr(importlib.import_module(name), attribute, None)
     if not callable(factory):
         raise ArtifactError(f"{name} has no function {attribute!r}", help=FACTORY)
-    made = factory()
+    try:
+        made = factory()
+    except Exception as error:  # the user's own
+        raise ProgramError(f"{text} raised {_line(error)}", help=FACTORY) from error
     if not isinstance(made, tuple) or not 2 <= len(made) <= 4 or not isinstance(made[0], torch.nn.Module):
         raise ArtifactError(f"{text} returned a {type(made).__name__} that is no (model, args)", help=FACTORY)
     model, args, *rest = made
@@ -145,7 +147,8 @@ def _from_directory(
     names = ["input_ids"] if "CausalLM" in name else ["input_ids", "attention_mask"]
     names += ["decoder_input_ids"] if config.is_encoder_decoder else []
     inputs = {each: torch.ones(batch, length, dtype=torch.int64) for each in names}
-    most = min(int(getattr(config, "max_position_embeddings", None) or MOST_TOKENS), MOST_TOKENS)
+    positions = getattr(config, "max_position_embeddings", None)
+    most = min(positions, MOST_TOKENS) if isinstance(positions, int) and positions > 1 else MOST_TOKENS
     sizes = {0: Dim("batch", min=1, max=MOST_BATCH), 1: Dim("length", min=2, max=most)}
     return model, (), inputs, None if static else dict.fromkeys(names, sizes)
 
@@ -156,7 +159,7 @@ def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
     directory = f"give a Hugging Face directory, or {FACTORY}"
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArtifactError(f"{file} cannot be read: {reason(error)}", help=directory) from error
     if not isinstance(data, Mapping) or "model_type" not in data:
         raise ArtifactError(f"{file} is no config of a model: it names no model_type", help=directory)
@@ -164,19 +167,26 @@ def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
         raise ArtifactError(f"{file} needs transformers, which is not installed", help="pip install transformers")
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(file.parent, local_files_only=True)
-    name = next(iter(data.get("architectures") or ()), "")
-    build: Any = getattr(transformers, name, None) if name else None
-    if build is None:
+    name = str(next(iter(listed), "")) if isinstance(listed := data.get("architectures"), list) else ""
+    build: Any = getattr(transformers, name, None) if name.isidentifier() else None
+    if not hasattr(build, "_from_config"):
         raise ArtifactError(
             f"{file} names the architecture {name!r}, which transformers {transformers.__version__} lacks",
             help="export it in Python: with tpcompiler.weightless(): ...",
         )
     chosen = str(dtype or data.get("dtype") or data.get("torch_dtype") or "float32")
     found = getattr(torch, chosen, None)
-    if not isinstance(found, torch.dtype):
-        raise ArtifactError(f"{chosen!r} is no dtype of torch", help='give one such as "bfloat16"')
-    # Of experts' implementations the one that torch.export takes.
-    experts = any(getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-    more = {"experts_implementation": "batched_mm"} if experts else {}
-    return build._from_config(config, dtype=found, **more), name
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ArtifactError(f"{chosen!r} is no dtype of weights", help='give one such as "bfloat16"')
+    try:
+        config = transformers.AutoConfig.from_pretrained(file.parent, local_files_only=True)
+        # Of experts' implementations the one that torch.export takes.
+        experts = any(getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+        more = {"experts_implementation": "batched_mm"} if experts else {}
+        return build._from_config(config, dtype=found, **more), name
+    except Exception as error:  # whatever transformers raises of a config that makes no sense
+        raise ArtifactError(f"{file} makes no {name}: {_line(error)}", help=directory) from error
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"

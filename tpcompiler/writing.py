@@ -27,6 +27,7 @@ from tpcompiler.runtime.target import refuse_full_disk
 from tpcompiler.runtime.weightless import hollow_like, save_marked, weightless_names
 from tpcompiler.runtime.weights import Entry, lay_out, write_weights
 
+FEW = 64  # elements of a literal
 NODE_BYTES = 1_500  # of a graph's text, about
 Files = Literal["ranks", "shared"]  # a file for each rank with all that it needs; or one for all, and weights apart
 
@@ -162,7 +163,10 @@ def _model_writer(written: _Written) -> Callable[[Path], None]:
         # torch keeps a tied weight under all its names, also those that no input takes.
         first = {memory_of(held[name]): taken for name, taken in tied.items()}
         tied |= {name: first[at] for name, v in held.items() if _has_room(v) and (at := memory_of(v)) in first}
-        names = {name for name, value in held.items() if name in tied and _has_room(value)}
+        # Small literals are no weights, and a trace may read them.
+        literals = {row["name"] for row in written.manifest.tensors if row["kind"] == "constant_tensor"}
+        kept = {name for name in literals if held[name].numel() <= FEW}
+        names = {name for name, value in held.items() if name in tied.keys() - kept and _has_room(value)}
         made = {first: hollow_like(held[first]) for first in {tied[name] for name in names}}
         graph = original.module_call_graph
         if written.plain:

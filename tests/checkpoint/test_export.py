@@ -33,6 +33,9 @@ def build():
 
 def wrong():
     return Model()
+
+def broken():
+    return 1 / 0
 """
 
 
@@ -77,6 +80,7 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(read_model(tmp_path / "model.pt2").range_constraints.values()).count("64") == 1
     said = refused("export", "models_of_mine:wrong", "-o", "other.pt2")
     assert said.startswith("models_of_mine:wrong returned a Model that is no (model, args)")
+    assert "raised ZeroDivisionError" in refused("export", "models_of_mine:broken", "-o", "other.pt2")
     said = refused("export", "models_of_mine:none", "-o", "other.pt2")
     assert said.startswith("models_of_mine has no function 'none'")
     assert not (tmp_path / "other.pt2").exists()
@@ -89,6 +93,11 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("{", "config.json cannot be read"),
         ("{}", "is no config of a model: it names no model_type"),
         (json.dumps({"model_type": "llama"}), "names the architecture '', which transformers"),
+        (json.dumps({"model_type": "llama", "architectures": 5}), "names the architecture '', which transformers"),
+        (
+            json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 0}),
+            "makes no LlamaForCausalLM: ",
+        ),
         (
             json.dumps({"model_type": "llama", "architectures": ["LlamaForNobody"]}),
             "names the architecture 'LlamaForNobody'",

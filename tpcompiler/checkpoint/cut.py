@@ -31,12 +31,11 @@ from tpcompiler.runtime.artifact import (
     weights_file,
 )
 from tpcompiler.runtime.rank_file import taken_by, with_tied
-from tpcompiler.runtime.target import reason, refuse_full_disk
+from tpcompiler.runtime.target import CUT, reason, refuse_full_disk
 from tpcompiler.runtime.weightless import weightless_names
-from tpcompiler.runtime.weights import Writing, read_all
+from tpcompiler.runtime.weights import Writing, laid_out, read_all
 
 READ_AHEAD = 1 << 28  # bytes of two tensors of which the second is read while the first is written
-STATE = ".cut.json"
 Progress = Callable[[int, int], None]  # bytes done, of all
 
 
@@ -73,6 +72,8 @@ def cut_checkpoint(
     works = [_Work(Path(directory) / name, source, ranks) for name in names or [""]]
     every = {leaf.name: leaf for work in works for leaf in work.leaves if leaf.name not in work.values}
     recipes = find_sources(list(every.values()), source, partial=partial)
+    if any(not work.is_cut for work in works) and not force:
+        works = [work for work in works if not work.is_cut]  # of several programs, what an interrupted cut has left
     for work in works:
         work.begin(recipes, force)
     total, done = sum(work.size for work in works), 0
@@ -127,6 +128,11 @@ class _Work:
         self.entries = {rank: entries_of(self.manifest, rank) for rank in self.ranks}
         self.size = sum(entry.nbytes for entries in self.entries.values() for entry in entries)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether all ranks that are asked for have their weights."""
+        return all(weights_file(rank) in self.manifest.files for rank in self.ranks)
+
     def begin(self, recipes: Mapping[str, Recipe], force: bool) -> None:
         """Refuse what would be written again, or over another cut."""
         if there := [rank for rank in self.ranks if weights_file(rank) in self.manifest.files and not force]:
@@ -139,7 +145,7 @@ class _Work:
     def _begun(self, force: bool) -> bool:
         """Whether an interrupted cut of the same is there."""
         said = {"sources": self.source.fingerprint(), "programs": dict(self.manifest.files), "ranks": self.ranks}
-        state = self.directory / STATE
+        state = self.directory / CUT
         with contextlib.suppress(OSError, ValueError):
             if json.loads(state.read_text(encoding="utf-8")) == said and not force:
                 return True
@@ -161,7 +167,7 @@ class _Work:
                     rank: opened.enter_context(Writing(parts[rank], self.entries[rank], go_on=self.begun))
                     for rank in self.ranks
                 }
-                refuse_full_disk(self.directory / STATE, self.size - sum(w.done for w in writing.values()))
+                refuse_full_disk(self.directory / CUT, self.size - sum(w.done for w in writing.values()))
                 yield sum(each.done for each in writing.values())
                 first = min((each.count for each in writing.values()), default=0)
                 order = [entry.name for entry in self.entries[self.ranks[0]]] if self.ranks else []
@@ -172,7 +178,7 @@ class _Work:
             for rank in self.ranks:
                 os.replace(parts[rank], self.directory / weights_file(rank))
             say_files(self.directory, self.manifest, hashes)
-            (self.directory / STATE).unlink()
+            (self.directory / CUT).unlink()
         except OSError as error:
             raise ArtifactError(
                 f"cannot write the weights of {self.directory}: {reason(error)}",
@@ -221,8 +227,6 @@ def read_shares(
     shardings, taken, found = shardings_of(manifest), taken_by(program), {}
     for leaf in leaves:
         whole = values[leaf.name] if leaf.name in values else recipes[leaf.name].make(source.read)
-        want = taken[leaf.name]
-        share = torch.empty_strided(want.shape, want.stride(), dtype=want.dtype)
-        found[leaf.name] = share.copy_(cut(whole, shardings[leaf.name], mesh, rank))
+        found[leaf.name] = laid_out(cut(whole, shardings[leaf.name], mesh, rank).clone(), taken[leaf.name])
     numbers = {name: torch.tensor([rows[rank]]) for name, rows in manifest.rank_numbers.items()}
     return with_tied({**found, **numbers}, manifest)

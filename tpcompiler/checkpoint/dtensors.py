@@ -96,7 +96,7 @@ def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any])
             f"the artifact has {mesh.world_size} ranks, this world has {dist.get_world_size()}",
             help=f"start {mesh.world_size} processes, or reshard the artifact",
         )
-    _refuse_others(manifest, state, path)
+    _agree(_misfit(manifest, state, path), path)  # before the collectives that follow
     source, shardings = RankShares(path), shardings_of(manifest)
     tied = {row["name"]: row.get("tied_to", row["name"]) for row in manifest.tensors}
     given = {tied[name]: value for name, value in state.items()}
@@ -116,15 +116,17 @@ def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any])
         hash = write_weights(new, entries, (own[n] if n in own else source.share(n, rank) for n, _, _ in entries))
     except OSError as error:
         failed = f"rank {rank}: {reason(error)}"
-    said: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(said, (hash, failed))
-    if problems := [problem for _, problem in said if problem]:
+    hashes: list[Any] = [None] * mesh.world_size
+    try:
+        _agree((f"cannot write the weights of {path}: {failed}", "check the free space") if failed else None, path)
+    except ArtifactError:
         new.unlink(missing_ok=True)
-        raise ArtifactError(f"cannot write the weights of {path}: {problems[0]}", help="check the free space")
+        raise
+    dist.all_gather_object(hashes, hash)
     os.replace(new, path / weights_file(rank))
     dist.barrier()
     if rank == 0:
-        say_files(path, manifest, {weights_file(at): each for at, (each, _) in enumerate(said)})
+        say_files(path, manifest, {weights_file(at): each for at, each in enumerate(hashes)})
     dist.barrier()
 
 
@@ -147,19 +149,32 @@ def _placements(sharding: Sharding, mesh: Mesh) -> Sequence[Placement] | None:
     return found
 
 
-def _refuse_others(manifest: Manifest, state: Mapping[str, Any], path: Path) -> None:
+def _agree(problem: tuple[str, str] | None, path: Path) -> None:
+    """Raise on all ranks what is wrong on any of them; a collective."""
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, problem)
+    for rank, found in enumerate(said):
+        if found is not None:
+            of = f"rank {rank}: " if rank != dist.get_rank() else ""
+            raise ArtifactError(f"{of}{found[0]}", help=found[1])
+
+
+def _misfit(manifest: Manifest, state: Mapping[str, Any], path: Path) -> tuple[str, str] | None:
+    """(what keeps these weights from being the artifact's, what to do)."""
     if not manifest.programs:
-        raise ArtifactError(
+        return (
             f"{path} has self-contained files, whose weights stay as they were written",
-            help="convert with --layout shared, or reshard it",
+            "convert with --layout shared, or reshard it",
         )
+    elsewhere = {row["name"]: row["stored_in"] for row in manifest.tensors if "stored_in" in row}
     leaves = {name: leaf for leaf in leaves_of(manifest) for name in (leaf.name, *leaf.aliases)}
     for name, value in state.items():
+        if name in elsewhere:
+            return f"{name!r} lies in the files of {elsewhere[name]!r}", f"give {path.parent / elsewhere[name]}"
         if name not in leaves:
-            raise ArtifactError(f"{path} has no weight {name!r}", help="give the names of its manifest")
+            return f"{path} has no weight {name!r}", "give the names of its manifest"
         have, want = (value.dtype, tuple(value.shape)), (leaves[name].dtype, leaves[name].shape)
         if have != want:
-            raise ArtifactError(
-                f"{name!r} is {have[0]} {list(have[1])}, {path} has {want[0]} {list(want[1])}",
-                help="give the weights of the same model",
-            )
+            said = f"{name!r} is {have[0]} {list(have[1])}, {path} has {want[0]} {list(want[1])}"
+            return said, "give the weights of the same model"
+    return None

@@ -14,11 +14,11 @@ from tpcompiler.checkpoint.leaves import Leaf
 from tpcompiler.checkpoint.ranks import RankShares, Source, open_source
 from tpcompiler.checkpoint.sources import find_sources
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import VALUES, Manifest, open_model_of, open_values, read_manifest
+from tpcompiler.runtime.artifact import VALUES, Manifest, lacks_weights, open_model_of, open_values, read_manifest
 from tpcompiler.runtime.model_file import load_opened, looked_into
 from tpcompiler.runtime.rank_file import taken_by
 from tpcompiler.runtime.weightless import weightless_names
-from tpcompiler.runtime.weights import read_all
+from tpcompiler.runtime.weights import laid_out, read_all
 
 Keep = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -62,13 +62,14 @@ def with_weights(
 def _computed(program: ExportedProgram, directory: str | os.PathLike[str], *, trust: bool) -> dict[str, torch.Tensor]:
     """The constants without values, and the buffers that are in no state dict, as the artifact has them."""
     manifest = read_manifest(directory)
-    if lacking := weightless_names(program) & program.constants.keys():
-        if VALUES not in manifest.files:
-            source = RankShares(directory, trust=trust)
-            return {name: source.read(name) for name in lacking & source.tensors.keys()}
+    lacking, found = weightless_names(program) & program.constants.keys(), {}
+    if VALUES in manifest.files:
         with open_values(directory, manifest) as file:
-            return {name: value for name, value in read_all(file).items() if name in lacking}
-    return {}
+            found = {name: value for name, value in read_all(file).items() if name in lacking}
+    if lacking - found.keys() and not lacks_weights(manifest):
+        source = RankShares(directory, trust=trust)
+        found |= {name: source.read(name) for name in (lacking - found.keys()) & source.tensors.keys()}
+    return found
 
 
 def fill_weights(
@@ -94,9 +95,7 @@ def fill_weights(
     for leaf in leaves:
         value, old = recipes[leaf.name].make(source.read), held[leaf.name]
         want = next(taken[name] for name in (leaf.name, *leaf.aliases) if name in taken)
-        if value.stride() != want.stride():
-            value = torch.empty_strided(want.shape, want.stride(), dtype=want.dtype).copy_(value)
-        value = keep(leaf.name, value)
+        value = keep(leaf.name, laid_out(value, want))
         made = nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
         for state in (program.state_dict, program.constants):
             state.update({name: made for name in (leaf.name, *leaf.aliases) if name in state})

@@ -76,7 +76,14 @@ class RankShares:
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor, whole: one that no axis cuts is mapped."""
-        return self._programs[name].read(name, self.tensors[name].shape)
+        stored = self.tensors[name]
+        value = self._programs[name].read(name, stored.shape)
+        if value.dtype != stored.dtype:
+            raise ArtifactError(
+                f"{stored.file}: {name!r} is {value.dtype}, the manifest says {stored.dtype}",
+                help="copy the artifact again",
+            )
+        return value
 
     def load(self, name: str) -> torch.Tensor:
         """The same."""

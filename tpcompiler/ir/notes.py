@@ -46,7 +46,7 @@ def _cuts(program: MarkedProgram) -> tuple[Note, ...]:
         said = []
         if any(_is_special(cut) for cut in sharding.dims):
             said.append(sharding.text(mesh))
-        if not sharding.is_even(shape, mesh):
+        if shape.numel() and not sharding.is_even(shape, mesh):
             held = [
                 torch.Size(sharding.local_shape(shape, mesh, mesh.coordinate(rank))).numel()
                 for rank in range(mesh.world_size)

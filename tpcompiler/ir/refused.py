@@ -122,7 +122,7 @@ def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
     """Check what is left after decomposition, in the program's graph without dead code.
 
     Raises:
-        ProgramError: an op changes its operand in place, or an input and a buffer, of which one is written, have one
+        ProgramError: a collective, an op that changes its operand in place, or an input and a written buffer have one
             name.
         UnsupportedError: higher-order ops other than control flow, custom objects, effects.
     """
@@ -143,6 +143,12 @@ def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
             )
     for node in all_calls(graph):
         where = edit.source_line(node)
+        if edit.is_collective(node):
+            raise ProgramError(
+                f"'{node.name}' ({node.target}) is a collective: the program is one rank's already",
+                help="give the single-device program that it was made from",
+                used_at=where,
+            )
         if isinstance(node.target, HigherOrderOperator) and not has_bodies(node):
             raise _higher_order(node, str(node.target), where)
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:

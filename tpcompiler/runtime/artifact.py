@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.manifest_form import malformed, program
 from tpcompiler.runtime.opened import Opened, read_text
-from tpcompiler.runtime.target import MANIFEST, PARTS, SET, free_target, in_place_of, reason, replacing
+from tpcompiler.runtime.target import CUT, MANIFEST, PARTS, SET, free_target, in_place_of, reason, replacing
 
 VERSION = "0.1.0"
 FORMAT = 2
@@ -258,10 +258,9 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             help="convert the model again",
         )
     # Two artifacts that were copied into one directory: which of them each file is of, nobody can say.
-    stray = {file.name for file in Path(directory).iterdir() if PARTS.fullmatch(file.name)} - {
-        MANIFEST,
-        *manifest.files,
-    }
+    there = {file.name for file in Path(directory).iterdir()}
+    unfinished = every if CUT in there else set()  # a cut that was ended before the manifest named its last files
+    stray = set(filter(PARTS.fullmatch, there)) - {MANIFEST, *manifest.files, *unfinished}
     if stray:
         raise ArtifactError(
             f"{path.parent / min(stray)} is of another artifact: the manifest names {manifest.world_size} files",

@@ -128,9 +128,16 @@ CALLING: dict[str, Form] = {
     "asserted": some(text),
     "constants": some(text),
 }
-PLACED: Form = lambda value: value is None or text(value) or table(text, text)(value)  # noqa: E731
-BOUNDARIES: Form = lambda value: value is None or some(PLACED)(value) or table(text, PLACED)(value)  # noqa: E731
-ASKED: dict[str, Form] = {"mesh": mesh, "inputs": BOUNDARIES, "outputs": BOUNDARIES}
+PLACED: Form = lambda value: text(value) or table(text, text)(value)  # noqa: E731
+
+
+def boundaries(value: Any) -> bool:
+    """Placements that were asked for, by name or in order."""
+    listed = some(lambda each: each is None or PLACED(each))
+    return value is None or listed(value) or table(text, PLACED)(value)
+
+
+ASKED: dict[str, Form] = {"mesh": mesh, "inputs": boundaries, "outputs": boundaries}
 FIELDS: dict[str, Form] = {
     "mesh": mesh,
     "groups": table(text, some(some(number))),

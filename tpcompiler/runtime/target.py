@@ -18,6 +18,7 @@ from tpcompiler.runtime.opened import read_text
 
 MANIFEST = "manifest.json"
 SET = "programs.json"
+CUT = ".cut.json"  # of weights that are being cut
 # The files of an artifact, and what an interrupted cut of its weights leaves beside them.
 PARTS = re.compile(r"manifest\.json|(rank|program)_\d+\.pt2|(program|model)\.pt2|(rank_\d+|values)\.safetensors")
 UNFINISHED = re.compile(r"\.cut\.json|\.rank_\d+\.safetensors\.part")

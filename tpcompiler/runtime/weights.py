@@ -193,6 +193,14 @@ def read_weights(file: Opened, wanted: Mapping[str, torch.Tensor]) -> dict[str, 
                 f"{list(want.shape)}",
                 help=AGAIN,
             )
-        if value.stride() != want.stride():  # a weight whose dims lie in another order: the file has them in theirs
-            found[name] = torch.empty_strided(want.shape, want.stride(), dtype=want.dtype).copy_(value)
+        found[name] = laid_out(value, want)
     return found
+
+
+def laid_out(value: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """A tensor with the strides of another, which may have its dims in another order, or one number along some."""
+    if value.stride() == want.stride():
+        return value
+    own = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in want.stride())
+    shape = [1 if stride == 0 else size for size, stride in zip(want.shape, want.stride(), strict=True)]
+    return torch.empty_strided(shape, want.stride(), dtype=want.dtype).copy_(value[own]).expand(want.shape)

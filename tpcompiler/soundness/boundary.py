@@ -197,16 +197,19 @@ def check_state(
         if "stored_in" in row:
             _check_elsewhere(row, manifest, beside)
             continue
-        same = _same_sum if _as_held(row, mesh).partial else same_bits
         wholes = _wholes(row, ranks, mesh)
-        if same is _same_sum:
+        if _as_held(row, mesh).partial:
             _check_terms(row, wholes[0], ranks, mesh)
         for whole in wholes[1:]:
-            if not same(whole, wholes[0]):
+            if not same_bits(whole, wholes[0]):
                 raise Unsound(None, f"{name!r} is not the same on ranks that share it")
         if "tied_to" in row:
             _check_tied(row, wholes[0], rows, ranks, mesh)
-        if name in theirs and not isinstance(theirs[name], FakeTensor) and not same(wholes[0], theirs[name].detach()):
+        if (
+            name in theirs
+            and not isinstance(theirs[name], FakeTensor)
+            and not same_bits(wholes[0], theirs[name].detach())
+        ):
             raise Unsound(None, f"{name!r}: the ranks' shares do not make the original's tensor")
 
 
@@ -226,7 +229,7 @@ def _check_terms(row: Mapping[str, Any], whole: torch.Tensor, ranks: Sequence[Wr
     """One rank holds what is pending and the others nothing: other terms that make the same sum may be large."""
     sharding = _as_held(row, mesh)
     for rank, each in enumerate(ranks):
-        if not _same_sum(each.state[row["name"]].detach(), cut(whole, sharding, mesh, rank)):
+        if not same_bits(each.state[row["name"]].detach(), cut(whole, sharding, mesh, rank)):
             raise Unsound(None, f"{row['name']!r} is not the term of rank {rank} for {row['sharding']}")
 
 
@@ -322,7 +325,7 @@ def _check_tied(
     mesh: Mesh,
 ) -> None:
     other = rows.get(row["tied_to"])
-    if other is None or ("stored_in" not in other and not _same_sum(whole, _wholes(other, ranks, mesh)[0])):
+    if other is None or ("stored_in" not in other and not same_bits(whole, _wholes(other, ranks, mesh)[0])):
         raise Unsound(None, f"{row['name']!r} is not {row['tied_to']!r}, to which it is tied by the manifest")
 
 
@@ -338,8 +341,3 @@ def _check_elsewhere(row: Mapping[str, Any], manifest: Manifest, beside: Mapping
             raise Unsound(
                 None, f"{row['name']!r} is {row[key]}, and in the files of {row['stored_in']!r} it is {theirs[key]}"
             )
-
-
-def _same_sum(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """What zeros were added to: -0.0 has become 0.0."""
-    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a[~a.isnan()], b[~b.isnan()])

@@ -1,0 +1,218 @@
+"""Reshard, merge, verify and check of what is not a plain model: ties, computed buffers, empty, expanded, several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.export import ExportedProgram, export
+
+import tpcompiler
+import tpcompiler.checkpoint.cut
+from tests.promises import models
+from tests.runtime.commands import refused, right
+from tests.zoo.elastic import bits
+from tpcompiler.runtime.artifact import read_manifest
+
+pytestmark = pytest.mark.slow
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+PLAN = {"up": "colwise", "down": "rowwise"}
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down(self.up(x).relu())
+
+
+class Computed(Mlp):
+    """A buffer that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.arange(8.0) / 8, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x * self.scale)
+
+
+class Odd(nn.Module):
+    """An empty buffer, one that is one row eight times, and one that is in the state dict under its second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+        self.register_buffer("empty", torch.empty(0, 12))
+        self.register_buffer("wide", torch.randn(1, 12).expand(8, 12))
+        tied = torch.randn(12)
+        self.register_buffer("first", tied, persistent=False)
+        self.register_buffer("second", tied)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.empty, self.up(x) * self.first + x @ self.wide + self.second])
+
+
+@dataclass
+class Out:
+    y: torch.Tensor
+
+
+torch.export.register_dataclass(Out, serialized_type_name="tests.checkpoint.Out")
+
+
+class Named(Mlp):
+    def forward(self, x: torch.Tensor) -> Out:
+        return Out(super().forward(x))
+
+
+@pytest.fixture(scope="module")
+def mlp() -> ExportedProgram:
+    torch.manual_seed(0)
+    return export(Mlp(), (X,))
+
+
+def hollow(model: type[nn.Module]) -> ExportedProgram:
+    with tpcompiler.weightless():
+        return export(model(), (X,))
+
+
+def checkpoint(program: ExportedProgram, path: Path, **other: torch.Tensor) -> Path:
+    save_file({**{name: value.detach() for name, value in program.state_dict.items()}, **other}, path)
+    return path
+
+
+@pytest.mark.parametrize("layout", ["ranks", "shared"])
+def test_empty_expanded_and_tied_to_what_is_not_persistent(layout: Any, tmp_path: Path) -> None:
+    program = export(Odd(), (X,))
+    tpcompiler.parallelize(program, 2, {"up": "colwise"}).save(tmp_path / "out", layout=layout)
+    tpcompiler.reshard(tmp_path / "out", 3, tmp_path / "three")
+    tpcompiler.merge(tmp_path / "three", tmp_path / "model.pt2")
+    back = torch.export.load(tmp_path / "model.pt2")
+    assert bits(back) == bits(program)
+    assert torch.equal(back.module()(X), program.module()(X))
+    tpcompiler.merge(tmp_path / "three", tmp_path / "w.safetensors", safetensors=True)
+    assert load_file(tmp_path / "w.safetensors").keys() == program.state_dict.keys()
+
+
+def test_without_weights_at_all(tmp_path: Path) -> None:
+    tpcompiler.parallelize(export(nn.ReLU(), (X,)), 2, {}).save(tmp_path / "out")
+    tpcompiler.reshard(tmp_path / "out", 3, tmp_path / "three")
+    tpcompiler.merge(tmp_path / "three", tmp_path / "model.pt2")
+    assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(X), X.relu())
+
+
+def test_a_class_that_is_kept_is_kept(tmp_path: Path) -> None:
+    tpcompiler.parallelize(export(Named(), (X,)), 2, PLAN).save(tmp_path / "out", keep_output_types=True)
+    tpcompiler.reshard(tmp_path / "out", 3, tmp_path / "three")
+    one, two = (read_manifest(tmp_path / name).calling["returns"] for name in ("out", "three"))
+    assert one == two
+    assert "Out" in one
+
+
+def test_a_checkpoint_proves_what_was_resharded(tmp_path: Path) -> None:
+    """What is computed comes from the artifact, there without values of its own."""
+    whole = export(Computed(), (X,))
+    path = checkpoint(whole, tmp_path / "c.safetensors")
+    tpcompiler.parallelize(hollow(Computed), 2, PLAN).save(tmp_path / "out")
+    tpcompiler.cut_checkpoint(tmp_path / "out", path)
+    tpcompiler.reshard(tmp_path / "out", 3, tmp_path / "three")
+    right("check", tmp_path / "three", "--checkpoint", path)
+    assert right("verify", tmp_path / "three", "--checkpoint", path).startswith("equal")
+    assert tpcompiler.check(tmp_path / "three", whole).ok
+
+
+def test_a_pending_weight_is_compared_bit_for_bit(mlp: ExportedProgram, tmp_path: Path) -> None:
+    """-0 is another bias than 0, though a sum with zeros makes 0 of both."""
+    zero = checkpoint(mlp, tmp_path / "zero.safetensors", **{"down.bias": torch.zeros(8)})
+    minus = checkpoint(mlp, tmp_path / "minus.safetensors", **{"down.bias": -torch.zeros(8)})
+    tpcompiler.parallelize(hollow(Mlp), 2, PLAN).save(tmp_path / "out")
+    tpcompiler.cut_checkpoint(tmp_path / "out", zero)
+    assert tpcompiler.check(tmp_path / "out", checkpoint=zero).ok
+    assert tpcompiler.check(tmp_path / "out", checkpoint=minus).findings == [
+        "'down.bias': the ranks' shares do not make the original's tensor"
+    ]
+
+
+@pytest.mark.parametrize("layout", ["ranks", "shared"])
+def test_of_several_programs_each_is_proved_and_put_together(layout: Any, mlp: ExportedProgram, tmp_path: Path) -> None:
+    """The weights of the second lie in the files of the first."""
+    tpcompiler.parallelize({"one": mlp, "two": mlp}, 2, PLAN).save(tmp_path / "out", layout=layout)
+    for name in ("one", "two"):
+        assert right("verify", tmp_path / "out" / name).startswith("equal")
+    tpcompiler.merge(tmp_path / "out" / "two", tmp_path / "model.pt2")
+    assert bits(torch.export.load(tmp_path / "model.pt2")) == bits(mlp)
+
+
+def test_for_one_rank(tmp_path: Path) -> None:
+    """Sizes that a cut would change stay what they are, -1 too."""
+    case = models.CASES["llama_dynamic"]
+    tpcompiler.parallelize(models.exported("llama_dynamic"), 2, case.plan).save(tmp_path / "out")
+    tpcompiler.reshard(tmp_path / "out", 1, tmp_path / "one")
+    assert right("verify", tmp_path / "one").startswith("equal")
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_cut_that_ends_before_the_manifest_is_written_goes_on(
+    mlp: ExportedProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(mlp, tmp_path / "c.safetensors")
+    tpcompiler.parallelize(hollow(Mlp), 2, PLAN).save(tmp_path / "out")
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tpcompiler.checkpoint.cut, "say_files", killed)
+        with pytest.raises(Killed):
+            tpcompiler.cut_checkpoint(tmp_path / "out", path)
+    tpcompiler.cut_checkpoint(tmp_path / "out", path)
+    assert tpcompiler.check(tmp_path / "out", mlp).ok
+
+
+def test_a_cut_of_several_that_ends_after_the_first_goes_on(
+    mlp: ExportedProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, program = checkpoint(mlp, tmp_path / "c.safetensors"), hollow(Mlp)
+    tpcompiler.parallelize({"one": program, "two": program}, 2, PLAN).save(tmp_path / "out")
+    run, begun = tpcompiler.checkpoint.cut._Work.run, []
+
+    def second(self: Any) -> Any:
+        begun.append(self)
+        if len(begun) == 2:
+            raise Killed
+        return run(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tpcompiler.checkpoint.cut._Work, "run", second)
+        with pytest.raises(Killed):
+            tpcompiler.cut_checkpoint(tmp_path / "out", path)
+    tpcompiler.cut_checkpoint(tmp_path / "out", path)
+    assert tpcompiler.check(tmp_path / "out").ok
+    assert "has the weights of rank 0 already" in refused("cut", tmp_path / "out", "--checkpoint", path)
+
+
+def test_nothing_is_written_into_what_it_is_made_from(mlp: ExportedProgram, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    tpcompiler.parallelize(mlp, 2, PLAN).save(out, layout="shared")
+    assert "lies in" in refused("merge", out, "--safetensors", "-o", out / "rank_0.safetensors")
+    assert "lies in" in refused("reshard", out, "--tp", 3, "-o", out / "three")
+    assert tpcompiler.check(out, mlp).ok
+    tpcompiler.reshard(out, 3, out, force=True)
+    assert read_manifest(out).mesh == {"tp": 3}
+
+
+def test_a_ranks_program_is_not_cut_again(mlp: ExportedProgram) -> None:
+    made = tpcompiler.parallelize(mlp, 2, PLAN).rank_program(0)
+    with pytest.raises(tpcompiler.ProgramError, match="is a collective: the program is one rank's already"):
+        tpcompiler.parallelize(made, 2, PLAN)
