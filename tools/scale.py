@@ -1,18 +1,15 @@
 """`python -m tools.scale [NAME ...]`: large models' shapes exported, converted and checked, without weights.
 
-Prints seconds and peak of memory of each command, and writes docs/scale.md when all models were run. No checkpoint is
-read: the shapes are those of the published configs.
+Prints seconds and peak of memory of each command, and writes the rows of these models into docs/scale.md. No checkpoint
+is read: the shapes are those of the published configs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +65,9 @@ HEAD = """\
 # Large models
 
 Exported from the config alone, converted by the config's own plan, and checked: no weight is made, and none is read.
-`python -m tools.scale` measures this and writes this page. Cutting a checkpoint takes as long as its bytes need on the
-disk, with one tensor in memory at a time (`python -m tools.bench_cut`).
+`python -m tools.scale` measures this and writes this page; seconds are those of the clock, on two cores that had other
+work too. Experts are whole on every rank as yet. Cutting a checkpoint takes as long as its bytes need on the disk, with
+one tensor in memory at a time (`python -m tools.bench_cut`).
 
 | model | parameters | ranks | export | convert | check | peak memory | artifact | on a rank |
 |---|---|---|---|---|---|---|---|---|
@@ -127,17 +125,24 @@ def _count(shape: Any) -> int:
     return count
 
 
+def write(lines: list[str]) -> None:
+    """Put lines into the page, in the place of those of the same model and degree."""
+    known = {_row(line): line for line in PAGE.read_text(encoding="utf-8").splitlines()} if PAGE.exists() else {}
+    known |= {_row(line): line for line in lines}
+    rows = [known[name, str(degree)] for name in MODELS for degree in DEGREES if (name, str(degree)) in known]
+    PAGE.write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+
+
+def _row(line: str) -> tuple[str, str]:
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    return cells[0], cells[2] if len(cells) > 2 else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
-    names = parser.parse_args().names
-    lines = [line for name in names or MODELS for line in run(name)]
-    if not names:
-        import torch
-
-        here = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
-        machine = f"\nOn Linux with {here}, {date.today()}.\n"
-        PAGE.write_text(HEAD + "\n".join(lines) + "\n" + machine, encoding="utf-8")
+    for name in parser.parse_args().names or MODELS:
+        write(run(name))
 
 
 if __name__ == "__main__":

@@ -153,8 +153,8 @@ def test_of_several_programs_each_is_proved_and_put_together(layout: Any, mlp: E
 
 def test_for_one_rank(tmp_path: Path) -> None:
     """Sizes that a cut would change stay what they are, -1 too."""
-    case = models.CASES["llama_dynamic"]
-    tpcompiler.parallelize(models.exported("llama_dynamic"), 2, case.plan).save(tmp_path / "out")
+    plan = {name: style for name, style in models.CASES["llama_dynamic"].plan.items() if "embed" not in name}
+    tpcompiler.parallelize(models.exported("llama_dynamic"), 2, plan).save(tmp_path / "out")
     tpcompiler.reshard(tmp_path / "out", 1, tmp_path / "one")
     assert right("verify", tmp_path / "one").startswith("equal")
 
