@@ -78,7 +78,7 @@ def test_without_weights_everything_says_so(tmp_path: Path) -> None:
         read_rank(tmp_path / "out", read_manifest(tmp_path / "out"), 0)
     with pytest.raises(ArtifactError, match="has no weights of rank 0"):
         verify_artifact(tmp_path / "out", back, ARGS)
-    zeros = read_model(tmp_path / "out" / "program_0.pt2")
+    zeros = read_model(tmp_path / "out" / "model.pt2")
     with pytest.raises(ProgramError, match="have no values"):
         tpcompiler.parallelize(zeros, 1, {}).verify(ARGS)
 

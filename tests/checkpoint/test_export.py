@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.runtime.commands import refused, right
 from tests.zoo.case import randomise
-from tpcompiler.api import verify_artifact
 from tpcompiler.runtime.model_file import read_model
 
 pytestmark = pytest.mark.slow
@@ -49,28 +47,6 @@ def llama(directory: Path, **fields: Any) -> Any:
     model = randomise(build(config)).eval()
     model.save_pretrained(directory, max_shard_size="100KB")
     return model
-
-
-def test_from_a_directory_to_equal_ranks(tmp_path: Path) -> None:
-    model = llama(tmp_path / "hf", num_hidden_layers=1, tie_word_embeddings=True)
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
-    said = right("export", tmp_path / "hf", "-o", tmp_path / "model.pt2")
-    assert said == f"wrote {tmp_path}/model.pt2: 12 weights have no values\n"
-    convert = ["convert", tmp_path / "model.pt2", "--tp", "2", "--plan", tmp_path / "hf" / "config.json"]
-    right(*convert, "--checkpoint", tmp_path / "hf", "-o", tmp_path / "out")
-    right("check", tmp_path / "out")
-    ids = torch.randint(200, (3, 7))
-    model.config.use_cache = False
-    whole = torch.export.export(model, (), {"input_ids": ids})
-    report = verify_artifact(tmp_path / "out", read_like(tmp_path / "model.pt2", whole), (), {"input_ids": ids})
-    assert report.ok, str(report)
-
-
-def read_like(path: Path, whole: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program that was exported without weights, with these: its sizes are dynamic."""
-    program = read_model(path)
-    program.state_dict.update({name: whole.state_dict[name] for name in program.state_dict})
-    return program
 
 
 def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ import pytest
 import torch
 
 from tests.launch import run_ranks
+from tests.long import LONG
 from tests.promises.models import CASES, converted, exported, functional, inputs_of
 from tests.promises.worker import INDUCTOR, gradients
 from tpcompiler.verify.compare import run_single
 
 pytestmark = pytest.mark.slow
 
-NAMES = {2: ["llama", "odd", "conv"], 4: ["odd"]}
+NAMES = {2: ["odd", "conv", *(["llama"] if os.environ.get(LONG) else [])], 4: ["odd"]}
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -31,4 +31,15 @@ def test_a_step_that_fails_hides_no_other(monkeypatch: pytest.MonkeyPatch, capfd
 
 
 def test_every_part_is_a_step() -> None:
-    assert list(STEPS) == ["large", "kills", "faults", "exits", "mutants", "zoo", "threads", "long", "random"]
+    assert list(STEPS) == [
+        "large",
+        "kills",
+        "faults",
+        "exits",
+        "mutants",
+        "zoo",
+        "elastic",
+        "threads",
+        "long",
+        "random",
+    ]
