@@ -22,8 +22,8 @@ from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import mark_of
 from tpcompiler.ir.text import program_text
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.verify.compare import runnable
 from tpcompiler.verify.promote import Promoted
+from tpcompiler.verify.reference import runnable
 from tpcompiler.verify.simulate import simulate
 
 pytestmark = pytest.mark.slow

@@ -40,7 +40,8 @@ from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import flatten_inputs, write_tensors
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.run import run_file
-from tpcompiler.verify.compare import FLOOR, SPREAD, run_single
+from tpcompiler.verify.compare import FLOOR, SPREAD
+from tpcompiler.verify.reference import run_single
 
 PLAN = {
     "model.embed_tokens": "embedding_rowwise",

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from tpcompiler.api import check as check
     from tpcompiler.api import parallelize as parallelize
     from tpcompiler.api import tensor_parallel_transformation as tensor_parallel_transformation
-    from tpcompiler.api import verify_artifact as verify_artifact
     from tpcompiler.checkpoint.cut import cut_checkpoint as cut_checkpoint
     from tpcompiler.checkpoint.dtensors import load_state_dict as load_state_dict
     from tpcompiler.checkpoint.dtensors import state_dict as state_dict
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from tpcompiler.elastic import merge as merge
     from tpcompiler.elastic import reshard as reshard
     from tpcompiler.ir.mesh import Mesh as Mesh
+    from tpcompiler.packaging import package as package
     from tpcompiler.parallel_program import ParallelProgram as ParallelProgram
     from tpcompiler.plan import Plan as Plan
     from tpcompiler.program_set import ProgramSet as ProgramSet
@@ -37,17 +37,21 @@ if TYPE_CHECKING:
     from tpcompiler.verify.discover import sound_placements as sound_placements
     from tpcompiler.verify.discover_rule import DiscoveredRule as DiscoveredRule
     from tpcompiler.verify.discover_rule import discover_rule as discover_rule
+    from tpcompiler.verify_files import verify_artifact as verify_artifact
+    from tpcompiler.verify_files import verify_package as verify_package
 
 _HOME = {
     "check": "tpcompiler.api",
     "CheckReport": "tpcompiler.soundness.check",
     "parallelize": "tpcompiler.api",
     "tensor_parallel_transformation": "tpcompiler.api",
-    "verify_artifact": "tpcompiler.api",
+    "verify_artifact": "tpcompiler.verify_files",
     "load": "tpcompiler.checkpoint.load",
     "cut_checkpoint": "tpcompiler.checkpoint.cut",
     "state_dict": "tpcompiler.checkpoint.dtensors",
     "load_state_dict": "tpcompiler.checkpoint.dtensors",
+    "package": "tpcompiler.packaging",
+    "verify_package": "tpcompiler.verify_files",
     "reshard": "tpcompiler.elastic",
     "merge": "tpcompiler.elastic",
     "weightless": "tpcompiler.runtime.weightless",

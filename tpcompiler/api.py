@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -16,32 +14,19 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.export import ExportedProgram
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from passes.canonicalize import canonicalize
-from tpcompiler.checkpoint.cut import read_shares
 from tpcompiler.checkpoint.fill import read_original, with_weights
-from tpcompiler.checkpoint.ranks import RankShares
-from tpcompiler.errors import ArtifactError, MeshError, PlanError, ProgramError
-from tpcompiler.ir import edit
-from tpcompiler.ir.mesh import Mesh, groups_named
+from tpcompiler.errors import MeshError, PlanError, ProgramError
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
-from tpcompiler.ir.program import CanonicalProgram
-from tpcompiler.ir.shares import row_sharding
-from tpcompiler.parallel_program import ParallelProgram, compared_calls, layout_of, on_cpu
+from tpcompiler.parallel_program import ParallelProgram, on_cpu
 from tpcompiler.pipeline import Conversion, finished_together
 from tpcompiler.plan import Plan
 from tpcompiler.program_set import ProgramSet
-from tpcompiler.runtime.artifact import Manifest, read_manifest
+from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.place import place_state
-from tpcompiler.runtime.rank_file import put_state, read_rank, taken_by
-from tpcompiler.runtime.weightless import weightless_names
-from tpcompiler.runtime.weights import laid_out
-from tpcompiler.soundness.boundary import compare_calling
 from tpcompiler.soundness.check import CheckReport, check_artifact
-from tpcompiler.soundness.unsound import Unsound
-from tpcompiler.verify.compare import Call, Subject, VerifyReport, read_call
 
 Given = Mapping[str, Any] | Sequence[Any] | None
-OWN = "the weights are the ranks' own: whether they are the model's, --checkpoint or --against would show"
 Programs = Mapping[str, ExportedProgram] | Sequence[tuple[str, ExportedProgram]]
 
 
@@ -179,94 +164,6 @@ def tensor_parallel_transformation(
     return made
 
 
-def verify_artifact(
-    directory: str | os.PathLike[str],
-    original: ExportedProgram,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    then: Sequence[Call] = (),
-    checkpoint: str | os.PathLike[str] | None = None,
-    trust: bool = False,
-) -> VerifyReport:
-    """What `ParallelProgram.verify` does, for files: all ranks run in this process, beside the original.
-
-    Weights that are mapped from files (the shared layout, a checkpoint) are read layer by layer, and not held.
-
-    Args:
-        original: the program that was converted. One that was exported without weights takes the checkpoint's, or,
-            without one, the ranks' own: then it is not seen whether these are the model's.
-        checkpoint: a directory of safetensors files; ranks whose weights are not cut yet take theirs from it, too.
-        then: args, or (args, kwargs), of further calls, each on the buffers that those before wrote.
-        trust: read files too that need a pickle or could run code (docs/security.md).
-
-    Raises:
-        ArtifactError: no artifact, a damaged one, one that was made from another program, or, without `trust`, one
-            whose files could run code.
-        InputsError: arguments that the program does not take.
-    """
-    manifest = read_manifest(directory)
-    own = bool(weightless_names(original)) and checkpoint is None
-    original = with_weights(original, directory, checkpoint, trust=trust)
-    mesh = Mesh.of(manifest.mesh)
-    canonical = canonicalize(original)
-    rows = {row["name"]: row for row in (*manifest.tensors, *manifest.inputs)}
-    rows |= {f"output {row['name']}": row for row in manifest.outputs}
-    has = _boundary_and_leaves(canonical)
-    wrote = dict.fromkeys(rows) | {row["name"]: row["shape"] for row in manifest.tensors}
-    if differ := [name for name in (*wrote, *has) if name not in has or name not in wrote or has[name] != wrote[name]]:
-        raise ArtifactError(
-            f"{os.fspath(directory)} was made from another program: the two differ in {differ[0]!r}",
-            help="give the program that it was converted from",
-        )
-    weights = functools.partial(read_shares, checkpoint) if checkpoint is not None else None
-    programs = [
-        read_rank(directory, manifest, rank, trust=trust, weights=weights) for rank in range(manifest.world_size)
-    ]
-    for rank, program in enumerate(programs):
-        _put_from_beside(program, manifest, directory, rank, trust)
-    used = {
-        str(node.args[-1]) for program in programs for node in edit.calls(program.graph) if edit.is_collective(node)
-    }
-    for name in sorted(used):
-        # All ranks run here in groups as their names say; `load` makes them as the manifest does.
-        if sorted(manifest.groups.get(name, ())) != sorted(map(list, groups_named(name) or ())):
-            raise ArtifactError(
-                f"{os.fspath(directory)}: the manifest's ranks of the group {name!r} are not those of its name",
-                help="convert the model again",
-            )
-    for rank, program in enumerate(programs):
-        try:
-            compare_calling(program, original)
-        except Unsound as error:
-            raise ArtifactError(
-                f"{os.fspath(directory)} is called otherwise than the program: on rank {rank} {error.text}",
-                help="give the program that it was converted from, or convert it again",
-            ) from error
-    shardings = {name: row_sharding(row, mesh) for name, row in rows.items()}
-    subject = Subject(
-        original,
-        programs,
-        layout_of(shardings, mesh),
-        [row["name"] for row in manifest.inputs],
-        canonical.output_names(),
-        canonical.source,
-    )
-    report = compared_calls({"": subject}, [("", args, kwargs or {}), *(("", *read_call(call)) for call in then)])
-    return replace(report, note=OWN if not report.note else f"{report.note}; {OWN}") if own else report
-
-
-def _put_from_beside(
-    program: ExportedProgram, manifest: Manifest, directory: str | os.PathLike[str], rank: int, trust: bool
-) -> None:
-    """Give a rank's program the weights that lie in the files of another program."""
-    if elsewhere := [row for row in manifest.tensors if "stored_in" in row]:
-        source, taken = RankShares(directory, trust=trust), taken_by(program)
-        first = {row["name"]: row.get("tied_to", row["name"]) for row in elsewhere}
-        held = {name: laid_out(source.share(name, rank), taken[name]) for name in set(first.values())}
-        put_state(program, {name: held[first[name]] for name in first})
-
-
 def check(
     directory: str | os.PathLike[str],
     original: ExportedProgram | None = None,
@@ -294,18 +191,6 @@ def check(
         original = original or read_original(directory, read_manifest(directory), trust=trust)
         original = with_weights(original, directory, checkpoint, trust=trust)
     return check_artifact(directory, original=original, prepare=on_cpu, trust=trust)
-
-
-def _boundary_and_leaves(program: CanonicalProgram) -> dict[str, list[int] | None]:
-    """The names that a manifest of this program has, with the shape of leaves (symbols may be named anew elsewhere)."""
-    names = program.output_names()
-    values = list(program.output.args[0])  # type: ignore[arg-type]
-    user = zip(names, values[len(values) - len(names) :], strict=True)
-    return {
-        **{fqn: list(program.state(fqn).shape) for _, fqn in program.leaves()},
-        **{node.name: None for node in program.user_inputs()},
-        **{f"output {name}": None for name, value in user if edit.is_tensor(value)},
-    }
 
 
 def _specs(given: Given, asked_by: str) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:

@@ -15,7 +15,8 @@ import typer
 from rich.text import Text
 
 import tpcompiler.cli_judge
-import tpcompiler.cli_weights  # noqa: F401  (registers its commands, as does the one above)
+import tpcompiler.cli_run
+import tpcompiler.cli_weights  # noqa: F401  (registers its commands, as do those above)
 from tpcompiler.cli_options import (
     DEFECT,
     Artifact,
@@ -30,7 +31,7 @@ from tpcompiler.cli_options import (
     refuse_two_meshes,
 )
 from tpcompiler.cli_weights import Partial, cut_with_bar
-from tpcompiler.errors import ArtifactError, PlanError, TpCompilerWarning
+from tpcompiler.errors import PlanError, TpCompilerWarning
 from tpcompiler.printed import one_line, printable
 
 
@@ -246,48 +247,6 @@ def convert(
         return
     for name, shown in data.items():
         cli_print.print_summary(shown, "nothing written (--dry-run)" if dry_run else str((out or Path()) / name))
-
-
-@app.command()
-def run(
-    directory: Artifact,
-    inputs: Annotated[Path, typer.Option("--inputs", metavar="FILE", help="Inputs as safetensors, by name.")],
-    outputs: Annotated[
-        Path | None, typer.Option("--outputs", metavar="FILE", help="Write the outputs as safetensors, by name.")
-    ] = None,
-    imports: Imports = None,
-    trust: Trust = False,
-) -> None:
-    """Run the programs under torchrun.
-
-    One process per rank; rank 0 prints the outputs, and writes them where asked.
-
-    \b
-    Example:
-      torchrun --nproc-per-node 2 -m tpcompiler.cli run out --inputs in.safetensors
-      torchrun --nproc-per-node 2 --no-python tpcompiler run out --inputs in.safetensors --outputs out.safetensors
-    """
-    import torch.distributed as dist
-
-    from tpcompiler import cli_print
-    from tpcompiler.runtime.artifact import read_manifest
-    from tpcompiler.runtime.inputs import write_tensors
-    from tpcompiler.runtime.load import load
-    from tpcompiler.runtime.model_file import import_modules
-    from tpcompiler.runtime.run import refuse_sharded_boundary, run_file, summarize
-
-    manifest = read_manifest(directory)
-    refuse_sharded_boundary(manifest)
-    if outputs is not None and not os.path.isdir(outputs.parent):
-        raise ArtifactError(f"cannot write {outputs}: {outputs.parent} is no directory", help="make it first")
-    import_modules(imports or ())
-    module = load(directory, trust=trust)
-    named = run_file(module, manifest, inputs)
-    if dist.get_rank() == 0:
-        cli_print.print_outputs(summarize(named))
-        if outputs is not None:
-            write_tensors(outputs, named)
-    dist.destroy_process_group()  # as NCCL asks for
 
 
 @app.command()

@@ -60,11 +60,11 @@ def verify(
     """
     with progress(f"reading {against or directory}") as status:
         from tpcompiler import cli_print
-        from tpcompiler.api import verify_artifact
         from tpcompiler.checkpoint.fill import read_original, with_weights
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.inputs import read_inputs
         from tpcompiler.runtime.model_file import import_modules, read_model
+        from tpcompiler.verify_files import verify_artifact
 
         manifest = read_manifest(directory)  # its errors come before the model is read
         import_modules(imports or ())

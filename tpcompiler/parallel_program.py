@@ -36,8 +36,9 @@ from tpcompiler.report import Collective, collectives_of, report_text
 from tpcompiler.runtime.artifact import VERSION, Manifest, Writer, write_artifact
 from tpcompiler.runtime.place import place_state
 from tpcompiler.soundness.check import check_artifact
-from tpcompiler.verify.compare import Call, Subject, VerifyReport, compare_calls, read_call, runnable
+from tpcompiler.verify.compare import Call, Subject, VerifyReport, compare_calls, read_call
 from tpcompiler.verify.judge import Layout
+from tpcompiler.verify.reference import runnable
 from tpcompiler.writing import Files, writer_of
 
 

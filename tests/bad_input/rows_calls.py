@@ -15,7 +15,6 @@ from torch import nn
 from tests.bad_input.row import Row, loaded, text
 from tests.runtime.models import PLAN, mlp_inputs
 from tpcompiler import load, parallelize
-from tpcompiler.api import verify_artifact
 from tpcompiler.errors import (
     ArtifactError,
     InputsError,
@@ -25,6 +24,7 @@ from tpcompiler.errors import (
     ProgramError,
     UnsupportedError,
 )
+from tpcompiler.verify_files import verify_artifact
 
 CONVERT = "tpcompiler convert model.pt2 --tp 2 --plan plan.yaml"
 LONG = "a" * 300

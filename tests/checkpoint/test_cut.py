@@ -15,10 +15,10 @@ import tpcompiler
 from tests.checkpoint.models import ARGS, PLAN, exported, hollow, model, write_checkpoint
 from tests.launch import run_ranks
 from tpcompiler import ArtifactError, ProgramError
-from tpcompiler.api import verify_artifact
 from tpcompiler.runtime.artifact import read_manifest, weights_file
 from tpcompiler.runtime.model_file import read_model
 from tpcompiler.runtime.rank_file import read_rank
+from tpcompiler.verify_files import verify_artifact
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from tests.devices import MODELS, exported, other_devices, propagate
 from tests.passes.models import MEGATRON, Mlp
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.text import program_text
-from tpcompiler.verify.compare import run_single
+from tpcompiler.verify.reference import run_single
 
 pytestmark = pytest.mark.slow
 

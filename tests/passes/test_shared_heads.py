@@ -16,7 +16,8 @@ import tpcompiler
 from tests.launch import called
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
-from tpcompiler.verify.compare import compare, runnable
+from tpcompiler.verify.compare import compare
+from tpcompiler.verify.reference import runnable
 
 pytestmark = pytest.mark.slow
 

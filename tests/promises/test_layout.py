@@ -14,7 +14,7 @@ import tpcompiler
 from tests.promises.models import MLP, NAMES, converted, functional, inputs_of, ranks
 from tests.zoo.case import randomise
 from tpcompiler.ir.local import local_strides
-from tpcompiler.verify.compare import run_single
+from tpcompiler.verify.reference import run_single
 from tpcompiler.verify.simulate import simulate
 
 pytestmark = pytest.mark.slow

@@ -75,4 +75,4 @@ def test_an_exit_code_is_kept(template: Template, script: str, codes: tuple[int,
     ended = template.run(never_switch(script))
     assert ended.codes == codes, ended.printed
     if script == ERROR_BEFORE_THE_CALL:
-        assert "a collective has failed: another rank has ended" in ended.printed[0]
+        assert "a collective of the group 'tp=2:tp' (ranks 0, 1) has failed: another rank has ended" in ended.printed[0]

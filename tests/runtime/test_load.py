@@ -14,7 +14,7 @@ from tests.runtime.models import PLAN, export_mlp, mlp_inputs
 from tpcompiler import load, parallelize
 from tpcompiler.errors import ArtifactError, LaunchError
 from tpcompiler.runtime.artifact import read_manifest
-from tpcompiler.runtime.load import _own_device
+from tpcompiler.runtime.world import own_device
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_the_gpu_of_this_process(
 ) -> None:
     chosen = gpus(4)
     environment(monkeypatch, **names)
-    assert str(_own_device(read_manifest(for_cuda))) == device
+    assert str(own_device(read_manifest(for_cuda))) == device
     assert chosen == [torch.device(device)]
 
 
@@ -154,13 +154,13 @@ def test_processes_of_a_group_of_their_own_may_share_a_gpu(
 ) -> None:
     chosen = gpus(1)
     environment(monkeypatch, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
-    assert _own_device(read_manifest(for_cuda)) == torch.device("cuda:0")
+    assert own_device(read_manifest(for_cuda)) == torch.device("cuda:0")
     assert chosen == [torch.device("cuda:0")]
 
 
 def test_weights_are_put_on_the_device(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands in for the GPU that is not here."""
-    monkeypatch.setattr("tpcompiler.runtime.load._own_device", lambda manifest: torch.device("meta"))
+    monkeypatch.setattr("tpcompiler.runtime.load.own_device", lambda manifest, backend: torch.device("meta"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         module = load(artifacts / "one")

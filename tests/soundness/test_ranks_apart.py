@@ -277,10 +277,10 @@ def test_an_output_in_the_memory_of_what_is_written(out: Path, model: ExportedPr
         data.clear()
         data.update(json.loads(text))
 
-    assert tpcompiler.api.verify_artifact(out, model, (X,), then=[(X + 1,)]).ok
+    assert tpcompiler.verify_artifact(out, model, (X,), then=[(X + 1,)]).ok
     for rank in range(2):
         edit(out, rank, "models/model.json", change)
-    report = tpcompiler.api.verify_artifact(out, model, (X,), then=[(X + 1,)])
+    report = tpcompiler.verify_artifact(out, model, (X,), then=[(X + 1,)])
     assert [each.name for each in report.outputs if not each.ok] == ["call 1: 0", "call 2: 0"]
     assert any("lies in the memory of 'k'" in finding for finding in tpcompiler.check(out, model).findings)
 
@@ -331,7 +331,7 @@ def test_a_device_that_is_not_the_artifacts(tmp_path: Path) -> None:
 
     for rank in range(2):
         edit(out, rank, "models/model.json", change)
-    for judge in (tpcompiler.check, lambda out, model: tpcompiler.api.verify_artifact(out, model, (X,))):
+    for judge in (tpcompiler.check, lambda out, model: tpcompiler.verify_artifact(out, model, (X,))):
         with pytest.raises(tpcompiler.ArtifactError, match="names the device 'cuda', and the manifest says 'cpu'"):
             judge(out, model)
 
@@ -412,7 +412,7 @@ def test_verify_runs_the_groups_of_the_manifest(out: Path, model: ExportedProgra
     manifest["groups"] = {name: [[0], [1]]}
     (out / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(tpcompiler.ArtifactError, match=f"the manifest's ranks of the group '{name}' are not those of"):
-        tpcompiler.api.verify_artifact(out, model, (X,))
+        tpcompiler.verify_artifact(out, model, (X,))
 
 
 def test_a_reduction_that_nobody_knows(out: Path, model: ExportedProgram) -> None:
@@ -423,7 +423,7 @@ def test_a_reduction_that_nobody_knows(out: Path, model: ExportedProgram) -> Non
     for rank in range(2):
         edit(out, rank, "models/model.json", change)
     with pytest.raises(tpcompiler.InputsError, match="a rank's program does not run on these inputs"):
-        tpcompiler.api.verify_artifact(out, model, (X,))
+        tpcompiler.verify_artifact(out, model, (X,))
 
 
 class Cached(nn.Module):

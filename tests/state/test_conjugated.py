@@ -34,7 +34,7 @@ def test_buffers_that_are_conjugated_when_they_are_read(plan: dict[str, str], tm
     program = tpcompiler.parallelize(exported, 2, plan)
     assert program.verify((X,)).ok
     program.save(tmp_path / "out")
-    assert tpcompiler.api.verify_artifact(tmp_path / "out", exported, (X,)).ok
+    assert tpcompiler.verify_artifact(tmp_path / "out", exported, (X,)).ok
 
 
 class Forms(nn.Module):

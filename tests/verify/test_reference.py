@@ -14,7 +14,7 @@ from torch.export import Dim, export
 
 import tpcompiler
 from tests.launch import fork_code
-from tpcompiler.verify.compare import runnable
+from tpcompiler.verify.reference import runnable
 
 PLAN = {"up": "colwise", "down": "rowwise"}
 

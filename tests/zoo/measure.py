@@ -24,7 +24,8 @@ from tpcompiler.report import Collective
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written
-from tpcompiler.verify.compare import Difference, VerifyReport, compare, runnable
+from tpcompiler.verify.compare import Difference, VerifyReport, compare
+from tpcompiler.verify.reference import runnable
 from tpcompiler.verify.simulate import simulate
 
 WORLDS = (2, 4)

@@ -14,7 +14,8 @@ from tests.zoo.case import Case
 from tests.zoo.index import CASES
 from tests.zoo.measure import exported
 from tpcompiler.runtime.inputs import flatten_inputs, write_tensors
-from tpcompiler.verify.compare import FLOOR, SPREAD, run_single, runnable
+from tpcompiler.verify.compare import FLOOR, SPREAD
+from tpcompiler.verify.reference import run_single, runnable
 
 pytestmark = pytest.mark.slow
 

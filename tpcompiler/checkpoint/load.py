@@ -19,6 +19,8 @@ def load(
     check_inputs: bool = False,
     timeout: timedelta = WAIT,
     trust: bool = False,
+    compiled: bool | None = None,
+    backend: str | None = None,
 ) -> Any:
     """This process's program, ready to call.
 
@@ -43,6 +45,9 @@ def load(
             are called differently give is undefined, and they may hang until the process group's own timeout.
         timeout: how long ranks wait for one another: here, and at a collective of the groups that are made here.
         trust: read files too that need a pickle or could run code (docs/security.md).
+        compiled: run the package that `tpcompiler package` wrote (True), or the programs as they are (False). The
+            default is the package where `trust` is set, for it is machine code; where not, a warning names it.
+        backend: of the process group that is initialised here, "nccl" or "gloo".
 
     Returns:
         The module: call it as the model was called; it records no gradients. Its `exported_program` is the rank's
@@ -51,9 +56,11 @@ def load(
 
     Raises:
         ArtifactError: no artifact, a damaged one, a checkpoint that does not fit it, or, without `trust`, files that
-            could run code.
+            could run code. No package where one is asked for, or one that this process cannot run: of another torch,
+            for another CPU or GPU, or for another number of threads.
         LaunchError: not started by torchrun, another world size or rank, a group name that is taken, no GPU for this
-            process, or another rank that has failed, is missing, or has something else.
+            process, another rank that has failed, is missing, or has something else, or a group of ranks that do not
+            reach one another.
         UnsupportedError: a collective that the backend does not have for its dtype.
     """
     weights = None
@@ -61,4 +68,13 @@ def load(
         from tpcompiler.checkpoint.cut import read_shares  # a deployment that has its weights does without
 
         weights = functools.partial(read_shares, checkpoint)
-    return load_rank(directory, rank, check_inputs=check_inputs, timeout=timeout, trust=trust, weights=weights)
+    return load_rank(
+        directory,
+        rank,
+        check_inputs=check_inputs,
+        timeout=timeout,
+        trust=trust,
+        compiled=compiled,
+        backend=backend,
+        weights=weights,
+    )

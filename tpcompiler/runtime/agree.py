@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -112,8 +112,11 @@ def _heard(key: str, timeout: timedelta) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def named_failures() -> Iterator[None]:
+def named_failures(groups: Mapping[str, Sequence[Sequence[int]]]) -> Iterator[None]:
     """Say of a collective that fails what it means: another rank has ended, or has not come to it.
+
+    Args:
+        groups: the process groups that it may be of, as `Manifest.groups`.
 
     Raises:
         LaunchError: in place of what gloo or NCCL raise.
@@ -124,7 +127,10 @@ def named_failures() -> Iterator[None]:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         if not any(word in line.lower() for word in ("gloo", "nccl", "connection", "timed out", "timeout")):
             raise
+        own = {name: next((r for r in of if dist.get_rank() in r), []) for name, of in groups.items()}
+        named = " or ".join(f"{name!r} (ranks {', '.join(map(str, r))})" for name, r in own.items() if len(r) > 1)
         raise LaunchError(
-            f"rank {dist.get_rank()}: a collective has failed: another rank has ended, or did not come to it ({line})",
+            f"rank {dist.get_rank()}: a collective of the group {named} has failed: another rank has ended, or did not "
+            f"come to it ({line})",
             help=RESTART,
         ) from error

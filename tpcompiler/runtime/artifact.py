@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.manifest_form import malformed, program
+from tpcompiler.runtime.manifest_form import malformed, malformed_set
 from tpcompiler.runtime.opened import Opened, read_text
 from tpcompiler.runtime.target import CUT, MANIFEST, PARTS, SET, free_target, in_place_of, reason, replacing
 
@@ -24,7 +24,6 @@ VERSION = "0.1.0"
 FORMAT = 2
 VALUES = "values.safetensors"
 MODEL = "model.pt2"  # what was converted, without its weights
-MOST_PROGRAMS = 1_000
 NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
     "plan": "plan entries that are left out",
     "untouched": "layers that no plan entry touches",
@@ -63,6 +62,7 @@ class Manifest:
         programs: file name -> the ranks that run it, each with weights in a file of its own. Empty where every rank has
             a file with both.
         asked: how it was converted: `mesh`, and the placements of `inputs` and `outputs` that were given, or None.
+        compiled: the package of a lone artifact (`runtime/package.py`); of several programs it is named beside them.
     """
 
     mesh: dict[str, int]
@@ -81,6 +81,7 @@ class Manifest:
     rank_numbers: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
     programs: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     asked: dict[str, Any] = dataclasses.field(default_factory=dict)
+    compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -259,8 +260,11 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         )
     # Two artifacts that were copied into one directory: which of them each file is of, nobody can say.
     there = {file.name for file in Path(directory).iterdir()}
-    unfinished = every if CUT in there else set()  # a cut that was ended before the manifest named its last files
-    stray = set(filter(PARTS.fullmatch, there)) - {MANIFEST, *manifest.files, *unfinished}
+    unfinished: set[str] = (
+        every if CUT in there else set()
+    )  # a cut that was ended before the manifest named its last files
+    known = {MANIFEST, *manifest.files, *manifest.compiled.get("files", ())}
+    stray = set(filter(PARTS.fullmatch, there)) - known - unfinished
     if stray:
         raise ArtifactError(
             f"{path.parent / min(stray)} is of another artifact: the manifest names {manifest.world_size} files",
@@ -284,13 +288,14 @@ def programs_in(directory: str | os.PathLike[str]) -> list[str]:
     path = inside(directory, SET)
     try:
         data = json.loads(read_text(path))
-        names = data["programs"] if data["format"] == FORMAT else None
+        wrong = data["format"] != FORMAT or malformed_set(data)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{path} cannot be read: {reason(error)}", help="convert the models again") from error
-    if not isinstance(names, list) or len(names) > MOST_PROGRAMS or not all(map(program, names)):
+    if wrong:
         raise ArtifactError(f"{path} is damaged, or of another format than {FORMAT}", help="convert the models again")
+    names: list[str] = data["programs"]
     for name in names:
         inside(directory, name)
     return names
@@ -330,7 +335,7 @@ def open_checked(directory: str | os.PathLike[str], manifest: Manifest, rank: in
             f"{os.fspath(directory)} has no weights of rank {rank}: its model was exported without",
             help=f"cut them: tpcompiler cut {os.fspath(directory)} --checkpoint DIR (or load(..., checkpoint=DIR))",
         )
-    return _open_known(directory, manifest, weights_file(rank) if weights else program_file(manifest, rank))
+    return open_known(directory, manifest.files, weights_file(rank) if weights else program_file(manifest, rank))
 
 
 def open_values(directory: str | os.PathLike[str], manifest: Manifest) -> Opened:
@@ -339,7 +344,7 @@ def open_values(directory: str | os.PathLike[str], manifest: Manifest) -> Opened
     Raises:
         ArtifactError: as `open_checked`.
     """
-    return _open_known(directory, manifest, VALUES)
+    return open_known(directory, manifest.files, VALUES)
 
 
 def open_model_of(directory: str | os.PathLike[str], manifest: Manifest) -> Opened:
@@ -350,15 +355,20 @@ def open_model_of(directory: str | os.PathLike[str], manifest: Manifest) -> Open
     """
     if MODEL not in manifest.files:
         raise ArtifactError(f"{os.fspath(directory)} has no {MODEL}", help="convert the model again")
-    return _open_known(directory, manifest, MODEL)
+    return open_known(directory, manifest.files, MODEL)
 
 
-def _open_known(directory: str | os.PathLike[str], manifest: Manifest, name: str) -> Opened:
+def open_known(directory: str | os.PathLike[str], files: Mapping[str, str], name: str) -> Opened:
+    """A file of an artifact, open, after its hash was compared with what `files` says of it.
+
+    Raises:
+        ArtifactError: as `open_checked`.
+    """
     path = inside(directory, name)
     again = "copy the artifact again, or convert the model again"
     try:
         file = Opened(path)
-        if not (wrong := _other_than_written(file, manifest.files[path.name])):
+        if not (wrong := _other_than_written(file, files[path.name])):
             return file
         file.close()
     except FileNotFoundError as error:

@@ -26,6 +26,7 @@ DTYPES = {
 }  # by torch's name; others are written as torch prints them
 OTHERS = "complex32 complex64 complex128 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
 DEEPEST = 8  # what a plan says of one name is a text, or a table of texts
+MOST_PROGRAMS = 1_000
 MOST_DIMS = 64  # of a tensor or a mesh: torch has as many
 MOST_SHARES = 1 << 22  # of all tensors on all ranks
 LARGEST = 1 << 62  # elements or bytes: what a size in a file can be
@@ -137,6 +138,17 @@ def boundaries(value: Any) -> bool:
     return value is None or listed(value) or table(text, PLACED)(value)
 
 
+PACKAGE: dict[str, Form] = {
+    "files": table(one_of("compiled.pt2", "runner.so"), sha256),
+    "models": table(text, table(text, some(number))),
+    "device_type": one_of("cpu", "cuda"),
+    "torch": text,
+    "compiler": text,
+    "strides": table(text, some(number)),
+    "capability": some(text),
+    "threads": number,
+}
+PACKED: Form = lambda value: value == {} or row(PACKAGE)(value)  # noqa: E731
 ASKED: dict[str, Form] = {"mesh": mesh, "inputs": boundaries, "outputs": boundaries}
 FIELDS: dict[str, Form] = {
     "mesh": mesh,
@@ -151,6 +163,7 @@ FIELDS: dict[str, Form] = {
     "rank_numbers": table(text, some(some(number))),
     "programs": table(lambda name: text(name) and bool(re.fullmatch(r"program(_\d+)?\.pt2", name)), some(number)),
     "asked": lambda value: value == {} or row(ASKED)(value),
+    "compiled": PACKED,
     "notes": some(row({"kind": text, "text": text})),
     "output_type": lambda value: value is None or text(value),
     "versions": table(text, text),
@@ -171,6 +184,13 @@ def malformed(data: Mapping[str, Any]) -> str | None:
     if wrong is None and data["programs"] and not _is_partition(list(data["programs"].values()), data["mesh"]):
         return "programs"
     return wrong
+
+
+def malformed_set(data: Mapping[str, Any]) -> bool:
+    """Whether a list of programs is not in its form."""
+    names = data["programs"]
+    listed = some(program)(names) and len(names) <= MOST_PROGRAMS
+    return not (listed and PACKED(data.get("compiled", {})) and data.keys() <= {"format", "programs", "compiled"})
 
 
 def _has_rows(numbers: Mapping[str, Sequence[Sequence[int]]], world: int) -> bool:

@@ -19,8 +19,11 @@ from tpcompiler.runtime.opened import read_text
 MANIFEST = "manifest.json"
 SET = "programs.json"
 CUT = ".cut.json"  # of weights that are being cut
+COMPILED, RUNNER = "compiled.pt2", "runner.so"  # a package, and what runs it from Python
 # The files of an artifact, and what an interrupted cut of its weights leaves beside them.
-PARTS = re.compile(r"manifest\.json|(rank|program)_\d+\.pt2|(program|model)\.pt2|(rank_\d+|values)\.safetensors")
+PARTS = re.compile(
+    r"manifest\.json|(rank|program)_\d+\.pt2|(program|model|compiled)\.pt2|runner\.so|(rank_\d+|values)\.safetensors"
+)
 UNFINISHED = re.compile(r"\.cut\.json|\.rank_\d+\.safetensors\.part")
 STREAMS = re.compile(r"/dev/std(out|err)|/dev/fd/\d+|/proc/[^/]+/fd/\d+")  # which may lead to files, and are none
 FIELDS = {MANIFEST: {"format", "mesh", "groups", "tensors", "collectives", "files"}, SET: {"format", "programs"}}
@@ -176,7 +179,7 @@ def _refuse_others(directory: Path, target: Path) -> None:
     programs = [name for name in names if name in listed and os.path.isdir(directory / name)]
     for name in programs:
         _refuse_others(directory / name, target / name)
-    parts = {SET, *programs} if SET in names else {MANIFEST, *_files(directory / MANIFEST)}
+    parts = {SET, COMPILED, RUNNER, *programs} if SET in names else {MANIFEST, *_files(directory / MANIFEST)}
     whole = {name for name in parts if name in programs or os.path.isfile(directory / name)}
     if others := sorted(name for name in set(names) - whole if not UNFINISHED.fullmatch(name)):
         raise ArtifactError(
@@ -197,7 +200,8 @@ def _is_ours(listing: Path) -> bool:
 def _files(manifest: Path) -> list[str]:
     """The ranks' files that a manifest names."""
     names = json.loads(read_text(manifest))["files"]
-    return [name for name in names if PARTS.fullmatch(name)] if isinstance(names, dict) else []
+    found = [name for name in names if PARTS.fullmatch(name)] if isinstance(names, dict) else []
+    return [*found, COMPILED, RUNNER]
 
 
 def _rename_to_free(temporary: Path, target: Path) -> None:

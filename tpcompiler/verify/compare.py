@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,14 +12,10 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import HigherOrderOperator, OpOverload, functional_copy
 from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import has_bodies
 from tpcompiler.ir.claims import read_claim
-from tpcompiler.ir.draws import draws
 from tpcompiler.ir.refused import refuse_hollow
-from tpcompiler.ir.written_back import find_hidden_views, find_overwritten, keep_old_values, spell_out_copies
 from tpcompiler.printed import one_line
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.verify.judge import (
@@ -35,15 +31,12 @@ from tpcompiler.verify.judge import (
     widened,
 )
 from tpcompiler.verify.promote import Promoted, promoted
+from tpcompiler.verify.reference import WIDE, is_narrow, runnable
 from tpcompiler.verify.simulate import RankResult, simulate
-
-# In bfloat16 those bounds are 0.06 to 0.13, and leaving one all_reduce of 8 layers out changes the logits by 0.14. So a
-# program in less than float32 is compared once more with all of it in float32, where they are about 1e-5.
-WIDE = torch.float32
-
 
 # What a further call is given: args, or (args, kwargs).
 Call = Sequence[Any] | tuple[Sequence[Any], Mapping[str, Any]]
+Run = Callable[[Sequence[Sequence[Any]]], Sequence[RankResult]]  # of all ranks, on the flat inputs of each
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,10 @@ def read_call(call: Call) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """A single-device program, its ranks' programs, and what `compare` wants to know of them."""
+    """A single-device program, its ranks' programs, and what `compare` wants to know of them.
+
+    `run` runs these as they are in one call after another, in the place of `simulate`; it keeps what they write.
+    """
 
     reference: ExportedProgram
     programs: Sequence[ExportedProgram]
@@ -126,6 +122,7 @@ class Subject:
     input_names: Sequence[str]
     output_names: Sequence[str]
     intermediate: ExportedProgram | None = None
+    run: Run | None = None
 
 
 def compare_calls(
@@ -136,7 +133,8 @@ def compare_calls(
     Each call, (name, args, kwargs), goes on with what those before wrote.
     """
     trials = {name: [_Trial(subject)] for name, subject in subjects.items()}
-    if narrow := any(_is_narrow(each[0].reference) for each in trials.values()):
+    simulated = all(subject.run is None for subject in subjects.values())
+    if narrow := simulated and any(is_narrow(each[0].reference) for each in trials.values()):
         for name, subject in subjects.items():
             trials[name].append(_Trial(subject, WIDE))
     for each in zip(*trials.values(), strict=True):
@@ -147,7 +145,7 @@ def compare_calls(
     first = None
     for number, (name, given, named) in enumerate(calls):
         flat = flatten_inputs(trials[name][0].reference, given, named)
-        shares = _shares(flat, subjects[name].programs, subjects[name].layout, subjects[name].input_names)
+        shares = _shares(flat, subjects[name])
         for trial in trials[name]:
             found = trial.call(flat, shares)
             own += found if trial.dtype is None else []
@@ -184,6 +182,7 @@ class _Trial:
             self.programs = [Promoted(program, dtype) for program in subject.programs]
             self.intermediate = self.intermediate and Promoted(self.intermediate, dtype)
         self.exact = Promoted(self.reference, torch.float64)
+        self.run = subject.run
         self.known: dict[str, torch.Tensor] = {}
         self.precise: dict[str, torch.Tensor] = {}
         self.held: list[dict[str, torch.Tensor]] = [{} for _ in subject.programs]
@@ -204,7 +203,7 @@ class _Trial:
             ) from error
         _refuse_nothing_finite(self.expected.outputs, self.output_names)
         try:
-            self.got = simulate(self.programs, shares, state=self.held)
+            self.got = self.run(shares) if self.run else simulate(self.programs, shares, state=self.held)
         except (RuntimeError, LookupError, ValueError, ArithmeticError) as error:
             raise InputsError(
                 f"a rank's program does not run on these inputs: {error}", help="check shapes and dtypes"
@@ -324,14 +323,22 @@ def _claimed(graph: fx.Graph) -> dict[fx.Node, Any]:
     return found
 
 
-def _shares(
-    flat: Sequence[Any], programs: Sequence[ExportedProgram], layout: Layout, names: Sequence[str]
-) -> list[list[Any]]:
+def shares_of(subject: Subject, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
+    """Every rank's part of the inputs, flat, on the rank's device.
+
+    Raises:
+        InputsError: arguments that the program does not take, or a size that the ranks do not divide.
+    """
+    return _shares(flatten_inputs(subject.reference, args, kwargs), subject)
+
+
+def _shares(flat: Sequence[Any], subject: Subject) -> list[list[Any]]:
     """Every rank's part of the inputs, on the rank's device.
 
     Raises:
         InputsError: a size of a dynamic dim that is cut and that the ranks do not divide.
     """
+    programs, layout, names = subject.programs, subject.layout, subject.input_names
     tensors = [value for value in flat if isinstance(value, torch.Tensor)]
     cut: list[list[torch.Tensor]] = [[] for _ in programs]
     takes = [_tensor_inputs(program) for program in programs]
@@ -366,38 +373,3 @@ def _tensor_inputs(program: ExportedProgram) -> list[torch.Tensor]:
         for node, spec in zip(placeholders, specs, strict=True)
         if spec.kind is InputKind.USER_INPUT and edit.is_tensor(node)
     ]
-
-
-def _is_narrow(program: ExportedProgram) -> bool:
-    floats = (v.dtype for node in program.graph.nodes for v in edit.outputs(node) if v.is_floating_point())
-    return any(torch.finfo(dtype).bits < torch.finfo(WIDE).bits for dtype in floats)
-
-
-def runnable(program: ExportedProgram) -> ExportedProgram:
-    """The program as the user exported it, to be the reference; a functional copy where `simulate` wants one."""
-    graphs = [each.graph for each in program.graph_module.modules() if isinstance(each, fx.GraphModule)]
-    runs = program.dialect != "TRAINING" or all(_runs(node) for graph in graphs for node in graph.nodes)
-    if runs and not any(find_overwritten(program)):
-        return program
-    return keep_old_values(functional_copy(spell_out_copies(program), find_hidden_views(program)))
-
-
-def _runs(node: fx.Node) -> bool:
-    """Whether it gives the same in any dtype, by itself: it does not draw or write (to a copy in one dtype, to the
-    thing itself in another), or set a mode for other calls."""
-    if node.op != "call_function":
-        return node.op != "call_module"
-    if isinstance(node.target, OpOverload):
-        # Batch norm writes its statistics, and its schema does not say so.
-        unsaid = "batch_norm" in str(node.target) and edit.bound(node).get("training")
-        return not (node.target._schema.is_mutable or draws(node) or unsaid)
-    if isinstance(node.target, HigherOrderOperator):
-        return has_bodies(node) or str(node.target) == "wrap_with_set_grad_enabled"
-    return getattr(node.target, "__module__", "") in ("_operator", "math", "torch")  # of sizes
-
-
-def run_single(program: ExportedProgram, flat: Sequence[Any], dtype: torch.dtype | None = None) -> RankResult:
-    """A single-device program by itself; with a dtype, every floating-point value in that dtype."""
-    if dtype is None:
-        return simulate([program], [flat])[0]
-    return simulate([Promoted(program, dtype)], [[promoted(v, dtype) for v in flat]])[0]

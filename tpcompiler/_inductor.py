@@ -1,0 +1,60 @@
+"""Every private name of torch's Inductor, as `_torch.py` has the others: importing it takes seconds, so few do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor
+from torch import fx
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.package.package import package_aoti
+
+
+def compile_module(module: fx.GraphModule, args: Sequence[torch.Tensor], threads: int) -> list[Any]:
+    """The files of one model for `write_package`: code, and no weights.
+
+    No value is looked at: every tensor of the module is given by name when the model is loaded.
+    """
+    options = {
+        "aot_inductor.package": True,
+        "aot_inductor.package_constants_in_so": False,
+        "always_keep_tensor_constants": True,  # otherwise small ones are written into the code
+        "joint_graph_constant_folding": False,
+        "cpp.threads": threads,  # by default, those of this process
+    }
+    made = torch._inductor.aot_compile(module, tuple(args), options=options)
+    assert isinstance(made, list)
+    return made
+
+
+def write_package(path: Path, models: Mapping[str, list[Any]]) -> None:
+    """Write models by name into one file."""
+    package_aoti(str(path), dict(models))
+
+
+def compiler() -> str:
+    """The C++ compiler that Inductor calls.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    found: str = get_cpp_compiler()
+    return found
+
+
+@contextlib.contextmanager
+def quiet_inductor() -> Iterator[None]:
+    """Keep what Inductor logs off the terminal."""
+    import logging
+
+    logger = logging.getLogger("torch._inductor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

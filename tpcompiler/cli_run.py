@@ -1,0 +1,117 @@
+"""The commands that take an artifact to a service: `package` compiles it, `run` runs a rank."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tpcompiler.cli_options import NOT_EQUAL, Artifact, Imports, Trust, app, progress
+from tpcompiler.errors import ArtifactError
+
+
+class _Backend(str, Enum):
+    nccl = "nccl"
+    gloo = "gloo"
+
+
+@app.command("package")
+def package_artifact(
+    directory: Artifact,
+    threads: Annotated[
+        int, typer.Option("--threads", metavar="N", help="Of a rank's process on the CPU; torchrun sets one.", min=1)
+    ] = 1,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", metavar="DIR", help="Check it with these weights, where none are cut yet."),
+    ] = None,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Do not run it: of a model whose weights are elsewhere.")
+    ] = False,
+    imports: Imports = None,
+    trust: Trust = False,
+) -> None:
+    """Compile an artifact's programs with AOTInductor.
+
+    Once for all ranks, into OUT/compiled.pt2; no weights are read to do so. Then all ranks run it in processes of their
+    own, and must answer as the model does. Exits with 1 when they do not.
+
+    \b
+    Example:
+      tpcompiler package out
+      torchrun --nproc-per-node 2 --no-python tpcompiler run out --compiled --inputs in.safetensors
+    """
+    with progress(f"reading {directory}") as status:
+        from tpcompiler.packaging import package
+        from tpcompiler.runtime.model_file import import_modules
+
+        import_modules(imports or ())
+        status.update("compiling, and running all ranks")
+        made, report = package(directory, threads=threads, check=not no_check, checkpoint=checkpoint, trust=trust)
+    if report and not report.ok:
+        typer.echo(str(report))
+        typer.echo("the package is not right, and was deleted", err=True)
+        raise typer.Exit(NOT_EQUAL)
+    models, on = sum(map(len, made.models.values())), made.device_type
+    typer.echo(
+        f"wrote {directory / 'compiled.pt2'}: {models} model{'s' * (models != 1)}, torch {made.torch}, {on}, "
+        + (f"{threads} thread{'s' * (threads != 1)} a rank" if on == "cpu" else made.capability[0])
+    )
+    typer.echo(str(report) if report else "its numbers were not compared with the model's (--no-check)")
+
+
+@app.command()
+def run(
+    directory: Artifact,
+    inputs: Annotated[Path, typer.Option("--inputs", metavar="FILE", help="Inputs as safetensors, by name.")],
+    outputs: Annotated[
+        Path | None, typer.Option("--outputs", metavar="FILE", help="Write the outputs as safetensors, by name.")
+    ] = None,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(
+            "--compiled/--not-compiled",
+            help="Run the package, which is machine code. By default with --trust.",
+            show_default=False,
+        ),
+    ] = None,
+    backend: Annotated[
+        _Backend | None,
+        typer.Option("--backend", help="Of the collectives. By default NCCL on GPUs.", show_default=False),
+    ] = None,
+    imports: Imports = None,
+    trust: Trust = False,
+) -> None:
+    """Run the programs under torchrun.
+
+    One process per rank; rank 0 prints the outputs, and writes them where asked.
+
+    \b
+    Example:
+      torchrun --nproc-per-node 2 -m tpcompiler.cli run out --inputs in.safetensors
+      torchrun --nproc-per-node 2 --no-python tpcompiler run out --inputs in.safetensors --outputs out.safetensors
+    """
+    import torch.distributed as dist
+
+    from tpcompiler import cli_print
+    from tpcompiler.runtime.artifact import read_manifest
+    from tpcompiler.runtime.inputs import write_tensors
+    from tpcompiler.runtime.load import load
+    from tpcompiler.runtime.model_file import import_modules
+    from tpcompiler.runtime.run import refuse_sharded_boundary, run_file, summarize
+
+    manifest = read_manifest(directory)
+    refuse_sharded_boundary(manifest)
+    if outputs is not None and not os.path.isdir(outputs.parent):
+        raise ArtifactError(f"cannot write {outputs}: {outputs.parent} is no directory", help="make it first")
+    import_modules(imports or ())
+    module = load(directory, trust=trust, compiled=compiled, backend=backend.value if backend else None)
+    named = run_file(module, manifest, inputs)
+    if dist.get_rank() == 0:
+        cli_print.print_outputs(summarize(named))
+        if outputs is not None:
+            write_tensors(outputs, named)
+    dist.destroy_process_group()  # as NCCL asks for

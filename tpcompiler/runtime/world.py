@@ -1,0 +1,154 @@
+"""The world that a rank's program runs in: its device, its process group, and the groups that the graphs name."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tpcompiler._torch import group_is_registered, register_group, resolve_group
+from tpcompiler.errors import LaunchError
+from tpcompiler.runtime.agree import RESTART
+from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.leave import destroy_at_exit
+
+
+def own_device(manifest: Manifest, backend: str | None = None) -> torch.device:
+    """The device of this process, which for CUDA becomes the current one: the programs name no index.
+
+    Raises:
+        LaunchError: there is no GPU for it.
+    """
+    if manifest.device_type != "cuda":
+        return torch.device(manifest.device_type)
+    if not torch.cuda.is_available():
+        raise LaunchError(
+            "the artifact is for CUDA, and torch finds no CUDA device here",
+            help="run it on a machine with GPUs, or convert the model again with --device cpu",
+        )
+    count = torch.cuda.device_count()
+    joined = dist.is_initialized()
+    rank = dist.get_rank() if joined else _number("RANK")
+    local = _number("LOCAL_RANK", rank % count)
+    processes = max(_number("LOCAL_WORLD_SIZE", 1), local + 1)
+    # gloo's processes may share a device; who joined a group has seen to it.
+    if processes > count and not joined and backend != "gloo":
+        raise LaunchError(
+            f"{processes} processes on this machine, and torch finds {count} CUDA device{'s' * (count != 1)}: NCCL "
+            "needs one each",
+            help=f"start {count} on a machine, each of which sees all its GPUs (CUDA_VISIBLE_DEVICES)",
+        )
+    device = torch.device("cuda", local % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_world(manifest: Manifest, timeout: timedelta, backend: str | None = None) -> None:
+    """Make the default process group from torchrun's environment, unless the caller has made one.
+
+    Raises:
+        LaunchError: the environment or the world is not the artifact's, or not all ranks came in time.
+    """
+    if not dist.is_initialized():
+        start = f"start it with torchrun --nproc-per-node {manifest.world_size}"
+        if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]:
+            raise LaunchError(
+                f"this process is part of no group: {' and '.join(missing)} {'are' if missing[1:] else 'is'} not set",
+                help=start,
+            )
+        size = _number("WORLD_SIZE")
+        _same_world(size, manifest)
+        if (rank := _number("RANK")) >= size:
+            raise LaunchError(f"RANK is {rank} in a world of {size}", help=f"use a rank from 0 to {size - 1}")
+        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+            raise LaunchError(f"the ranks have no place to meet: {missing[0]} is not set", help=start)
+        if (port := _number("MASTER_PORT")) >= 1 << 16:
+            raise LaunchError(f"MASTER_PORT is {port}, and the last port is {(1 << 16) - 1}", help=start)
+        backend = backend or ("nccl" if manifest.device_type == "cuda" else "gloo")
+        if backend == "nccl" and manifest.device_type != "cuda":
+            raise LaunchError(
+                f"the artifact is for {manifest.device_type}, and NCCL sends between GPUs only",
+                help="use the backend gloo, or convert the model again with --device cuda",
+            )
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except dist.DistError as error:
+            raise LaunchError(
+                f"not all of {manifest.world_size} ranks came within {timeout.total_seconds():g} s: {_line(error)}",
+                help=RESTART,
+            ) from error
+        assert dist.group.WORLD is not None
+        if backend == "gloo":
+            destroy_at_exit(dist.group.WORLD)
+    _same_world(dist.get_world_size(), manifest)
+
+
+def _number(name: str, otherwise: int = 0) -> int:
+    """What the environment says of this process."""
+    text = os.environ.get(name, str(otherwise))
+    if not (text.isascii() and text.isdecimal()):
+        raise LaunchError(f"{name} is {text!r}, which is no number", help="start it with torchrun, which sets it")
+    return int(text)
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _same_world(size: int, manifest: Manifest) -> None:
+    if size != manifest.world_size:
+        raise LaunchError(
+            f"the artifact is for {manifest.world_size} ranks, this world has {size}",
+            help=f"start it with torchrun --nproc-per-node {manifest.world_size}, or convert for {size}",
+        )
+
+
+def register_groups(manifest: Manifest, timeout: timedelta) -> None:
+    """Every name stands for a group of this rank; an equal registration by another artifact is used again.
+
+    With gloo every group is made here, also one of all ranks, so that it can be destroyed at exit (see `leave`): the
+    default group may be the caller's. With NCCL another group of all ranks would only take GPU memory.
+    """
+    nccl = dist.get_backend() == "nccl"
+    for name, groups in manifest.groups.items():
+        own = next(ranks for ranks in groups if dist.get_rank() in ranks)
+        if not group_is_registered(name):
+            # Every rank makes every group, in the same order, as new_group asks for.
+            made = [
+                dist.group.WORLD if nccl and len(ranks) == dist.get_world_size() else dist.new_group(ranks, timeout)
+                for ranks in groups
+            ]
+            group = made[groups.index(own)]
+            assert group is not None
+            register_group(name, group)
+            if not nccl:
+                destroy_at_exit(group)
+        elif (taken := dist.get_process_group_ranks(resolve_group(name))) != list(own):
+            raise LaunchError(
+                f"the process-group name {name!r} is that of the ranks {taken}, this artifact's of {own}",
+                help="load this artifact in another process",
+            )
+
+
+def greet_groups(manifest: Manifest, device: torch.device, timeout: timedelta) -> None:
+    """One number summed over every group: what keeps ranks apart shows here, by the group's name.
+
+    Raises:
+        LaunchError: a group that does not answer.
+    """
+    for name, groups in manifest.groups.items():
+        own = next(ranks for ranks in groups if dist.get_rank() in ranks)
+        ones = torch.ones(1, device=device)
+        try:
+            dist.all_reduce(ones, group=resolve_group(name))
+            said = f"counts {ones.item():g} ranks"
+        except RuntimeError as error:
+            said = _line(error)
+        if said != f"counts {len(own)} ranks":
+            raise LaunchError(
+                f"the group {name!r} of the ranks {own} did not answer within {timeout.total_seconds():g} s: {said}",
+                help="look whether its ranks reach one another (network, firewall, NCCL_SOCKET_IFNAME, "
+                "GLOO_SOCKET_IFNAME), and start all anew",
+            )

@@ -1,0 +1,76 @@
+"""Run an artifact's ranks in processes of their own, as a deployment does, and collect what each returns and writes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpcompiler.errors import LaunchError
+from tpcompiler.printed import one_line
+from tpcompiler.verify.simulate import RankResult
+
+LONGEST = timedelta(minutes=30)
+
+
+def answers_of_ranks(
+    directory: str | os.PathLike[str],
+    calls: Sequence[tuple[str, Sequence[Sequence[Any]]]],
+    checkpoint: str | os.PathLike[str] | None = None,
+    trust: bool = False,
+    timeout: timedelta = LONGEST,
+) -> list[list[RankResult]]:
+    """What all ranks make of each call with the artifact's package.
+
+    Args:
+        calls: of which program, and the flat inputs of every rank.
+
+    Raises:
+        LaunchError: a rank that fails, or does not end in time.
+    """
+    world = len(calls[0][1])
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(world):
+            torch.save([(name, list(shares[rank])) for name, shares in calls], Path(folder) / f"{rank}.calls")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        command += ["-m", "tpcompiler.verify.rank_process", os.fspath(directory), folder, "trust" if trust else ""]
+        _run(command + ([os.fspath(checkpoint)] if checkpoint is not None else []), timeout)
+        answers = [torch.load(Path(folder) / f"{rank}.answers", weights_only=True) for rank in range(world)]
+    return [[RankResult(*of_rank[at]) for of_rank in answers] for at in range(len(calls))]
+
+
+def _run(command: Sequence[str], timeout: timedelta) -> None:
+    """End all processes where they take too long.
+
+    Raises:
+        LaunchError: they do, or one fails.
+    """
+    environment = {"OMP_NUM_THREADS": str(torch.get_num_threads()), **os.environ}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    try:
+        said, _ = process.communicate(timeout=timeout.total_seconds())
+    except BaseException as error:  # whatever it is, such as Ctrl-C: no rank is left behind
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise LaunchError(
+            f"the ranks did not end within {timeout.total_seconds():g} s", help="give them longer, or fewer inputs"
+        ) from error
+    if process.returncode:
+        lines = [line.partition("]: ")[2] or line for line in said.splitlines()]
+        errors = [line for line in lines if "Error: " in line and "ChildFailed" not in line]
+        raise LaunchError(
+            f"a rank has failed: {one_line((errors or lines or ['no output'])[0].strip())}",
+            help="run it by itself for all that it says: torchrun ... tpcompiler run --compiled",
+        )
