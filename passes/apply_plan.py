@@ -16,7 +16,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec
 from tpcompiler.ir.program import PIN, CanonicalProgram, Note, PlannedProgram, Seed, pin, tied
-from tpcompiler.ir.sharding import DimSharding, Sharding
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
 from tpcompiler.ir.shares import fitted
 from tpcompiler.ir.text import value_text
 from tpcompiler.plan import Plan, PlanEntry, Style
@@ -120,7 +120,8 @@ def _seeds(
                 )
             for dim in features:
                 dims = list(Sharding.replicated(ndim).dims)
-                dims[dim] = _cut(fqn, dim, node.meta["val"].shape[dim], entry, mesh)
+                cut = _cut(fqn, dim, node.meta["val"].shape[dim], entry, mesh)
+                dims[dim] = cut if mesh.size(cut.axes) > 1 else WHOLE
                 unsaid = style.packed and not style.sizes
                 found[node.name] = Seed(Sharding(tuple(dims)), entry.where, loose=True, packed=unsaid)
     if style.cut is not None and not found:

@@ -97,10 +97,20 @@ def _with_cache(model: Any, batch: int, max_length: int) -> torch.nn.Module:
     """transformers' wrapper with a static cache, whose zeros take no memory before they are written."""
     from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
+    wrapper: Any = TorchExportableModuleWithStaticCache
+
+    class Positioned(wrapper):  # type: ignore[misc]
+        """Looks positions up, so that one that the cache has no room for is refused as what it is: an input."""
+
+        def forward(self, input_ids: torch.Tensor, cache_position: torch.Tensor) -> torch.Tensor:
+            positions = torch.arange(max_length).index_select(0, cache_position)
+            logits: torch.Tensor = super().forward(input_ids=input_ids, cache_position=positions)
+            return logits
+
     model.generation_config.cache_implementation, model.generation_config.use_cache = "static", True
     model.config.use_cache = True
     with FakeTensorMode(allow_non_fake_inputs=True):
-        module = TorchExportableModuleWithStaticCache(model, batch, max_length, torch.device("cpu"))
+        module = Positioned(model, batch, max_length, torch.device("cpu"))
     for index, layer in enumerate(module.static_cache.layers):
         for kind, attribute in (("key_cache", "keys"), ("value_cache", "values"), ("cumulative_length",) * 2):
             zeros = lazy_zeros(getattr(layer, attribute))

@@ -18,7 +18,15 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import fake_group, sym_hint, tree_flatten
 from tpcompiler.errors import ArtifactError, UnsupportedError
-from tpcompiler.runtime.artifact import Manifest, program_file, programs_in, read_manifest, sha256
+from tpcompiler.runtime.artifact import (
+    Manifest,
+    lacks_weights,
+    open_checked,
+    program_file,
+    programs_in,
+    read_manifest,
+    sha256,
+)
 from tpcompiler.runtime.package import Package, drop_package, find_capability, say_package
 from tpcompiler.runtime.rank_file import load_rank, open_rank, taken_by
 from tpcompiler.runtime.target import COMPILED, RUNNER, reason
@@ -56,12 +64,15 @@ def package(
         UnsupportedError: no compiler, or a program that AOTInductor does not take.
         LaunchError, InputsError: as `verify_package`.
     """
-    from tpcompiler import _inductor
-
     folder = Path(directory)
     names = programs_in(folder)
     manifests = {name: read_manifest(folder / name) for name in names or [""]}
     device_type = next(iter(manifests.values())).device_type
+    for name, manifest in manifests.items() if check and checkpoint is None else ():
+        if lacking := lacks_weights(manifest):
+            open_checked(folder / name, manifest, lacking[0], weights=True).close()  # says what to do
+    from tpcompiler import _inductor
+
     try:
         compiler = _inductor.compiler()
     except RuntimeError as error:

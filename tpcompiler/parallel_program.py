@@ -24,6 +24,7 @@ from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of
 from tpcompiler.ir.devices import device_types
+from tpcompiler.ir.index_range import index_ranges
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import RESHARD, LocalProgram, ReshardedProgram, ShardedProgram, mark_of, reshard, tied
@@ -159,6 +160,9 @@ class ParallelProgram:
             {"name": node.name, **self._described(node.meta["val"], mark_of(node).shardings[0])}
             for node in program.user_inputs()
         ]
+        for row in inputs:
+            if row["name"] in (ranges := index_ranges(program)):
+                row["values"] = list(ranges[row["name"]])
         outputs = [
             {"name": name, **self._described(value.meta["val"], mark_of(value).shardings[0])}
             for name, value in zip(program.output_names(), self._user_outputs(), strict=True)

@@ -53,7 +53,8 @@ Tensors read_safetensors(const Path& path) {
     throw std::runtime_error(path.string() + " is cut short");
   }
   Tensors found;
-  for (const auto& [name, row] : Json::parse(data.get() + 8, data.get() + 8 + head).items()) {
+  const Json header = Json::parse(data.get() + 8, data.get() + 8 + head);
+  for (const auto& [name, row] : header.items()) {
     if (name == "__metadata__") {
       continue;
     }
@@ -160,7 +161,8 @@ std::map<std::string, Program> Artifact::load(int rank, const at::Device& device
     if (manifest.at("programs").empty()) {
       throw std::runtime_error("the weights lie in pickles: convert the model with --layout shared");
     }
-    for (auto& [each, value] : read_safetensors(directory_ / name / ("rank_" + std::to_string(rank) + ".safetensors"))) {
+    const auto file = directory_ / name / ("rank_" + std::to_string(rank) + ".safetensors");
+    for (const auto& [each, value] : read_safetensors(file)) {
       held[each] = value.to(device);
     }
   }

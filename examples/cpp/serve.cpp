@@ -92,13 +92,13 @@ Json answer(const Json& request, std::map<std::string, serve::Program>& programs
     std::map<std::string, int64_t> sizes;
     for (const auto& row : program->manifest.at("inputs")) {
       inputs.push_back(read_input(row, given, program->manifest.at("calling").at("ranges"), sizes).to(device));
-      if (row.contains("below") && inputs.back().numel() > 0) {
-        const auto below = row.at("below").get<int64_t>();
-        const auto least = inputs.back().min().item<int64_t>(), most = inputs.back().max().item<int64_t>();
-        if (most >= below || least < -below) {
+      if (row.contains("values") && inputs.back().numel() > 0) {
+        const auto& range = row.at("values");
+        const auto low = inputs.back().min().item<int64_t>(), high = inputs.back().max().item<int64_t>();
+        if (low < range[0] || high > range[1]) {
           throw std::runtime_error(
-              "the input " + row.at("name").get<std::string>() + " has the value " + std::to_string(most >= below ? most : least) +
-              ", and there is room for " + std::to_string(below));
+              "the input " + row.at("name").get<std::string>() + " has the value " +
+              std::to_string(low < range[0] ? low : high) + ", and may have those of " + range.dump());
         }
       }
     }

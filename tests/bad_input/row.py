@@ -77,11 +77,11 @@ def write_checkpoint(directory: Path, program: ExportedProgram) -> None:
     (directory / INDEX).write_text(json.dumps({"weight_map": where}))
 
 
-def loaded(directory: str) -> Any:
+def loaded(directory: str, **asked: Any) -> Any:
     """`tpcompiler.load` in a world of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return load(directory)
+        return load(directory, **asked)
     finally:
         dist.destroy_process_group()
 

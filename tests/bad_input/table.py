@@ -7,7 +7,15 @@ from pathlib import Path
 
 import torch
 
-from tests.bad_input import rows_artifacts, rows_calls, rows_checkpoints, rows_files, rows_plans, rows_weights
+from tests.bad_input import (
+    rows_artifacts,
+    rows_calls,
+    rows_checkpoints,
+    rows_files,
+    rows_packages,
+    rows_plans,
+    rows_weights,
+)
 from tests.bad_input.row import Row
 from tpcompiler import __version__
 
@@ -24,6 +32,7 @@ TABLE: dict[str, list[Row]] = {
     "Manifests": rows_artifacts.MANIFESTS,
     "Weights": rows_weights.WEIGHTS,
     "Checkpoints": rows_checkpoints.CHECKPOINTS,
+    "Packages": rows_packages.PACKAGES,
     "Environments": rows_calls.ENVIRONMENTS,
     "Calls from Python": rows_calls.CALLS,
 }

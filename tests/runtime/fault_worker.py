@@ -27,7 +27,8 @@ def main(directory: Path, fault: str, wait: timedelta) -> None:
         directory = directory.with_name("damaged")
     if culprit and fault == "another world":
         os.environ["WORLD_SIZE"] = "3"
-    module = load(directory, check_inputs=fault.startswith("inputs"), timeout=wait)
+    compiled = (directory / "compiled.pt2").exists()
+    module = load(directory, check_inputs=fault.startswith("inputs"), timeout=wait, compiled=compiled)
     if culprit and fault.startswith("dies before calling"):
         os._exit(7)
     if culprit and fault == "never calls":

@@ -279,9 +279,9 @@ class Sharding:
                         help="give the same parts for all axes of a dim, with an r behind what an axis leaves whole",
                         asked_by=asked_by,
                     )
-                dims[dim] = cut
+                dims[dim] = cut if mesh.degree(axis) > 1 else dims[dim]  # one rank has all of it
             elif type(placement) is Partial:
-                partial.append((axis, placement.reduce_op))
+                partial += [(axis, placement.reduce_op)] * (mesh.degree(axis) > 1)
             elif type(placement) is not Replicate:
                 raise UnsupportedError(
                     f"placement {placement} of {what} is not supported", help="use R, S(dim) or P(op)"

@@ -48,7 +48,8 @@ class Manifest:
         tensors: name, kind, shape, dtype, sharding of every parameter, buffer and constant, global; `tied_to` another
             one, `stored_in` the files of another program beside this one, `persistent` false of a buffer that a
             model's state dict leaves out.
-        inputs: name, shape, dtype, sharding of the user's tensors, global; a symbolic size is its text.
+        inputs: name, shape, dtype, sharding of the user's tensors, global; a symbolic size is its text. `values`: the
+            least and the greatest of one that is indices.
         outputs: the same of what is returned.
         collectives: the records of `ParallelProgram.collectives()`.
         notes: kind and text of what the compiler declined or could not use.

@@ -158,6 +158,27 @@ def named_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[
     return {spec.arg.name: v for spec, v in zip(specs, flat, strict=True) if isinstance(v, torch.Tensor)}
 
 
+def check_values(given: Mapping[str, torch.Tensor], inputs: Sequence[Mapping[str, Any]]) -> None:
+    """Compare inputs that are indices with what they may be; on a GPU that is left to the op, which waits for nothing.
+
+    Args:
+        inputs: as `Manifest.inputs`.
+
+    Raises:
+        InputsError: a value that is beyond, such as a position that a cache has no room for.
+    """
+    for row in inputs:
+        value = given.get(row["name"])
+        if "values" not in row or value is None or value.device.type != "cpu" or not value.numel():
+            continue
+        (least, most), (low, high) = row["values"], (int(end) for end in value.aminmax())
+        if low < least or high > most:
+            raise InputsError(
+                f"input {row['name']!r} has the value {low if low < least else high}, and may have {least} to {most}",
+                help="give values in that range, or export the model for more",
+            )
+
+
 def check_tensor(name: str, given: torch.Tensor, expected: torch.Tensor, where: str = "") -> None:
     """Compare an input with the program's own (fake) value for it; dynamic sizes may be anything.
 

@@ -18,7 +18,7 @@ from tpcompiler.runtime.agree import WAIT, agreeing, artifact_facts, input_facts
 from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
 from tpcompiler.runtime.backends import refuse_unsendable
 from tpcompiler.runtime.beside import misfit_of
-from tpcompiler.runtime.inputs import named_inputs
+from tpcompiler.runtime.inputs import check_values, named_inputs
 from tpcompiler.runtime.leave import release_default_group
 from tpcompiler.runtime.package import package_to_run, packaged_module
 from tpcompiler.runtime.place import place_state
@@ -123,6 +123,7 @@ def _read(directory: Path, stored: dict[str, torch.Tensor], asked: _Asked) -> _R
 def _guarded(run: Callable[..., Any], read: _Read, asked: _Asked) -> Callable[..., Any]:
     """The call of a module, with what all ranks agree on at the first one."""
     unchecked = asked.check_inputs
+    indices = [row["name"] for row in read.manifest.inputs if "values" in row]
 
     @functools.wraps(run)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -131,6 +132,8 @@ def _guarded(run: Callable[..., Any], read: _Read, asked: _Asked) -> Callable[..
             with agreeing(asked.timeout) as mine:
                 mine.update(input_facts(named_inputs(read.program, args, kwargs), read.manifest))
             unchecked = False
+        if indices:
+            check_values(named_inputs(read.program, args, kwargs), read.manifest.inputs)
         # A backward would run and give wrong gradients: sums over the ranks of a loss that is the same on all, and
         # parts that nothing adds up. Without a record of the forward it raises.
         with torch.no_grad(), named_failures(read.manifest.groups):

@@ -49,6 +49,10 @@ def number(value: Any) -> bool:
     return type(value) is int and 0 <= value < LARGEST
 
 
+def whole(value: Any) -> bool:
+    return type(value) is int and abs(value) < LARGEST
+
+
 def end(value: Any) -> bool:
     """Of a range of sizes; None where it has none."""
     return value is None or number(value)
@@ -156,7 +160,7 @@ FIELDS: dict[str, Form] = {
     "device_type": one_of("cpu", "cuda"),
     "plan": table(text, lambda value: nesting(value) <= DEEPEST),
     "tensors": some(row(TENSOR, {"tied_to": text, "stored_in": program, "persistent": lambda value: value is False})),
-    "inputs": some(row(BOUNDARY)),
+    "inputs": some(row(BOUNDARY, {"values": lambda value: some(whole)(value) and len(value) == 2})),
     "outputs": some(row(BOUNDARY)),
     "collectives": some(row(COLLECTIVE)),
     "calling": lambda value: value == {} or row(CALLING)(value),

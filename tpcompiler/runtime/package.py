@@ -117,11 +117,10 @@ def refuse_elsewhere(directory: str | os.PathLike[str], package: Package) -> Non
     if package.torch != torch.__version__:
         raise ArtifactError(f"the package in {at} is of torch {package.torch}, this is {torch.__version__}", help=again)
     here = find_capability(package.device_type)
-    lacks = [word for word in package.capability if word not in here]
-    if lacks:
-        what = f"a GPU of {lacks[0]}" if package.device_type == "cuda" else f"a CPU with {', '.join(lacks[:4])}"
-        has = here[0] if package.device_type == "cuda" else "this one has not"
-        raise ArtifactError(f"the package in {at} is for {what}; {'this is ' * (has == here[0])}{has}", help=again)
+    if lacks := [word for word in package.capability if word not in here]:
+        what = f"a GPU of {lacks[0]}, this is {here[0]}" if package.device_type == "cuda" else ""
+        what = what or f"a CPU with {', '.join(lacks[:4])}, which this one has not"
+        raise ArtifactError(f"the package in {at} is for {what}", help=again)
     if package.device_type == "cpu" and (threads := torch.get_num_threads()) != package.threads:
         raise ArtifactError(
             f"the package in {at} is for {package.threads} thread{'s' * (package.threads != 1)}, "

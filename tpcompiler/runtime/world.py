@@ -140,7 +140,7 @@ def greet_groups(manifest: Manifest, device: torch.device, timeout: timedelta) -
     """
     for name, groups in manifest.groups.items():
         own = next(ranks for ranks in groups if dist.get_rank() in ranks)
-        ones = torch.ones(1, device=device)
+        ones = torch.ones(1, device=device if device.type == "cuda" else "cpu")
         try:
             dist.all_reduce(ones, group=resolve_group(name))
             said = f"counts {ones.item():g} ranks"

@@ -1,0 +1,124 @@
+"""Rows of the table: packages that this process does not run, and machines that make none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bad_input.row import Row, Spoil, loaded
+from tpcompiler import _inductor
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.package import find_capability
+
+AGAIN = "package it again here: tpcompiler package one"
+
+
+def packaged(**changed: Any) -> Spoil:
+    """The artifact for one rank, with a package that is named and is none."""
+
+    def write(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(torch, "get_num_threads", lambda: 1)
+        manifest = json.loads(Path("one/manifest.json").read_text())
+        for name in (files := ("compiled.pt2", "runner.so")):
+            (Path("one") / name).write_bytes(b"code")
+        manifest["compiled"] = {
+            "files": dict.fromkeys(files, "0" * 64),
+            "models": {"": {"model_0": [0]}},
+            "device_type": "cpu",
+            "torch": torch.__version__,
+            "compiler": "c++",
+            "strides": {},
+            "capability": find_capability("cpu"),
+            "threads": 1,
+            **changed,
+        }
+        Path("one/manifest.json").write_text(json.dumps(manifest))
+
+    return write
+
+
+def without_compiler(patch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise RuntimeError("No working C++ compiler found")
+
+    patch.setattr(_inductor, "compiler", none)
+
+
+PACKAGES = [
+    Row(
+        "there is no package",
+        lambda _: loaded("one", compiled=True),
+        "one has no package",
+        "make one: tpcompiler package one",
+        code=ArtifactError,
+    ),
+    Row(
+        "it is of another torch",
+        lambda _: loaded("one", compiled=True),
+        f"the package in one is of torch 2.0.0, this is {torch.__version__}",
+        AGAIN,
+        spoil=packaged(torch="2.0.0"),
+        code=ArtifactError,
+    ),
+    Row(
+        "it is for another CPU",
+        lambda _: loaded("one", compiled=True),
+        "the package in one is for a CPU with avx9, which this one has not",
+        AGAIN,
+        spoil=packaged(capability=["avx9"]),
+        code=ArtifactError,
+    ),
+    Row(
+        "it is for another number of threads",
+        lambda _: loaded("one", compiled=True),
+        "the package in one is for 4 threads, this process has 1",
+        "set OMP_NUM_THREADS=4, or package it again with --threads 1",
+        spoil=packaged(threads=4),
+        code=ArtifactError,
+    ),
+    Row(
+        "it is not what was written",
+        lambda _: loaded("one", compiled=True),
+        "one/compiled.pt2 has SHA-256 5694d08a2e53.., the manifest says 000000000000..",
+        "copy the artifact again, or convert the model again",
+        spoil=packaged(),
+        code=ArtifactError,
+    ),
+    Row(
+        "what is said of it is in no form",
+        "tpcompiler inspect one",
+        "one/manifest.json is damaged: 'compiled' is not in the form of format 2",
+        "convert the model again",
+        spoil=packaged(threads="many"),
+    ),
+    Row(
+        "no compiler",
+        "tpcompiler package out",
+        "there is no C++ compiler here: No working C++ compiler found",
+        "install g++, or name one with CXX=...",
+        spoil=without_compiler,
+    ),
+    Row(
+        "a package without weights to check it with",
+        "tpcompiler package uncut",
+        "uncut has no weights of rank 0: its model was exported without",
+        "cut them: tpcompiler cut uncut --checkpoint DIR (or load(..., checkpoint=DIR))",
+    ),
+    Row(
+        "a package of what is no artifact",
+        "tpcompiler package none",
+        "none does not exist",
+        "make one with tpcompiler convert",
+    ),
+    Row(
+        "NCCL for a program that runs on the CPU",
+        "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500 tpcompiler run out --inputs in.safetensors "
+        "--backend nccl",
+        "the artifact is for cpu, and NCCL sends between GPUs only",
+        "use the backend gloo, or convert the model again with --device cuda",
+    ),
+]
