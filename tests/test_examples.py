@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from examples import custom_op, decode
+from examples import custom_op, decode, generate
+from tests.long import LONG
 from tpcompiler.rules.registry import _RULES
 
 
@@ -23,3 +26,11 @@ def test_custom_op(capsys: pytest.CaptureFixture[str]) -> None:
         _RULES.update(before)
     said = capsys.readouterr().out
     assert "placements hold\nmesh tp=2" in said, "nothing sound is left out"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get(LONG), reason="make trust runs it; tests/test_deploy.py runs its ranks")
+def test_generate(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["generate.py", "--tokens", "6"])
+    assert generate.main() == 0
+    assert "and those of transformers' generate" in capfd.readouterr().out

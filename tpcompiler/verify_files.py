@@ -23,6 +23,7 @@ from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.parallel_program import compared_calls, layout_of
 from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
+from tpcompiler.runtime.package import read_package
 from tpcompiler.runtime.rank_file import put_state, read_rank, taken_by
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import laid_out
@@ -101,7 +102,9 @@ def verify_package(
         subjects[name] = _subject_of(folder, manifest, original, checkpoint, trust)
         calls.append((name, *original.example_inputs))
     shares = [(name, shares_of(subjects[name], args, kwargs)) for name, args, kwargs in calls]
-    answers = iter(answers_of_ranks(directory, shares, checkpoint, trust, timeout))
+    package = read_package(directory)
+    threads = package.threads if package else 1
+    answers = iter(answers_of_ranks(directory, shares, checkpoint, trust, threads, timeout))
     run: Run = lambda _: next(answers)  # noqa: E731  (asked for in the order of the calls)
     return compare_calls({name: replace(each, run=run) for name, each in subjects.items()}, calls)
 

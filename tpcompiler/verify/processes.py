@@ -26,12 +26,14 @@ def answers_of_ranks(
     calls: Sequence[tuple[str, Sequence[Sequence[Any]]]],
     checkpoint: str | os.PathLike[str] | None = None,
     trust: bool = False,
+    threads: int = 1,
     timeout: timedelta = LONGEST,
 ) -> list[list[RankResult]]:
     """What all ranks make of each call with the artifact's package.
 
     Args:
         calls: of which program, and the flat inputs of every rank.
+        threads: of each process.
 
     Raises:
         LaunchError: a rank that fails, or does not end in time.
@@ -42,18 +44,18 @@ def answers_of_ranks(
             torch.save([(name, list(shares[rank])) for name, shares in calls], Path(folder) / f"{rank}.calls")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
         command += ["-m", "tpcompiler.verify.rank_process", os.fspath(directory), folder, "trust" if trust else ""]
-        _run(command + ([os.fspath(checkpoint)] if checkpoint is not None else []), timeout)
+        _run(command + ([os.fspath(checkpoint)] if checkpoint is not None else []), threads, timeout)
         answers = [torch.load(Path(folder) / f"{rank}.answers", weights_only=True) for rank in range(world)]
     return [[RankResult(*of_rank[at]) for of_rank in answers] for at in range(len(calls))]
 
 
-def _run(command: Sequence[str], timeout: timedelta) -> None:
+def _run(command: Sequence[str], threads: int, timeout: timedelta) -> None:
     """End all processes where they take too long.
 
     Raises:
         LaunchError: they do, or one fails.
     """
-    environment = {"OMP_NUM_THREADS": str(torch.get_num_threads()), **os.environ}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )
