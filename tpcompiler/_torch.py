@@ -154,6 +154,7 @@ __all__ = [
     "tree_map",
     "tree_names",
     "tree_unflatten",
+    "with_graph",
 ]
 
 
@@ -510,6 +511,13 @@ def with_state(
     made = copy.copy(program)
     made._state_dict, made._constants = state_dict, constants
     made._module_call_graph, made._example_inputs = list(module_call_graph), example_inputs
+    return made
+
+
+def with_graph(program: ExportedProgram, module: torch.fx.GraphModule) -> ExportedProgram:
+    """The same program with another graph, over tensors of its own."""
+    made = copy.copy(program)
+    made._graph_module, made._state_dict, made._constants = module, dict(program.state_dict), dict(program.constants)
     return made
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import fake_group, sym_hint, tree_flatten
+from tpcompiler._torch import aten, fake_group, sym_hint, tree_flatten, with_graph
 from tpcompiler.errors import ArtifactError, UnsupportedError
 from tpcompiler.runtime.artifact import (
     Manifest,
@@ -27,9 +27,11 @@ from tpcompiler.runtime.artifact import (
     read_manifest,
     sha256,
 )
-from tpcompiler.runtime.package import Package, drop_package, find_capability, say_package
+from tpcompiler.runtime.package import Package, called_file, drop_package, find_capability, say_package
+from tpcompiler.runtime.place import leave_out
 from tpcompiler.runtime.rank_file import load_rank, open_rank, taken_by
 from tpcompiler.runtime.target import COMPILED, RUNNER, reason
+from tpcompiler.runtime.weightless import save_marked, weightless_names
 from tpcompiler.verify.compare import VerifyReport
 from tpcompiler.verify_files import verify_package
 
@@ -81,6 +83,7 @@ def package(
         ) from error
     files: dict[str, list[Any]] = {}
     strides: dict[str, list[int]] = {}
+    called: dict[str, ExportedProgram] = {}
     models: dict[str, dict[str, list[int]]] = {}
     for name, manifest in manifests.items():
         models[name] = {}
@@ -89,14 +92,19 @@ def package(
             models[name][model] = ranks
             program = _read(folder / name, manifest, ranks[0], trust)
             strides |= _strides(program)
+            if manifest.programs:  # otherwise the weights lie in the program's own file, and it is read anyhow
+                called[model] = _without_ops(program)
             files[model] = _compile(
                 program, folder / name / program_file(manifest, ranks[0]), manifest, ranks[0], threads
             )
     with _beside(folder) as temporary:
         _inductor.write_package(temporary / COMPILED, files)
         shutil.copy(build_runner(compiler), temporary / RUNNER)
+        for model, program in called.items():
+            held = {**program.constants, **program.state_dict}
+            save_marked(program, temporary / called_file(model), weightless_names(program), held)
         made = Package(
-            files={name: sha256(temporary / name) for name in (COMPILED, RUNNER)},
+            files={path.name: sha256(path) for path in sorted(temporary.iterdir())},
             models=models,
             device_type=device_type,
             torch=torch.__version__,
@@ -141,6 +149,27 @@ def _strides(program: ExportedProgram) -> dict[str, list[int]]:
     return {name: list(value.stride()) for name, value in held.items() if not value.is_contiguous()}
 
 
+def _without_ops(program: ExportedProgram) -> ExportedProgram:
+    """The program with what it takes, returns and writes, and nothing that computes it."""
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        known[node] = graph.node_copy(node)
+    (old,) = program.graph.find_nodes(op="output")
+    some = next(iter(known.values()), None)
+    for node in old.all_input_nodes:
+        if node not in known:
+            if some is None:
+                raise UnsupportedError("a program that takes nothing has no package", help="give it an input")
+            known[node] = graph.create_node("call_function", aten.alias.default, (some,), name=node.name)
+            known[node].meta["val"] = node.meta["val"]
+    graph.output(fx.map_arg(old.args[0], lambda node: known[node]))
+    made = with_graph(program, fx.GraphModule({}, graph))
+    for name in weightless_names(made):
+        leave_out(made, name)
+    return made
+
+
 def _compile(program: ExportedProgram, path: Path, manifest: Manifest, rank: int, threads: int) -> list[Any]:
     """The files of the model that a rank and all that are like it run."""
     from tpcompiler import _inductor
@@ -150,7 +179,7 @@ def _compile(program: ExportedProgram, path: Path, manifest: Manifest, rank: int
             if isinstance(value, torch.Tensor):  # memory that is never touched
                 empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=manifest.device_type)
                 held[name] = torch.nn.Parameter(empty, False) if isinstance(value, torch.nn.Parameter) else empty
-    module, args = _plain_module(program, path)
+    module, args = plain_module(program, path)
     with contextlib.ExitStack() as stack:
         for name, groups in manifest.groups.items():
             own = next(ranks for ranks in groups if rank in ranks)
@@ -166,7 +195,7 @@ def _compile(program: ExportedProgram, path: Path, manifest: Manifest, rank: int
             ) from error
 
 
-def _plain_module(program: ExportedProgram, path: Path) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+def plain_module(program: ExportedProgram, path: Path) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """The program as a module that takes and returns tensors one by one, and tensors to compile it with."""
     taken = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     module: Any = program.module(check_guards=False)

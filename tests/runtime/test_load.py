@@ -160,7 +160,7 @@ def test_processes_of_a_group_of_their_own_may_share_a_gpu(
 
 def test_weights_are_put_on_the_device(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands in for the GPU that is not here."""
-    monkeypatch.setattr("tpcompiler.runtime.load.own_device", lambda manifest, backend: torch.device("meta"))
+    monkeypatch.setattr("tpcompiler.runtime.world.own_device", lambda manifest, backend: torch.device("meta"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         module = load(artifacts / "one")

@@ -47,6 +47,7 @@ def test_ranks_that_are_not_alike_have_models_of_their_own(every: Path) -> None:
     assert read_package(every) == made
     assert {path.name for path in every.iterdir()} == {
         *("manifest.json", "model.pt2", "program_0.pt2", "program_1.pt2", "compiled.pt2", "runner.so"),
+        *(f"compiled_model_{index}.pt2" for index in range(2)),
         *(f"rank_{rank}.safetensors" for rank in range(3)),
     }
     assert tpcompiler.check(every, packages.exported()).ok
@@ -127,7 +128,7 @@ def test_machine_code_is_not_run_unasked(alone: Path, tmp_path: Path) -> None:
     directory = tmp_path / "other"
     shutil.copytree(alone, directory)
     data = json.loads((directory / "manifest.json").read_text())
-    data["compiled"]["models"] = {"": {"another": [0]}}
+    data["compiled"]["models"] = {"": {"model_0": [1]}}
     (directory / "manifest.json").write_text(json.dumps(data))
     with pytest.raises(ArtifactError, match="has no model of the program for rank 0"):
         tpcompiler.load(directory, compiled=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.long import LONG
 from tests.trust.exits import exits
 from tests.trust.long_runs import Figure, faults, kills, large
+from tests.trust.packages import run_packages
 
 ROOT = Path(__file__).parents[2]
 Step = Callable[[], Figure]
@@ -69,6 +70,7 @@ STEPS: dict[str, Step] = {
     "kills": lambda: kills(200),
     "faults": lambda: faults(50),
     "exits": lambda: exits(100),
+    "packages": lambda: run_packages(100),
     "mutants": command("mutants", ["tests.trust.mutants"], r"No damage is left.*|(SURVIVED|FALSE ALARM).*"),
     "zoo": command("check of the zoo", ["tests.zoo"], r"check: \d+ conversions.*"),
     "elastic": command("there and back", ["tests.zoo.elastic"], r"\d+ models, \d+ of them not.*"),

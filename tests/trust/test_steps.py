@@ -36,6 +36,7 @@ def test_every_part_is_a_step() -> None:
         "kills",
         "faults",
         "exits",
+        "packages",
         "mutants",
         "zoo",
         "elastic",

@@ -13,27 +13,26 @@ import torch
 import torch.distributed as dist
 from torch.export import ExportedProgram
 
-from tpcompiler.errors import ArtifactError, LaunchError
+from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.agree import WAIT, agreeing, artifact_facts, input_facts, named_failures
 from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
 from tpcompiler.runtime.backends import refuse_unsendable
 from tpcompiler.runtime.beside import misfit_of
+from tpcompiler.runtime.in_place import write_in_place
 from tpcompiler.runtime.inputs import check_values, named_inputs
-from tpcompiler.runtime.leave import release_default_group
-from tpcompiler.runtime.package import package_to_run, packaged_module
+from tpcompiler.runtime.package import Package, package_to_run
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.rank_file import AGAIN, Weights, read_rank, strides_of, taken_by
-from tpcompiler.runtime.world import greet_groups, join_world, own_device, register_groups
+from tpcompiler.runtime.runner import packaged_module, read_called
+from tpcompiler.runtime.world import greet_groups, join_world, register_groups
 
 
 class _Asked(NamedTuple):
     """What `load` was given."""
 
-    rank: int | None
     check_inputs: bool
     timeout: timedelta
     trust: bool
-    backend: str | None
     weights: Weights | None
 
 
@@ -56,21 +55,25 @@ def load(
     weights: Weights | None = None,
 ) -> Any:
     """What `tpcompiler.load` does (`checkpoint/load.py`); `weights` reads a rank's where its files have none."""
-    asked = _Asked(rank, check_inputs, timeout, trust, backend, weights)
+    asked = _Asked(check_inputs, timeout, trust, weights)
     names = programs_in(directory)
-    if misfit := misfit_of({name: read_manifest(Path(directory) / name) for name in names}):
+    manifests = {name: read_manifest(Path(directory) / name) for name in names or [""]}
+    if misfit := misfit_of(manifests):
         raise ArtifactError(
             f"the programs of {os.fspath(directory)} do not belong together: {misfit}", help="convert them together"
         )
-    stored: dict[str, torch.Tensor] = {}
-    read = {name: _read(Path(directory) / name, stored, asked) for name in names or [""]}
+    _refuse_alone(directory, manifests[""] if not names else None)
+    device = join_world(next(iter(manifests.values())), timeout, backend, rank)
     with agreeing(timeout) as mine:
         package = package_to_run(directory, compiled, trust)
         mine["the way of running"] = "compiled" if package else "as exported"
+    stored: dict[str, torch.Tensor] = {}
+    read = {name: _read(Path(directory), name, manifests[name], package, device, stored, asked) for name in manifests}
+    with agreeing(timeout):
         modules = {
             name: packaged_module(directory, package, name, dist.get_rank(), each.program)
             if package
-            else each.program.module()
+            else write_in_place(each.program.module())
             for name, each in read.items()
         }
     for name, each in read.items():
@@ -80,43 +83,51 @@ def load(
     return modules if names else modules[""]
 
 
-def _read(directory: Path, stored: dict[str, torch.Tensor], asked: _Asked) -> _Read:
-    """This rank's program on its device; what its file leaves out is taken from `stored`, what it holds put there."""
-    manifest = read_manifest(directory)
-    left_out = {row["name"] for row in manifest.tensors if "stored_in" in row}
-    if missing := left_out - stored.keys():
+def _refuse_alone(directory: str | os.PathLike[str], manifest: Manifest | None) -> None:
+    """Check that an artifact holds all of its own tensors."""
+    left_out = [row["name"] for row in manifest.tensors if "stored_in" in row] if manifest else []
+    if left_out:
         raise ArtifactError(
-            f"{os.fspath(directory)} leaves {len(missing)} tensors to the program beside it, such as {min(missing)!r}",
+            f"{os.fspath(directory)} leaves {len(left_out)} tensors to the program beside it, such as "
+            f"{min(left_out)!r}",
             help=f"load {Path(directory).parent}, which gives all of its programs",
         )
-    device = own_device(manifest, asked.backend)
-    release_default_group()
-    join_world(manifest, asked.timeout, asked.backend)
-    here = dist.get_rank() if asked.rank is None else asked.rank
-    if here != dist.get_rank():
-        raise LaunchError(
-            f"rank {here} was asked for in the process of rank {dist.get_rank()}", help="leave rank out under torchrun"
-        )
+
+
+def _read(
+    directory: Path,
+    name: str,
+    manifest: Manifest,
+    package: Package | None,
+    device: torch.device,
+    stored: dict[str, torch.Tensor],
+    asked: _Asked,
+) -> _Read:
+    """This rank's program on its device; what its file leaves out is taken from `stored`, what it holds put there."""
+    left_out = {row["name"] for row in manifest.tensors if "stored_in" in row}
     with agreeing(asked.timeout) as mine:
-        exported = read_rank(directory, manifest, here, trust=asked.trust, weights=asked.weights)
-        refuse_unsendable(exported, dist.get_backend())
+        if package is not None:
+            exported = read_called(directory, package, name, manifest, dist.get_rank(), asked.trust, asked.weights)
+        else:
+            exported = read_rank(directory / name, manifest, dist.get_rank(), trust=asked.trust, weights=asked.weights)
+            refuse_unsendable(exported, dist.get_backend())
         mine.update(artifact_facts(manifest))
     with named_failures(manifest.groups):
         register_groups(manifest, asked.timeout)
     greet_groups(manifest, device, asked.timeout)
     wanted = taken_by(exported)
-    for name in sorted(left_out & wanted.keys()):
-        if (found := strides_of(stored[name])) != (said := strides_of(wanted[name])):
+    for each in sorted(left_out & wanted.keys()):
+        if (found := strides_of(stored[each])) != (said := strides_of(wanted[each])):
             raise ArtifactError(
-                f"{os.fspath(directory)} takes {name!r} with the strides {said}, the program beside it has {found}",
+                f"{directory / name} takes {each!r} with the strides {said}, the program beside it has {found}",
                 help=AGAIN,
             )
     for held in (exported.state_dict, exported.constants):
-        held.update({name: stored[name] for name in held.keys() & left_out})
+        held.update({each: stored[each] for each in held.keys() & left_out})
     place_state(exported, device)
     for row in manifest.tensors:
-        name = row["name"]
-        stored[name] = exported.state_dict[name] if name in exported.state_dict else exported.constants[name]
+        fqn = row["name"]
+        stored[fqn] = exported.state_dict[fqn] if fqn in exported.state_dict else exported.constants[fqn]
     return _Read(exported, manifest)
 
 
@@ -132,7 +143,7 @@ def _guarded(run: Callable[..., Any], read: _Read, asked: _Asked) -> Callable[..
             with agreeing(asked.timeout) as mine:
                 mine.update(input_facts(named_inputs(read.program, args, kwargs), read.manifest))
             unchecked = False
-        if indices:
+        if indices and not torch.compiler.is_compiling():
             check_values(named_inputs(read.program, args, kwargs), read.manifest.inputs)
         # A backward would run and give wrong gradients: sums over the ranks of a loss that is the same on all, and
         # parts that nothing adds up. Without a record of the forward it raises.

@@ -143,7 +143,7 @@ def boundaries(value: Any) -> bool:
 
 
 PACKAGE: dict[str, Form] = {
-    "files": table(one_of("compiled.pt2", "runner.so"), sha256),
+    "files": table(lambda name: text(name) and bool(re.fullmatch(r"compiled(_\w+)?\.pt2|runner\.so", name)), sha256),
     "models": table(text, table(text, some(number))),
     "device_type": one_of("cpu", "cuda"),
     "torch": text,

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import operator
 import os
 import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from torch import fx
-from torch.export import ExportedProgram
 
 from tpcompiler.errors import ArtifactError, TpCompilerWarning
-from tpcompiler.runtime.artifact import open_known, programs_in, read_manifest
-from tpcompiler.runtime.inputs import check_tensor
-from tpcompiler.runtime.target import COMPILED, MANIFEST, RUNNER, SET, reason, replacing
+from tpcompiler.runtime.artifact import programs_in, read_manifest
+from tpcompiler.runtime.target import MANIFEST, SET, replacing
 
 AGAIN = "package it again here: tpcompiler package {}"
 # What `-march=native` may use beyond what every such CPU has.
 EXTENSIONS = re.compile(
     "3dnow|adx|aes|amx|avx|bmi|f16c|fma|gfni|lzcnt|abm|movbe|pclmul|popcnt|rd|sha|ss?se|sve|vaes|vpclmul|bf16|i8mm|asimd"
 )
-_loaded: list[Path] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +28,8 @@ class Package:
     """What is known of an artifact's package, as plain data.
 
     Attributes:
-        files: file name -> SHA-256 (hex), of the package and of the library that runs it from Python.
+        files: file name -> SHA-256 (hex), of the package, of the library that runs it from Python, and of programs that
+            say how each model is called (`called_file`).
         models: program -> model in the package -> the ranks that run it. The program of a lone artifact is "".
         device_type: "cpu" or "cuda".
         torch: the version that compiled it, and runs it.
@@ -68,10 +62,16 @@ def read_package(directory: str | os.PathLike[str]) -> Package | None:
     return Package(**said) if said else None
 
 
+def called_file(model: str) -> str:
+    """A program with a model's inputs, outputs and tensors, and nothing that is computed: read in no time."""
+    return f"compiled_{model}.pt2"
+
+
 def drop_package(directory: Path) -> None:
     """Delete a package, and its name from the listing."""
+    package = read_package(directory)
     say_package(directory, None)
-    for name in (COMPILED, RUNNER):
+    for name in package.files if package else ():
         (directory / name).unlink(missing_ok=True)
 
 
@@ -155,83 +155,3 @@ def package_to_run(directory: str | os.PathLike[str], compiled: bool | None, tru
         return None
     refuse_elsewhere(directory, package)
     return package
-
-
-def packaged_module(
-    directory: str | os.PathLike[str], package: Package, name: str, rank: int, program: ExportedProgram
-) -> fx.GraphModule:
-    """One of a package's models, over the tensors that the rank's program holds.
-
-    Raises:
-        ArtifactError: a file that is missing or not what was written, or has another model or other tensors.
-    """
-    for file in (COMPILED, RUNNER):
-        open_known(directory, package.files, file).close()
-    _load_library(Path(directory) / RUNNER)
-    path = Path(directory) / COMPILED
-    device = torch.cuda.current_device() if package.device_type == "cuda" else -1
-    names = [model for model, ranks in package.models.get(name, {}).items() if rank in ranks]
-    held = {**program.constants, **program.state_dict}
-    try:
-        (found,) = names
-        model = torch.classes.tpcompiler.Model(str(path), found, device)
-        lacks = [each for each in model.constants() if each not in held]
-    except (RuntimeError, ValueError) as error:
-        raise ArtifactError(
-            f"{path} has no model of {name or 'the program'} for rank {rank}: {reason(error)}",
-            help=AGAIN.format(os.fspath(directory)),
-        ) from error
-    if lacks:
-        raise ArtifactError(
-            f"{path} takes the tensor {lacks[0]!r}, which its program does not", help=AGAIN.format(os.fspath(directory))
-        )
-    model.load({each: held[each].detach() for each in model.constants()})
-    return _call_model(program, model)
-
-
-def _load_library(path: Path) -> None:
-    """Once for a process, whatever the artifact: all of one torch are built from one source."""
-    if not _loaded:
-        torch.classes.load_library(str(path))
-        _loaded.append(path)
-
-
-def _call_model(program: ExportedProgram, model: Any) -> fx.GraphModule:
-    """The module of a program, with its checks of what it is given, and the model in the place of its ops."""
-    module: Any = program.module()
-    graph: fx.Graph = module.graph
-    taken = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    inputs = [node for node in graph.nodes if node.op == "placeholder" and isinstance(taken[node.name], torch.Tensor)]
-    like = [taken[node.name] for node in inputs]
-
-    def run(*given: torch.Tensor) -> list[torch.Tensor]:
-        for node, value, wanted in zip(inputs, given, like, strict=True):
-            check_tensor(node.name, value, wanted)
-        own = [_in_memory_as(value, wanted) for value, wanted in zip(given, like, strict=True)]
-        made: list[torch.Tensor] = model.run(own)
-        for value, copied in zip(given, own, strict=True):
-            if copied is not value:
-                value.copy_(copied)  # the program may write to what it is given
-        return made
-
-    (output,) = graph.find_nodes(op="output")
-    with graph.inserting_before(output):
-        made = graph.call_function(run, tuple(inputs))
-        numbered = itertools.count()
-        output.args = fx.map_arg(output.args, lambda _: graph.call_function(operator.getitem, (made, next(numbered))))
-    kept = {"placeholder", "call_module", "output"}  # a module checks the inputs
-    for node in reversed(graph.nodes):
-        if node.op not in kept and not node.users:
-            graph.erase_node(node)
-    module.recompile()
-    return cast(fx.GraphModule, module)
-
-
-def _in_memory_as(value: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """A tensor with the strides that the code was compiled for."""
-    if wanted.is_contiguous():
-        return value.contiguous()
-    strides = [stride if isinstance(stride, int) else None for stride in wanted.stride()]
-    if None in strides or list(value.stride()) == strides:
-        return value
-    return torch.empty_strided(value.shape, wanted.stride(), dtype=value.dtype, device=value.device).copy_(value)

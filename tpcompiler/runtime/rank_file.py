@@ -43,11 +43,27 @@ def read_rank(
     """
     with open_rank(directory, manifest, rank, trust=trust) as file:
         program = load_rank(file, manifest)
+    return fill_rank(program, directory, manifest, rank, file.path, weights)
+
+
+def fill_rank(
+    program: ExportedProgram,
+    directory: str | os.PathLike[str],
+    manifest: Manifest,
+    rank: int,
+    path: Path,
+    weights: Weights | None = None,
+) -> ExportedProgram:
+    """Put a rank's weights into a program, where they lie in a file of their own, and compare it with the manifest.
+
+    Raises:
+        ArtifactError: as `read_rank`; `path` is the program's file.
+    """
     if manifest.programs:
         elsewhere = weights if rank in lacks_weights(manifest) else None
         put_state(program, (elsewhere or read_state)(directory, manifest, rank, program))
-    _check_tensors(program, manifest, rank, file.path)
-    _check_boundary(program, manifest, file.path)
+    _check_tensors(program, manifest, rank, path)
+    _check_boundary(program, manifest, path)
     return program
 
 

@@ -22,7 +22,7 @@ CUT = ".cut.json"  # of weights that are being cut
 COMPILED, RUNNER = "compiled.pt2", "runner.so"  # a package, and what runs it from Python
 # The files of an artifact, and what an interrupted cut of its weights leaves beside them.
 PARTS = re.compile(
-    r"manifest\.json|(rank|program)_\d+\.pt2|(program|model|compiled)\.pt2|runner\.so|(rank_\d+|values)\.safetensors"
+    r"manifest\.json|(rank|program)_\d+\.pt2|(program|model|compiled(_\w+)?)\.pt2|runner\.so|(rank_\d+|values)\.safetensors"
 )
 UNFINISHED = re.compile(r"\.cut\.json|\.rank_\d+\.safetensors\.part")
 STREAMS = re.compile(r"/dev/std(out|err)|/dev/fd/\d+|/proc/[^/]+/fd/\d+")  # which may lead to files, and are none
@@ -179,7 +179,7 @@ def _refuse_others(directory: Path, target: Path) -> None:
     programs = [name for name in names if name in listed and os.path.isdir(directory / name)]
     for name in programs:
         _refuse_others(directory / name, target / name)
-    parts = {SET, COMPILED, RUNNER, *programs} if SET in names else {MANIFEST, *_files(directory / MANIFEST)}
+    parts = {SET, *programs, *_packaged(names)} if SET in names else {MANIFEST, *_files(directory / MANIFEST, names)}
     whole = {name for name in parts if name in programs or os.path.isfile(directory / name)}
     if others := sorted(name for name in set(names) - whole if not UNFINISHED.fullmatch(name)):
         raise ArtifactError(
@@ -197,11 +197,16 @@ def _is_ours(listing: Path) -> bool:
     return isinstance(data, dict) and data.keys() >= FIELDS[listing.name] and isinstance(data["format"], int)
 
 
-def _files(manifest: Path) -> list[str]:
-    """The ranks' files that a manifest names."""
+def _packaged(names: Sequence[str]) -> list[str]:
+    """Of the names in a directory, those of a package's files."""
+    return [name for name in names if (name.startswith("compiled") and PARTS.fullmatch(name)) or name == RUNNER]
+
+
+def _files(manifest: Path, there: Sequence[str]) -> list[str]:
+    """The files that a manifest names, and those of a package."""
     names = json.loads(read_text(manifest))["files"]
     found = [name for name in names if PARTS.fullmatch(name)] if isinstance(names, dict) else []
-    return [*found, COMPILED, RUNNER]
+    return [*found, *_packaged(there)]
 
 
 def _rename_to_free(temporary: Path, target: Path) -> None:

@@ -12,7 +12,7 @@ from tpcompiler._torch import group_is_registered, register_group, resolve_group
 from tpcompiler.errors import LaunchError
 from tpcompiler.runtime.agree import RESTART
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.leave import destroy_at_exit
+from tpcompiler.runtime.leave import destroy_at_exit, release_default_group
 
 
 def own_device(manifest: Manifest, backend: str | None = None) -> torch.device:
@@ -45,12 +45,29 @@ def own_device(manifest: Manifest, backend: str | None = None) -> torch.device:
     return device
 
 
-def join_world(manifest: Manifest, timeout: timedelta, backend: str | None = None) -> None:
-    """Make the default process group from torchrun's environment, unless the caller has made one.
+def join_world(
+    manifest: Manifest, timeout: timedelta, backend: str | None = None, rank: int | None = None
+) -> torch.device:
+    """The device of this process, after it has joined the world that the artifact is for.
+
+    Args:
+        rank: which this process is said to be.
 
     Raises:
-        LaunchError: the environment or the world is not the artifact's, or not all ranks came in time.
+        LaunchError: as `own_device`; the environment or the world is another, or not all ranks came in time.
     """
+    device = own_device(manifest, backend)
+    release_default_group()
+    _join(manifest, timeout, backend)
+    if rank is not None and rank != dist.get_rank():
+        raise LaunchError(
+            f"rank {rank} was asked for in the process of rank {dist.get_rank()}", help="leave rank out under torchrun"
+        )
+    return device
+
+
+def _join(manifest: Manifest, timeout: timedelta, backend: str | None) -> None:
+    """Make the default process group from torchrun's environment, unless the caller has made one."""
     if not dist.is_initialized():
         start = f"start it with torchrun --nproc-per-node {manifest.world_size}"
         if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]:

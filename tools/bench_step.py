@@ -1,0 +1,241 @@
+"""How long a step takes: `python -m tools.bench_step [--rounds 15] [--layers 12]`, two gloo processes, a thread each.
+
+A Llama of 100 million parameters, in float32, over a static cache: a prompt of (1, 256) tokens, and a step of (8, 1).
+All arms run in the same two processes, in turn, round after round. What is printed is the median over the rounds of
+each arm's time divided by that of the model that was sliced by hand, in the same round. `null` is that model once more:
+by how much it differs from 1 is the noise. `one device` is the whole model on rank 0 while the other waits.
+
+Also, of a fresh process for each rank: from its start to the first answer of the package, and the parts of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WORLD, LENGTH = 2, 320
+CASES = {"prefill": (1, 256), "decode": (8, 1)}
+Step = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+def config_of(layers: int) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        head_dim=64,
+        vocab_size=10_000,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def cached(model: Any, batch: int, heads: int) -> Step:
+    """A model over a static cache of as many heads, as transformers exports it."""
+    from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
+
+    model.generation_config.cache_implementation, model.generation_config.use_cache = "static", True
+    model.config.use_cache, before = True, model.config.num_key_value_heads
+    model.config.num_key_value_heads = heads
+    module = TorchExportableModuleWithStaticCache(model.eval(), batch, LENGTH, torch.device("cpu"))
+    model.config.num_key_value_heads = before
+
+    def step(ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        with torch.no_grad():
+            return module(input_ids=ids, cache_position=positions)
+
+    return step
+
+
+def whole(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory)
+
+
+def sliced(directory: Path) -> Any:
+    """The model with its weights sliced by hand, and an all_reduce behind each row-wise layer."""
+    from transformers import LlamaForCausalLM
+
+    full, rank = whole(directory), dist.get_rank()
+    config = copy.deepcopy(full.config)
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        setattr(config, name, getattr(config, name) // WORLD)
+    made, state = LlamaForCausalLM(config), full.state_dict()
+    for name, value in made.state_dict().items():
+        dims = [dim for dim, size in enumerate(value.shape) if size != state[name].shape[dim]]
+        value.copy_(state[name].chunk(WORLD, dims[0])[rank] if dims else state[name])
+
+    def reduce(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(output)
+        return output
+
+    for layer in made.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(reduce)
+        layer.mlp.down_proj.register_forward_hook(reduce)
+    return made
+
+
+def with_dtensors(directory: Path) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = whole(directory)
+    styles = {name: ColwiseParallel() for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+    styles |= {name: ColwiseParallel() for name in ("mlp.gate_proj", "mlp.up_proj")}
+    styles |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}  # type: ignore[dict-item]
+    plan = {f"model.layers.*.{name}": style for name, style in styles.items()}
+    return parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)  # type: ignore[arg-type]
+
+
+def by_transformers(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto")  # which asks for accelerate
+
+
+def work(folder: Path, case: str, rounds: int) -> None:
+    """A rank: time every arm, and let rank 0 print the ratios."""
+    import tpcompiler
+
+    warnings.simplefilter("ignore")
+    batch, count = CASES[case]
+    directory, artifact, heads = folder / "checkpoint", folder / case, 12 // WORLD
+    plain, compiled = (tpcompiler.load(artifact, compiled=way)[case] for way in (False, True))
+    hand, alone = cached(sliced(directory), batch, heads), cached(whole(directory), batch, heads * WORLD)
+    arms: dict[str, Step] = {
+        "hand": hand,
+        "null": hand,
+        "eager": lambda ids, at: plain(input_ids=ids, cache_position=at),
+        "package": lambda ids, at: compiled(input_ids=ids, cache_position=at),
+        "DTensor": cached(with_dtensors(directory), batch, heads),
+        "one device": alone,
+    }
+    if importlib.util.find_spec("accelerate"):
+        arms["transformers"] = cached(by_transformers(directory), batch, heads)
+    ids = torch.arange(batch * count).reshape(batch, count) % 9_973
+    positions = torch.arange(count) + (0 if case == "prefill" else 40)
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    wanted = alone(ids, positions)
+    repeat = 1 if case == "prefill" else 5
+    for turn in range(rounds + 2):
+        names = list(arms)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            dist.barrier()
+            if name == "one device" and dist.get_rank():
+                continue
+            began = time.perf_counter()
+            for _ in range(repeat):
+                made = arms[name](ids, positions)
+            if turn >= 2:
+                times[name].append((time.perf_counter() - began) / repeat)
+            else:
+                torch.testing.assert_close(made, wanted, rtol=1e-3, atol=1e-3)  # each is the same model
+    if dist.get_rank() == 0:
+        print(f"{case} {CASES[case]}: {statistics.median(times['hand']) * 1e3:.1f} ms by hand; ratios to that:")
+        for name in arms:
+            ratios = [one / other for one, other in zip(times[name], times["hand"], strict=True)]
+            low, high = sorted(ratios)[len(ratios) // 4], sorted(ratios)[-1 - len(ratios) // 4]
+            print(f"  {name:12} {statistics.median(ratios):5.2f}   (half of the rounds: {low:.2f} to {high:.2f})")
+        if "transformers" not in arms:
+            print("  transformers' own: not run, for want of accelerate (pip install accelerate)")
+    dist.destroy_process_group()
+
+
+def start(artifact: Path, case: str) -> None:
+    """A rank: from the start of its process to the first answer of the package."""
+    began = time.time() - float(os.environ["STARTED"])
+    import tpcompiler
+
+    imported = time.time() - float(os.environ["STARTED"])
+    module = tpcompiler.load(artifact, compiled=True)[case]
+    loaded = time.time() - float(os.environ["STARTED"])
+    batch, count = CASES[case]
+    module(input_ids=torch.ones(batch, count, dtype=torch.int64), cache_position=torch.arange(count))
+    answered = time.time() - float(os.environ["STARTED"])
+    if dist.get_rank() == 0:
+        print(
+            f"start of a rank: {began:.1f} s to import torch, {imported - began:.1f} s tpcompiler, "
+            f"{loaded - imported:.1f} s to load, {answered - loaded:.1f} s for the first answer"
+        )
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--layers", type=int, default=12)
+    options.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    options.add_argument("--first", nargs=2, help=argparse.SUPPRESS)
+    asked = options.parse_args()
+    if asked.worker:
+        work(Path(asked.worker[0]), asked.worker[1], asked.rounds)
+        return 0
+    if asked.first:
+        start(Path(asked.first[0]), asked.first[1])
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        from transformers import LlamaForCausalLM
+
+        torch.manual_seed(0)
+        LlamaForCausalLM(config_of(asked.layers)).save_pretrained(folder / "checkpoint")
+        for case, (batch, _) in CASES.items():
+            models = folder / "models"
+            _tpcompiler(
+                "export",
+                folder / "checkpoint",
+                "--prefill-decode",
+                "--batch",
+                batch,
+                "--max-length",
+                LENGTH,
+                "-o",
+                models,
+            )
+            plan = ("--plan", folder / "checkpoint" / "config.json", "--checkpoint", folder / "checkpoint")
+            _tpcompiler(
+                "convert", models / "prefill.pt2", models / "decode.pt2", "--tp", WORLD, *plan, "-o", folder / case
+            )
+            began = time.perf_counter()
+            _tpcompiler("package", folder / case, "--no-check")
+            print(f"package: {time.perf_counter() - began:.0f} s for two programs, once for {WORLD} ranks", flush=True)
+            shutil.rmtree(models)
+        for case in CASES:
+            _torchrun("--worker", folder, case, "--rounds", asked.rounds)
+        _torchrun("--first", folder / "decode", "decode")
+    return 0
+
+
+def _tpcompiler(*words: object) -> None:
+    command = [sys.executable, "-m", "tpcompiler.cli", *map(str, words)]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=1800)
+
+
+def _torchrun(*words: object) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STARTED": str(time.time())}
+    own = ["-m", "tools.bench_step", *map(str, words)]
+    subprocess.run([*command, *own], env=environment, check=True, timeout=1800)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Run a package's models in the place of an artifact's programs."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.artifact import Manifest, open_known
+from tpcompiler.runtime.inputs import check_tensor
+from tpcompiler.runtime.model_file import looked_into
+from tpcompiler.runtime.package import AGAIN, Package, called_file
+from tpcompiler.runtime.rank_file import Weights, fill_rank, load_rank, read_rank
+from tpcompiler.runtime.target import COMPILED, RUNNER, reason
+
+_loaded: list[Path] = []
+
+
+def read_called(
+    directory: Path, package: Package, name: str, manifest: Manifest, rank: int, trust: bool, weights: Weights | None
+) -> ExportedProgram:
+    """A rank's program as far as a model takes its place: inputs, outputs, and tensors with their values.
+
+    Raises:
+        ArtifactError: as `read_rank`.
+    """
+    if not manifest.programs:  # the weights lie in the program's own file
+        return read_rank(directory / name, manifest, rank, trust=trust)
+    model = _model_of(directory, package, name, rank)
+    with open_known(directory, package.files, called_file(model)) as file, looked_into(file, trust=trust):
+        program = load_rank(file, manifest)
+    return fill_rank(program, directory / name, manifest, rank, file.path, weights)
+
+
+def _model_of(directory: str | os.PathLike[str], package: Package, name: str, rank: int) -> str:
+    for model, ranks in package.models.get(name, {}).items():
+        if rank in ranks:
+            return model
+    raise ArtifactError(
+        f"the package in {os.fspath(directory)} has no model of {name or 'the program'} for rank {rank}",
+        help=AGAIN.format(os.fspath(directory)),
+    )
+
+
+def packaged_module(
+    directory: str | os.PathLike[str], package: Package, name: str, rank: int, program: ExportedProgram
+) -> fx.GraphModule:
+    """One of a package's models, over the tensors that the rank's program holds.
+
+    Raises:
+        ArtifactError: a file that is missing or not what was written, or has another model or other tensors.
+    """
+    for file in (COMPILED, RUNNER):
+        open_known(directory, package.files, file).close()
+    _load_library(Path(directory) / RUNNER)
+    path = Path(directory) / COMPILED
+    device = torch.cuda.current_device() if package.device_type == "cuda" else -1
+    held = {**program.constants, **program.state_dict}
+    try:
+        model = torch.classes.tpcompiler.Model(str(path), _model_of(directory, package, name, rank), device)
+        lacks = [each for each in model.constants() if each not in held]
+    except RuntimeError as error:
+        raise ArtifactError(f"{path} cannot be loaded: {reason(error)}", help=AGAIN.format(directory)) from error
+    if lacks:
+        raise ArtifactError(
+            f"{path} takes the tensor {lacks[0]!r}, which its program does not", help=AGAIN.format(directory)
+        )
+    model.load({each: held[each].detach() for each in model.constants()})
+    return _call_model(program, model)
+
+
+def _load_library(path: Path) -> None:
+    """Once for a process, whatever the artifact: all of one torch are built from one source."""
+    if not _loaded:
+        torch.classes.load_library(str(path))
+        _loaded.append(path)
+
+
+def _call_model(program: ExportedProgram, model: Any) -> fx.GraphModule:
+    """The module of a program, with its checks of what it is given, and the model in the place of its ops."""
+    module: Any = program.module()
+    graph: fx.Graph = module.graph
+    taken = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and isinstance(taken[node.name], torch.Tensor)]
+    like = [taken[node.name] for node in inputs]
+
+    def run(*given: torch.Tensor) -> list[torch.Tensor]:
+        for node, value, wanted in zip(inputs, given, like, strict=True):
+            check_tensor(node.name, value, wanted)
+        own = [_in_memory_as(value, wanted) for value, wanted in zip(given, like, strict=True)]
+        made: list[torch.Tensor] = model.run(own)
+        for value, copied in zip(given, own, strict=True):
+            if copied is not value:
+                value.copy_(copied)  # the program may write to what it is given
+        return made
+
+    (output,) = graph.find_nodes(op="output")
+    with graph.inserting_before(output):
+        made = graph.call_function(run, tuple(inputs))
+        numbered = itertools.count()
+        output.args = fx.map_arg(output.args, lambda _: graph.call_function(operator.getitem, (made, next(numbered))))
+    kept = {"placeholder", "call_module", "output"}  # a module checks the inputs
+    for node in reversed(graph.nodes):
+        if node.op not in kept and not node.users:
+            graph.erase_node(node)
+    module.recompile()
+    return cast(fx.GraphModule, module)
+
+
+def _in_memory_as(value: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """A tensor with the strides that the code was compiled for."""
+    if wanted.is_contiguous():
+        return value.contiguous()
+    strides = [stride if isinstance(stride, int) else None for stride in wanted.stride()]
+    if None in strides or list(value.stride()) == strides:
+        return value
+    return torch.empty_strided(value.shape, wanted.stride(), dtype=value.dtype, device=value.device).copy_(value)
