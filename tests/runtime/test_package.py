@@ -127,13 +127,13 @@ def test_machine_code_is_not_run_unasked(alone: Path, tmp_path: Path) -> None:
     assert "aten.linear" not in tpcompiler.load(alone, trust=True).code
     directory = tmp_path / "other"
     shutil.copytree(alone, directory)
+    shutil.copy(directory / "manifest.json", directory / "runner.so")
+    with pytest.raises(ArtifactError, match=r"runner\.so has SHA-256"):
+        tpcompiler.load(directory, compiled=True)
     data = json.loads((directory / "manifest.json").read_text())
     data["compiled"]["models"] = {"": {"model_0": [1]}}
     (directory / "manifest.json").write_text(json.dumps(data))
     with pytest.raises(ArtifactError, match="has no model of the program for rank 0"):
-        tpcompiler.load(directory, compiled=True)
-    shutil.copy(directory / "manifest.json", directory / "runner.so")
-    with pytest.raises(ArtifactError, match=r"runner\.so has SHA-256"):
         tpcompiler.load(directory, compiled=True)
 
 
