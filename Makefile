@@ -13,7 +13,7 @@ TRUST ?=
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast check format wheel-test zoo hf compat ops trust bench docs clean
+.PHONY: help venv demo test test-fast check format wheel-test zoo hf compat ops trust bench gpu-check docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
@@ -101,6 +101,11 @@ trust: venv  ## Measure what docs/trust.md says, and print one table; TRUST="exi
 
 bench: venv  ## Run the benchmarks
 	$(BIN)/python tools/bench_convert.py
+
+# Takes tens of minutes on one GPU; prints tables for docs/gpu.md.
+gpu-check: venv  ## Check on a machine with GPUs what the tests, which need none, cannot
+	$(BIN)/python -m tools.gpu_check
+	$(BIN)/python -m tools.gpu_steps
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: venv  ## Build the documentation, API reference included, into build/site; a warning fails it

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.launch import fork_code
+from tools import gpu_steps
 from tools.gpu_check import Table
 
 pytestmark = pytest.mark.slow
@@ -18,6 +20,7 @@ def check(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_on_the_cpu(tmp_path: Path) -> None:
+    """But for AOTInductor: tests/runtime/test_package.py has what this would."""
     done = check("--device", "cpu", "--dtype", "bfloat16", "--no-aoti", "--out", tmp_path / "gpu.md")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "gpu.md").read_text() == done.stdout
@@ -28,9 +31,23 @@ def test_on_the_cpu(tmp_path: Path) -> None:
         ("| saved files, gloo", "2"),
         ("| lock step, logits", "4"),
         ("| lock step, logits in float32", "4"),
+        ("| lock step, logits", "8"),
+        ("| lock step, logits in float32", "8"),
     ]
     assert "- NCCL: it takes one GPU for each rank, and this machine has 0" in done.stdout
     assert "- AOTInductor: --no-aoti was given" in done.stdout
+
+
+def test_a_step_of_a_rank(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without collectives, eagerly and compiled, beside the whole step."""
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["gpu_steps", "--device", "cpu", "--shape", "tiny", "--ranks", "2", "--phase", "decode", "--dtype", "float32"],
+    )
+    assert gpu_steps.main() == 0
+    rows = [line.split(" | ")[:4] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [["| tiny", "decode (8, 1)", "2", run] for run in ("eager", "AOTInductor")]
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

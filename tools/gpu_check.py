@@ -7,7 +7,9 @@ moved to the device:
 
 - all ranks of worlds of 2 and 4 run in lock step, in this process, on one device;
 - the saved files run in one process per GPU, with NCCL; with one GPU, in two processes that share it, with gloo;
-- the program of one rank is compiled by AOTInductor.
+- the same files are compiled by AOTInductor (`tpcompiler package`), and all ranks run the package, in such processes.
+
+`python -m tools.gpu_steps` measures a rank's step beside the whole one's.
 
 What could not be run is listed with its reason. Exits with 1 if anything that was run broke or is not right.
 `--device cpu` takes the same way on a machine without a GPU.
@@ -34,7 +36,6 @@ from torch.export import ExportedProgram
 import tpcompiler
 from passes.canonicalize import canonicalize
 from passes.move_device import move_device
-from tpcompiler._torch import fake_group
 from tpcompiler.parallel_program import ParallelProgram, compared_calls
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import flatten_inputs, write_tensors
@@ -168,14 +169,13 @@ def work(folder: Path, backend: str) -> None:
 
 
 def compiled(table: Table, model: str, made: ParallelProgram) -> None:
-    """Whether AOTInductor takes the program of a rank; running it would take the other ranks."""
-    program = made.rank_program(1)
-    place_state(program, made.device_type)
-    (group,) = (made.mesh.group_name((axis,)) for axis in made.mesh.names)
-    with tempfile.TemporaryDirectory() as folder, fake_group(group, 1, made.world_size, made.device_type):
-        package = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder) / "rank_1.pt2"))
-        size = Path(package).stat().st_size
-    table.rows.append((f"AOTInductor compiles ({size:,} bytes)", model, str(made.world_size), "-", "-", size > 0))
+    """All ranks run the package in processes, which share the GPU where there is one; compared with the model."""
+    with tempfile.TemporaryDirectory() as folder:
+        made.save(Path(folder) / "out", layout="shared")
+        report = tpcompiler.package(Path(folder) / "out")[1]
+    assert report is not None
+    for row in report.outputs:
+        table.add(f"package, {row.name}", model, made.world_size, row.rel, row.tolerance)
 
 
 def _torchrun(ranks: int, *words: str) -> str:
@@ -233,7 +233,7 @@ def main() -> int:
         model = f"Llama, {name}"
         program = exported(getattr(torch, name))
         whole = on_device(program, asked.device)
-        for ranks in (2, 4):
+        for ranks in (2, 4, 8):
             made = tpcompiler.parallelize(program, ranks, PLAN, device_type=asked.device)
             at = f"{model}, {ranks} ranks"
             attempt(table, f"lock step, {at}", lambda m=model, w=whole, p=made: simulated(table, m, w, p))

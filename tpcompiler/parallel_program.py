@@ -160,8 +160,9 @@ class ParallelProgram:
             {"name": node.name, **self._described(node.meta["val"], mark_of(node).shardings[0])}
             for node in program.user_inputs()
         ]
+        ranges = index_ranges(program)
         for row in inputs:
-            if row["name"] in (ranges := index_ranges(program)):
+            if row["name"] in ranges:
                 row["values"] = list(ranges[row["name"]])
         outputs = [
             {"name": name, **self._described(value.meta["val"], mark_of(value).shardings[0])}

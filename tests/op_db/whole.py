@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch.export import ExportedProgram
 
-import tpcompiler.api
+import tpcompiler.pipeline
 from passes.canonicalize import canonicalize
 from tpcompiler._torch import tree_flatten, tree_unflatten
 from tpcompiler.errors import InternalError, TpCompilerError
@@ -90,7 +90,7 @@ def outcomes(op: Any, sample: Any) -> Iterator[Outcome]:
     except AssertionError as error:
         yield Outcome("wrong", "", f"the canonical program: {_said(error)}")
         return
-    with mock.patch("tpcompiler.api.canonicalize", return_value=canonical):
+    with mock.patch("tpcompiler.pipeline.canonicalize", return_value=canonical):
         for at, tensor in enumerate(model.tensors):
             for dim in (d for d, size in enumerate(tensor.shape) if size > 1):
                 inputs = [f"S({dim})" if i == at else None for i in range(len(model.tensors))]
@@ -99,7 +99,7 @@ def outcomes(op: Any, sample: Any) -> Iterator[Outcome]:
 
 def _outcome(exported: ExportedProgram, tensors: Any, inputs: Any, placed: str) -> Outcome:
     try:
-        made = tpcompiler.api.parallelize(exported, WORLD, {}, inputs=inputs)
+        made = tpcompiler.parallelize(exported, WORLD, {}, inputs=inputs)
         report = made.verify(tensors)
         ranks = [written(made.rank_program(rank)) for rank in range(WORLD)]
         alarms = check_programs(ranks, made.manifest(), exported).findings

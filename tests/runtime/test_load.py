@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from tests.runtime.models import PLAN, export_mlp, mlp_inputs
 from tpcompiler import load, parallelize
 from tpcompiler.errors import ArtifactError, LaunchError
 from tpcompiler.runtime.artifact import read_manifest
-from tpcompiler.runtime.world import own_device
+from tpcompiler.runtime.world import own_device, warn_of_machines
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +149,44 @@ def test_the_gpu_is_taken_before_nccl_is_asked_for(
     monkeypatch.setattr(dist, "init_process_group", join)
     with pytest.raises(InterruptedError):
         load(for_cuda)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "there", "said"),
+    [
+        ({"dp": 2, "tp": 4}, "4", ""),
+        ({"dp": 2, "tp": 4}, "8", ""),
+        ({"tp": 4, "dp": 2}, "4", ""),
+        ({"dp": 2, "tp": 4}, "2", "'tp' of 4 ranks lies on several machines of 2 processes.*put 'dp' last"),
+        ({"tp": 8}, "6", "'tp' of 8 ranks lies on several machines of 6 processes.*a degree that divides 6"),
+    ],
+)
+@pytest.mark.usefixtures("world_of_one")
+def test_an_axis_on_several_machines(
+    mesh: dict[str, int], there: str, said: str, artifacts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", there)
+    manifest = replace(read_manifest(artifacts / "one"), mesh=mesh)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        warn_of_machines(manifest)
+    assert len(heard) == bool(said)
+    assert re.search(said, str(heard[0].message) if heard else "")
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_group_that_does_not_answer_is_named(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object, **__: object) -> None:
+        raise RuntimeError("Timed out waiting 300000ms")
+
+    monkeypatch.setattr(dist, "all_reduce", silent)
+    with pytest.raises(
+        LaunchError, match=r"the group 'tp=1:tp' of the ranks \[0\] did not answer within 300 s: Timed out"
+    ):
+        load(artifacts / "one")
+    monkeypatch.setattr(dist, "all_reduce", lambda value, group: value.fill_(2))
+    with pytest.raises(LaunchError, match="did not answer within 300 s: counts 2 ranks"):
+        load(artifacts / "one")
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -367,6 +367,8 @@ def open_known(directory: str | os.PathLike[str], files: Mapping[str, str], name
     """
     path = inside(directory, name)
     again = "copy the artifact again, or convert the model again"
+    if name not in files:
+        raise ArtifactError(f"{path} is named nowhere in the artifact", help=again)
     try:
         file = Opened(path)
         if not (wrong := _other_than_written(file, files[path.name])):

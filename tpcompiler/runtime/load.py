@@ -24,6 +24,7 @@ from tpcompiler.runtime.package import Package, package_to_run
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.rank_file import AGAIN, Weights, read_rank, strides_of, taken_by
 from tpcompiler.runtime.runner import packaged_module, read_called
+from tpcompiler.runtime.target import COMPILED
 from tpcompiler.runtime.world import greet_groups, join_world, register_groups
 
 
@@ -66,7 +67,7 @@ def load(
     device = join_world(next(iter(manifests.values())), timeout, backend, rank)
     with agreeing(timeout) as mine:
         package = package_to_run(directory, compiled, trust)
-        mine["the way of running"] = "compiled" if package else "as exported"
+        mine["the package"] = f"SHA-256 {package.files.get(COMPILED, '')[:12]}.." if package else "not run"
     stored: dict[str, torch.Tensor] = {}
     read = {name: _read(Path(directory), name, manifests[name], package, device, stored, asked) for name in manifests}
     with agreeing(timeout):

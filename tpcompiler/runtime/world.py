@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from tpcompiler._torch import group_is_registered, register_group, resolve_group
-from tpcompiler.errors import LaunchError
+from tpcompiler.errors import LaunchError, TpCompilerWarning
 from tpcompiler.runtime.agree import RESTART
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.leave import destroy_at_exit, release_default_group
@@ -63,6 +64,7 @@ def join_world(
         raise LaunchError(
             f"rank {rank} was asked for in the process of rank {dist.get_rank()}", help="leave rank out under torchrun"
         )
+    warn_of_machines(manifest)
     return device
 
 
@@ -147,6 +149,25 @@ def register_groups(manifest: Manifest, timeout: timedelta) -> None:
                 f"the process-group name {name!r} is that of the ranks {taken}, this artifact's of {own}",
                 help="load this artifact in another process",
             )
+
+
+def warn_of_machines(manifest: Manifest) -> None:
+    """Say it where the last axis of the mesh, which is for what communicates most, lies on several machines.
+
+    Ranks are numbered row by row, and torchrun numbers them machine by machine: so the last axis stays within one if
+    its degree divides a machine's number of processes.
+    """
+    axis, degree = list(manifest.mesh.items())[-1]
+    there = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else 0
+    if 0 < there < manifest.world_size and there % degree and dist.get_rank() == 0:
+        inner = [name for name, size in manifest.mesh.items() if size > 1 and there % size == 0]
+        instead = f"put {inner[-1]!r} last in --mesh" if inner else f"convert for a degree that divides {there}"
+        warnings.warn(
+            f"the axis {axis!r} of {degree} ranks lies on several machines of {there} processes each, and every "
+            f"collective over it goes between them: {instead}",
+            TpCompilerWarning,
+            stacklevel=4,
+        )
 
 
 def greet_groups(manifest: Manifest, device: torch.device, timeout: timedelta) -> None:
