@@ -215,6 +215,7 @@ def main() -> int:
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--out", type=Path, help="also write the table here")
     options.add_argument("--dtype", choices=DTYPES, action="append", help="one of them; without it both")
+    options.add_argument("--ranks", type=int, action="append", help="one number of them; without it 2, 4 and 8")
     options.add_argument("--no-aoti", action="store_true", help="leave AOTInductor out, which takes a minute")
     options.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options.add_argument("--backend", help=argparse.SUPPRESS)
@@ -233,7 +234,7 @@ def main() -> int:
         model = f"Llama, {name}"
         program = exported(getattr(torch, name))
         whole = on_device(program, asked.device)
-        for ranks in (2, 4, 8):
+        for ranks in asked.ranks or (2, 4, 8):
             made = tpcompiler.parallelize(program, ranks, PLAN, device_type=asked.device)
             at = f"{model}, {ranks} ranks"
             attempt(table, f"lock step, {at}", lambda m=model, w=whole, p=made: simulated(table, m, w, p))
