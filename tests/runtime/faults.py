@@ -35,15 +35,15 @@ FAULTS: dict[str, tuple[str | None, str]] = {
     "inputs of another dtype": ("InputsError: input 'x' is ", "LaunchError: rank 1 has failed: input 'x' is "),
     "dies before calling": (
         None,
-        "LaunchError: rank 0: a collective of the group 'tp=2:tp' (ranks 0, 1) has failed: another rank has ended",
+        "a collective of the group 'tp=2:tp' (ranks 0, 1) has failed: another rank has ended",
     ),
     "dies before calling: the first rank": (
         None,
-        "LaunchError: rank 1: a collective of the group 'tp=2:tp' (ranks 0, 1) has failed: another rank has ended",
+        "a collective of the group 'tp=2:tp' (ranks 0, 1) has failed: another rank has ended",
     ),
     "never calls": (
         None,
-        "LaunchError: rank 0: a collective of the group 'tp=2:tp' (ranks 0, 1) has failed: another rank has ended, or did not come to it",
+        "a collective of the group 'tp=2:tp' (ranks 0, 1) has failed: another rank has ended, or did not come to it",
     ),
 }
 

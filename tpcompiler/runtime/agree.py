@@ -125,12 +125,13 @@ def named_failures(groups: Mapping[str, Sequence[Sequence[int]]]) -> Iterator[No
         yield
     except RuntimeError as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if not any(word in line.lower() for word in ("gloo", "nccl", "connection", "timed out", "timeout")):
+        unsaid = "API call failed" in line  # what a package says before torch 2.13, whatever has failed in it
+        if not unsaid and not any(w in line.lower() for w in ("gloo", "nccl", "connection", "timed out", "timeout")):
             raise
         own = {name: next((r for r in of if dist.get_rank() in r), []) for name, of in groups.items()}
         named = " or ".join(f"{name!r} (ranks {', '.join(map(str, r))})" for name, r in own.items() if len(r) > 1)
         raise LaunchError(
-            f"rank {dist.get_rank()}: a collective of the group {named} has failed: another rank has ended, or did not "
-            f"come to it ({line})",
+            f"rank {dist.get_rank()}: {'the package has failed, as it does where ' * unsaid}a collective of the group "
+            f"{named} has failed: another rank has ended, or did not come to it ({line})",
             help=RESTART,
         ) from error
