@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import aten, fake_group, sym_hint, tree_flatten, with_graph
+from tpcompiler._torch import aten, fake_group, group_is_registered, sym_hint, tree_flatten, with_graph
 from tpcompiler.errors import ArtifactError, UnsupportedError
 from tpcompiler.runtime.artifact import (
     Manifest,
@@ -182,6 +182,8 @@ def _compile(program: ExportedProgram, path: Path, manifest: Manifest, rank: int
     module, args = plain_module(program, path)
     with contextlib.ExitStack() as stack:
         for name, groups in manifest.groups.items():
+            if group_is_registered(name):  # by `load`, in this process
+                continue
             own = next(ranks for ranks in groups if rank in ranks)
             stack.enter_context(fake_group(name, own.index(rank), len(own), manifest.device_type))
         stack.enter_context(torch.no_grad())
@@ -205,8 +207,10 @@ def plain_module(program: ExportedProgram, path: Path) -> tuple[fx.GraphModule, 
     for node in graph.find_nodes(op="placeholder"):
         value = taken[node.name]
         if isinstance(value, torch.Tensor):
-            shape, strides = ([sym_hint(size) for size in sizes] for sizes in (value.shape, value.stride()))
-            args.append(torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).zero_())
+            shape = [sym_hint(size) for size in value.shape]
+            args.append(torch.zeros(shape, dtype=value.dtype, device=value.device))
+            if not value.is_contiguous():
+                _take_contiguous(node, value)
         elif node.users:
             raise UnsupportedError(
                 f"{path} takes the number {node.name!r}, and a package takes tensors only",
@@ -217,13 +221,29 @@ def plain_module(program: ExportedProgram, path: Path) -> tuple[fx.GraphModule, 
     (output,) = graph.find_nodes(op="output")
     values = [value for value in tree_flatten(output.args[0])[0] if isinstance(value, fx.Node)]
     for value in values:
-        if not isinstance(value.meta.get("val"), torch.Tensor):
+        if not isinstance(value.meta.get("val", args), torch.Tensor | list):  # what is written back has no value
             raise UnsupportedError(
                 f"{path} returns the number {value.name!r}, and a package returns tensors only",
                 help="return a tensor in the model, and export and convert again",
             )
     output.args = (tuple(values),)
     return fx.GraphModule(module, graph), args
+
+
+def _take_contiguous(node: fx.Node, value: torch.Tensor) -> None:
+    """Let a model take an input row by row, whatever its layout in memory was at export: the ops see that as it was."""
+    order = sorted(range(value.ndim), key=lambda dim: -sym_hint(value.stride(dim)))
+    back = [order.index(dim) for dim in range(value.ndim)]
+    users = [user for user in node.users if not (user.target is aten.copy_.default and user.args[0] is node)]
+    with value.fake_mode:  # type: ignore[attr-defined]
+        node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    *_, last = node.graph.find_nodes(op="placeholder")
+    with node.graph.inserting_before(last.next):
+        rows = node.graph.call_function(aten.permute.default, (node, order))
+        rows = node.graph.call_function(aten.clone.default, (rows,), {"memory_format": torch.contiguous_format})
+        rows = node.graph.call_function(aten.permute.default, (rows, back))
+    for user in users:
+        user.replace_input_with(node, rows)
 
 
 def build_runner(compiler: str) -> Path:

@@ -40,6 +40,8 @@ class Tables(nn.Module):
         (lambda m, ids: m.table(ids.clamp(0, 6)), None),
         (lambda m, ids: m.table(torch.where(ids < 0, 0, ids)), None),
         (lambda m, ids: ids * 2.0, None),
+        (lambda m, ids: m.table(ids.to(torch.uint8).long()), None),  # which wraps
+        (lambda m, ids: m.cache.sum().gather(0, ids[0]), None),
     ],
 )
 def test_what_an_input_may_be(use: Use, values: list[int] | None) -> None:

@@ -121,6 +121,28 @@ def test_it_is_called_as_the_program_is(alone: Path) -> None:
 
 
 @pytest.mark.usefixtures("world_of_one")
+def test_inputs_in_any_layout_and_outputs_that_are_none(alone: Path, tmp_path: Path) -> None:
+    """Packaged in a process that has loaded another artifact."""
+    tpcompiler.load(alone, compiled=False)
+    packages.write_laid(tmp_path / "out")
+    _, report = tpcompiler.package(tmp_path / "out")
+    assert report is not None
+    assert report.ok, str(report)
+    programs = tpcompiler.load(tmp_path / "out", compiled=True)
+    held = torch.zeros(3)
+    for rows in (2, 5, 9):
+        x = torch.arange(3.0 * rows).reshape(rows, 3) - 4
+        for value in (x, x.t().contiguous().t(), x[:1].expand(rows, 3), torch.cat([x, x], 1)[:, :3]):
+            made, written = programs["laid"](value)
+            held += value.sum(0)
+            assert torch.equal(made, value.relu() * 2)
+            assert torch.equal(written, held)
+            assert programs["silent"](value[:2]) is None
+            held -= value[:2].sum(0)
+    assert torch.equal(programs["laid"].exported_program.state_dict["held"], held)
+
+
+@pytest.mark.usefixtures("world_of_one")
 def test_machine_code_is_not_run_unasked(alone: Path, tmp_path: Path) -> None:
     with pytest.warns(TpCompilerWarning, match="is machine code and is not run unasked"):
         assert "aten.linear" in tpcompiler.load(alone).code

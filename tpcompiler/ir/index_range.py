@@ -36,6 +36,7 @@ BY_DIM = {  # ops that take `dim` and `index`
     aten.gather.default,
     aten.scatter.src,
 }
+INDICES = (torch.int64, torch.int32)
 BY_POSITION = {aten.index.Tensor, aten.index_put.default}
 
 
@@ -44,7 +45,7 @@ def index_ranges(program: CanonicalProgram | ReshardedProgram) -> dict[str, tupl
     found = {}
     for node in program.user_inputs():
         value = node.meta["val"]
-        if value.dtype in (torch.int64, torch.int32) and (ends := list(_ranges(node))):
+        if value.dtype in INDICES and (ends := list(_ranges(node))):
             found[node.name] = max(least for least, _ in ends), min(most for _, most in ends)
     return {name: (least, most) for name, (least, most) in found.items() if least <= most}
 
@@ -52,7 +53,7 @@ def index_ranges(program: CanonicalProgram | ReshardedProgram) -> dict[str, tupl
 def _ranges(node: fx.Node) -> Iterator[tuple[int, int]]:
     for user in node.users:
         if user.target in SAME_VALUES:
-            if user.args[0] is node:
+            if user.args[0] is node and user.meta["val"].dtype in INDICES:  # a narrower one wraps
                 yield from _ranges(user)
         elif isinstance(user.target, torch._ops.OpOverload):
             for size, from_end in _indexed(user, node):
@@ -65,7 +66,8 @@ def _indexed(user: fx.Node, index: fx.Node) -> Iterator[tuple[int | torch.SymInt
     if user.target is aten.embedding.default and user.args[1] is index:
         yield user.args[0].meta["val"].shape[0], False  # type: ignore[union-attr]
     elif user.target in BY_DIM and (taken := edit.bound(user))["index"] is index:
-        yield taken["self"].meta["val"].shape[taken["dim"]], False
+        if shape := taken["self"].meta["val"].shape:
+            yield shape[taken["dim"]], False
     elif user.target in BY_POSITION:
         taken = edit.bound(user)
         indices, shape = taken["indices"], taken["self"].meta["val"].shape

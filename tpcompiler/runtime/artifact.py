@@ -359,14 +359,18 @@ def open_model_of(directory: str | os.PathLike[str], manifest: Manifest) -> Open
     return open_known(directory, manifest.files, MODEL)
 
 
-def open_known(directory: str | os.PathLike[str], files: Mapping[str, str], name: str) -> Opened:
+def open_known(
+    directory: str | os.PathLike[str],
+    files: Mapping[str, str],
+    name: str,
+    again: str = "copy the artifact again, or convert the model again",
+) -> Opened:
     """A file of an artifact, open, after its hash was compared with what `files` says of it.
 
     Raises:
         ArtifactError: as `open_checked`.
     """
     path = inside(directory, name)
-    again = "copy the artifact again, or convert the model again"
     if name not in files:
         raise ArtifactError(f"{path} is named nowhere in the artifact", help=again)
     try:

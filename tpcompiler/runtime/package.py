@@ -116,6 +116,8 @@ def refuse_elsewhere(directory: str | os.PathLike[str], package: Package) -> Non
     at, again = os.fspath(directory), AGAIN.format(os.fspath(directory))
     if package.torch != torch.__version__:
         raise ArtifactError(f"the package in {at} is of torch {package.torch}, this is {torch.__version__}", help=again)
+    if package.device_type == "cuda" and not torch.cuda.is_available():
+        raise ArtifactError(f"the package in {at} is for CUDA, and torch finds no CUDA device here", help=again)
     here = find_capability(package.device_type)
     if lacks := [word for word in package.capability if word not in here]:
         what = f"a GPU of {lacks[0]}, this is {here[0]}" if package.device_type == "cuda" else ""

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import Manifest, open_known
@@ -34,7 +35,8 @@ def read_called(
     if not manifest.programs:  # the weights lie in the program's own file
         return read_rank(directory / name, manifest, rank, trust=trust)
     model = _model_of(directory, package, name, rank)
-    with open_known(directory, package.files, called_file(model)) as file, looked_into(file, trust=trust):
+    again = AGAIN.format(directory)
+    with open_known(directory, package.files, called_file(model), again) as file, looked_into(file, trust=trust):
         program = load_rank(file, manifest)
     return fill_rank(program, directory / name, manifest, rank, file.path, weights)
 
@@ -58,7 +60,7 @@ def packaged_module(
         ArtifactError: a file that is missing or not what was written, or has another model or other tensors.
     """
     for file in (COMPILED, RUNNER):
-        open_known(directory, package.files, file).close()
+        open_known(directory, package.files, file, AGAIN.format(directory)).close()
     _load_library(Path(directory) / RUNNER)
     path = Path(directory) / COMPILED
     device = torch.cuda.current_device() if package.device_type == "cuda" else -1
@@ -89,16 +91,17 @@ def _call_model(program: ExportedProgram, model: Any) -> fx.GraphModule:
     graph: fx.Graph = module.graph
     taken = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     inputs = [node for node in graph.nodes if node.op == "placeholder" and isinstance(taken[node.name], torch.Tensor)]
-    like = [taken[node.name] for node in inputs]
+    like = {node.name: taken[node.name] for node in inputs}
+    written = {str(s.target) for s in program.graph_signature.output_specs if s.kind is OutputKind.USER_INPUT_MUTATION}
 
     def run(*given: torch.Tensor) -> list[torch.Tensor]:
-        for node, value, wanted in zip(inputs, given, like, strict=True):
-            check_tensor(node.name, value, wanted)
-        own = [_in_memory_as(value, wanted) for value, wanted in zip(given, like, strict=True)]
+        for (name, wanted), value in zip(like.items(), given, strict=True):
+            check_tensor(name, value, wanted)
+        own = [value.contiguous() for value in given]  # as it was compiled
         made: list[torch.Tensor] = model.run(own)
-        for value, copied in zip(given, own, strict=True):
-            if copied is not value:
-                value.copy_(copied)  # the program may write to what it is given
+        for name, value, rows in zip(like, given, own, strict=True):
+            if rows is not value and name in written:
+                value.copy_(rows)
         return made
 
     (output,) = graph.find_nodes(op="output")
@@ -108,17 +111,7 @@ def _call_model(program: ExportedProgram, model: Any) -> fx.GraphModule:
         output.args = fx.map_arg(output.args, lambda _: graph.call_function(operator.getitem, (made, next(numbered))))
     kept = {"placeholder", "call_module", "output"}  # a module checks the inputs
     for node in reversed(graph.nodes):
-        if node.op not in kept and not node.users:
+        if node.op not in kept and not node.users and node is not made:  # it may do nothing but write
             graph.erase_node(node)
     module.recompile()
     return cast(fx.GraphModule, module)
-
-
-def _in_memory_as(value: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """A tensor with the strides that the code was compiled for."""
-    if wanted.is_contiguous():
-        return value.contiguous()
-    strides = [stride if isinstance(stride, int) else None for stride in wanted.stride()]
-    if None in strides or list(value.stride()) == strides:
-        return value
-    return torch.empty_strided(value.shape, wanted.stride(), dtype=value.dtype, device=value.device).copy_(value)
