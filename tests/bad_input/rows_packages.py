@@ -84,7 +84,7 @@ PACKAGES = [
         "it is not what was written",
         lambda _: loaded("one", compiled=True),
         "one/compiled.pt2 has SHA-256 5694d08a2e53.., the manifest says 000000000000..",
-        "copy the artifact again, or convert the model again",
+        AGAIN,
         spoil=packaged(),
         code=ArtifactError,
     ),
