@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
+from torch.export.graph_signature import ExportGraphSignature, InputKind
 
-from tpcompiler._torch import LEAF_KINDS, aten, size_range, symbols_of, tree_flatten, tree_unflatten
+from tpcompiler._torch import aten, size_range, symbols_of, tree_flatten, tree_unflatten
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies, root_of
 from tpcompiler.ir.claims import write_claims
 from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.program import BODY, CALL, GLOBAL, MARK, ORIGIN, PIN, RESHARD, ShardedProgram
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_read
+from tpcompiler.ir.rebuilt import add_constant
 from tpcompiler.ir.shares import cut
 
 
@@ -65,14 +66,7 @@ def build_rank_program(program: ShardedProgram) -> ExportedProgram:
 def _read_numbers(graph: fx.Graph, signature: ExportGraphSignature, row: torch.Tensor, name: str) -> None:
     """Put the numbers of the rank behind the weights, and a look-up in the place of every `rank_number`."""
     mode = fake_mode_of(graph)
-    behind = sum(spec.kind in LEAF_KINDS for spec in signature.input_specs)
-    first = list(graph.nodes)[behind]
-    with graph.inserting_before(first):
-        node = graph.placeholder(f"c_{name}")
-    with mode:  # `from_tensor` would make symbols of its sizes
-        node.meta["val"] = torch.empty(tuple(row.shape), dtype=row.dtype)
-    arg = TensorArgument(name=node.name)
-    signature.input_specs.insert(behind, InputSpec(InputKind.CONSTANT_TENSOR, arg, name))
+    node = add_constant(graph, signature, name, row)
     if not (readers := numbers_read(graph)):
         return
     own = edit.insert_before(readers[0], aten.select.int, (node, 0, 0), name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 from typing import Any
 
@@ -13,8 +11,9 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import FakeTensorMode, OpOverload, aten, tree_map
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import change_bodies, read_bodies, root_of
+from tpcompiler.ir.bodies import change_bodies, read_bodies
 from tpcompiler.ir.local import fake_mode_of, key, no_new_guards
+from tpcompiler.ir.rebuilt import rebuilt
 
 
 def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
@@ -50,21 +49,7 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
             change_bodies(graph, change)
             for node in graph.nodes:
                 change(node)
-    root = root_of(graph)
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            del node.meta["val"]
-    return ExportedProgram(
-        root=root,
-        graph=graph,
-        graph_signature=copy.deepcopy(program.graph_signature),
-        state_dict=dict(program.state_dict),
-        range_constraints=dict(program.range_constraints),
-        module_call_graph=[dataclasses.replace(e, signature=copy.copy(e.signature)) for e in program.module_call_graph],
-        example_inputs=program.example_inputs,
-        constants=dict(program.constants),
-        verifiers=program.verifiers,
-    )
+    return rebuilt(program, graph)
 
 
 def _move_literals(device_type: str, node: fx.Node) -> None:

@@ -30,7 +30,7 @@ def test_on_the_cpu(tmp_path: Path) -> None:
         ("| lock step, logits in float32", "2"),
         ("| saved files, gloo", "2"),
     ]
-    assert "- NCCL: it takes one GPU for each rank, and this machine has 0" in done.stdout
+    assert "- NCCL, symm_mem: they take one GPU for each rank, and this machine has 0" in done.stdout
     assert "- AOTInductor: --no-aoti was given" in done.stdout
 
 

@@ -6,7 +6,8 @@ A Llama is exported on the CPU in float32 and bfloat16 and converted for the dev
 moved to the device:
 
 - all ranks of worlds of 2 and 4 run in lock step, in this process, on one device;
-- the saved files run in one process per GPU, with NCCL; with one GPU, in two processes that share it, with gloo;
+- the saved files run in one process per GPU, with NCCL and over symmetric memory; with one GPU, in two processes that
+  share it, with gloo;
 - the same files are compiled by AOTInductor (`tpcompiler package`), and all ranks run the package, in such processes.
 
 `python -m tools.gpu_steps` measures a rank's step beside the whole one's.
@@ -242,10 +243,16 @@ def main() -> int:
                 attempt(table, f"saved files, {at}", lambda m=model, w=whole, p=made: launched(table, m, w, p, backend))
             elif name == dtypes[0]:
                 table.not_run.append((f"saved files, {ranks} ranks", f"this machine has {gpus} GPU{'s' * (gpus != 1)}"))
+            if backend == "nccl" and ranks <= gpus:
+                over = f"{model}, symm_mem"
+                one = tpcompiler.parallelize(program, ranks, PLAN, device_type="cuda", collectives="symm_mem")
+                attempt(table, f"saved files, {over}", lambda m=over, w=whole, p=one: launched(table, m, w, p, "nccl"))
+                if ranks == 2 and not asked.no_aoti:
+                    attempt(table, f"AOTInductor, {over}", lambda m=over, p=one: compiled(table, m, p))
             if ranks == 2 and not asked.no_aoti:
                 attempt(table, f"AOTInductor, {at}", lambda m=model, p=made: compiled(table, m, p))
     if backend == "gloo":
-        table.not_run.append(("NCCL", f"it takes one GPU for each rank, and this machine has {gpus}"))
+        table.not_run.append(("NCCL, symm_mem", f"they take one GPU for each rank, and this machine has {gpus}"))
     if asked.no_aoti:
         table.not_run.append(("AOTInductor", "--no-aoti was given"))
     text = table.text(asked.device)

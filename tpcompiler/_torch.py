@@ -38,6 +38,7 @@ from torch._export.utils import (
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.ao.quantization.fx import _decomposed  # noqa: F401  (defines PT2E's ops)
+from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -89,6 +90,7 @@ class _MissingOp(str):
 
 aten, c10d_functional = _Ops("aten"), _Ops("_c10d_functional")
 quantized_decomposed = _Ops("quantized_decomposed")  # PT2E's
+symm_mem = _Ops("symm_mem")
 
 
 def warn_of_newer(version: str) -> None:
@@ -133,6 +135,7 @@ __all__ = [
     "group_is_registered",
     "guards_of",
     "make_fx",
+    "map_symmetric",
     "op_overload",
     "program_target",
     "quantized_decomposed",
@@ -149,6 +152,7 @@ __all__ = [
     "sym_hint",
     "sym_multiple",
     "symbols_of",
+    "symm_mem",
     "traced_mesh",
     "tree_flatten",
     "tree_map",
@@ -646,3 +650,14 @@ def read_archive_state(path: Path, file: IO[bytes] | io.RawIOBase | None = None)
             f"the tensors of {path} cannot be read: {line}", help="copy the artifact again, or convert the model again"
         ) from error
     return found
+
+
+def map_symmetric(shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: str) -> torch.Tensor:
+    """Zeros in memory that all ranks of a group map. Each of them must ask for it.
+
+    Raises:
+        RuntimeError: the devices cannot.
+    """
+    made = _symmetric_memory.empty(tuple(shape), dtype=dtype, device=device).zero_()
+    _symmetric_memory.rendezvous(made, resolve_group(group))
+    return made

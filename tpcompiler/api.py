@@ -18,6 +18,7 @@ from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.errors import MeshError, PlanError, ProgramError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
+from tpcompiler.ir.symm_mem import Collectives
 from tpcompiler.parallel_program import ParallelProgram, on_cpu
 from tpcompiler.pipeline import Conversion, finished_together
 from tpcompiler.plan import Plan
@@ -39,6 +40,7 @@ def parallelize(
     inputs: Given = None,
     outputs: Given = None,
     device_type: str | None = None,
+    collectives: Collectives = "nccl",
     dump: str | os.PathLike[str] | None = None,
 ) -> ParallelProgram: ...
 
@@ -52,6 +54,7 @@ def parallelize(
     inputs: Given = None,
     outputs: Given = None,
     device_type: str | None = None,
+    collectives: Collectives = "nccl",
     dump: str | os.PathLike[str] | None = None,
 ) -> ProgramSet: ...
 
@@ -64,6 +67,7 @@ def parallelize(
     inputs: Given = None,
     outputs: Given = None,
     device_type: str | None = None,
+    collectives: Collectives = "nccl",
     dump: str | os.PathLike[str] | None = None,
 ) -> ParallelProgram | ProgramSet:
     """Turn a single-device exported program into one program per rank. Needs no GPU and no launched process.
@@ -77,6 +81,8 @@ def parallelize(
             several programs, {program's name: these}.
         outputs: the same of what is returned.
         device_type: "cpu" or "cuda", for which no device need be at hand; by default where the program's tensors are.
+        collectives: what sends: "nccl" (gloo on a CPU); "symm_mem", torch's ops over memory that GPUs map
+            from each other, wherever these fit (docs/gpu.md); "auto", those of them that are published to be faster.
         dump: a directory for a numbered text of the program after every pass.
 
     Raises:
@@ -86,7 +92,7 @@ def parallelize(
     if not isinstance(exported_program, Mapping | list | tuple):
         boundary = _specs(inputs, "inputs="), _specs(outputs, "outputs=")
         one: Any = exported_program  # what is no program is refused by the first pass
-        return Conversion.of(one, mesh, plan, boundary, device_type, dump).finished()
+        return Conversion.of(one, mesh, plan, boundary, device_type, dump, collectives).finished()
     return ProgramSet(
         finished_together(
             {
@@ -97,6 +103,7 @@ def parallelize(
                     (_specs(_of(inputs, name), "inputs="), _specs(_of(outputs, name), "outputs=")),
                     device_type,
                     dump and Path(dump) / name,
+                    collectives,
                 )
                 for name, program in _named(exported_program).items()
             }

@@ -40,6 +40,12 @@ class _DeviceType(str, Enum):
     cuda = "cuda"
 
 
+class _Collectives(str, Enum):
+    auto = "auto"
+    nccl = "nccl"
+    symm_mem = "symm_mem"
+
+
 class _Layout(str, Enum):
     ranks = "ranks"
     shared = "shared"
@@ -178,6 +184,10 @@ def convert(
             "--device", "--device-type", help="Where the programs run: it need not be here. By default as exported."
         ),
     ] = None,
+    collectives: Annotated[
+        _Collectives,
+        typer.Option("--collectives", help="What sends, on GPUs: symm_mem where it fits, auto where it should gain."),
+    ] = _Collectives.nccl,
     json: Json = False,
 ) -> None:
     """Write one program per rank.
@@ -226,6 +236,7 @@ def convert(
             inputs=_of_programs(_placements(inputs, "--input"), names),
             outputs=_of_programs(_placements(outputs, "--output"), names),
             device_type=device_type.value if device_type else None,
+            collectives=collectives.value,
         )
         each: dict[str, Any] = dict(made) if names else {"": made}
         if out is not None and not dry_run:

@@ -61,8 +61,9 @@ def reshard(
     programs: Any = {
         name: read_original(Path(directory) / name, manifest, trust=trust) for name, manifest in manifests.items()
     }
-    plan = Plan.of(next(iter(manifests.values())).plan)
-    device = next(iter(manifests.values())).device_type
+    first = next(iter(manifests.values()))
+    plan = Plan.of(first.plan)
+    how: Any = {"device_type": first.device_type, "collectives": first.asked.get("collectives", "nccl")}
     asked: Any = {
         at: {name: _boundary(manifest, at) for name, manifest in manifests.items()} for at in ("inputs", "outputs")
     }
@@ -70,7 +71,7 @@ def reshard(
         temporary.rmdir()
         if not names:
             programs, asked = programs[""], {at: by_name[""] for at, by_name in asked.items()}
-        made: Any = parallelize(programs, mesh, plan, **asked, device_type=device)
+        made: Any = parallelize(programs, mesh, plan, **asked, **how)
         made.save(temporary, layout="shared", keep_output_types=True)  # what is not kept is a dict already
         hollow = [weightless_names(each) for each in (programs.values() if names else [programs])]
         if any(hollow):

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from passes._alike import ranks_alike
 from passes.build_rank_program import build_rank_program
+from passes.fit_collectives import Fit, fit_collectives
 from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
 from passes.move_device import move_device
@@ -27,10 +28,11 @@ from tpcompiler.ir.devices import device_types
 from tpcompiler.ir.index_range import index_ranges
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import RESHARD, LocalProgram, ReshardedProgram, ShardedProgram, mark_of, reshard, tied
+from tpcompiler.ir.program import RESHARD, LocalProgram, Note, ReshardedProgram, ShardedProgram, mark_of, reshard, tied
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join, read_sharding
+from tpcompiler.ir.symm_mem import Collectives, buffers_of, expand_collectives, fitted_text
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
 from tpcompiler.report import Collective, collectives_of, report_text
@@ -54,6 +56,7 @@ class ParallelProgram:
         device_type: str,
         advice: Callable[[str], str] = lambda value: "",
         asked: Mapping[str, Any] | None = None,
+        collectives: Collectives = "nccl",
     ) -> None:
         """`advice` names the change of the plan that leaves out the gathers of a value, or nothing.
 
@@ -65,6 +68,9 @@ class ParallelProgram:
         self.device_type = device_type
         self._advice = advice
         self._asked = dict(asked or {"mesh": dict(program.mesh.axes), "inputs": None, "outputs": None})
+        if collectives != "nccl":
+            self._asked["collectives"] = collectives
+        self.fitted = collectives
         self._traces: dict[Any, Any] = {}
         self._results: dict[Any, Any] = {}
         self._local: dict[tuple[int, ...], LocalProgram] = {}
@@ -108,7 +114,10 @@ class ParallelProgram:
         Raises:
             MeshError: `rank` is outside the world.
         """
-        return move_device(build_rank_program(self.share(rank)), self.device_type)
+        built = build_rank_program(self.share(rank))
+        if self.fitted != "nccl":
+            built = fit_collectives(built, Fit.of(self.fitted, self._group_sizes()))
+        return move_device(built, self.device_type)
 
     def share(self, rank: int) -> ShardedProgram:
         """The program of a rank with its share of the weights, before it is built."""
@@ -139,7 +148,14 @@ class ParallelProgram:
             for node in edit.calls(self.resharded.graph)
             if node.target is reshard and node.meta[RESHARD].why == "fallback"
         }
-        return report_text(self.mesh, *self.parameter_bytes(), self.collectives(), self.resharded.notes, advice)
+        return report_text(self.mesh, *self.parameter_bytes(), self.collectives(), self.notes, advice)
+
+    @cached_property
+    def notes(self) -> tuple[Note, ...]:
+        """What the compiler declined, could not use, or did otherwise than by default."""
+        if self.fitted == "nccl":
+            return self.resharded.notes
+        return (*self.resharded.notes, Note("collectives", fitted_text(self.rank_program(0).graph)))
 
     def manifest(self) -> Manifest:
         """The plain-data description that `save` writes (without the files' hashes)."""
@@ -179,13 +195,17 @@ class ParallelProgram:
             inputs=inputs,
             outputs=outputs,
             collectives=[asdict(c) for c in self.collectives()],
-            notes=[asdict(note) for note in program.notes],
+            notes=[asdict(note) for note in self.notes],
             output_type=None,
             versions=versions(),
             calling=calling_of(first, guards_of(first)),
             rank_numbers=self._rank_numbers,
             asked=self._asked,
+            symm_mem=buffers_of(first.graph),
         )
+
+    def _group_sizes(self) -> dict[str, int]:
+        return {name: len(groups[0]) for name, groups in self._groups().items()}
 
     def _groups(self) -> dict[str, list[list[int]]]:
         """Those over single axes, and those that collectives over several axes use."""
@@ -312,7 +332,7 @@ class ParallelProgram:
 
 def on_cpu(program: ExportedProgram) -> ExportedProgram:
     """The program as it would be for a CPU, where its ops can be evaluated on any machine."""
-    return move_device(program, "cpu")
+    return expand_collectives(move_device(program, "cpu"))
 
 
 def layout_of(shardings: Mapping[str, Sharding], mesh: Mesh) -> Layout:
@@ -333,7 +353,7 @@ def compared_calls(
     notes, moved = [], {}
     for name, subject in subjects.items():
         there = next((kind for kind in device_types(subject.reference.graph) if kind != "cpu"), "cpu")
-        programs = [move_device(program, there) for program in subject.programs]
+        programs = [expand_collectives(move_device(program, there)) for program in subject.programs]
         for program in programs:
             place_state(program, there)
         moved[name] = replace(subject, programs=programs)

@@ -31,6 +31,7 @@ from tpcompiler.ir.placements import format_spec
 from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, PlannedProgram, Program, Seed, mark_of
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import on_split_axis
+from tpcompiler.ir.symm_mem import Collectives, refuse_symm_mem
 from tpcompiler.ir.text import program_text
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.plan import Plan
@@ -58,6 +59,7 @@ class Conversion:
     boundary: tuple[Boundary, Boundary]
     device: str
     after: After
+    collectives: Collectives
 
     @classmethod
     def of(
@@ -68,11 +70,14 @@ class Conversion:
         boundary: tuple[Boundary, Boundary],
         device_type: str | None,
         dump: str | os.PathLike[str] | None,
+        collectives: Collectives,
     ) -> Conversion:
         after = Dump(dump)
         program = after(canonicalize(exported), "canonicalize")
-        plan = plan.fitted(names_of(program))
-        return cls(exported, program, mesh, plan, boundary, device_type_for(program, device_type), after)
+        plan, device = plan.fitted(names_of(program)), device_type_for(program, device_type)
+        if collectives != "nccl":
+            refuse_symm_mem(device)
+        return cls(exported, program, mesh, plan, boundary, device, after, collectives)
 
     def marked(self, plan: Plan, after: After, agreed: Agreed | None = None) -> MarkedProgram:
         with no_new_guards(self.program.graph):
@@ -102,6 +107,7 @@ class Conversion:
             self.device,
             lambda value: without_gather(value, marked, self.plan, trial),
             {"mesh": dict(self.mesh.axes), **dict(zip(("inputs", "outputs"), map(_said, self.boundary), strict=True))},
+            self.collectives,
         )
         self.after(made.local_program(0), "lowered_rank_0")
         return made

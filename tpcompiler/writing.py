@@ -120,7 +120,7 @@ def _refuse_unwritable(converted: Converted) -> None:
 def _write_rank(written: _Written, rank: int, path: Path, *, shared: bool = False) -> None:
     program = written.converted.rank_program(rank)
     all_of = [name for name, v in {**program.constants, **program.state_dict}.items() if _has_room(v)]
-    for fqn in all_of if shared else written.elsewhere:
+    for fqn in all_of if shared else (*written.elsewhere, *written.manifest.symm_mem):
         leave_out(program, fqn)
     place_state(program, "cpu")  # a file that says cuda:0 would be read to cuda:0 by every rank
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]

@@ -115,6 +115,12 @@ PACKAGES = [
         "make one with tpcompiler convert",
     ),
     Row(
+        "symmetric memory for a program that runs on the CPU",
+        "tpcompiler convert model.pt2 --tp 2 --plan plan.yaml --collectives symm_mem -o new",
+        "symmetric memory is of GPUs, and these programs are for 'cpu'",
+        "convert for CUDA (--device cuda), or leave the collectives to NCCL or gloo",
+    ),
+    Row(
         "NCCL for a program that runs on the CPU",
         "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500 tpcompiler run out --inputs in.safetensors "
         "--backend nccl",

@@ -19,7 +19,7 @@ class Claim(TypedDict, total=False):
 
     `call`: what is called on the whole (`ir/calls.py`), where the rank calls something else for its share. `body`: the
     origin that several nodes do a share of together. `parts`: the claims of the getitems that take this one's results
-    apart, by index: torch writes no metadata of theirs.
+    apart, by index: torch writes no metadata of theirs. `stands_for`: the nodes that it replaces (`ir/symm_mem.py`).
     """
 
     origin: str
@@ -28,6 +28,7 @@ class Claim(TypedDict, total=False):
     call: dict[str, Any]
     body: str
     parts: dict[str, Any]
+    stands_for: list[Any]
     reshard: str
     change: str
     why: str
@@ -37,7 +38,10 @@ class Claim(TypedDict, total=False):
 FORMS: dict[str, Callable[[Any], bool]] = {
     name: (lambda value: isinstance(value, dict)) if name in ("call", "parts") else (lambda v: isinstance(v, str))
     for name in Claim.__annotations__
-} | {"sharding": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)}
+} | {
+    "sharding": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+    "stands_for": lambda value: isinstance(value, list),
+}
 
 
 def claim_of(node: fx.Node, mesh: Mesh) -> Claim | None:

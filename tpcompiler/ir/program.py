@@ -108,7 +108,7 @@ class Seed:
 class Note:
     """What a pass declined, gave up or could not use, for the report."""
 
-    kind: Literal["plan", "untouched", "no rule", "size", "random", "mesh", "shared", "cut", "examples"]
+    kind: Literal["plan", "untouched", "no rule", "size", "random", "mesh", "shared", "cut", "examples", "collectives"]
     text: str
 
 

@@ -33,6 +33,7 @@ NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
     "mesh": "axes that run as two",
     "shared": "weights that several ranks share",
     "examples": "example inputs",
+    "collectives": "collectives over symmetric memory",
     "cut": "weights cut in parts, blocks or whole heads, or unevenly",
 }
 
@@ -60,9 +61,12 @@ class Manifest:
             the range of every dynamic size (None: without an end), and what is asserted of inputs.
         rank_numbers: the constant that tells ranks with one graph apart, such as where their slices begin: its name and
             every rank's row. Empty where nothing does.
+        symm_mem: the constants that are memory which the GPUs of a group map from each other, and the group of each. No
+            file has them: `tpcompiler.load` allocates them.
         programs: file name -> the ranks that run it, each with weights in a file of its own. Empty where every rank has
             a file with both.
-        asked: how it was converted: `mesh`, and the placements of `inputs` and `outputs` that were given, or None.
+        asked: how it was converted: `mesh`, and the placements of `inputs` and `outputs` that were given, or None;
+            `collectives` where they are not NCCL's or gloo's.
         compiled: the package of a lone artifact (`runtime/package.py`); of several programs it is named beside them.
     """
 
@@ -80,6 +84,7 @@ class Manifest:
     files: dict[str, str] = dataclasses.field(default_factory=dict)
     calling: dict[str, Any] = dataclasses.field(default_factory=dict)
     rank_numbers: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
+    symm_mem: dict[str, str] = dataclasses.field(default_factory=dict)
     programs: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     asked: dict[str, Any] = dataclasses.field(default_factory=dict)
     compiled: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -24,6 +24,7 @@ from tpcompiler.runtime.package import Package, package_to_run
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.rank_file import AGAIN, Weights, read_rank, strides_of, taken_by
 from tpcompiler.runtime.runner import packaged_module, read_called
+from tpcompiler.runtime.symmetric import map_buffers
 from tpcompiler.runtime.target import COMPILED
 from tpcompiler.runtime.world import greet_groups, join_world, register_groups
 
@@ -126,6 +127,7 @@ def _read(
     for held in (exported.state_dict, exported.constants):
         held.update({each: stored[each] for each in held.keys() & left_out})
     place_state(exported, device)
+    map_buffers(exported, manifest, device)
     for row in manifest.tensors:
         fqn = row["name"]
         stored[fqn] = exported.state_dict[fqn] if fqn in exported.state_dict else exported.constants[fqn]

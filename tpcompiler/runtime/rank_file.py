@@ -134,6 +134,8 @@ def put_state(program: ExportedProgram, state: Mapping[str, torch.Tensor]) -> No
 
 def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path: Path) -> None:
     held = {**program.constants, **program.state_dict}
+    for name in manifest.symm_mem:
+        held.pop(name, None)
     for name, rows in manifest.rank_numbers.items():
         numbers = held.pop(name, None)
         found = numbers.tolist() if isinstance(numbers, torch.Tensor) and numbers.dtype == torch.int64 else numbers

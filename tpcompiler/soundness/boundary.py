@@ -174,7 +174,7 @@ def check_state(
             if kind and (row is None or row["kind"] != kind):
                 there = f"calls it a {row['kind']}" if row else "does not"
                 raise Unsound(None, f"rank {rank} has the {kind} {spec.target!r}, and the manifest {there}")
-        known = {*rows, *(str(spec.target) for spec in each.program.graph_signature.input_specs)}
+        known = {*rows, *manifest.symm_mem, *(str(spec.target) for spec in each.program.graph_signature.input_specs)}
         if more := sorted(each.state.keys() - known):
             raise Unsound(None, f"rank {rank} holds {more[0]!r}, which nothing takes")
         elsewhere = {name for name, row in rows.items() if "stored_in" in row}

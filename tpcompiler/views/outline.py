@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.export import ExportedProgram
 
+from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import Manifest, read_manifest
 from tpcompiler.runtime.rank_file import read_rank
 from tpcompiler.views.items import Item, Module, items_of, seen_from
@@ -83,7 +84,7 @@ def outline_of(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool 
         ArtifactError: no artifact, a damaged one, one that needs a module imported, or a rank outside its world.
     """
     manifest = read_manifest(directory)
-    exported = read_rank(directory, manifest, rank, trust=trust)
+    exported = expand_collectives(read_rank(directory, manifest, rank, trust=trust))
     items = items_of(exported, manifest)
     stands: Stands = {}
     root = _folded(_tree(items), stands)

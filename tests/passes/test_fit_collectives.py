@@ -1,0 +1,240 @@
+"""Collectives over symmetric memory: what they replace is what they mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.export import Dim, ExportedProgram, export
+
+import tpcompiler
+from passes.fit_collectives import Fit, fit_collectives
+from tests.launch import fork_ranks
+from tpcompiler.errors import ArtifactError, InternalError, UnsupportedError
+from tpcompiler.ir.symm_mem import expand_collectives, is_fitted
+from tpcompiler.parallel_program import compared_calls, on_cpu
+from tpcompiler.soundness.check import check_programs
+from tpcompiler.soundness.written import written
+from tpcompiler.verify_files import verify_artifact
+
+PLAN = {"*.gate": "colwise", "*.up": "colwise", "*.down": "rowwise"}
+GATHERED = {"inputs": [Shard(1)], "outputs": [Shard(1)]}
+ROWS = {"inputs": [Shard(0)], "outputs": [Shard(0)]}
+WORKER = Path(__file__).parents[1] / "fitted_worker.py"
+
+
+class Block(nn.Module):
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.gate, self.up = nn.Linear(16, 32, bias), nn.Linear(16, 32, bias)
+        self.down = nn.Linear(32, 16, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(torch.relu(self.gate(y)) * self.up(y))
+
+
+class Kept(nn.Module):
+    """What is gathered is used by more than matmuls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, False), nn.Linear(32, 16, False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.relu(x)
+        return self.down(self.up(y)), y.flip(1)
+
+
+def exported(model: nn.Module | None = None, dtype: torch.dtype = torch.float32, **how: Any) -> ExportedProgram:
+    torch.manual_seed(0)
+    model = model or nn.Sequential(Block(), Block())
+    return export(model.to(dtype), (torch.randn(4, 8, 16, dtype=dtype),), **how)
+
+
+def made(program: ExportedProgram, world: int = 2, /, **how: Any) -> tpcompiler.ParallelProgram:
+    how = {"plan": PLAN, "device_type": "cuda", "collectives": "symm_mem", **how}
+    return tpcompiler.parallelize(program, world, **how)
+
+
+def fitted(program: ExportedProgram) -> list[str]:
+    return [str(node.target).split(".")[1] for node in program.graph.nodes if is_fitted(node)]
+
+
+def nodes_of(program: ExportedProgram) -> dict[str, Any]:
+    found = {}
+    for node in program.graph.nodes:
+        claim = dict((node.meta.get("custom") or {}).get("tpcompiler") or {})
+        claim.pop("parts", None)
+        where = (
+            str(node.meta.get("stack_trace") or ""),
+            [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()],
+        )
+        found[node.name] = node.op, node.target, str(node.args), str(node.kwargs), claim, where
+    return found
+
+
+CASES: Mapping[str, tuple[nn.Module, dict[str, Any], list[str]]] = {
+    "all_reduce": (nn.Sequential(Block(), Block()), {}, ["one_shot_all_reduce_copy"] * 2),
+    "sequence parallel": (
+        nn.Sequential(Block(), Block()),
+        GATHERED,
+        ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"] * 2,
+    ),
+    "rows": (nn.Sequential(Block()), ROWS, ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"]),
+    "gathered value kept": (
+        Kept(),
+        {"plan": {"up": "colwise", "down": "rowwise"}, "inputs": [Shard(1)], "outputs": [Shard(1), None]},
+        ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"],
+    ),
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back(case: str, world: int) -> None:
+    """The very nodes, names, claims and places in the source that were there before."""
+    model, how, ops = CASES[case]
+    plain = made(exported(model), world, **{**how, "collectives": "nccl", "device_type": "cpu"}).rank_program(1)
+    there = fit_collectives(plain, Fit({f"tp={world}:tp": world}, 1 << 20, 0))
+    assert fitted(there) == ops
+    back = expand_collectives(there)
+    assert nodes_of(back) == nodes_of(plain)
+    assert back.graph_signature.input_specs == plain.graph_signature.input_specs
+    assert back.constants.keys() == plain.constants.keys()
+
+
+@pytest.mark.parametrize("layout", ["ranks", "shared"])
+@pytest.mark.parametrize("case", CASES)
+def test_written_checked_and_verified(case: str, layout: Any, tmp_path: Path) -> None:
+    model, how, ops = CASES[case]
+    program = exported(model)
+    parallel = made(program, **how)
+    parallel.save(tmp_path / "out", layout=layout)
+    name = "program.pt2" if layout == "shared" else "rank_1.pt2"
+    assert fitted(torch.export.load(tmp_path / "out" / name)) == ops
+    report = tpcompiler.check(tmp_path / "out", original=program)
+    assert report.ok, report
+    verdict = verify_artifact(tmp_path / "out", program, program.example_inputs[0])  # type: ignore[index]
+    assert verdict.ok, verdict
+    counted = parallel.report().splitlines()[-1]
+    assert sum(int(count) for count in re.findall(r"\d+", counted)) == len(ops)
+    assert counted.endswith("over symmetric memory; nothing left to NCCL")
+
+
+def test_reshard_keeps_them(tmp_path: Path) -> None:
+    made(exported()).save(tmp_path / "out")
+    tpcompiler.reshard(tmp_path / "out", 4, tmp_path / "four")
+    assert len(fitted(torch.export.load(tmp_path / "four" / "program.pt2"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_by_torchs_own_meaning(case: str, tmp_path: Path) -> None:
+    """Two gloo processes run the ops as written, by the Python that torch has for their meaning."""
+    model, how, ops = CASES[case]
+    program = exported(model)
+    parallel = made(program, **how)
+    parallel.save(tmp_path / "out")
+    inputs: Any = program.example_inputs
+    layout = parallel.layout()
+    (name,) = (node.name for node in parallel.resharded.user_inputs())
+    for rank in range(2):
+        torch.save([layout.cut(name, inputs[0][0], rank)], tmp_path / f"{rank}.inputs")
+    ended = fork_ranks(2, WORKER, tmp_path)
+    assert ended.codes == (0, 0), ended.printed
+    found = [torch.load(tmp_path / f"{rank}.results") for rank in range(2)]
+    assert [name.split(".")[1] for name in found[0]["called"]] == ops
+    with torch.no_grad():
+        wanted = program.module()(*inputs[0])
+    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+    shares = zip(*(each["made"] if isinstance(each["made"], tuple) else (each["made"],) for each in found), strict=True)
+    for at, (whole, parts) in enumerate(zip(wanted, shares, strict=True)):
+        (output,) = [parallel.resharded.output_names()[at]]
+        for replica in layout.join(f"output {output}", list(parts), whole.shape):
+            torch.testing.assert_close(replica, whole)
+
+
+def test_declined() -> None:
+    """What torch's kernels do not take stays as it is, and the report counts it."""
+    counts = dict.fromkeys(["biased", "whole numbers", "dynamic", "few rows"], 0)
+    biased = made(exported(nn.Sequential(Block(bias=True))), **GATHERED)
+    counts["biased"] = len(fitted(biased.rank_program(0)))
+    half = made(exported(dtype=torch.float64))
+    counts["whole numbers"] = len(fitted(half.rank_program(0)))
+    dynamic = made(exported(dynamic_shapes=({0: Dim("b", max=64)},)))
+    counts["dynamic"] = len(fitted(dynamic.rank_program(0)))
+    few = made(exported(), collectives="auto", **GATHERED)
+    counts["few rows"] = len(fitted(few.rank_program(0)))
+    assert set(counts.values()) == {0}, counts
+    assert dynamic.report().splitlines()[-1] == "  none over symmetric memory; 2 all_reduce left to NCCL"
+    assert fitted(made(exported(), collectives="auto").rank_program(0)) == ["one_shot_all_reduce_copy"] * 2
+    with pytest.raises(UnsupportedError, match="symmetric memory is of GPUs, and these programs are for 'cpu'"):
+        made(exported(), device_type="cpu")
+
+
+def _one_rank_sums_otherwise(node: Any) -> None:
+    node.update_arg(2, "max")
+
+
+def _another_group(node: Any) -> None:
+    node.update_arg(3, "tp=2:dp")
+
+
+def _another_dim(node: Any) -> None:
+    node.update_arg({"fused_all_gather_matmul": 2}.get(str(node.target).split(".")[1], 3), 0)
+
+
+def _weights_swapped(node: Any) -> None:
+    node.update_arg(1, list(reversed(node.args[1])))
+
+
+def _other_rows(node: Any) -> None:
+    node.args[0].args[0].update_arg(2, 4)
+
+
+DAMAGES = {
+    "the reduction": ("all_reduce", 0, _one_rank_sums_otherwise),
+    "the buffer's rows": ("all_reduce", 0, _other_rows),
+    "a dim that is gathered": ("sequence parallel", 0, _another_dim),
+    "a dim that is scattered": ("sequence parallel", 1, _another_dim),
+    "the group": ("all_reduce", 1, _another_group),
+    "the weights": ("sequence parallel", 0, _weights_swapped),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found(damage: str) -> None:
+    """The negative control of `check` and `verify`; what all ranks do alike is for `verify`."""
+    case, at, spoil = DAMAGES[damage]
+    model, how, _ = CASES[case]
+    program = exported(model)
+    parallel = made(program, **how)
+    ranks = [parallel.rank_program(rank) for rank in range(2)]
+    assert judged(parallel, ranks) == [True, True]
+    for rank in ranks:
+        spoil([node for node in rank.graph.nodes if is_fitted(node)][at])
+    if damage != "the buffer's rows":
+        assert judged(parallel, ranks) == [damage == "the weights", False]
+        return
+    with pytest.raises(ArtifactError, match="stands for no collectives that can be told"):
+        judged(parallel, ranks)
+
+
+def judged(parallel: tpcompiler.ParallelProgram, ranks: list[ExportedProgram]) -> list[bool]:
+    """What `check` and `verify` say."""
+    checked = check_programs([written(on_cpu(rank)) for rank in ranks], parallel.manifest(), parallel.original)
+    subject, inputs = replace(parallel.subject(), programs=ranks), parallel.original.example_inputs
+    try:
+        verified = compared_calls({"": subject}, [("", inputs[0], {})]).ok  # type: ignore[index]
+    except InternalError:  # the ranks do not meet
+        verified = False
+    return [checked.ok, verified]

@@ -1,0 +1,203 @@
+"""Collectives as torch's `symm_mem` ops, over memory that the GPUs of a group map from each other, and what they mean.
+
+Such an op runs on CUDA only. It stands for collectives, which are written back wherever a program is checked, compared
+or shown (`passes/fit_collectives.py` is the way there).
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import aten, c10d_functional, enable_python_dispatcher, symm_mem
+from tpcompiler.errors import ArtifactError, UnsupportedError
+from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import read_bodies
+from tpcompiler.ir.claims import CLAIM, read_claim
+from tpcompiler.ir.local import fake_mode_of
+from tpcompiler.ir.rebuilt import rebuilt
+from tpcompiler.ir.text import op_name
+
+Collectives = Literal["auto", "nccl", "symm_mem"]
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, WAIT = (
+    getattr(c10d_functional, name).default
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
+)
+ONE_SHOT = symm_mem.one_shot_all_reduce_copy.default
+MATMUL_SCATTER = symm_mem.fused_matmul_reduce_scatter.default
+GATHER_MATMUL = symm_mem.fused_all_gather_matmul.default
+
+
+def refuse_symm_mem(device_type: str) -> None:
+    """Raises UnsupportedError where programs are not for CUDA."""
+    if device_type != "cuda":
+        raise UnsupportedError(
+            f"symmetric memory is of GPUs, and these programs are for {device_type!r}",
+            help="convert for CUDA (--device cuda), or leave the collectives to NCCL or gloo",
+        )
+
+
+def buffers_of(graph: fx.Graph) -> dict[str, str]:
+    """The constants that are symmetric memory, and the group of each."""
+    found = {}
+    for node in edit.calls(graph):
+        if node.target is ONE_SHOT:
+            found[str(_buffer(node).target).removeprefix("c_")] = str(node.args[-1])
+    return found
+
+
+def _buffer(one_shot: fx.Node) -> fx.Node:
+    return one_shot.args[0].args[0].args[0]  # type: ignore[union-attr, return-value]
+
+
+def fitted_text(graph: fx.Graph) -> str:
+    """`2 one_shot_all_reduce_copy over symmetric memory; 1 all_gather_into_tensor left to NCCL`."""
+    kinds = Counter(op_name(node) for node in edit.calls(graph) if is_fitted(node))
+    left = Counter(op_name(node) for node in edit.calls(graph) if edit.is_collective(node))
+    said = [", ".join(f"{count} {name}" for name, count in each.items()) for each in (kinds, left)]
+    return f"{said[0] or 'none'} over symmetric memory; {said[1] or 'nothing'} left to NCCL"
+
+
+def is_fitted(node: fx.Node) -> bool:
+    """Whether a node calls one of these ops."""
+    return str(node.target).startswith("symm_mem.")
+
+
+def expand_collectives(program: ExportedProgram) -> ExportedProgram:
+    """The program with ordinary collectives, on any device. One that has no others is returned as it is.
+
+    Raises:
+        ArtifactError: as `expand_graph`.
+    """
+    if not any(map(is_fitted, program.graph.nodes)):
+        return program
+    graph, signature = edit.copy_graph(program.graph), copy.deepcopy(program.graph_signature)
+    read_bodies(graph, program.graph_module)
+    rooms = expand_graph(graph)
+    names = {node.name for node in rooms}
+    dropped = {spec.target for spec in signature.input_specs if spec.arg.name in names}
+    signature.input_specs = [spec for spec in signature.input_specs if spec.target not in dropped]
+    for node in rooms:
+        edit.erase(node)
+    constants = {name: value for name, value in program.constants.items() if name not in dropped}
+    return rebuilt(program, graph, signature, constants)
+
+
+def insert_call(before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None, value: Any = None) -> fx.Node:
+    node = edit.insert_before(before, target, args, "symm_mem")
+    node.kwargs = kwargs or {}
+    node.meta["val"] = value
+    if value is None:
+        with fake_mode_of(before.graph), torch.no_grad(), enable_python_dispatcher():
+            given, named = fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+            node.meta["val"] = target(*given, **named)
+    return node
+
+
+def expand_graph(graph: fx.Graph) -> list[fx.Node]:
+    """Write the collectives back that the ops stand for, in place. Returns the placeholders of buffers, now unused.
+
+    Raises:
+        ArtifactError: an op that is not known, takes what it cannot, or does not say what it stands for.
+    """
+    rooms: dict[fx.Node, None] = {}
+    for node in edit.calls(graph):
+        if is_fitted(node):
+            try:
+                if node.target is ONE_SHOT:
+                    rooms[_buffer(node)] = None
+                EXPANSIONS[node.target](_Written(node))
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration) as error:
+                raise ArtifactError(
+                    f"'{node.name}' ({node.target}) stands for no collectives that can be told", help="convert again"
+                ) from error
+    return [node for node in rooms if not node.users]
+
+
+class _Written:
+    """Calls that are written in the place of one, with the names and claims that it keeps for them."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node, self.said = node, iter(read_claim(node)["stands_for"])
+        self.args: Any = node.args
+        self.made: dict[fx.Node, str] = {}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        name, claim, stack, trace = next(self.said)
+        made = insert_call(self.node, target, args, kwargs)
+        modules = {key: (path, kind) for key, path, kind in stack}
+        made.meta |= {"custom": {CLAIM: claim}, "nn_module_stack": modules, "stack_trace": trace}
+        self.made[made] = name
+        return made
+
+    def replace(self, uses: dict[fx.Node, fx.Node], unused: Sequence[fx.Node]) -> None:
+        for node, made in uses.items():
+            edit.replace_uses(node, made)
+            edit.erase(node)
+        for node in unused:
+            if not node.users:
+                edit.erase(node)
+        for made, name in self.made.items():
+            made.name = name
+
+
+def _expand_one_shot(written: _Written) -> None:
+    room, value, op, group = written.args
+    part = room.args[0]
+    if room.meta["val"].shape != value.meta["val"].shape or part.args[1:3] != (0, 0):
+        raise ValueError("not the buffer's first elements")
+    made = written.call(WAIT, written.call(ALL_REDUCE, value, op, group))
+    written.replace({written.node: made}, [room, part])
+
+
+def _expand_scatter(written: _Written) -> None:
+    x, turned, op, dim, group = written.args
+    value = written.call(aten.linear.default, x, _straight(turned))
+    size = value.meta["val"].shape[dim]
+    degree = size // written.node.meta["val"].shape[dim]
+    if dim:
+        split = written.call(aten.split.Tensor, value, size // degree, dim)
+        value = written.call(aten.cat.default, [written.call(operator.getitem, split, at) for at in range(degree)])
+    made = written.call(WAIT, written.call(REDUCE_SCATTER, value, op, degree, group))
+    written.replace({written.node: made}, [turned])
+
+
+def _expand_gather(written: _Written) -> None:
+    x, weights, dim, group = written.args
+    before, (after, *_) = x.meta["val"].shape, written.node.meta["val"][1]
+    degree = after.shape[dim] // before[dim]
+    value = x if dim == 0 else written.call(aten.unsqueeze.default, x, 0)
+    value = written.call(WAIT, written.call(ALL_GATHER, value, degree, group))
+    if dim:
+        value = written.call(aten.permute.default, value, [*range(1, dim + 1), 0, *range(dim + 1, len(before) + 1)])
+        value = written.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+        shape = [size * degree if at == dim else size for at, size in enumerate(before)]
+        value = written.call(aten.view.default, value, shape)
+    made = [written.call(aten.linear.default, value, _straight(weight)) for weight in weights]
+    uses: dict[fx.Node, fx.Node] = {}
+    unused: list[fx.Node] = [written.node, *weights]
+    user: Any
+    for user in written.node.users:
+        if user.args[1] == 0:
+            uses[user] = value
+        else:
+            uses |= {each: made[each.args[1]] for each in user.users}
+            unused.insert(0, user)
+    written.replace(uses, unused)
+
+
+def _straight(turned: Any) -> fx.Node:
+    """The weight of a linear."""
+    if turned.target is not aten.permute.default or turned.args[1] != [1, 0]:
+        raise TypeError("no weight of a linear")
+    return turned.args[0]  # type: ignore[no-any-return]
+
+
+EXPANSIONS = {ONE_SHOT: _expand_one_shot, MATMUL_SCATTER: _expand_scatter, GATHER_MATMUL: _expand_gather}

@@ -1,0 +1,30 @@
+"""Memory that the GPUs of a group map from each other, for the reductions that run over it (docs/gpu.md)."""
+
+from __future__ import annotations
+
+import torch
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import map_symmetric
+from tpcompiler.errors import LaunchError
+from tpcompiler.runtime.artifact import Manifest
+
+
+def map_buffers(program: ExportedProgram, manifest: Manifest, device: torch.device) -> None:
+    """Put symmetric memory in the place of every constant that the manifest says is some, in place.
+
+    All ranks of a group do it at the same time.
+
+    Raises:
+        LaunchError: GPUs that cannot map each other's memory.
+    """
+    for name, group in manifest.symm_mem.items():
+        value = program.constants[name]
+        try:
+            program.constants[name] = map_symmetric(value.shape, value.dtype, device, group)
+        except RuntimeError as error:
+            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise LaunchError(
+                f"the GPUs of the group {group!r} cannot map each other's memory: {line}",
+                help="run its ranks on one machine whose GPUs are linked (NVLink), or convert with --collectives nccl",
+            ) from error
