@@ -7,7 +7,7 @@ of the environment that runs this; of the other Pythons, those on the path get a
 the pinned torch. Where pip has no CPU build of a version, its plain wheel is taken, which cannot be
 imported without CUDA's libraries: stubs stand in for them, every function of which fails. Where stubs cannot be made
 (that takes gcc and readelf), or torch does not start with them, nothing is run: the wheel is read, and has to have
-every module and name that `_torch.py` imports and every op that is named.
+every module and name that `_torch.py` and `_inductor.py` import and every op that is named.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 HERE = "{}.{}".format(*sys.version_info)
 CONSTRAINTS = ROOT / "constraints.txt"
-TORCH = (ROOT / "tpcompiler" / "_torch.py").read_text(encoding="utf-8")
+TORCH, INDUCTOR = ((ROOT / "tpcompiler" / name).read_text(encoding="utf-8") for name in ("_torch.py", "_inductor.py"))
 GONE: dict[str, tuple[int, int]] = ast.literal_eval(re.search(r"^GONE = (\{.*\})", TORCH, re.MULTILINE)[1])  # type: ignore[index]
 OPS = "torchgen/packaged/ATen/native/native_functions.yaml"
 HEAD = """\
@@ -214,7 +214,7 @@ def numbers(version: str) -> list[int]:
 
 
 def imported_names() -> list[tuple[str, str]]:
-    tree = ast.parse(TORCH)
+    tree = ast.parse(TORCH + INDUCTOR.replace("from __future__ import annotations", ""))
     found = [
         node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch")
     ]
