@@ -19,18 +19,35 @@ from tpcompiler.ir.claims import write_claims
 from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.program import BODY, CALL, GLOBAL, MARK, ORIGIN, PIN, RESHARD, ShardedProgram
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_read
-from tpcompiler.ir.rebuilt import add_constant
+from tpcompiler.ir.rebuilt import add_constant, rebuilt
 from tpcompiler.ir.shares import cut
 
+Built = dict[Any, ExportedProgram]
 
-def build_rank_program(program: ShardedProgram) -> ExportedProgram:
+
+def build_rank_program(program: ShardedProgram, built: Built) -> ExportedProgram:
     """Put the rank's graph and state behind the original calling convention.
 
     Before    graph with marks                       state: this rank's share
     After     ExportedProgram with the same inputs, outputs, FQNs, ranges and pytrees; each call node carries its claim
               (origin, sharding, reason, reshard) as plain data in meta["custom"], which torch.export.save keeps.
               The numbers of the rank are one more constant, which `rank_number` nodes read.
+
+    Ranks that run one graph differ in their state: `built` keeps what was made for the first of them.
     """
+    if any(node.op == "get_attr" for node in program.graph.nodes):  # bodies of control flow are each rank's own
+        return _build(program)
+    if program.graph not in built:
+        built[program.graph] = _build(program)
+    first = built[program.graph]
+    signature = copy.deepcopy(first.graph_signature)
+    held = (_of_kind(signature, program, constant=constant) for constant in (True, False))
+    made = rebuilt(first, edit.copy_graph(first.graph), signature, *held)
+    made.example_inputs = _local_examples(program)
+    return made
+
+
+def _build(program: ShardedProgram) -> ExportedProgram:
     source = program.source
     graph = edit.copy_graph(program.graph)
     signature = copy.deepcopy(source.graph_signature)

@@ -11,7 +11,8 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import OpOverload, aten, decomposed
+from passes._decompose import NotSimple, decompose_calls
+from tpcompiler._torch import OpOverload, aten, decomposed, decomposing
 from tpcompiler.errors import ProgramError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
@@ -82,7 +83,12 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
     }
     kept = {*ops_with_rules(), aten.bernoulli.default} | recurrent
     program = spell_out_copies(program)
-    return keep_old_values(decomposed(program, kept - own.keys(), own, find_hidden_views(program)))
+    try:
+        with decomposing(program, kept - own.keys(), own) as tables:
+            made = decompose_calls(program, *tables)
+    except NotSimple:
+        made = decomposed(program, kept - own.keys(), own, find_hidden_views(program))
+    return keep_old_values(made)
 
 
 def _norm(

@@ -150,8 +150,8 @@ size_1 = sym_size(t_1, 1)
 ones_1 = full([size_1, 8], 1, dtype=f32, device=device(type='cpu'))
 ones_as_they_lie_1 = permute(ones_1, [1, 0])
 rand_like = rand_like(ones_as_they_lie_1, pin_memory=False)
-mul_9 = mul(getitem, rand_like)
-return mul_9
+mul = mul(getitem, rand_like)
+return mul
 """,
     )
 

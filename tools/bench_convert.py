@@ -2,8 +2,9 @@
 
     python tools/bench_convert.py --layers 32 --ranks 8 [--dynamic] [--save]
 
-Prints seconds per part, the ratio of mark + partition (all ranks) to the export measured in the same run, and the peak
-memory of the process. The graph is real; parameters are fake tensors, so no weight is ever held.
+Prints seconds per pass, and the ratio of all of it (`parallelize`, and every rank's program) to the export, which is
+measured in the same run; with --save, also of writing all ranks, check included. The graph is real; weights are fake
+tensors, of which none is ever held.
 """
 
 from __future__ import annotations
@@ -14,26 +15,19 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tpcompiler
-from passes.apply_plan import apply_plan
-from passes.build_rank_program import build_rank_program
-from passes.canonicalize import canonicalize
-from passes.delay_reductions import delay_reductions
-from passes.fold_reshards import fold_reshards
-from passes.insert_reshards import insert_reshards
-from passes.join_branches import join_branches
-from passes.mark_placements import mark_placements
-from passes.shard_state import shard_state
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.parallel_program import ParallelProgram
+from tpcompiler.pipeline import Conversion
 from tpcompiler.plan import Plan
+from tpcompiler.runtime.weightless import weightless
 
 PLAN = {
     "model.embed_tokens": "embedding_rowwise",
@@ -57,6 +51,19 @@ def part(name: str) -> Iterator[None]:
     times[name] = times.get(name, 0.0) + time.perf_counter() - start
 
 
+class Timer:
+    """Called after every pass: how long it took."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+
+    def __call__(self, made: Any, name: str) -> Any:
+        now = time.perf_counter()
+        times[name] = times.get(name, 0.0) + now - self.last
+        self.last = now
+        return made
+
+
 def export(layers: int, dynamic: bool) -> torch.export.ExportedProgram:
     shape = LlamaConfig(
         hidden_size=4096,
@@ -67,7 +74,7 @@ def export(layers: int, dynamic: bool) -> torch.export.ExportedProgram:
         vocab_size=128256,
         use_cache=False,
     )
-    with FakeTensorMode():
+    with weightless():
         model = LlamaForCausalLM(shape).eval()
         ids = torch.zeros(2, 256, dtype=torch.int64)
         sizes = {"input_ids": {0: Dim("batch"), 1: Dim("sequence")}} if dynamic else None
@@ -80,39 +87,28 @@ def main() -> None:
     options.add_argument("--layers", type=int, default=32)
     options.add_argument("--ranks", type=int, default=8)
     options.add_argument("--dynamic", action="store_true", help="dynamic batch and sequence")
-    options.add_argument("--save", action="store_true", help="also save and load the program, and save all ranks")
+    options.add_argument("--save", action="store_true", help="also write all ranks")
     chosen = options.parse_args()
     program = export(chosen.layers, chosen.dynamic)
-    with tempfile.TemporaryDirectory() as folder:
-        if chosen.save:
-            torch.export.save(program, Path(folder) / "model.pt2")
-            with part("load"):
-                # Timed only: torch loads a weightless file with all equal shapes in one storage, as if they were tied.
-                torch.export.load(Path(folder) / "model.pt2")
-        with part("canonicalize"):
-            canonical = canonicalize(program)
-        with part("mark"):
-            marked = mark_placements(join_branches(apply_plan(canonical, Plan.of(PLAN), Mesh.of(chosen.ranks))))
-        with part("partition"):
-            resharded = fold_reshards(delay_reductions(insert_reshards(marked)))
-            made = ParallelProgram(program, resharded, Plan.of(PLAN), "cpu")
-            local = [made.local_program(rank) for rank in range(chosen.ranks)]
-        with part("shard + build"):
-            built = [build_rank_program(shard_state(one)) for one in local]
-        if chosen.save:
-            with part("save"):
-                for rank, rank_program in enumerate(built):
-                    torch.export.save(rank_program, Path(folder) / f"rank_{rank}.pt2")
+    started, timer = time.perf_counter(), Timer()
+    conversion = Conversion.of(program, Mesh.of(chosen.ranks), Plan.of(PLAN), (None, None), None, None, "nccl")
+    timer(None, "canonicalize")
+    made = replace(conversion, after=timer).finished()
+    with part("rank programs"):
+        built = [made.rank_program(rank) for rank in range(chosen.ranks)]
+    total = time.perf_counter() - started
+    if chosen.save:
+        with tempfile.TemporaryDirectory() as folder, part("save and check"):
+            made.save(Path(folder) / "out")
     counts: dict[str, int] = {}
     for collective in made.collectives():
         counts[collective.kind] = counts.get(collective.kind, 0) + 1
     print(f"tpcompiler {tpcompiler.__version__}, torch {torch.__version__}")
     print(f"{chosen.layers} layers, {chosen.ranks} ranks, {'dynamic' if chosen.dynamic else 'static'} shapes,", end=" ")
-    print(f"{len(local[0].graph.nodes)} nodes per rank, collectives {counts}")
+    print(f"{len(built[0].graph.nodes)} nodes per rank, collectives {counts}")
     for name, seconds in times.items():
-        print(f"  {name:14} {seconds:7.2f} s")
-    ratio = (times["mark"] + times["partition"]) / times["export"]
-    print(f"  (mark + partition of all ranks) / export: {ratio:.2f}")
+        print(f"  {name:18} {seconds:7.2f} s")
+    print(f"  conversion of all ranks / export: {total:.2f} / {times['export']:.2f} = {total / times['export']:.2f}")
     print(f"  peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 
 

@@ -44,10 +44,12 @@ from torch.distributed.tensor import Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.export import ExportedProgram, default_decompositions
-from torch.export.exported_program import _decompose_exported_program
+from torch.export.exported_program import _decompose_exported_program, _override_composite_implicit_decomp
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, safe_expand, statically_known_true
+from torch.fx.graph import CodeGen, _custom_builtins
 from torch.testing._internal.distributed import fake_pg
 from torch.utils import _pytree
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
@@ -89,6 +91,9 @@ class _MissingOp(str):
 
 
 aten, c10d_functional = _Ops("aten"), _Ops("_c10d_functional")
+# Calls of a graph under a switch of autograd's, and at which argument its operands begin.
+NAMED_BY_TORCH = frozenset(_custom_builtins)  # in the Python of a graph: `inf`, `device`, ...
+WRAPPERS = {_Ops("higher_order").wrap_with_set_grad_enabled: 2}
 quantized_decomposed = _Ops("quantized_decomposed")  # PT2E's
 symm_mem = _Ops("symm_mem")
 
@@ -110,8 +115,10 @@ warn_of_newer(torch.__version__)
 
 __all__ = [
     "MISSING",
+    "NAMED_BY_TORCH",
     "NEWEST",
     "OLDEST",
+    "WRAPPERS",
     "DeviceMesh",
     "FakeTensor",
     "FakeTensorMode",
@@ -126,12 +133,14 @@ __all__ = [
     "c10d_functional",
     "calls_others",
     "decomposed",
+    "decomposing",
     "divided_range",
     "divided_sizes",
     "enable_python_dispatcher",
     "fake_group",
     "forget_index",
     "functional_copy",
+    "functional_op",
     "group_is_registered",
     "guards_of",
     "make_fx",
@@ -148,6 +157,7 @@ __all__ = [
     "shape_facts",
     "size_range",
     "statically_known_true",
+    "stays_whole",
     "substituted",
     "sym_hint",
     "sym_multiple",
@@ -180,14 +190,56 @@ def decomposed(
 
     Those `opened` are decomposed as their kernels do.
     """
+    return _retraced(program, *_tables(program, kept, own), opened)
+
+
+@contextlib.contextmanager
+def decomposing(
+    program: ExportedProgram, kept: Collection[OpOverload], own: Mapping[OpOverload, Callable[..., Any]]
+) -> Iterator[tuple[Mapping[Any, Any], Mapping[Any, Any]]]:
+    """In this block a call that is traced with the second table becomes what `decomposed` makes of it.
+
+    The first says the same of composite ops, those that stay among them.
+    """
+    how, others = _tables(program, kept, own)
+    how = {op: each for op, each in how.items() if _is_composite(op)}
+    with quiet_torch(), unset_fake_temporarily(), _override_composite_implicit_decomp(how):
+        yield how, others
+
+
+def stays_whole(op: OpOverload, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> bool:
+    """Whether a trace in `decomposing` leaves an op as it is: it need not be traced."""
+    if op in how:
+        return how[op] is _special_op_to_preserve_cia
+    return op not in table and not calls_others(op)
+
+
+def _tables(
+    program: ExportedProgram, kept: Collection[OpOverload], own: Mapping[OpOverload, Callable[..., Any]]
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
     table: dict[Any, Any] = {**default_decompositions().decomp_table, **own}
     how = {op: table.get(op, _special_op_to_preserve_cia) for op in (*_ops_called(program), *own)}
     foreign = (op for op in _ops_called(program) if op.namespace != "aten" and op not in own and _is_composite(op))
     how |= {op: _get_decomp_for_cia(op) for op in foreign}
     how |= dict.fromkeys(kept, _special_op_to_preserve_cia)  # within others' decompositions too
     composite = _collect_all_valid_cia_ops_for_aten_namespace()
-    others = {op: f for op, f in table.items() if op not in composite and op not in kept}
-    return _retraced(program, how, others, opened)
+    return how, {op: f for op, f in table.items() if op not in composite and op not in kept}
+
+
+@functools.cache
+def functional_op(op: OpOverload) -> OpOverload | None:
+    """The op that returns what this one writes to its first argument, if there is one with the same arguments."""
+    namespace, _, name = op._schema.name.partition("::")
+    arguments = op._schema.arguments
+    if not name.endswith("_") or name.startswith("_") or not arguments:
+        return None
+    written = [each.alias_info is not None and each.alias_info.is_write for each in arguments]
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    found = getattr(packet, op._overloadname, None)
+    if written != [True] + [False] * (len(arguments) - 1) or not isinstance(found, OpOverload):
+        return None
+    same = [each.name for each in found._schema.arguments] == [each.name for each in arguments]
+    return found if same and not found._schema.is_mutable and len(found._schema.returns) == 1 else None
 
 
 @functools.cache
@@ -518,10 +570,17 @@ def with_state(
     return made
 
 
-def with_graph(program: ExportedProgram, module: torch.fx.GraphModule) -> ExportedProgram:
-    """The same program with another graph, over tensors of its own."""
+def with_graph(program: ExportedProgram, root: Any, graph: torch.fx.Graph) -> ExportedProgram:
+    """The same program with another graph, of whose bodies `root` holds those that it calls.
+
+    It is written as Python, and compiled, when it is run for the first time: torch's constructors do it at once.
+    """
     made = copy.copy(program)
-    made._graph_module, made._state_dict, made._constants = module, dict(program.state_dict), dict(program.constants)
+    graph._codegen = CodeGen()  # flat
+    made._graph_module = _LazyGraphModule(root, graph)
+    made._graph_module.meta.update(program.graph_module.meta)
+    made._state_dict, made._constants = dict(program.state_dict), dict(program.constants)
+    made._range_constraints = dict(program.range_constraints)
     return made
 
 

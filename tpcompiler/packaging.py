@@ -164,7 +164,7 @@ def _without_ops(program: ExportedProgram) -> ExportedProgram:
             known[node] = graph.create_node("call_function", aten.alias.default, (some,), name=node.name)
             known[node].meta["val"] = node.meta["val"]
     graph.output(fx.map_arg(old.args[0], lambda node: known[node]))
-    made = with_graph(program, fx.GraphModule({}, graph))
+    made = with_graph(program, {}, graph)
     for name in weightless_names(made):
         leave_out(made, name)
     return made

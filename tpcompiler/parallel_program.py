@@ -14,7 +14,7 @@ import torch
 from torch.export import ExportedProgram
 
 from passes._alike import ranks_alike
-from passes.build_rank_program import build_rank_program
+from passes.build_rank_program import Built, build_rank_program
 from passes.fit_collectives import Fit, fit_collectives
 from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
@@ -73,6 +73,7 @@ class ParallelProgram:
         self.fitted = collectives
         self._traces: dict[Any, Any] = {}
         self._results: dict[Any, Any] = {}
+        self._built: Built = {}
         self._local: dict[tuple[int, ...], LocalProgram] = {}
 
     @property
@@ -114,7 +115,7 @@ class ParallelProgram:
         Raises:
             MeshError: `rank` is outside the world.
         """
-        built = build_rank_program(self.share(rank))
+        built = build_rank_program(self.share(rank), self._built)
         if self.fitted != "nccl":
             built = fit_collectives(built, Fit.of(self.fitted, self._group_sizes()))
         return move_device(built, self.device_type)

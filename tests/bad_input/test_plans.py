@@ -134,7 +134,7 @@ FIT = "use it on a linear, convolution or embedding layer, or give a parameter a
         (
             nn.EmbeddingBag(16, 8, mode="max"),
             "embedding_rowwise",
-            "aten._embedding_bag.default takes 'layer.weight' and needs what it sums over whole",
+            "aten._embedding_bag_forward_only.default takes 'layer.weight' and needs what it sums over whole",
             "use 'colwise' or 'replicate'",
         ),
     ],

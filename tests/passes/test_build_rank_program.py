@@ -22,7 +22,7 @@ X = torch.randn(2, 4)
 
 
 def built(*args: Any, **kwargs: Any) -> ExportedProgram:
-    return build_rank_program(sharded(local(*args, **kwargs), kwargs.get("rank", 0)))
+    return build_rank_program(sharded(local(*args, **kwargs), kwargs.get("rank", 0)), {})
 
 
 def test_names_of_the_original() -> None:
@@ -31,7 +31,7 @@ def test_names_of_the_original() -> None:
         return {"h": self.up(x), "flag": flag}
 
     last = sharded(local(Call(forward, up=nn.Linear(4, 6), steps=torch.zeros(())), (X, True), {"up": "colwise"}), 0)
-    program, original = build_rank_program(last), last.source
+    program, original = build_rank_program(last, {}), last.source
     assert [spec.arg.name for spec in program.graph_signature.input_specs] == [
         spec.arg.name for spec in original.graph_signature.input_specs
     ]

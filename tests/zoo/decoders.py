@@ -168,8 +168,8 @@ GPT_NEOX = Case(
         "**.dense_4h_to_h": "rowwise",
         "lm_head": "colwise_gather_output",
     },
-    # x + attention(n1(x)) + mlp(n2(x)): each product is reduced by itself. Reduced later, their sum would need 1.
-    layers=(Layers("gpt_neox.layers.*", 2, {"all_reduce": 2}),),
+    # x + attention(n1(x)) + mlp(n2(x)): the sum of both products is reduced.
+    layers=(Layers("gpt_neox.layers.*", 2, {"all_reduce": 1}),),
     outside=OUTSIDE,
     cut=0.98,  # all but norms and row-wise biases: 6 * 64 of the 29,344 numbers of a layer, 2 * 64 at the end
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 
-from tpcompiler._torch import LEAF_KINDS
+from tpcompiler._torch import LEAF_KINDS, with_graph, with_state
 from tpcompiler.ir.bodies import root_of
 from tpcompiler.ir.local import fake_mode_of
 
@@ -20,24 +21,23 @@ def rebuilt(
     program: ExportedProgram,
     graph: fx.Graph,
     signature: ExportGraphSignature | None = None,
-    constants: Mapping[str, torch.Tensor] | None = None,
+    constants: Mapping[str, Any] | None = None,
+    state_dict: Mapping[str, Any] | None = None,
 ) -> ExportedProgram:
-    """The same program with another flat functional graph, and where given, another signature and other constants."""
+    """The same program with another flat functional graph, and where given, another signature and other tensors.
+
+    What torch's constructor would do besides, which is to write and compile the graph as Python, waits until it is run.
+    """
     root = root_of(graph)
     for node in graph.nodes:
         if node.op == "get_attr":
             del node.meta["val"]
-    return ExportedProgram(
-        root=root,
-        graph=graph,
-        graph_signature=signature or copy.deepcopy(program.graph_signature),
-        state_dict=dict(program.state_dict),
-        range_constraints=dict(program.range_constraints),
-        module_call_graph=[dataclasses.replace(e, signature=copy.copy(e.signature)) for e in program.module_call_graph],
-        example_inputs=program.example_inputs,
-        constants=dict(program.constants if constants is None else constants),
-        verifiers=program.verifiers,
-    )
+    calls = [dataclasses.replace(each, signature=copy.copy(each.signature)) for each in program.module_call_graph]
+    state = dict(program.state_dict if state_dict is None else state_dict)
+    held = dict(program.constants if constants is None else constants)
+    made = with_state(with_graph(program, root, graph), state, held, calls, program.example_inputs)
+    made._graph_signature = signature or copy.deepcopy(program.graph_signature)
+    return made
 
 
 def add_constant(graph: fx.Graph, signature: ExportGraphSignature, name: str, value: torch.Tensor) -> fx.Node:

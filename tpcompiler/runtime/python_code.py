@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import ast
 import builtins
+import keyword
+import math
 import operator
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +23,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, aten
+from tpcompiler._torch import LEAF_KINDS, NAMED_BY_TORCH, WRAPPERS, WRITTEN_KINDS, OpOverload, aten, tree_unflatten
 
 WRITE = "give what is named so another name in the model, or write the constant in another way, and export again"
 GUARDS = "_guards_fn"  # the attribute in which torch puts a module of its own
@@ -33,6 +36,11 @@ OPERATORS: dict[type[ast.AST], Any] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }  # fmt: skip
+
+
+PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), *NAMED_BY_TORCH, "self", GUARDS}
+ATTRIBUTES = set(dir(fx.GraphModule))
 
 
 class Otherwise(Exception):
@@ -64,6 +72,8 @@ def find_difference(program: ExportedProgram) -> str:
     """What the module of the program does otherwise than its graph says: the first such thing, or nothing."""
     if both := sorted(program.state_dict.keys() & program.constants.keys()):
         return f"{both[0]!r} is in the state and in the constants"
+    if is_plain(program):
+        return ""
     try:
         module = program.module()
     except Exception as error:  # whatever Python's compiler or torch raises at such names
@@ -76,6 +86,66 @@ def find_difference(program: ExportedProgram) -> str:
     except Otherwise as difference:
         return str(difference)
     return ""
+
+
+def is_plain(program: ExportedProgram) -> bool:
+    """Whether names and literals are such that Python cannot but read what torch writes: no other ones need reading.
+
+    Names in ASCII that are no words of Python, of builtins, of the module or of torch's Python; ops of a library, on
+    numbers that are finite; nothing that is written back.
+    """
+    specs = program.graph_signature
+    if any(spec.kind in WRITTEN_KINDS for spec in specs.output_specs):
+        return False
+    parts = {str(spec.target) for spec in specs.input_specs if spec.kind in LEAF_KINDS}
+    owners = {fqn.rpartition(".")[0] for fqn in parts}
+    if parts & owners or not all(map(_is_attribute, {word for fqn in parts for word in fqn.split(".")})):
+        return False
+    call = program.module_call_graph[0].signature
+    if call is None:
+        return False
+    given, named = tree_unflatten(list(range(call.in_spec.num_leaves)), call.in_spec)
+    names = [*(call.forward_arg_names or ()), *named]
+    if call.forward_arg_names and call.forward_arg_names[len(given) :] != list(named):
+        return False
+    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    return all(map(_is_free, names)) and all(_is_plain_node(node) for graph in graphs for node in graph.nodes)
+
+
+def _is_plain_node(node: fx.Node) -> bool:
+    if not _is_free(node.name) or node.op not in ("placeholder", "get_attr", "call_function", "output"):
+        return False
+    if node.op == "get_attr" and (not _is_free(str(node.target)) or node.target == GUARDS):
+        return False
+    is_op = isinstance(node.target, OpOverload) or node.target in WRAPPERS
+    if node.op == "call_function" and not is_op and node.target is not operator.getitem:
+        nodes = all(isinstance(arg, fx.Node) for arg in node.args) and not node.kwargs
+        return nodes and node.target in OPERATORS.values()
+    return not any(map(keyword.iskeyword, node.kwargs)) and _is_plain_value((node.args, dict(node.kwargs)))
+
+
+def _is_plain_value(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain_value, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain_value, value.values()))
+    return (
+        value is None
+        or isinstance(value, fx.Node | torch.dtype | torch.layout | torch.memory_format)
+        or type(value) in (bool, int)
+        or (type(value) is float and math.isfinite(value))
+        or (type(value) is str and value.isascii() and value.isprintable())
+        or (type(value) is torch.device and value.type.isalpha())
+    )
+
+
+def _is_attribute(word: str) -> bool:
+    """Of a module's own: a weight, or a module that has some; layers have numbers."""
+    return word.isdecimal() or (_is_free(word) and word not in ATTRIBUTES and not word.startswith("_"))
+
+
+def _is_free(name: str) -> bool:
+    return bool(PLAIN.fullmatch(name)) and name not in TAKEN and not name.startswith("__")
 
 
 def _read_state(program: ExportedProgram, module: fx.GraphModule) -> None:

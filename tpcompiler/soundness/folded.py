@@ -380,7 +380,9 @@ def _global(made: Folded, node: fx.Node, call: Any) -> tuple[Any, Any, Any]:
 def _whole_call(
     made: Folded, node: fx.Node, target: Any, args: Any, kwargs: Mapping[str, Any], graph: fx.Graph
 ) -> fx.Node:
-    new = graph.create_node("call_function", target, tuple(args), dict(kwargs), name=read_claim(node).get("origin"))
+    # What is no value of the model, such as a size, takes no name that one of the model's may have.
+    name = read_claim(node).get("origin", f"own_{node.name}")
+    new = graph.create_node("call_function", target, tuple(args), dict(kwargs), name=name)
     edit.inherit_meta(new, node)
     used = [other for other in node.all_input_nodes if edit.outputs(other)]
     alike = all(s.is_replicated for n in (node, *used) for s in made.shardings.get(n, ()))

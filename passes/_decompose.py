@@ -1,0 +1,284 @@
+"""A program in the ops that the rules read. Only calls that need it are traced, each kind of call once."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
+
+from tpcompiler._torch import (
+    WRAPPERS,
+    FakeTensor,
+    FakeTensorMode,
+    HigherOrderOperator,
+    OpOverload,
+    aten,
+    enable_python_dispatcher,
+    functional_op,
+    make_fx,
+    stays_whole,
+    tree_flatten,
+)
+from tpcompiler.ir import edit
+from tpcompiler.ir.draws import draws
+from tpcompiler.ir.local import fake_mode_of, key
+from tpcompiler.ir.rebuilt import rebuilt
+from tpcompiler.ir.written_back import memory_of
+
+Values = dict[fx.Node, Any]
+DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout)
+DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+class NotSimple(Exception):
+    """A program that torch has to trace as a whole."""
+
+
+def decompose_calls(program: ExportedProgram, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> ExportedProgram:
+    """Write every call anew that is to be decomposed (`decomposing` gives the tables), and none in place.
+
+    Before    y = to(x, float32); z = wrap_with_set_grad_enabled(False, body, y)[0]; z_1 = add_(z, 1); relu(z)
+    After     y = _to_copy(x, dtype=float32); z = linear(y, w); z_1 = add(z, 1); relu(z_1)
+
+    torch's own decomposition traces the whole program again, which takes 5 to 10 times as long for the same result.
+
+    Raises:
+        NotSimple: what it is needed for: control flow, autocast, subclasses, views that are written to, norms in
+            training, conjugated views, and decompositions that make tensors or write in place.
+    """
+    held = {**program.constants, **program.state_dict}
+    if any(isinstance(value, torch.Tensor) and type(value) not in DENSE for value in held.values()):
+        raise NotSimple("a subclass")
+    return _Writer(program, how, table).written()
+
+
+class _Writer:
+    def __init__(self, program: ExportedProgram, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> None:
+        self.program, self.how, self.table = program, how, table
+        self.graph, self.mode = fx.Graph(), fake_mode_of(program.graph)
+        self.bodies: dict[Any, fx.Graph] = {}
+        self.sizes: dict[Any, fx.Node] = {}
+        self.results: dict[Any, Any] = {}
+        self.given: dict[fx.Node, fx.Node] = {}  # inputs and leaves as they are when the program begins
+        self.places: dict[fx.Node, object] = {}  # the same for nodes that stand for one and the same tensor
+
+    def written(self) -> ExportedProgram:
+        env: Values = {}
+        values = list(self.copy(self.program.graph, self.program.graph_module, env, inside=False))
+        signature = copy.deepcopy(self.program.graph_signature)
+        targets = {spec.arg.name: spec for spec in signature.input_specs}
+        overwritten = [node for node, first in self.given.items() if env[node] is not first]
+        for node in overwritten:
+            if targets[node.name].kind is not InputKind.BUFFER:
+                raise NotSimple(node.name)
+        kept = [
+            dataclasses.replace(spec, arg=dataclasses.replace(spec.arg, name=value.name))
+            if isinstance(value, fx.Node)
+            else spec
+            for spec, value in zip(signature.output_specs, values, strict=True)
+        ]
+        signature.output_specs = [
+            OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(name=env[node].name), targets[node.name].target)
+            for node in overwritten
+        ] + kept
+        returned = (*(env[node] for node in overwritten), *values)
+        output = self.graph.output(returned)
+        meta = self.program.graph.output_node().meta
+        output.meta = {name: value for name, value in meta.items() if name != "val"}
+        return rebuilt(self.program, self.graph, signature)
+
+    def copy(self, graph: fx.Graph, module: torch.nn.Module, env: Values, inside: bool) -> Any:
+        """Write a graph's calls. Returns what it returns."""
+        for node in graph.nodes:
+            if node.op == "output":
+                return fx.node.map_arg(node.args[0], lambda used: env[used])
+            if node.op == "get_attr":
+                env[node] = getattr(module, str(node.target), None)
+            elif node.op == "placeholder":
+                env.setdefault(node, None)
+                if not inside:
+                    env[node] = self.given[node] = self.make(node, (), {}, dict(node.meta))
+            elif isinstance(node.target, HigherOrderOperator):
+                env[node] = self.copy_body(node, env)
+            else:
+                env[node] = self.call(node, env, inside)
+            operand = next((used for used in node.all_input_nodes if env[used] is env[node]), None)
+            self.places.setdefault(node, object() if operand is None else self.places[operand])
+        raise NotSimple("no output")
+
+    def copy_body(self, node: fx.Node, env: Values) -> Any:
+        if node.target not in WRAPPERS:
+            raise NotSimple(node.name)
+        first = WRAPPERS[node.target]
+        body = env[node.args[first - 1]]  # type: ignore[index]
+        inner = [each for each in body.graph.nodes if each.op == "placeholder"]
+        given = [env[each] if isinstance(each, fx.Node) else each for each in node.args[first:]]
+        return self.copy(body.graph, body, dict(zip(inner, given, strict=True)), inside=True)
+
+    def call(self, node: fx.Node, env: Values, inside: bool) -> Any:
+        given = {used: env[used] for used in node.all_input_nodes}
+        if node.target is operator.getitem and isinstance(env[node.args[0]], (list, tuple)):  # type: ignore[index]
+            return env[node.args[0]][node.args[1]]  # type: ignore[index]
+        if not all(isinstance(value, fx.Node) for value in given.values()):
+            raise NotSimple(node.name)
+        if not isinstance(node.target, OpOverload):
+            return self.keep(node, node.target, env)
+        if _writes_unsaid(node):
+            raise NotSimple(node.name)
+        if not node.target._schema.is_mutable:
+            return self.decompose(node, node.target, env)
+        if inside:
+            raise NotSimple(node.name)
+        return self.overwrite(node, env)
+
+    def overwrite(self, node: fx.Node, env: Values) -> fx.Node:
+        """What is written in place is a new value for whoever reads it from here on."""
+        op, target = functional_op(node.target), node.args[0]
+        if op is None or not isinstance(target, fx.Node):
+            raise NotSimple(node.name)
+        names = {each for each, place in self.places.items() if place is self.places[target]}
+        memory = {memory_of(target)}
+        source = target.args[0] if target.target is operator.getitem else None
+        if isinstance(source, fx.Node) and isinstance(source.target, OpOverload) and memory == {source}:
+            memory.add(target)  # one of several that an op makes
+        views = (user for name in names for user in name.users if user in env and user not in names)
+        if memory.isdisjoint(names) or any(_lies_in(v, names | memory, env) for v in views):
+            raise NotSimple(node.name)
+        # What is copied is of the same dtype and layout (`spell_out_copies`).
+        made = env[node.args[1]] if op is aten.copy.default else self.decompose(node, op, env)  # type: ignore[index]
+        if not isinstance(made, fx.Node) or key(made.meta["val"]) != key(target.meta["val"]):
+            raise NotSimple(node.name)
+        env.update(dict.fromkeys(names, made))
+        self.places[node] = self.places[target]
+        return made
+
+    def decompose(self, node: fx.Node, op: Any, env: Values) -> Any:
+        if isinstance(op, OpOverload) and op.overloadpacket in DROPOUTS and not draws(node):
+            return env[node.all_input_nodes[0]]
+        op = aten.clone.default if op is aten.lift_fresh_copy.default else op  # a constant is one already
+        if stays_whole(op, self.how, self.table):
+            return self.keep(node, op, env)
+        if node.meta.get("unbacked_bindings"):
+            if op is aten.item.default:
+                return self.keep(node, aten._local_scalar_dense.default, env)
+            raise NotSimple(node.name)  # traced again, what data decide gets another name
+        inputs = node.all_input_nodes
+        body = self.body(node, op, [env[used] for used in inputs])
+        seen: Values = dict(
+            zip((n for n in body.nodes if n.op == "placeholder"), (env[i] for i in inputs), strict=True)
+        )
+        for inner in body.nodes:
+            if inner.op == "call_function":
+                args, kwargs = fx.node.map_arg((inner.args, dict(inner.kwargs)), lambda used: seen[used])
+                seen[inner] = self.make(inner, args, kwargs, {"val": inner.meta.get("val")})
+                edit.inherit_meta(seen[inner], node)
+        return fx.node.map_arg(body.output_node().args[0], lambda used: seen[used])
+
+    def keep(self, node: fx.Node, op: Any, env: Values) -> fx.Node:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: env[used])
+        if isinstance(op, OpOverload) and not node.meta.get("unbacked_bindings"):
+            self.run(node, op, args, kwargs)
+        return self.make(node, args, kwargs, dict(node.meta), op)
+
+    def run(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> None:
+        """Run a call on fake values, once for each layout: it takes them, and sizes are found to be what it needs."""
+        args, kwargs = fx.node.map_arg((args, kwargs), lambda used: used.meta.get("val"))
+        known = op, key(args), key(kwargs)
+        if known not in self.results:
+            env = self.mode.shape_env
+            try:
+                fresh = env.ignore_fresh_unbacked_symbols() if env is not None else contextlib.nullcontext()
+                with self.mode, torch.no_grad(), enable_python_dispatcher(), fresh:
+                    self.results[known] = _shapes(op(*args, **kwargs))
+            except Exception as error:  # torch says it better
+                raise NotSimple(node.name) from error
+        if self.results[known] != _shapes(node.meta.get("val")):
+            raise NotSimple(node.name)
+
+    def make(self, node: fx.Node, args: Any, kwargs: Any, meta: dict[str, Any], op: Any = None) -> fx.Node:
+        """A node like this one, or a call of `op`; of a size that a node has already, that one."""
+        value = meta.get("val")
+        size = value.node.expr if isinstance(value, torch.SymInt) else None
+        if node.op == "call_function" and size in self.sizes:
+            return self.sizes[size]
+        name = node.name if op in (None, node.target) else op.overloadpacket.__name__
+        made = self.graph.create_node(node.op, node.target if op is None else op, args, kwargs, name=name)
+        if node.op == "placeholder":
+            made.name = node.name  # fx would rename what the signature names, such as an input called `input`
+        made.meta = meta
+        if size is not None:
+            self.sizes[size] = made
+        return made
+
+    def body(self, node: fx.Node, op: Any, given: list[fx.Node]) -> fx.Graph:
+        """What the call is decomposed to; of calls with arguments of the same layout, it is the same."""
+        number = {used: at for at, used in enumerate(node.all_input_nodes)}
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: ("node", number[used]))
+        values = [each.meta["val"] for each in given]
+        known = op, key(args), key(values)
+        if known not in self.bodies:
+            self.bodies[known] = _traced(node, op, values, self.mode, self.table)
+        return self.bodies[known]
+
+
+def _lies_in(value: fx.Node, memory: set[fx.Node], env: Values) -> bool:
+    if value.op != "call_function":
+        return False
+    if not isinstance(value.target, HigherOrderOperator):
+        return memory_of(value) in memory
+    first = WRAPPERS[value.target]
+    body: fx.Graph = env[value.args[first - 1]].graph  # type: ignore[index]
+    inner = (node for node in body.nodes if node.op == "placeholder")
+    given = {taken for taken, operand in zip(inner, value.args[first:], strict=True) if operand in memory}
+    return any(isinstance(each, fx.Node) and memory_of(each) in given for each in body.output_node().args[0])  # type: ignore[union-attr]
+
+
+def _writes_unsaid(node: fx.Node) -> bool:
+    """Norms write their statistics in training, and their schema does not say so."""
+    if "_norm" not in str(node.target):
+        return False
+    bound = edit.bound(node)
+    return any(bound.get(name) is True for name in ("training", "train", "use_input_stats"))
+
+
+def _shapes(value: Any) -> Any:
+    return [key((v.dtype, *v.shape)) for v in tree_flatten(value)[0] if isinstance(v, torch.Tensor)]
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _traced(node: fx.Node, op: Any, values: list[Any], mode: FakeTensorMode, table: Mapping[Any, Any]) -> fx.Graph:
+    inputs = node.all_input_nodes
+    if any(isinstance(v, torch.Tensor) and (v.is_conj() or v.is_neg()) for v in values):
+        raise NotSimple(node.name)
+
+    def body(*values: Any) -> Any:
+        given = dict(zip(inputs, values, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: given[used])
+        return op(*args, **kwargs)
+
+    with mode, torch.no_grad(), enable_python_dispatcher():
+        own = [  # a tracer tells its inputs apart as objects
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+            if isinstance(v, torch.Tensor)
+            else v
+            for v in values
+        ]
+        graph = make_fx(body, decomposition_table=dict(table), tracing_mode="real")(*own).graph
+    for inner in graph.nodes:
+        is_op = isinstance(inner.target, OpOverload)
+        if inner.op == "get_attr" or (inner.op == "call_function" and is_op and inner.target._schema.is_mutable):
+            raise NotSimple(node.name)
+        if isinstance(inner.target, HigherOrderOperator) or (is_op and _writes_unsaid(inner)):
+            raise NotSimple(node.name)
+    return graph

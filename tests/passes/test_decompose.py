@@ -1,0 +1,172 @@
+"""Calls are decomposed one by one where that is the same as torch's trace of the whole program."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram, export
+
+from passes._decompose import NotSimple, decompose_calls
+from passes.canonicalize import canonicalize
+from tests.passes.stages import Call
+from tpcompiler._torch import decomposing
+from tpcompiler.ir import edit
+from tpcompiler.ir.written_back import keep_old_values, spell_out_copies
+from tpcompiler.rules.registry import ops_with_rules
+
+SIMPLE: dict[str, Callable[..., Any]] = {}
+WHOLE: dict[str, Callable[..., Any]] = {}
+
+
+def simple(case: Callable[..., Any]) -> Callable[..., Any]:
+    SIMPLE[case.__name__] = case
+    return case
+
+
+def whole(case: Callable[..., Any]) -> Callable[..., Any]:
+    WHOLE[case.__name__] = case
+    return case
+
+
+@simple
+def written_before_and_after_it_is_read(self: Any, x: torch.Tensor) -> Any:
+    y = x + 1
+    z = y * 2
+    y.mul_(3)
+    return y + z, y
+
+
+@simple
+def through_another_name(self: Any, x: torch.Tensor) -> Any:
+    y = x + 1
+    same = y.to(torch.float32)  # gives back what it takes
+    same.add_(1)
+    return y * 2
+
+
+@simple
+def one_of_several_results(self: Any, x: torch.Tensor) -> Any:
+    values, places = x.topk(2)
+    values /= values.sum(-1, keepdim=True)
+    return values, places
+
+
+@simple
+def a_view_made_afterwards(self: Any, x: torch.Tensor) -> Any:
+    y = x.exp()
+    y.add_(1)
+    return y.view(-1)
+
+
+@simple
+def buffers_that_are_copied_and_counted(self: Any, x: torch.Tensor) -> Any:
+    self.one.copy_(x[0, 0])
+    self.two.copy_(self.one)
+    self.one.add_(1)
+    return x + self.one - self.two
+
+
+@simple
+def a_buffer_returned_as_it_was(self: Any, x: torch.Tensor) -> Any:
+    before = self.one * 1
+    self.one.add_(x.sum())
+    return before, self.one + x
+
+
+@simple
+def without_gradients(self: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        y = torch.nn.functional.glu(x.exp())
+    return torch.dropout(y, 0.5, False) * 2
+
+
+@whole
+def a_view_that_sees_what_is_written(self: Any, x: torch.Tensor) -> Any:
+    y = x + 1
+    row = y[0]
+    y.add_(1)
+    return row * 2
+
+
+@whole
+def a_view_that_is_written(self: Any, x: torch.Tensor) -> Any:
+    y = x + 1
+    y[0].zero_()
+    return y * 2
+
+
+@whole
+def a_view_from_below_a_switch(self: Any, x: torch.Tensor) -> Any:
+    y = x + 1
+    with torch.no_grad():
+        row = y[0]
+    y.add_(1)
+    return row * 2
+
+
+@whole
+def another_dtype(self: Any, x: torch.Tensor) -> Any:
+    y = (x > 0).to(torch.int32)
+    y.mul_(torch.ones((), dtype=torch.int64))
+    y.bitwise_and_(3)
+    z = x.half()
+    z.add_(x)
+    return y, z
+
+
+@whole
+def statistics(self: Any, x: torch.Tensor) -> Any:
+    return torch.nn.functional.batch_norm(x, self.mean, self.var, training=True)
+
+
+def program_of(case: Callable[..., Any], dynamic: bool) -> ExportedProgram:
+    names = {"one": torch.zeros(()), "two": torch.zeros(()), "mean": torch.zeros(6), "var": torch.ones(6)}
+    module = Call(case, **names)
+    shapes = {"x": {0: Dim("rows", min=2, max=64)}} if dynamic else None
+    return export(module, (torch.randn(4, 6),), dynamic_shapes=shapes)
+
+
+def decomposed(program: ExportedProgram) -> ExportedProgram:
+    program = spell_out_copies(program)
+    with decomposing(program, set(ops_with_rules()), {}) as tables:
+        return keep_old_values(decompose_calls(program, *tables))
+
+
+def run(program: ExportedProgram, xs: list[torch.Tensor]) -> list[Any]:
+    module = copy.deepcopy(program.module())  # buffers of its own
+    return [[v.clone() for v in torch.utils._pytree.tree_leaves(module(x))] for x in xs]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", SIMPLE)
+def test_the_same_numbers_call_after_call(case: str, dynamic: bool) -> None:
+    program = program_of(SIMPLE[case], dynamic)
+    made = decomposed(program)
+    assert not any(node.target._schema.is_mutable for node in edit.calls(made.graph) if hasattr(node.target, "_schema"))
+    xs = [torch.randn(4, 6) for _ in range(3)]
+    torch.testing.assert_close(run(made, xs), run(program, xs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_what_torch_has_to_trace(case: str) -> None:
+    """It is told apart, and canonicalized all the same."""
+    program = program_of(WHOLE[case], False)
+    with pytest.raises(NotSimple):
+        decomposed(program)
+    xs = [torch.randn(4, 6) for _ in range(3)]
+    torch.testing.assert_close(run(canonicalize(program).source, xs), run(program, xs), rtol=0, atol=0)
+
+
+def test_sizes_are_read_once() -> None:
+    class Rows(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.flatten(1).view(x.shape[0], 2, 3).reshape(x.shape[0], 6) + x.new_ones(x.shape[0], 6)
+
+    program = export(Rows(), (torch.randn(4, 6),), dynamic_shapes=({0: Dim("rows", max=64)},))
+    read = [node for node in edit.calls(decomposed(program).graph) if "sym_size" in str(node.target)]
+    assert len(read) == 1
