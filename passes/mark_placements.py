@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -144,6 +145,7 @@ class _Walk:
     pinned: dict[fx.Node, Seed] = field(default_factory=dict)  # planned leaves, and what only rearranges them
     wanted: dict[str, list[Sharding]] = field(default_factory=dict)  # by (first tied) placeholder
     notes: list[Note] = field(default_factory=list)
+    choices: dict[Any, tuple[Rule | None, _Candidate, dict[int, str]]] = field(default_factory=dict)
     resolved: bool = False
 
     def seen(self, node: fx.Node) -> Sharding | None:
@@ -225,6 +227,18 @@ class _Candidate:
 def _choose(node: fx.Node, rule: Rule | None, walk: _Walk) -> Mark:
     operands = edit.operands(node)
     seen = [walk.seen(o) for o in operands]
+    known = id(rule), tuple(seen), tuple(o in walk.pinned for o in operands)  # calls alike have one rule
+    if rule is None or known not in walk.choices:
+        walk.choices[known] = rule, *_find_best(node, rule, seen, walk)
+    _, best, refusals = walk.choices[known]
+    return _mark(node, rule, best, seen, refusals, walk)
+
+
+def _find_best(
+    node: fx.Node, rule: Rule | None, seen: Sequence[Sharding | None], walk: _Walk
+) -> tuple[_Candidate, dict[int, str]]:
+    """The best way to run the op, and why operands cannot stay as they are."""
+    operands = edit.operands(node)
     whole = tuple(Sharding.replicated(o.meta["val"].ndim) for o in operands)
     made = tuple(Sharding.replicated(o.ndim) for o in edit.outputs(node))
     candidates = [_Candidate(Option(), whole, made, frozenset())]
@@ -251,7 +265,7 @@ def _choose(node: fx.Node, rule: Rule | None, walk: _Walk) -> Mark:
             else:
                 candidates.append(_Candidate(option, *result, frozenset(follows)))
     best = min(candidates, key=lambda c: (*_bytes(node, c, seen, walk), -len(c.option.cuts) - len(c.option.through)))
-    return _mark(node, rule, best, seen, refusals, walk)
+    return best, refusals
 
 
 def _keeping(rule: Rule, index: int, sharding: Sharding, mesh: Mesh) -> Option | Refusal:

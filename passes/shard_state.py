@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from tpcompiler._torch import FakeTensor
+from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import LocalProgram, ShardedProgram, mark_of, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut
 
+Hollow = dict[Any, torch.Tensor]
 
-def shard_state(program: LocalProgram, rank: int, numbers: Mapping[str, Sequence[int]]) -> ShardedProgram:
+
+def shard_state(
+    program: LocalProgram, rank: int, numbers: Mapping[str, Sequence[int]], hollow: Hollow
+) -> ShardedProgram:
     """Give the rank its own share of every leaf, the numbers that it reads of itself, and nothing else.
 
     Before    up.weight: f32[8, 4] S(0), down.bias: f32[4] P(sum)     rank 1 of 2
     After     up.weight: f32[4, 4] (rows 4 to 8), down.bias: zeros    the sum over ranks is the bias, added once
 
-    A shard owns its memory; a replicated leaf is the original tensor itself; tied leaves stay one tensor.
+    A shard owns its memory; a replicated leaf is the original tensor itself; tied leaves stay one tensor. `hollow`
+    keeps the shares of leaves without values from one call to the next: those of equal shapes are the same.
     """
     first_of = tied(program)
     made: dict[str, torch.Tensor] = {}
@@ -26,7 +34,11 @@ def shard_state(program: LocalProgram, rank: int, numbers: Mapping[str, Sequence
     for node, fqn in program.leaves():
         first = first_of[node.name]
         if first not in made:
-            made[first] = _plain(_share(program.state(fqn), mark_of(node).shardings[0], program.mesh, rank))
+            value, sharding = program.state(fqn), mark_of(node).shardings[0]
+            if isinstance(value, FakeTensor) and not sharding.is_replicated:
+                made[first] = _hollow(fqn, value, sharding, program.mesh, rank, hollow)
+            else:
+                made[first] = _plain(_share(value, sharding, program.mesh, rank))
         state[fqn] = made[first]
     state.update({name: torch.tensor([row]) for name, row in numbers.items()})
     return ShardedProgram(program.source, program.graph, program.mesh, rank, state)
@@ -39,6 +51,16 @@ def _share(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> to
     return (
         torch.nn.Parameter(part, requires_grad=value.requires_grad) if isinstance(value, torch.nn.Parameter) else part
     )
+
+
+def _hollow(fqn: str, value: FakeTensor, sharding: Sharding, mesh: Mesh, rank: int, hollow: Hollow) -> torch.Tensor:
+    shape = tuple(sharding.local_shape(value.shape, mesh, mesh.coordinate(rank)))
+    if (fqn, shape) not in hollow:
+        with value.fake_mode:
+            made = torch.empty_strided(shape, local_strides(value, shape), dtype=value.dtype, device=value.device)
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        hollow[fqn, shape] = torch.nn.Parameter(made, value.requires_grad) if is_parameter else made
+    return hollow[fqn, shape]
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,12 @@ from passes.fit_collectives import Fit, fit_collectives
 from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
 from passes.move_device import move_device
-from passes.shard_state import shard_state
+from passes.shard_state import Hollow, shard_state
 from tpcompiler._torch import guards_of
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of
+from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.devices import device_types
 from tpcompiler.ir.index_range import index_ranges
 from tpcompiler.ir.local import no_new_guards
@@ -74,6 +75,7 @@ class ParallelProgram:
         self._traces: dict[Any, Any] = {}
         self._results: dict[Any, Any] = {}
         self._built: Built = {}
+        self._hollow: Hollow = {}
         self._local: dict[tuple[int, ...], LocalProgram] = {}
 
     @property
@@ -89,6 +91,7 @@ class ParallelProgram:
         """The ranks that run one graph, which are those of equal local shapes: all of them, where all cuts are even."""
         return ranks_alike(self.resharded)
 
+    @collector_rests()
     def local_program(self, rank: int) -> LocalProgram:
         """The program of a rank and all that are like it, its weights not cut yet."""
         self.mesh.coordinate(rank)
@@ -106,6 +109,7 @@ class ParallelProgram:
         width = max(map(len, own))
         return {name_rank_numbers(self.resharded): [row + [0] * (width - len(row)) for row in own]} if width else {}
 
+    @collector_rests()
     def rank_program(self, rank: int) -> ExportedProgram:
         """The ordinary exported program of one rank, with that rank's share of the weights.
 
@@ -123,7 +127,7 @@ class ParallelProgram:
     def share(self, rank: int) -> ShardedProgram:
         """The program of a rank with its share of the weights, before it is built."""
         numbers = {name: rows[rank] for name, rows in self._rank_numbers.items()}
-        return shard_state(self.local_program(rank), rank, numbers)
+        return shard_state(self.local_program(rank), rank, numbers, self._hollow)
 
     def collectives(self) -> list[Collective]:
         """Every collective that a rank's program calls, in order, read off the program of rank 0."""

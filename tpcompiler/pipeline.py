@@ -24,6 +24,7 @@ from tpcompiler._torch import FakeTensor
 from tpcompiler.advice import advised, remembered, without_gather
 from tpcompiler.cost.program import changes
 from tpcompiler.errors import ProgramError, ShardingError
+from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.devices import device_type_for
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
@@ -62,6 +63,7 @@ class Conversion:
     collectives: Collectives
 
     @classmethod
+    @collector_rests()
     def of(
         cls,
         exported: ExportedProgram,
@@ -89,6 +91,7 @@ class Conversion:
             marked: MarkedProgram = after(mark_placements(recut), "mark_placements")
         return marked
 
+    @collector_rests()
     def finished(self, agreed: Agreed | None = None) -> ParallelProgram:
         """All passes up to the program for all ranks."""
         trial = remembered(lambda plan: self.marked(plan, lambda made, _: made, agreed))

@@ -145,7 +145,7 @@ def local(*args: Any, rank: int = 0, **kwargs: Any) -> LocalProgram:
 
 def sharded(program: LocalProgram, rank: int) -> ShardedProgram:
     row = numbers_of_rank(program, rank)
-    return shard_state(program, rank, {name_rank_numbers(program): row} if row else {})
+    return shard_state(program, rank, {name_rank_numbers(program): row} if row else {}, {})
 
 
 def with_numbers(program: LocalProgram) -> LocalProgram:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -13,6 +14,7 @@ from tpcompiler._torch import OpOverload
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
+from tpcompiler.ir.local import key
 from tpcompiler.ir.sharding import Size
 from tpcompiler.rules.notation import Pattern, Rule, RuleText, Shards, dim_size, extents, parse
 
@@ -29,6 +31,7 @@ class Entry:
 
 _RULES: dict[OpOverload, Entry] = {}
 _POINTWISE: list[Entry] = []
+_KNOWN: WeakKeyDictionary[Any, dict[Any, Rule | None]] = WeakKeyDictionary()  # of each program's sizes, by layout
 
 
 def op_rule(*targets: OpOverload, shards: Shards = "even", relayout: bool = False) -> Callable[[W], W]:
@@ -64,7 +67,7 @@ def ops_with_rules() -> Collection[OpOverload]:
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The node's rule, or None when its op has none for this call.
+    """The node's rule, or None when its op has none for this call. Calls alike of one program have one rule.
 
     Raises:
         RuleError: the rule does not fit the node's operands.
@@ -72,9 +75,23 @@ def rule_of(node: fx.Node) -> Rule | None:
     entry = _RULES.get(node.target) if isinstance(node.target, OpOverload) else None
     if entry is None and isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
         entry = _POINTWISE[0]
-    tensors = [operand.meta["val"] for operand in edit.operands(node)]
-    if entry is None or not tensors or draws(node):
+    if entry is None or draws(node):
         return None  # what is drawn for a shard is not a share of what is drawn for the whole
+    mode = getattr(edit.outputs(node)[0], "fake_mode", None) if edit.outputs(node) else None
+    if mode is None:
+        return _read(node, entry)
+    rules = _KNOWN.setdefault(mode, {})
+    call = fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta.get("val"))
+    known = entry, key(call), key(node.meta["val"])
+    if known not in rules:
+        rules[known] = _read(node, entry)
+    return rules[known]
+
+
+def _read(node: fx.Node, entry: Entry) -> Rule | None:
+    tensors = [operand.meta["val"] for operand in edit.operands(node)]
+    if not tensors:
+        return None
     written = entry.write(node)
     if written is None:
         return None
