@@ -115,7 +115,7 @@ def _marked(program: PlannedProgram, written: Mapping[str, Sharding], gathered: 
     for node in edit.calls(graph):
         if node in walk.free:
             _mark_call(node, walk)
-    _mark_output(marked)
+    mark_output(marked)
     return MarkedProgram(program.source, graph, program.mesh, (*program.notes, *walk.notes, *notes_of(marked)))
 
 
@@ -327,17 +327,30 @@ def _mark(
                 Note("no rule", f"{node.target} at '{node.name}' has no rule: '{operand.name}' is replicated")
             )
     settled = tuple(_settle(node, made) for made in best.made) if edit.is_tensor(node) else best.made
+    return mark_with(node, rule, best.option, (best.made, settled, best.wants), reason, why)
+
+
+def mark_with(
+    node: fx.Node,
+    rule: Rule | None,
+    option: Option,
+    placed: tuple[tuple[Sharding, ...], tuple[Sharding, ...], tuple[Sharding, ...]],
+    reason: str,
+    why: Why,
+) -> Mark:
+    """The mark of a node that runs by an option; `placed`: what it makes, what its users see, what it needs."""
+    made, settled, wants = placed
     sizes = {}
     local = None
     if rule is not None and edit.outputs(node):
         out = rule.pattern.outputs[0]
         sizes = {name: tuple(out.index(dim) if dim else -1 for dim in term) for name, term in rule.sizes.items()}
-        if cuts := [(cut, rule.extent[factor]) for factor, cut in best.option.cuts.items() if factor in rule.local]:
-            (body,) = {rule.local[factor] for factor in best.option.cuts if factor in rule.local}
+        if cuts := [(cut, rule.extent[factor]) for factor, cut in option.cuts.items() if factor in rule.local]:
+            (body,) = {rule.local[factor] for factor in option.cuts if factor in rule.local}
             local = LocalShare(body, tuple(cuts))
-    counts = _counts(rule, best.option)
+    counts = _counts(rule, option)
     skips = rule is not None and rule.skips_empty
-    return Mark(best.made, settled, best.wants, reason, why, sizes, local, counts, skips)
+    return Mark(made, settled, wants, reason, why, sizes, local, counts, skips)
 
 
 def _counts(rule: Rule | None, option: Option) -> Counts:
@@ -392,7 +405,7 @@ def _behind(value: fx.Node) -> fx.Node:
     return value
 
 
-def _mark_output(program: MarkedProgram) -> None:
+def mark_output(program: MarkedProgram) -> None:
     output = program.output
     values = output.args[0]
     leaves = {fqn: node for node, fqn in program.leaves()} | {n.name: n for n in program.user_inputs()}

@@ -76,7 +76,8 @@ def parallelize(
         exported_program: from `torch.export.export`, decomposed or not. It is not changed. Or several by name, such as
             prefill and decode, that share weights and caches: these are placed alike in all of them.
         mesh: the degree of the one axis `tp`, or `{axis: degree}`.
-        plan: a `Plan`, `{FQN pattern: style}`, or the path of a YAML file with such a mapping.
+        plan: a `Plan`, `{FQN pattern: style}`, the path of a YAML file with such a mapping, or "auto": the cheapest
+            placements that the search finds (docs/auto.md).
         inputs: placements of the user's tensors, by name or in order: "R" (the default), "S(0)", torch placements; of
             several programs, {program's name: these}.
         outputs: the same of what is returned.
@@ -88,18 +89,18 @@ def parallelize(
     Raises:
         PlanError, MeshError, ShardingError, ProgramError, UnsupportedError: what, where, the numbers, one action.
     """
-    mesh, plan = Mesh.of(mesh), Plan.of(plan)
+    mesh, chosen = Mesh.of(mesh), None if plan == "auto" else Plan.of(plan)
     if not isinstance(exported_program, Mapping | list | tuple):
         boundary = _specs(inputs, "inputs="), _specs(outputs, "outputs=")
         one: Any = exported_program  # what is no program is refused by the first pass
-        return Conversion.of(one, mesh, plan, boundary, device_type, dump, collectives).finished()
+        return Conversion.of(one, mesh, chosen, boundary, device_type, dump, collectives).finished()
     return ProgramSet(
         finished_together(
             {
                 name: Conversion.of(
                     program,
                     mesh,
-                    plan,
+                    chosen,
                     (_specs(_of(inputs, name), "inputs="), _specs(_of(outputs, name), "outputs=")),
                     device_type,
                     dump and Path(dump) / name,

@@ -136,7 +136,7 @@ def convert(
         typer.Option(
             "--plan",
             metavar="PLAN.yaml",
-            help="Which layers are cut, and how; or a Hugging Face config.json, for its own plan.",
+            help="Which layers are cut, and how; a Hugging Face config.json, for its own plan; or auto: find one.",
         ),
     ],
     tp: Tp = None,
@@ -215,7 +215,7 @@ def convert(
         from tpcompiler.runtime.target import free_target
 
         over = read_mesh(tp, mesh)
-        chosen = Plan.of(plan, skip_unsupported=skip_unsupported)
+        chosen: Any = "auto" if str(plan) == "auto" else Plan.of(plan, skip_unsupported=skip_unsupported)
         if out is not None and not dry_run:
             free_target(out, force=force)  # before the minutes that follow
         programs = {}

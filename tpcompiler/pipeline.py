@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from passes.mark_placements import mark_placements
 from passes.recut_leaves import recut_leaves
 from tpcompiler._torch import FakeTensor
 from tpcompiler.advice import advised, remembered, without_gather
+from tpcompiler.auto import find_plan, search, shorten
 from tpcompiler.cost.program import changes
 from tpcompiler.errors import ProgramError, ShardingError
 from tpcompiler.ir.collector import collector_rests
@@ -61,6 +62,8 @@ class Conversion:
     device: str
     after: After
     collectives: Collectives
+    auto: bool = False  # no plan was given: the search decides
+    styles: dict[str, str] = field(default_factory=dict)  # that it found, by layer
 
     @classmethod
     @collector_rests()
@@ -68,7 +71,7 @@ class Conversion:
         cls,
         exported: ExportedProgram,
         mesh: Mesh,
-        plan: Plan,
+        plan: Plan | None,
         boundary: tuple[Boundary, Boundary],
         device_type: str | None,
         dump: str | os.PathLike[str] | None,
@@ -76,16 +79,24 @@ class Conversion:
     ) -> Conversion:
         after = Dump(dump)
         program = after(canonicalize(exported), "canonicalize")
-        plan, device = plan.fitted(names_of(program)), device_type_for(program, device_type)
+        device, auto = device_type_for(program, device_type), plan is None and len(mesh.axes) == 1
+        if plan is None:
+            plan = Plan() if auto else find_plan(program, mesh, boundary)
+        plan = plan.fitted(names_of(program))
         if collectives != "nccl":
             refuse_symm_mem(device)
-        return cls(exported, program, mesh, plan, boundary, device, after, collectives)
+        return cls(exported, program, mesh, plan, boundary, device, after, collectives, auto)
 
     def marked(self, plan: Plan, after: After, agreed: Agreed | None = None) -> MarkedProgram:
         with no_new_guards(self.program.graph):
             planned = after(apply_plan(self.program, plan, self.mesh, *self.boundary), "apply_plan")
             joined = after(join_branches(planned), "join_branches")
             divided = after(divide_sizes(joined), "divide_sizes")
+        if self.auto:
+            with no_new_guards(divided.graph):
+                found, styles = search(_as_agreed(divided, agreed), self.mesh)
+            self.styles.update(styles)
+            return after(found, "mark_solution")  # type: ignore[no-any-return]
         with no_new_guards(divided.graph):
             recut = after(recut_leaves(_as_agreed(divided, agreed)), "recut_leaves")
             marked: MarkedProgram = after(mark_placements(recut), "mark_placements")
@@ -98,6 +109,8 @@ class Conversion:
         try:
             marked = self.marked(self.plan, self.after, agreed)
         except ShardingError as error:
+            if self.auto:
+                raise
             raise advised(error, self.plan, trial) from None
         with no_new_guards(marked.graph):
             resharded = self.after(insert_reshards(marked), "insert_reshards")
@@ -106,9 +119,9 @@ class Conversion:
         made = ParallelProgram(
             self.exported,
             folded,
-            self.plan,
+            Plan.of(shorten(self.styles)) if self.auto else self.plan,
             self.device,
-            lambda value: without_gather(value, marked, self.plan, trial),
+            lambda value: "" if self.auto else without_gather(value, marked, self.plan, trial),
             {"mesh": dict(self.mesh.axes), **dict(zip(("inputs", "outputs"), map(_said, self.boundary), strict=True))},
             self.collectives,
         )

@@ -82,7 +82,7 @@ def rule_of(node: fx.Node) -> Rule | None:
         return _read(node, entry)
     rules = _KNOWN.setdefault(mode, {})
     call = fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta.get("val"))
-    known = entry, key(call), key(node.meta["val"])
+    known = node.target, entry, key(call), key(node.meta["val"])
     if known not in rules:
         rules[known] = _read(node, entry)
     return rules[known]

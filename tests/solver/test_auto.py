@@ -1,0 +1,146 @@
+"""Placements without a plan: right, and no worse than the plans that people wrote."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import ExportedProgram, export
+
+import tpcompiler
+from passes.apply_plan import apply_plan
+from passes.canonicalize import canonicalize
+from tests.runtime.commands import right
+from tests.zoo.index import CASES
+from tpcompiler import ParallelProgram
+from tpcompiler.auto import search, shorten
+from tpcompiler.cost.objective import H100, STEP
+from tpcompiler.errors import ShardingError
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.plan import Plan
+from tpcompiler.runtime.inputs import write_tensors
+from tpcompiler.solver.problem import pose
+from tpcompiler.solver.solution import solve
+
+
+@cache
+def exported(name: str, dynamic: bool = False) -> ExportedProgram:
+    return CASES[name].export(dynamic)
+
+
+def spent(program: ParallelProgram) -> tuple[int, int]:
+    """Wire bytes of a call, and the bytes of weights on the rank that holds most."""
+    return sum(c.wire_bytes for c in program.collectives()), max(program.parameter_bytes()[1])
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def mlp() -> ExportedProgram:
+    torch.manual_seed(0)
+    return export(Mlp(), (torch.randn(2, 8, 64),))
+
+
+def test_a_layer_by_hand() -> None:
+    """The sums of docs/auto.md."""
+    program, mesh = canonicalize(mlp()), Mesh.of(2)
+    found = solve(pose(apply_plan(program, Plan(), mesh), mesh, H100))
+    assert found.styles == {"up": "colwise", "down": "rowwise"}
+    up = (16 * 64 + 128 * 64 + 16 * 128) * 4  # bytes: x, half of the weight, half of the result
+    down = (16 * 128 + 64 * 128 + 16 * 64) * 4
+    held, sent = 2 * 128 * 64 * 4, 16 * 64 * 4
+    assert found.seconds == pytest.approx((up + down) / H100.memory + (held + sent) / H100.link + STEP)
+
+
+# A decoder, parallel blocks, experts, convolutions, an encoder with packed and blocked heads, and caches.
+BETTER = ["llama", "gpt_neox", "mixtral", "bert", "bloom", "gpt2", "llama_cached"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", BETTER)
+def test_no_worse_than_the_experts_plan(name: str, world: int) -> None:
+    case, program = CASES[name], exported(name)
+    auto = tpcompiler.parallelize(program, world, "auto")
+    assert auto.verify((), case.inputs(*case.example)).ok
+    by_hand = spent(tpcompiler.parallelize(program, world, case.asked()))
+    assert all(ours <= theirs for ours, theirs in zip(spent(auto), by_hand, strict=True)), (spent(auto), by_hand)
+
+
+@pytest.mark.slow
+def test_convolutions_at_their_optimum() -> None:
+    """Two blocks of two convolutions reduce once each; column by column each would be gathered."""
+    case, program = CASES["resnet"], exported("resnet")
+    auto = tpcompiler.parallelize(program, 2, "auto")
+    assert auto.verify((), case.inputs(*case.example)).ok
+    assert spent(auto)[0] <= 0.71 * spent(tpcompiler.parallelize(program, 2, case.asked()))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [2, {"dp": 2, "tp": 2}])
+def test_dynamic_sizes(mesh: Any) -> None:
+    case = CASES["llama"]
+    auto = tpcompiler.parallelize(exported("llama", True), mesh, "auto")
+    for size in (case.example, *case.others):
+        assert auto.verify((), case.inputs(*size)).ok
+
+
+def test_files_and_the_plan_that_was_found(tmp_path: Path) -> None:
+    """Written, sound, and with the styles of every layer, which another conversion can take."""
+    program = mlp()
+    torch.export.save(program, tmp_path / "model.pt2")
+    write_tensors(tmp_path / "in", {"x": torch.randn(2, 8, 64)})
+    right("convert", tmp_path / "model.pt2", "--tp", "2", "--plan", "auto", "-o", tmp_path / "out")
+    assert "sound" in right("check", tmp_path / "out")
+    assert "equal" in right("verify", tmp_path / "out", "--inputs", tmp_path / "in")
+    auto = tpcompiler.parallelize(program, 2, "auto")
+    assert auto.plan.to_data() == {"up": "colwise", "down": "rowwise"}
+    again = tpcompiler.parallelize(program, 2, auto.plan)
+    assert [c.kind for c in again.collectives()] == [c.kind for c in auto.collectives()] == ["all_reduce"]
+
+
+def test_what_the_caller_asks_of_the_boundary_holds() -> None:
+    auto = tpcompiler.parallelize(mlp(), 2, "auto", outputs=["S(1)"])
+    assert [c.kind for c in auto.collectives()] == ["reduce_scatter"]
+    assert auto.verify((torch.randn(2, 8, 64),)).ok
+
+
+def test_several_programs_agree() -> None:
+    """Weights that both share are placed alike."""
+    programs = {"prefill": mlp(), "decode": export(_model(), (torch.randn(2, 1, 64),))}
+    made = tpcompiler.parallelize(programs, 2, "auto")
+    assert all(
+        each.verify(program.example_inputs[0]).ok
+        for each, program in zip(made.values(), programs.values(), strict=True)
+    )
+
+
+def _model() -> Mlp:
+    torch.manual_seed(0)
+    return Mlp()
+
+
+def test_nothing_fits() -> None:
+    """A weight pinned as its op cannot take it, which is not gathered."""
+    program = canonicalize(export(nn.LayerNorm(8), (torch.randn(2, 8),)))
+    planned = apply_plan(program, Plan.of({"weight": "S(0)"}), Mesh.of(2))
+    with pytest.raises(ShardingError, match="no placement of all values suits what is asked for"):
+        search(planned, Mesh.of(2))
+
+
+def test_layers_alike_are_one_entry() -> None:
+    assert shorten({"a.0.up": "colwise", "a.1.up": "colwise", "b.0": "rowwise", "b.1": "replicate"}) == {
+        "a.*.up": "colwise",
+        "b.0": "rowwise",
+        "b.1": "replicate",
+    }

@@ -1,0 +1,95 @@
+"""The least cost is the least: against every assignment, and against HiGHS."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy
+import pytest
+from scipy.optimize import LinearConstraint, milp
+
+from tpcompiler.errors import UnsupportedError
+from tpcompiler.solver import eliminate as solver
+from tpcompiler.solver.eliminate import Tables, eliminate
+
+
+def random_tables(seed: int, most: int, never: float = 0.0) -> Tables:
+    """Tables over up to three variables each; a share `never` of the cells is not allowed."""
+    rng = numpy.random.default_rng(seed)
+    tables = Tables()
+    for _ in range(int(rng.integers(2, most))):
+        tables.variable(int(rng.integers(1, 4)))
+    for _ in range(int(rng.integers(1, 2 * most))):
+        count = min(int(rng.integers(1, 4)), len(tables.sizes))
+        over = [int(v) for v in rng.choice(len(tables.sizes), count, replace=False)]
+        shape = [tables.sizes[v] for v in over]
+        cells = rng.integers(0, 9, shape).astype(float)
+        tables.price(over, numpy.where(rng.random(shape) < never, math.inf, cells))
+    return tables
+
+
+def cost(tables: Tables, values: list[int]) -> float:
+    return float(sum(table[tuple(values[v] for v in over)] for over, table in tables.factors))
+
+
+@pytest.mark.parametrize("never", [0.0, 0.3])
+@pytest.mark.parametrize("seed", range(40))
+def test_against_every_assignment(seed: int, never: float) -> None:
+    tables = random_tables(seed, 7, never)
+    least = min(cost(tables, list(values)) for values in itertools.product(*map(range, tables.sizes)))
+    found, values = eliminate(tables)
+    assert found == least
+    assert cost(tables, values) == least
+
+
+@pytest.mark.parametrize("seed", range(100, 110))
+def test_against_highs(seed: int) -> None:
+    """As an integer program: one indicator for each cell of a table, which agrees with those of its variables."""
+    tables = random_tables(seed, 14)
+    first = numpy.cumsum([0, *tables.sizes])
+    prices, rows, right = [0.0] * int(first[-1]), [], []
+    for v, size in enumerate(tables.sizes):
+        rows.append({int(first[v]) + at: 1.0 for at in range(size)})
+        right.append(1.0)
+    for over, table in tables.factors:
+        start = len(prices)
+        prices += table.ravel().tolist()
+        cells = list(numpy.ndindex(*table.shape))
+        for position, v in enumerate(over):
+            for at in range(tables.sizes[v]):
+                row = {start + number: 1.0 for number, cell in enumerate(cells) if cell[position] == at}
+                rows.append({**row, int(first[v]) + at: -1.0})
+                right.append(0.0)
+    matrix = numpy.zeros((len(rows), len(prices)))
+    for number, row in enumerate(rows):
+        matrix[number, list(row)] = list(row.values())
+    made = milp(
+        prices, constraints=LinearConstraint(matrix, right, right), integrality=numpy.ones(len(prices)), bounds=(0, 1)
+    )
+    assert made.success
+    assert eliminate(tables)[0] == pytest.approx(made.fun)
+
+
+def test_of_equals_the_first() -> None:
+    tables = Tables()
+    one, other = tables.variable(3), tables.variable(3)
+    tables.price([one, other], numpy.ones((3, 3)))
+    assert eliminate(tables) == (1.0, [0, 0])
+
+
+def test_a_variable_beside_itself() -> None:
+    tables = Tables()
+    one = tables.variable(2)
+    tables.price([one, one], numpy.array([[3.0, 0.0], [0.0, 2.0]]))
+    assert eliminate(tables) == (2.0, [1])
+
+
+def test_what_is_too_large_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "MOST_CELLS", 8)
+    tables = Tables()
+    over = [tables.variable(3) for _ in range(3)]
+    for pair in itertools.combinations(over, 2):
+        tables.price(pair, numpy.zeros((3, 3)))
+    with pytest.raises(UnsupportedError, match="tables of 27 cells"):
+        eliminate(tables)

@@ -1,0 +1,98 @@
+"""Placements without a plan beside the plans that people wrote, on the tests' models; and how long the search takes.
+
+    python -m tools.bench_auto [--world 2] [NAME ...]
+    python -m tools.bench_auto --layers 32 80 --world 8
+
+For each model: wire bytes of a call and bytes of weights on the rank that holds most, of both; what `plan="auto"` gives
+is compared with the single device. With --layers the search is timed on a Llama of 8B shape, beside its torch.export.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+import tpcompiler
+from passes.apply_plan import apply_plan
+from passes.canonicalize import canonicalize
+from tests.zoo.index import CASES
+from tools.bench_convert import export, times
+from tpcompiler.cost.objective import H100
+from tpcompiler.errors import TpCompilerError
+from tpcompiler.ir.collector import collector_rests
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.plan import Plan
+from tpcompiler.solver.problem import pose
+from tpcompiler.solver.solution import solve
+
+
+def spent(program: tpcompiler.ParallelProgram) -> tuple[int, int]:
+    return sum(c.wire_bytes for c in program.collectives()), max(program.parameter_bytes()[1])
+
+
+def compare(name: str, world: int) -> str:
+    """A line about one model; the verdict is its last word."""
+    case = CASES[name]
+    program = case.export(False)
+    try:
+        auto = tpcompiler.parallelize(program, world, "auto")
+        if not auto.verify((), case.inputs(*case.example)).ok:
+            return f"{name}: the numbers are WRONG"
+        ours, theirs = spent(auto), spent(tpcompiler.parallelize(program, world, case.asked()))
+    except TpCompilerError as error:
+        return f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}: refused"
+    both = [a <= b for a, b in zip(ours, theirs, strict=True)]
+    verdict = {(True, True): "no-worse", (False, False): "worse"}.get((both[0], both[1]), "a-trade")
+    return (
+        f"{name}: wire {ours[0]:,} of {theirs[0]:,}, weights {ours[1]:,} of {theirs[1]:,}: "
+        f"{verdict if ours != theirs else 'the-same'}"
+    )
+
+
+@collector_rests()
+def search(layers: int, world: int) -> str:
+    program = canonicalize(export(layers, dynamic=False))
+    planned = apply_plan(program, Plan(), Mesh.of(world))
+    started = time.perf_counter()
+    problem = pose(planned, Mesh.of(world), H100)
+    posed = time.perf_counter()
+    found = solve(problem)
+    ended = time.perf_counter()
+    styles = Counter(found.styles.values())
+    return (
+        f"{layers} layers of 8B shape, {world} ranks: {len(problem.tables.sizes)} variables, posed in "
+        f"{posed - started:.2f} s, solved in {ended - posed:.2f} s; torch.export took {times.pop('export'):.2f} s; "
+        f"{dict(styles)}"
+    )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("names", nargs="*", help="models of tests/zoo; without one, all")
+    options.add_argument("--world", type=int, default=2)
+    options.add_argument("--layers", type=int, nargs="*", help="time the search instead")
+    asked = options.parse_args(words)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for layers in asked.layers or ():
+        print(search(layers, asked.world), flush=True)
+    if asked.layers:
+        return 0
+    counts: Counter[str] = Counter()
+    for name in asked.names or CASES:
+        line = compare(name, asked.world)
+        counts[line.rpartition(" ")[2]] += 1
+        print(line, flush=True)
+    print(
+        f"{sum(counts.values())} models: {', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}"
+    )
+    return int(bool(counts["WRONG"] or counts["refused"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

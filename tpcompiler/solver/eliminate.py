@@ -1,0 +1,106 @@
+"""The cheapest assignment of discrete variables whose prices are tables over few of them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy
+
+from tpcompiler.errors import UnsupportedError
+
+MOST_CELLS = 1 << 25  # of one table: 256 MiB
+
+
+@dataclass
+class Tables:
+    """Variables, of which each takes one of `sizes[v]` values, and what values together cost (infinite: not allowed).
+
+    `factors`: (variables, a table with one axis for each of them).
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    factors: list[tuple[tuple[int, ...], numpy.ndarray]] = field(default_factory=list)
+
+    def variable(self, size: int) -> int:
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def price(self, variables: Sequence[int], table: numpy.ndarray) -> None:
+        """Add a table; of a variable that it names twice, the diagonal."""
+        if len(set(variables)) < len(variables):
+            assert len(variables) == 2
+            variables, table = variables[:1], numpy.diagonal(table)
+        assert table.shape == tuple(self.sizes[v] for v in variables)
+        self.factors.append((tuple(variables), table))
+
+
+def eliminate(tables: Tables) -> tuple[float, list[int]]:
+    """The least cost, and a value of every variable that gives it.
+
+    Exact: bucket elimination (Dechter, "Bucket elimination: a unifying framework for reasoning", 1999), the variable
+    with the smallest table next. Of values that cost the same the first one is taken.
+
+    Raises:
+        UnsupportedError: a table with more than `MOST_CELLS` cells.
+    """
+    of: list[set[int]] = [set() for _ in tables.sizes]  # the factors of each variable
+    factors = dict(enumerate(tables.factors))
+    for number, (variables, _) in factors.items():
+        for v in variables:
+            of[v].add(number)
+    queue = [(_cells(v, of, factors, tables.sizes), v) for v in range(len(tables.sizes))]
+    heapq.heapify(queue)
+    left, steps, total, fresh = set(range(len(tables.sizes))), [], 0.0, len(factors)
+    while queue:
+        cells, v = heapq.heappop(queue)
+        if v not in left:
+            continue
+        if cells != (now := _cells(v, of, factors, tables.sizes)):
+            heapq.heappush(queue, (now, v))
+            continue
+        if cells > MOST_CELLS:
+            raise UnsupportedError(f"the choices depend on each other in tables of {cells:,} cells", help="give a plan")
+        left.remove(v)
+        taken = [factors.pop(number) for number in sorted(of[v])]
+        others = sorted({u for variables, _ in taken for u in variables} - {v})
+        both = _sum(taken, (*others, v), tables.sizes)
+        for number in list(of[v]):
+            for u in others:
+                of[u].discard(number)
+        steps.append((v, others, both.argmin(-1)))
+        made = both.min(-1)
+        if others:
+            factors[fresh] = (tuple(others), made)
+            for u in others:
+                of[u].add(fresh)
+                heapq.heappush(queue, (_cells(u, of, factors, tables.sizes), u))
+            fresh += 1
+        else:
+            total += float(made)
+    values = [0] * len(tables.sizes)
+    for v, others, best in reversed(steps):
+        values[v] = int(best[tuple(values[u] for u in others)])
+    return total, values
+
+
+def _cells(
+    v: int, of: list[set[int]], factors: dict[int, tuple[tuple[int, ...], numpy.ndarray]], sizes: Sequence[int]
+) -> int:
+    """Of the table that eliminating a variable takes."""
+    cells = 1
+    for u in {v, *(u for number in of[v] for u in factors[number][0])}:
+        cells *= sizes[u]
+    return cells
+
+
+def _sum(
+    taken: Sequence[tuple[tuple[int, ...], numpy.ndarray]], order: tuple[int, ...], sizes: Sequence[int]
+) -> numpy.ndarray:
+    total = numpy.zeros([sizes[v] for v in order])
+    for variables, table in taken:
+        axes = sorted(range(len(variables)), key=lambda at: order.index(variables[at]))
+        shape = [sizes[v] if v in variables else 1 for v in order]
+        total = total + table.transpose(axes).reshape(shape)
+    return total
