@@ -85,6 +85,23 @@ def without_gradients(self: Any, x: torch.Tensor) -> Any:
     return torch.dropout(y, 0.5, False) * 2
 
 
+@simple
+def zeros_of_either_sign(self: Any, x: torch.Tensor) -> Any:
+    return (
+        torch.special.xlog1py(x, 0.0),
+        1 / torch.nn.functional.threshold(x, 9.0, 0.0),
+        1 / torch.nn.functional.threshold(x, 9.0, -0.0),
+    )
+
+
+@simple
+def the_output_of_a_dropout_that_drops_nothing(self: Any, x: torch.Tensor) -> Any:
+    y = x + 1
+    z = torch.dropout(y, 0.5, False)
+    z.mul_(2)
+    return y - 1, z
+
+
 @whole
 def a_view_that_sees_what_is_written(self: Any, x: torch.Tensor) -> Any:
     y = x + 1

@@ -94,6 +94,8 @@ def key(value: Any) -> Any:
         return ("l", *(key(v) for v in value))
     if isinstance(value, dict):
         return ("d", *((k, key(v)) for k, v in value.items()))
+    if isinstance(value, (float, complex)):
+        return (type(value).__name__, repr(value))  # 0.0 is no -0.0
     return (type(value).__name__, value)
 
 
