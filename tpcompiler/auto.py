@@ -15,7 +15,7 @@ from tpcompiler.cost.objective import H100, Machine
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, PlannedProgram
+from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, Note, PlannedProgram
 from tpcompiler.plan import Plan
 from tpcompiler.solver.problem import pose
 from tpcompiler.solver.solution import Solution, solve
@@ -28,8 +28,10 @@ def search(program: PlannedProgram, mesh: Mesh, machine: Machine = H100) -> tupl
         ShardingError: none suits all that is asked for.
     """
     found = _solved(program, mesh, machine)
-    notes = tuple(note for note in program.notes if note.kind != "untouched")
-    return mark_solution(replace(program, notes=notes), found), _styles(found)
+    notes = [note for note in program.notes if note.kind != "untouched"]
+    if found.capped:
+        notes.append(Note("search", f"values whose users would have more shardings to choose from: {found.capped}"))
+    return mark_solution(replace(program, notes=tuple(notes)), found), _styles(found)
 
 
 def find_plan(

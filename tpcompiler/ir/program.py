@@ -108,7 +108,9 @@ class Seed:
 class Note:
     """What a pass declined, gave up or could not use, for the report."""
 
-    kind: Literal["plan", "untouched", "no rule", "size", "random", "mesh", "shared", "cut", "examples", "collectives"]
+    kind: Literal[
+        "plan", "untouched", "no rule", "size", "random", "mesh", "shared", "cut", "examples", "collectives", "search"
+    ]
     text: str
 
 

@@ -116,13 +116,8 @@ def _add_layers(problem: Problem, leaves: Mapping[fx.Node, str], static: Set[fx.
     degree = problem.mesh.world_size
     for node, fqn in leaves.items():
         value, owner = node.meta["val"], fqn.rpartition(".")[0]
-        if (
-            node.name in program.seeds
-            or value.ndim < 2
-            or first_of[node.name] != node.name
-            or not value.is_floating_point()
-            or not owner
-        ):
+        is_first = first_of[node.name] == node.name
+        if node.name in program.seeds or not (is_first and owner and value.ndim > 1 and value.is_floating_point()):
             continue
         found: dict[Style, dict[str, int]] = {}
         sides: tuple[tuple[Style, Literal["out", "in"]], ...] = (("colwise", "out"), ("rowwise", "in"))
@@ -149,8 +144,8 @@ def _price_seed(problem: Problem, seed: Seed, wanted: Values) -> None:
     """A planned leaf is as the plan says; where in its dim a style's cut lies is for the use to say."""
     given = seed.sharding.only(*problem.mesh.names)
     fits = [_cut_dims(want) == _cut_dims(given) if seed.loose else want == given for want in wanted.shardings]
-    if wanted.variable is not None:
-        problem.tables.price([wanted.variable], numpy.where(fits, 0.0, NEVER))
+    variable = problem.tables.variable(1) if wanted.variable is None else wanted.variable
+    problem.tables.price([variable], numpy.where(fits, 0.0, NEVER))
 
 
 def _price_leaf(problem: Problem, leaf: fx.Node, layer: Layer | None, wanted: Values) -> None:
@@ -215,5 +210,6 @@ def _price_change(problem: Problem, value: fx.Node, source: Values, target: Valu
         table = table[0]
     if target.variable is None:
         table = table[..., 0]
-    if axes:
-        problem.tables.price(axes, table)
+    if not axes:
+        axes, table = [problem.tables.variable(1)], table.reshape(1)
+    problem.tables.price(axes, table)

@@ -21,6 +21,7 @@ class Solution:
     settled: Mapping[fx.Node, Sharding]
     styles: Mapping[str, Style | None]
     seconds: float
+    capped: int  # values that several ops use and that were given fewer shardings than these want
 
 
 def solve(problem: Problem) -> Solution:
@@ -41,4 +42,5 @@ def solve(problem: Problem) -> Solution:
         },
         {name: layer.styles[found[layer.variable]] for name, layer in problem.layers.items()},
         seconds,
+        problem.capped,
     )
