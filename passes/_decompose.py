@@ -31,7 +31,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.local import fake_mode_of, key
 from tpcompiler.ir.rebuilt import rebuilt
-from tpcompiler.ir.written_back import memory_of
+from tpcompiler.ir.written_back import hidden_bases, memory_of
 
 Values = dict[fx.Node, Any]
 DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout)
@@ -68,6 +68,7 @@ class _Writer:
         self.sizes: dict[Any, fx.Node] = {}
         self.results: dict[Any, Any] = {}
         self.given: dict[fx.Node, fx.Node] = {}  # inputs and leaves as they are when the program begins
+        self.overwritten: set[fx.Node] = set()
         self.places: dict[fx.Node, object] = {}  # the same for nodes that stand for one and the same tensor
 
     def written(self) -> ExportedProgram:
@@ -75,9 +76,10 @@ class _Writer:
         values = list(self.copy(self.program.graph, self.program.graph_module, env, inside=False))
         signature = copy.deepcopy(self.program.graph_signature)
         targets = {spec.arg.name: spec for spec in signature.input_specs}
-        overwritten = [node for node, first in self.given.items() if env[node] is not first]
+        overwritten = [node for node in self.given if node in self.overwritten]
         for node in overwritten:
-            if targets[node.name].kind is not InputKind.BUFFER:
+            spec = targets[node.name]
+            if spec.kind is not InputKind.BUFFER or _share_memory(self.program, str(spec.target)):
                 raise NotSimple(node.name)
         kept = [
             dataclasses.replace(spec, arg=dataclasses.replace(spec.arg, name=value.name))
@@ -157,6 +159,7 @@ class _Writer:
         if not isinstance(made, fx.Node) or key(made.meta["val"]) != key(target.meta["val"]):
             raise NotSimple(node.name)
         env.update(dict.fromkeys(names, made))
+        self.overwritten |= names
         self.places[node] = self.places[target]
         return made
 
@@ -230,15 +233,36 @@ class _Writer:
 
 
 def _lies_in(value: fx.Node, memory: set[fx.Node], env: Values) -> bool:
+    """Whether what a call makes lies, or may lie, in this memory."""
     if value.op != "call_function":
         return False
     if not isinstance(value.target, HigherOrderOperator):
-        return memory_of(value) in memory
+        return memory_of(value) in memory or not memory.isdisjoint(map(memory_of, hidden_bases(value)))
     first = WRAPPERS[value.target]
     body: fx.Graph = env[value.args[first - 1]].graph  # type: ignore[index]
     inner = (node for node in body.nodes if node.op == "placeholder")
     given = {taken for taken, operand in zip(inner, value.args[first:], strict=True) if operand in memory}
-    return any(isinstance(each, fx.Node) and memory_of(each) in given for each in body.output_node().args[0])  # type: ignore[union-attr]
+    return any(user.op == "output" or _lies_in(user, given, env) for taken in given for user in taken.users)
+
+
+def _share_memory(program: ExportedProgram, name: str) -> bool:
+    """Whether another leaf lies in the memory of this one."""
+    held = {**program.constants, **program.state_dict}
+    ranges = {
+        each: (value.untyped_storage()._cdata, *_span(value))
+        for each, value in held.items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+    }
+    if name not in ranges:
+        return False
+    own, first, last = ranges.pop(name)
+    return any(memory == own and begin <= last and first <= end for memory, begin, end in ranges.values())
+
+
+def _span(value: torch.Tensor) -> tuple[int, int]:
+    """The first and the last element of its memory."""
+    reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return int(value.storage_offset()), int(value.storage_offset() + reach)
 
 
 def _writes_unsaid(node: fx.Node) -> bool:

@@ -231,7 +231,9 @@ def functional_op(op: OpOverload) -> OpOverload | None:
     """The op that returns what this one writes to its first argument, if there is one with the same arguments."""
     namespace, _, name = op._schema.name.partition("::")
     arguments = op._schema.arguments
-    if not name.endswith("_") or name.startswith("_") or not arguments:
+    if namespace != "aten" or not name.endswith("_") or name.startswith("_") or not arguments:
+        return None
+    if torch.Tag.inplace_view in op.tags or name == "set_":  # it is another tensor from then on
         return None
     written = [each.alias_info is not None and each.alias_info.is_write for each in arguments]
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)

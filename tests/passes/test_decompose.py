@@ -11,10 +11,12 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
+import tpcompiler
 from passes._decompose import NotSimple, decompose_calls
 from passes.canonicalize import canonicalize
 from tests.passes.stages import Call
 from tpcompiler._torch import decomposing
+from tpcompiler.errors import ProgramError
 from tpcompiler.ir import edit
 from tpcompiler.ir.written_back import keep_old_values, spell_out_copies
 from tpcompiler.rules.registry import ops_with_rules
@@ -79,6 +81,16 @@ def a_buffer_returned_as_it_was(self: Any, x: torch.Tensor) -> Any:
 
 
 @simple
+def a_buffer_put_back_as_it_was(self: Any, x: torch.Tensor) -> Any:
+    self.two.copy_(self.one)
+    self.one.add_(x.sum())
+    made = self.one * 2
+    self.one.copy_(self.two)
+    self.two.add_(1)
+    return made, self.one
+
+
+@simple
 def without_gradients(self: Any, x: torch.Tensor) -> Any:
     with torch.no_grad():
         y = torch.nn.functional.glu(x.exp())
@@ -124,6 +136,31 @@ def a_view_from_below_a_switch(self: Any, x: torch.Tensor) -> Any:
         row = y[0]
     y.add_(1)
     return row * 2
+
+
+@whole
+def a_view_of_its_second_operand(self: Any, x: torch.Tensor) -> Any:
+    a, b = x + 1, x[0] * 2
+    _, q = torch.broadcast_tensors(a, b)
+    b.add_(1)
+    return q * 2
+
+
+@whole
+def such_a_view_from_below_a_switch(self: Any, x: torch.Tensor) -> Any:
+    a, b = x[0] + 1, x[:, 0] * 2
+    with torch.no_grad():
+        _, q = torch.meshgrid(a, b, indexing="ij")
+    b.add_(1)
+    return q * 2
+
+
+@whole
+def another_tensor(self: Any, x: torch.Tensor) -> Any:
+    y, z = x + 1, x * 2
+    y.set_(z)
+    z.add_(1)
+    return y * 1
 
 
 @whole
@@ -187,3 +224,46 @@ def test_sizes_are_read_once() -> None:
     program = export(Rows(), (torch.randn(4, 6),), dynamic_shapes=({0: Dim("rows", max=64)},))
     read = [node for node in edit.calls(decomposed(program).graph) if "sym_size" in str(node.target)]
     assert len(read) == 1
+
+
+def test_buffers_in_one_memory_are_no_buffers_of_their_own() -> None:
+    """A write to one of them would have to be seen in the other."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            both = torch.zeros(4, 6)
+            self.register_buffer("all", both)
+            self.register_buffer("first", both[0])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.all.add_(x)  # type: ignore[operator]
+            return self.first * 1  # type: ignore[operator]
+
+    with pytest.raises(ProgramError, match="cannot be made functional"):
+        canonicalize(export(Views(), (torch.randn(4, 6),)))
+
+
+def test_ops_of_others_are_believed_nothing() -> None:
+    """`step` need not be what `step_` writes."""
+    library = torch.library.Library("tests_of_decompose", "DEF")
+    library.define("step(Tensor x) -> Tensor")
+    library.define("step_(Tensor(a!) x) -> Tensor(a!)")
+    library.impl("step", lambda x: x * 3, "CPU")
+    library.impl("step_", lambda x: x.add_(3), "CPU")
+    library.impl("step", lambda x: torch.empty_like(x), "Meta")
+    library.impl("step_", lambda x: x, "Meta")
+
+    class Steps(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 1
+            torch.ops.tests_of_decompose.step_(y)
+            return y * 2
+
+    with pytest.raises(NotSimple):
+        decomposed(export(Steps(), (torch.randn(3),)))
+
+
+def test_a_buffer_that_is_written_and_put_back_is_still_written() -> None:
+    program = program_of(SIMPLE["a_buffer_put_back_as_it_was"], False)
+    assert tpcompiler.parallelize(program, 2, {}).verify((torch.randn(4, 6),), then=[(torch.randn(4, 6),)]).ok

@@ -137,12 +137,16 @@ def _says_that_it_shares(node: fx.Node) -> bool:
 
 
 def _hidden_base(node: fx.Node) -> fx.Node | None:
-    """The operand in whose memory the result lies, though the schema does not say so.
+    return next(iter(hidden_bases(node)), None)
+
+
+def hidden_bases(node: fx.Node) -> list[fx.Node]:
+    """The operands in whose memory results of a call lie, though its schema does not say so.
 
     The op's kernel is run on tensors without memory, of the sizes of the example.
     """
     if _says_that_it_shares(node) or not isinstance(node.target, OpOverload):
-        return None
+        return []
     try:
         taken = {each: _without_memory(each.meta["val"]) for each in edit.operands(node)}
         args, kwargs = fx.node.map_arg(
@@ -151,9 +155,9 @@ def _hidden_base(node: fx.Node) -> fx.Node | None:
         with torch.no_grad():
             made, _ = tree_flatten(node.target(*args, **kwargs))
     except Exception:  # what does not run on sizes alone makes memory of its own
-        return None
+        return []
     memory = {_memory(value) for value in made if isinstance(value, torch.Tensor)}
-    return next((each for each, value in taken.items() if _memory(value) in memory), None)
+    return [each for each, value in taken.items() if _memory(value) in memory]
 
 
 def _without_memory(value: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import HigherOrderOperator, OpOverload, functional_copy
+from tpcompiler.errors import ProgramError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import has_bodies
 from tpcompiler.ir.draws import draws
@@ -33,7 +34,18 @@ def runnable(program: ExportedProgram) -> ExportedProgram:
     runs = program.dialect != "TRAINING" or all(_runs(node) for graph in graphs for node in graph.nodes)
     if runs and not any(find_overwritten(program)):
         return program
-    return keep_old_values(functional_copy(spell_out_copies(program), find_hidden_views(program)))
+    try:
+        made = functional_copy(spell_out_copies(program), find_hidden_views(program))
+    except Exception as error:  # whatever torch raises of programs that it cannot make functional
+        raise ProgramError(
+            f"there is nothing to compare with: torch cannot make the program functional: {_first_line(error)}",
+            help="register what forward changes as buffers, each in memory of its own",
+        ) from error
+    return keep_old_values(made)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _runs(node: fx.Node) -> bool:
