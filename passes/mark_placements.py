@@ -1,23 +1,19 @@
-"""Decide a sharding for every value: follow the seeds through the op rules, at the fewest bytes on the wire."""
+"""Put what the search found on every node."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
-from tpcompiler._torch import aten
 from tpcompiler.cost.path import reshard_wire_bytes
-from tpcompiler.cost.program import changes
-from tpcompiler.errors import ShardingError
+from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import has_bodies
-from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.notes import notes_of
+from tpcompiler.ir.notes import notes_of, shared_leaves
 from tpcompiler.ir.program import (
     MARK,
     PIN,
@@ -31,303 +27,169 @@ from tpcompiler.ir.program import (
     Why,
     mark_of,
     pin,
-    tied,
 )
 from tpcompiler.ir.sharding import WHOLE, Sharding
 from tpcompiler.ir.text import op_name
-from tpcompiler.rules.infer import Option, Refusal, combined, follow, pass_through, pull_back, shardings
+from tpcompiler.rules.infer import Option, Refusal, follow, pass_through, shardings
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
-
-SIZE_OPS = (aten.sym_size.int,)
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """A cut operand that a node cannot take: what it would have to be, the option that the node runs by, and why."""
-
-    node: fx.Node
-    index: int
-    want: Sharding
-    option: Option
-    why: Why
+from tpcompiler.solver.domain import tensor_index
+from tpcompiler.solver.problem import FREE
+from tpcompiler.solver.solution import Solution
 
 
-def mark_placements(program: PlannedProgram, gathered: list[Gathered] | None = None) -> MarkedProgram:
-    """Put a Mark on every node.
+def mark_placements(program: PlannedProgram, found: Solution) -> MarkedProgram:
+    """Put a Mark on every node, as the search chose.
 
     Before    x, w1, w2, b1                         seeds: w1: S(0), w2: S(1)
-              h = linear(x, w1, b1)
-              y = linear(h, w2)
+              h = linear(x, w1, b1)                 found: n is cut
+              y = linear(h, w2)                     found: k is cut
               pin_1 = pin(y)                        pinned to R
     After     x: R, w1: S(0), w2: S(1), b1: S(0)    b1 as its one use wants it
               h: S(1) = linear(x, w1, b1)
-              y: P(sum) -> R = linear(h, w2)        a Partial is reduced right after its producer
+              y: P(sum) = linear(h, w2)
               pin_1: R = pin(y)
 
-    Each op, in order, takes the option among those that follow an operand's sharding (or none) that puts the fewest
-    bytes on the wire; a planned leaf is never gathered where another option exists. A leaf that the plan does not name
-    takes what all its uses want, looked up backwards through views and casts; when uses disagree it is replicated,
-    because cutting it there is a local slice. Leaves that the program writes, and that would be placed otherwise than
-    the value written back, are tried as that value is, all together: a cache follows what is put in it.
-
-    Args:
-        gathered: a list that takes every operand that is gathered; a planned leaf may then be among them.
+    A pending reduction is done right after its producer where all that use it want the same of it, or for all of them
+    where the search says so. The nodes of the solution are those of the program's own graph.
 
     Raises:
         ShardingError: a planned leaf cannot be used as it was cut.
+        PlanError: a packed style, without sizes, of a leaf whose uses show no parts.
     """
-    marked = _marked(program, {}, gathered)
-    if written := _as_written(marked, program.seeds):
-        again = _marked(program, written, None if gathered is None else [])
-        if _wire_bytes(again) < _wire_bytes(marked):
-            return again
-    return marked
-
-
-def _marked(program: PlannedProgram, written: Mapping[str, Sharding], gathered: list[Gathered] | None) -> MarkedProgram:
+    walk = _Walk(program, found)
+    _refuse_without_parts(program, found)
+    marks = {node: _mark(node, walk) for node in program.graph.nodes if node.op != "output"}
+    for node, mark in marks.items():
+        node.meta[MARK] = mark
     graph = edit.copy_graph(program.graph)
+    for node in marks:
+        del node.meta[MARK]
     marked = MarkedProgram(program.source, graph, program.mesh, program.notes)
-    walk = _Walk(program.mesh, {node.name: fqn for node, fqn in marked.leaves()}, tied(marked), gathered)
-    leaf_names = walk.fqns.keys()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            seed = program.seeds.get(node.name)
-            if seed is not None:
-                walk.pinned[node] = seed
-                _place(node, seed.sharding, f"plan: {seed.asked_by}")
-            elif node.name in written:
-                _place(node, written[node.name], "as the value written back")
-            elif node.name in leaf_names:
-                walk.free.add(node)
-            elif node.name in program.input_shardings:
-                _place(node, program.input_shardings[node.name], "an input")
-            else:
-                node.meta[MARK] = Mark((), (), (), "no tensor")
-        elif node.op == "call_function":
-            _mark_call(node, walk)
-        elif node.op == "get_attr":
-            node.meta[MARK] = Mark((), (), (), "a body")
-    for node in graph.nodes:
-        if node in walk.free and node.op == "placeholder":
-            _place(node, walk.joined(node), "as its uses want it")
-    walk.resolved = True
-    for node in edit.calls(graph):
-        if node in walk.free:
-            _mark_call(node, walk)
     mark_output(marked)
-    return MarkedProgram(program.source, graph, program.mesh, (*program.notes, *walk.notes, *notes_of(marked)))
-
-
-def _as_written(program: MarkedProgram, planned: Container[str]) -> dict[str, Sharding]:
-    """Placeholder name -> the sharding of the value written back, of unplanned leaves that are placed otherwise."""
-    leaves = {fqn: node for node, fqn in program.leaves()}
-    found = {}
-    for value, name in program.written():
-        leaf = leaves.get(name)
-        if leaf is not None and leaf.name not in planned and mark_of(value).settled != mark_of(leaf).settled:
-            found[leaf.name] = mark_of(value).settled[0]
-    return found
-
-
-def _wire_bytes(program: MarkedProgram) -> int:
-    """Of all changes of sharding of one call."""
-    return sum(change.wire_bytes for change in changes(program))
+    notes = (*shared_leaves(program, marked), *walk.notes, *notes_of(marked))
+    return MarkedProgram(program.source, graph, program.mesh, (*program.notes, *notes))
 
 
 @dataclass
 class _Walk:
-    mesh: Mesh
-    fqns: dict[str, str]
-    ties: dict[str, str]
-    gathered: list[Gathered] | None
-    free: set[fx.Node] = field(default_factory=set)  # leaves that the plan does not name, and what only rearranges them
+    program: PlannedProgram
+    found: Solution
+    settled: dict[fx.Node, Sharding] = field(default_factory=dict)  # what the users of a value see
     pinned: dict[fx.Node, Seed] = field(default_factory=dict)  # planned leaves, and what only rearranges them
-    wanted: dict[str, list[Sharding]] = field(default_factory=dict)  # by (first tied) placeholder
     notes: list[Note] = field(default_factory=list)
-    choices: dict[Any, tuple[Rule | None, _Candidate, dict[int, str]]] = field(default_factory=dict)
-    resolved: bool = False
-
-    def seen(self, node: fx.Node) -> Sharding | None:
-        """What users see of an operand; None while it is free to become anything."""
-        return None if node in self.free and not self.resolved else mark_of(node).settled[0]
-
-    def want(self, node: fx.Node, sharding: Sharding) -> None:
-        """Record what a use wants of a free operand, as a wish for the leaf behind it."""
-        wish: Sharding | None = sharding
-        while wish is not None and node.op == "call_function":
-            rule = rule_of(node)
-            wish = pull_back(rule, wish, self.mesh) if rule is not None else None
-            node = edit.operands(node)[0]
-        while node.op == "call_function":
-            node = edit.operands(node)[0]
-        wish = wish if wish is not None else Sharding.replicated(node.meta["val"].ndim)
-        self.wanted.setdefault(self.ties[node.name], []).append(wish)
-
-    def joined(self, leaf: fx.Node) -> Sharding:
-        wishes = set(self.wanted.get(self.ties[leaf.name], ()))
-        return wishes.pop() if len(wishes) == 1 else Sharding.replicated(leaf.meta["val"].ndim)
 
 
-def _place(node: fx.Node, sharding: Sharding, reason: str) -> None:
-    node.meta[MARK] = Mark((sharding,), (sharding,), (), reason)
-
-
-def _mark_call(node: fx.Node, walk: _Walk) -> None:
-    operands = edit.operands(node)
-    if node.target is pin:
-        seed, have = node.meta[PIN], walk.seen(operands[0])
-        wish = seed.sharding if have is None else seed.over(have)
-        node.meta[MARK] = Mark((wish,), (wish,), (wish,), seed.asked_by, "plan-demanded")
-    elif node.target is operator.getitem and edit.is_tensor(node):
-        node.meta[MARK] = _element(node)
-    elif not edit.outputs(node):
-        wants = [walk.seen(o) or Sharding.replicated(o.meta["val"].ndim) for o in operands]
-        if node.target not in SIZE_OPS:
-            wants = [Sharding.replicated(w.ndim) for w in wants]
-        node.meta[MARK] = Mark((), (), tuple(wants), "no tensor")
-    else:
-        rule = rule_of(node)
-        if rule is not None and rule.relayout and operands[0] in walk.free and not walk.resolved:
-            walk.free.add(node)
-            return
-        node.meta[MARK] = _choose(node, rule, walk)
-        if rule is not None and rule.relayout and operands[0] in walk.pinned:
-            walk.pinned[node] = walk.pinned[operands[0]]
-    for operand, want in zip(operands, mark_of(node).wants, strict=True):
-        if operand in walk.free and not walk.resolved:
-            walk.want(operand, want)
-
-
-def _element(node: fx.Node) -> Mark:
-    """A getitem takes its part of what the op made, and reduces it promptly."""
-    source, index = node.args
-    assert isinstance(source, fx.Node)
-    assert isinstance(index, int)
-    values = list(source.meta["val"])
-    made = mark_of(source).shardings[sum(isinstance(v, torch.Tensor) for v in values[:index])]
-    return Mark((made,), (_settle(node, made),), (), "a part of " + source.name)
-
-
-def _settle(node: fx.Node, made: Sharding) -> Sharding:
-    """Prompt reduction, unless everyone who uses the value says by a pin what to turn it into."""
-    if node.users and all(user.target is pin for user in node.users):
-        return made
-    return made.settled()
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    option: Option
-    wants: tuple[Sharding, ...]
-    made: tuple[Sharding, ...]
-    follows: frozenset[int]
-
-
-def _choose(node: fx.Node, rule: Rule | None, walk: _Walk) -> Mark:
-    operands = edit.operands(node)
-    seen = [walk.seen(o) for o in operands]
-    known = id(rule), tuple(seen), tuple(o in walk.pinned for o in operands)  # calls alike have one rule
-    if rule is None or known not in walk.choices:
-        walk.choices[known] = rule, *_find_best(node, rule, seen, walk)
-    _, best, refusals = walk.choices[known]
-    return _mark(node, rule, best, seen, refusals, walk)
-
-
-def _find_best(
-    node: fx.Node, rule: Rule | None, seen: Sequence[Sharding | None], walk: _Walk
-) -> tuple[_Candidate, dict[int, str]]:
-    """The best way to run the op, and why operands cannot stay as they are."""
-    operands = edit.operands(node)
-    whole = tuple(Sharding.replicated(o.meta["val"].ndim) for o in operands)
-    made = tuple(Sharding.replicated(o.ndim) for o in edit.outputs(node))
-    candidates = [_Candidate(Option(), whole, made, frozenset())]
-    refusals: dict[int, str] = {}
-    if rule is not None:
-        options: list[tuple[int, Option]] = []
-        for index, sharding in enumerate(seen):
-            if sharding is None or sharding.is_replicated:
-                continue
-            found = _keeping(rule, index, sharding, walk.mesh)
-            if isinstance(found, Option):
-                options.append((index, found))
-                continue
-            refusals[index] = found.text
-            for axis in walk.mesh.ordered(sharding.axes) if len(sharding.axes) > 1 else ():
-                found = _keeping(rule, index, sharding.only(axis), walk.mesh)
-                options += [(index, found)] if isinstance(found, Option) else []
-        for option in combined([own for _, own in options], walk.mesh):
-            result = shardings(rule, option, walk.mesh)
-            same = [i for i, own in options if own == option]
-            follows = same[:1] or [i for i, own in options if option.includes(own)]
-            if isinstance(result, Refusal):
-                refusals.update(dict.fromkeys(follows, result.text))
-            else:
-                candidates.append(_Candidate(option, *result, frozenset(follows)))
-    best = min(candidates, key=lambda c: (*_bytes(node, c, seen, walk), -len(c.option.cuts) - len(c.option.through)))
-    return best, refusals
-
-
-def _keeping(rule: Rule, index: int, sharding: Sharding, mesh: Mesh) -> Option | Refusal:
-    """The option that takes an operand as it is."""
-    found = follow(rule, rule.pattern.inputs[index], sharding, mesh)
-    for axis, reduce_op in sharding.partial:
-        through = pass_through(rule, index, axis, reduce_op)
-        if isinstance(found, Refusal) or isinstance(through, Refusal):
-            return through if isinstance(through, Refusal) else found
-        found = Option(found.cuts, {**found.through, **through.through})
-    return found
-
-
-def _bytes(node: fx.Node, candidate: _Candidate, seen: Sequence[Sharding | None], walk: _Walk) -> tuple[int, int]:
-    """(wire bytes spent on gathering planned leaves, all wire bytes) of a candidate."""
-    leaf_bytes = total = 0
-    for operand, have, want in zip(edit.operands(node), seen, candidate.wants, strict=True):
-        if have is not None and have != want:
-            value = operand.meta["val"]
-            cost = reshard_wire_bytes(have, want, value.shape, value.element_size(), walk.mesh)
-            total += cost
-            leaf_bytes += cost if operand in walk.pinned else 0
-    for value, made in zip(edit.outputs(node), candidate.made, strict=True):
-        total += reshard_wire_bytes(made, made.settled(), value.shape, value.element_size(), walk.mesh)
-    return leaf_bytes, total
-
-
-def _mark(
-    node: fx.Node,
-    rule: Rule | None,
-    best: _Candidate,
-    seen: Sequence[Sharding | None],
-    refusals: dict[int, str],
-    walk: _Walk,
-) -> Mark:
-    operands = edit.operands(node)
-    why: Why = "plan-demanded" if any(operands[i] in walk.pinned for i in best.follows) else "fallback"
-    reason = _reason(node, rule, best, refusals)
-    if why == "plan-demanded":
-        seeds = dict.fromkeys(
-            walk.pinned[operands[i]].asked_by for i in sorted(best.follows) if operands[i] in walk.pinned
-        )
-        reason += f", asked by {' and '.join(seeds)}"
-    for index, (operand, have, want) in enumerate(zip(operands, seen, best.wants, strict=True)):
-        if have is None or have == want:
+def _refuse_without_parts(program: PlannedProgram, found: Solution) -> None:
+    for leaf, fqn in program.leaves():
+        seed = program.seeds.get(leaf.name)
+        if seed is None or not seed.packed or program.mesh.size(tuple(seed.sharding.axes)) == 1:
             continue
-        value = operand.meta["val"]
-        cost = reshard_wire_bytes(have, want, value.shape, value.element_size(), walk.mesh)
-        if not cost:
-            continue
-        if walk.gathered is not None:
-            if not have.partial:
-                walk.gathered.append(Gathered(node, index, want, best.option, why))
-        elif operand in walk.pinned:
-            unsaid = "other operands are cut differently" if rule is not None else _unruled(node)
-            _refuse(node, operand, have, refusals.get(index, unsaid), walk)
-        if rule is None:
-            walk.notes.append(
-                Note("no rule", f"{node.target} at '{node.name}' has no rule: '{operand.name}' is replicated")
+        if not any(cut.parts or any(level.block for level in cut.levels) for cut in found.leaves[leaf].dims):
+            raise PlanError(
+                f"'{fqn}' is to be cut in parts, but its uses show none",
+                help="use the style without 'packed_', or give the sizes of the parts, as in 'packed_colwise:64,16,16'",
+                asked_by=seed.asked_by,
             )
-    settled = tuple(_settle(node, made) for made in best.made) if edit.is_tensor(node) else best.made
-    return mark_with(node, rule, best.option, (best.made, settled, best.wants), reason, why)
+
+
+def _mark(node: fx.Node, walk: _Walk) -> Mark:
+    if node.op == "placeholder":
+        mark = _mark_input(node, walk)
+    elif node.op != "call_function":
+        mark = Mark((), (), (), "a body")
+    elif node.target is operator.getitem and edit.is_tensor(node):
+        source: Any = node.args[0]
+        made = walk.found.choices[source].made[tensor_index(source, node.args[1])]
+        mark = Mark((made,), (_settle(node, made, walk),), (), f"a part of {source}")
+    elif not edit.outputs(node):
+        operands = edit.operands(node)
+        seen = tuple(walk.settled[o] for o in operands)
+        whole = tuple(Sharding.replicated(o.meta["val"].ndim) for o in operands)
+        mark = Mark((), (), seen if node.target in FREE else whole, "no tensor")
+    elif node.target is pin:
+        choice = walk.found.choices[node]
+        settled = (_settle(node, choice.made[0], walk),)
+        mark = Mark(choice.made, settled, choice.wants, node.meta[PIN].asked_by, "plan-demanded")
+    else:
+        mark = _mark_op(node, walk)
+    if edit.is_tensor(node):
+        walk.settled[node] = mark.settled[0]
+    return mark
+
+
+def _mark_input(node: fx.Node, walk: _Walk) -> Mark:
+    program = walk.program
+    if node in walk.found.leaves:
+        sharding, reason = walk.found.leaves[node], "as its uses want it"
+        if seed := program.seeds.get(node.name):
+            walk.pinned[node] = seed
+            reason = f"plan: {seed.asked_by}"
+    elif node.name in program.input_shardings:
+        sharding, reason = program.input_shardings[node.name], "an input"
+    else:
+        return Mark((), (), (), "no tensor")
+    return Mark((sharding,), (sharding,), (), reason)
+
+
+def _settle(node: fx.Node, made: Sharding, walk: _Walk) -> Sharding:
+    """What a value is turned into for its users: what the search says for several, or what all of them want."""
+    wants = {want for user in node.users for want in _wanted(user, node, walk)}
+    if not node.users or all(user.target is pin for user in node.users) or wants == {made}:
+        return made
+    if len(wants) == 1:  # another change is for each user to do, who says why
+        return wants.pop() if made.partial else made
+    return walk.found.settled.get(node, made)
+
+
+def _wanted(user: fx.Node, value: fx.Node, walk: _Walk) -> list[Sharding]:
+    if user.op == "output":
+        return []
+    if user not in walk.found.choices:
+        return []
+    wants = walk.found.choices[user].wants
+    return [want for operand, want in zip(edit.operands(user), wants, strict=True) if operand is value]
+
+
+def _mark_op(node: fx.Node, walk: _Walk) -> Mark:
+    choice, rule, operands = walk.found.choices[node], rule_of(node), edit.operands(node)
+    seen = [walk.settled[operand] for operand in operands]
+    mesh, refusals = walk.program.mesh, dict[int, str]()
+    for index, (operand, have, want) in enumerate(zip(operands, seen, choice.wants, strict=True)):
+        value = operand.meta["val"]
+        if have == want or not reshard_wire_bytes(have, want, value.shape, value.element_size(), mesh):
+            continue
+        if not have.partial or operand in walk.pinned:
+            refusals[index] = _why_not(node, rule, index, have, walk)
+        if operand in walk.pinned:
+            _refuse(node, operand, have, refusals[index], walk)
+        if rule is None:
+            text = f"{node.target} at '{node.name}' has no rule: '{operand.name}' is replicated"
+            walk.notes.append(Note("no rule", text))
+    pairs = zip(operands, seen, choice.wants, strict=True)
+    kept = [operand for operand, have, want in pairs if have == want and have.axes and operand in walk.pinned]
+    if rule is not None and rule.relayout and operands[0] in walk.pinned:
+        walk.pinned[node] = walk.pinned[operands[0]]
+    reason = _reason(node, rule, choice.option, refusals)
+    if kept:
+        reason += f", asked by {' and '.join(dict.fromkeys(walk.pinned[operand].asked_by for operand in kept))}"
+    settled = (_settle(node, choice.made[0], walk),) if edit.is_tensor(node) else choice.made
+    why: Why = "plan-demanded" if kept else "fallback"
+    return mark_with(node, rule, choice.option, (choice.made, settled, choice.wants), reason, why)
+
+
+def _why_not(node: fx.Node, rule: Rule | None, index: int, have: Sharding, walk: _Walk) -> str:
+    """Why an operand cannot stay as it is."""
+    mesh = walk.program.mesh
+    if rule is None:
+        return _unruled(node)
+    found = follow(rule, rule.pattern.inputs[index], have, mesh)
+    for axis, op in have.partial:
+        if isinstance(found, Option):
+            through = pass_through(rule, index, axis, op)
+            found = through if isinstance(through, Refusal) else found
+    both = found if isinstance(found, Refusal) else shardings(rule, found, mesh)
+    return both.text if isinstance(both, Refusal) else "other operands are cut differently"
 
 
 def mark_with(
@@ -368,33 +230,33 @@ def _unruled(node: fx.Node) -> str:
     return "its bodies run whole on every rank" if has_bodies(node) else "it has no rule"
 
 
-def _reason(node: fx.Node, rule: Rule | None, best: _Candidate, refusals: dict[int, str]) -> str:
+def _reason(node: fx.Node, rule: Rule | None, option: Option, refusals: Mapping[int, str]) -> str:
     if rule is None:
         return _unruled(node) if has_bodies(node) else "the op has no rule"
-    cuts = [f"{factor} is cut by {' and '.join(cut.axes)}" for factor, cut in best.option.cuts.items()]
-    through = [f"a pending {op} over {axis} passes through" for axis, (op, _) in best.option.through.items()]
+    cuts = [f"{factor} is cut by {' and '.join(cut.axes)}" for factor, cut in option.cuts.items()]
+    through = [f"a pending {op} over {axis} passes through" for axis, (op, _) in option.through.items()]
     refused = [f"{op_name(node)}: {text}" for text in dict.fromkeys(refusals.values())]
     return "; ".join([*cuts, *through, *refused]) or "operands are replicated"
 
 
 def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: _Walk) -> None:
     """A weight is never gathered at run time, so a planned cut that its op cannot use is an error."""
-    seed = walk.pinned[leaf]
+    seed, fqns = walk.pinned[leaf], {node.name: fqn for node, fqn in walk.program.leaves()}
     leaf = _behind(leaf)
-    fqn = walk.fqns[leaf.name]
+    fqn = fqns[leaf.name]
     value = leaf.meta["val"]
     help = f"pin '{fqn}' to R in the plan"
-    what = f"cannot use '{fqn}' as {seed.sharding.text(walk.mesh)}: {node.target} says: {why}"
+    what = f"cannot use '{fqn}' as {seed.sharding.text(walk.program.mesh)}: {node.target} says: {why}"
     for dim, cut in enumerate(seed.sharding.dims):
         if cut.axes:
-            axis, size, degree = "' and '".join(cut.axes), value.shape[dim], walk.mesh.size(cut.axes)
+            axis, size, degree = "' and '".join(cut.axes), value.shape[dim], walk.program.mesh.size(cut.axes)
             what = f"cannot shard '{fqn}' on dim {dim} of {size} by mesh axis '{axis}' of {degree}"
             what += f" for {node.target}: {why}"
             if size % degree:
                 help = f"use a degree that divides {size}, or {help}"
     error = ShardingError(what, help=help, asked_by=seed.asked_by, used_at=edit.source_line(node))
     beside = [_behind(operand) for operand in edit.operands(node) if operand in walk.pinned]
-    error.leaves = tuple(dict.fromkeys([fqn, *(walk.fqns[other.name] for other in beside)]))
+    error.leaves = tuple(dict.fromkeys([fqn, *(fqns[other.name] for other in beside)]))
     raise error
 
 

@@ -93,7 +93,8 @@ def parallelize(
     if not isinstance(exported_program, Mapping | list | tuple):
         boundary = _specs(inputs, "inputs="), _specs(outputs, "outputs=")
         one: Any = exported_program  # what is no program is refused by the first pass
-        return Conversion.of(one, mesh, chosen, boundary, device_type, dump, collectives).finished()
+        conversion = Conversion.of(one, mesh, chosen, boundary, device_type, dump, collectives)
+        return finished_together({"": conversion})[""]
     return ProgramSet(
         finished_together(
             {

@@ -8,13 +8,14 @@ from types import MethodType
 from typing import Any
 
 import torch
+from passes.delay_reductions import delay_reductions
+from passes.recut_leaves import recut_leaves
 from torch import nn
 from torch.export import export
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from passes.apply_plan import apply_plan
 from passes.canonicalize import canonicalize
-from passes.delay_reductions import delay_reductions
 from passes.divide_sizes import divide_sizes
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
@@ -22,7 +23,6 @@ from passes.join_branches import join_branches
 from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
 from passes.mark_placements import mark_placements
-from passes.recut_leaves import recut_leaves
 from passes.shard_state import shard_state
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit

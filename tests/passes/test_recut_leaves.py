@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from passes.recut_leaves import recut_leaves
 from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler
 from passes.mark_placements import mark_placements
-from passes.recut_leaves import recut_leaves
 from tests.passes.stages import Call, divided, planned, recut
 from tests.zoo.case import randomise
 from tpcompiler.errors import PlanError

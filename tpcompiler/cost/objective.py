@@ -21,32 +21,48 @@ class Machine(NamedTuple):
     link: float
 
 
-H100 = Machine(
-    flops=989e12, memory=3.35e12, link=450e9
-)  # dense bfloat16, HBM3, NVLink 4 in one direction: NVIDIA's sheet
-STEP = 5e-9  # of each step: about 2 KB on the link, so that fewer collectives win where bytes are nearly the same
+class Objective(NamedTuple):
+    """What counts, on a machine.
 
-
-def change_seconds(source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh, machine: Machine) -> float:
-    """Of a change of sharding: its wire bytes, and next to nothing for each step."""
-    steps = steps_between(source, target, value.shape, value.element_size(), mesh)
-    return sum(step.wire_bytes for step in steps) / machine.link + STEP * len(steps)
-
-
-def compute_seconds(
-    flops: float, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh, machine: Machine
-) -> float:
-    """Of an op by the roofline (Williams, Waterman and Patterson, 2009): FLOPs of the largest share, or bytes moved."""
-    moved = sum(local_bytes(value, sharding, mesh) for value, sharding in values)
-    return max(flops / machine.flops, moved / machine.memory)
-
-
-def held_seconds(count: float, machine: Machine) -> float:
-    """What it is worth to hold so many bytes of weights less: as much as to send them once.
-
-    One call of a program is no measure of what weights cost: they are read in every step, and must fit.
+    Attributes:
+        step: seconds of each step of a change beside its bytes.
+        held: the share that counts of the bytes of weights that a rank holds.
+        fused: the share that counts of the bytes that ops move which are no products.
     """
-    return count / machine.link
+
+    machine: Machine
+    step: float
+    held: float
+    fused: float
+
+    def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
+        """Of a change of sharding: its wire bytes, and next to nothing for each step."""
+        steps = steps_between(source, target, value.shape, value.element_size(), mesh)
+        return sum(step.wire_bytes for step in steps) / self.machine.link + self.step * len(steps)
+
+    def compute_seconds(self, flops: float, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
+        """Of the largest share of an op, by the roofline (Williams, Waterman and Patterson, 2009).
+
+        An op without FLOPs of its own is taken to run within what makes or takes its values.
+        """
+        share = 1.0 if flops else self.fused
+        moved = sum(local_bytes(value, sharding, mesh) for value, sharding in values) if share else 0
+        return share * max(flops / self.machine.flops, moved / self.machine.memory)
+
+    def held_seconds(self, count: float) -> float:
+        """What it is worth to hold so many bytes of weights less: as much as to send them once.
+
+        One call of a program is no measure of what weights cost: they are read in every step, and must fit.
+        """
+        return self.held * count / self.machine.link
+
+
+# Dense bfloat16, HBM3, NVLink 4 in one direction: NVIDIA's data sheet.
+H100 = Machine(flops=989e12, memory=3.35e12, link=450e9)
+# Of each step about 2 KB on the link, so that fewer collectives win where bytes are nearly the same.
+SEARCHED = Objective(H100, step=5e-9, held=1.0, fused=0.0)
+# A plan has decided what is held where; this, and the number of collectives, breaks ties.
+PLANNED = Objective(H100, step=1e-12, held=1e-5, fused=1e-5)
 
 
 def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:

@@ -57,13 +57,13 @@ def _cuts(program: MarkedProgram) -> tuple[Note, ...]:
     return tuple(Note("cut", f"{text} (x {count})" if count > 1 else text) for text, count in folded.items())
 
 
-def shared_leaves(asked: PlannedProgram, program: PlannedProgram) -> tuple[Note, ...]:
+def shared_leaves(asked: PlannedProgram, program: MarkedProgram) -> tuple[Note, ...]:
     """Planned leaves that fewer ranks cut than the plan asked: the others hold the same shares."""
     folded: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
         if leaf.name in asked.seeds:
             wanted = asked.mesh.size(asked.seeds[leaf.name].sharding.cut_axes)
-            times = wanted // program.mesh.size(program.seeds[leaf.name].sharding.cut_axes)
+            times = wanted // program.mesh.size(mark_of(leaf).settled[0].cut_axes)
             if times > 1:
                 folded[f"{_repeated(fqn)}: {times} ranks hold the same share"] += 1
     return tuple(Note("shared", f"{text} (x {count})" if count > 1 else text) for text, count in folded.items())

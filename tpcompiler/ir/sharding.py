@@ -320,6 +320,13 @@ class Sharding:
         """What of it is over this axis."""
         return Sharding(tuple(dim.only(axis) for dim in self.dims), tuple(p for p in self.partial if p[0] == axis))
 
+    def without(self, axes: Collection[str]) -> Sharding:
+        """What of it is over the other axes."""
+        dims = list(self.dims)
+        for axis in axes:
+            dims = [dim.without(axis) if axis in dim.axes else dim for dim in dims]
+        return Sharding(tuple(dims), tuple(p for p in self.partial if p[0] not in axes))
+
     def beside(self, other: Sharding, axes: Collection[str]) -> Sharding:
         """This sharding over `axes`, inside of what the other is over all others."""
         dims = []

@@ -1,4 +1,4 @@
-"""The placements of a program as a problem: what every op may do, what each weight may be, and what all of it costs."""
+"""The placements of programs as a problem: what every op may do, what each weight may be, and what all of it costs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ import numpy
 from torch import fx
 
 from tpcompiler._torch import aten, sym_hint
-from tpcompiler.cost.objective import Machine, change_seconds, held_seconds, local_bytes
+from tpcompiler.cost.objective import Objective, local_bytes
+from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
-from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import PlannedProgram, Seed, tied
+from tpcompiler.ir.program import PlannedProgram, Seed, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.features import computed_from_leaves, feature_dims
-from tpcompiler.solver.domain import Choice, find_choices, tensor_index
+from tpcompiler.rules.notation import Rule
+from tpcompiler.rules.registry import rule_of
+from tpcompiler.solver.domain import Domain, find_domain, pin_choices, results
 from tpcompiler.solver.eliminate import Tables
+from tpcompiler.solver.stage import Choice, Leaf, Stage
 
 Style = Literal["colwise", "rowwise"]
 MOST_SETTLED = 8  # shardings that a value with several users may be turned into for all of them
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
 NEVER = numpy.inf
+UNIT = 1e-17  # seconds: prices are whole numbers of it, so that equal sums are equal whatever their order
+FREE = (aten.sym_size.int, aten.sym_numel.default)  # they read sizes, and take a value as it is
 
 
 class Values(NamedTuple):
@@ -37,179 +42,269 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """A module with weights of its own. `cuts`: style -> leaf -> the dim that it cuts."""
+    """A module with weights of its own, without a plan. `cuts`: style -> the dim of its weight that it cuts."""
 
     name: str
     variable: int
     styles: Sequence[Style | None]
-    cuts: Mapping[Style, Mapping[str, int]]
+    cuts: Mapping[Style, int]
 
 
 @dataclass
 class Problem:
-    """The tables of a program, and what their variables are."""
+    """The tables of programs, and what their variables are."""
 
-    program: PlannedProgram
-    mesh: Mesh
-    machine: Machine
+    programs: Sequence[PlannedProgram]
+    stage: Stage
+    objective: Objective
+    refused: float  # what it costs to gather a weight that the plan cuts
     tables: Tables = field(default_factory=Tables)
-    layers: dict[str, Layer] = field(default_factory=dict)
+    domains: list[Domain] = field(default_factory=list)
+    layers: dict[str, Layer] = field(default_factory=dict)  # by weight
+    groups: dict[fx.Node, str] = field(default_factory=dict)  # the leaf behind each placeholder
+    leaves: dict[str, Values] = field(default_factory=dict)  # of those that have a say, by group
     values: dict[fx.Node, Values] = field(default_factory=dict)
     settled: dict[fx.Node, Values] = field(default_factory=dict)
     choices: dict[fx.Node, list[Choice]] = field(default_factory=dict)
     variables: dict[fx.Node, int] = field(default_factory=dict)
     changes: dict[Any, numpy.ndarray] = field(default_factory=dict)  # tables of changes, which layers alike share
-    held: set[str] = field(default_factory=set)  # layers whose weights have a price
+    held: set[str] = field(default_factory=set)  # weights whose bytes have a price
     capped: int = 0
 
+    def price(self, axes: Sequence[Values], seconds: numpy.ndarray) -> None:
+        """Add a table of seconds, an axis for each of the values, those without a variable too."""
+        kept = [values.variable for values in axes if values.variable is not None]
+        index = tuple(slice(None) if values.variable is not None else 0 for values in axes)
+        table = numpy.ceil(seconds[index] / UNIT)
+        if not kept:
+            kept, table = [self.tables.variable(1)], table.reshape(1)
+        self.tables.price(kept, table)
 
-def pose(program: PlannedProgram, mesh: Mesh, machine: Machine) -> Problem:
-    """State the choice of a style for every layer as a problem, over a mesh of one axis.
+    def variable(self, shardings: Sequence[Sharding]) -> Values:
+        return Values(self.tables.variable(len(shardings)) if len(shardings) > 1 else None, shardings)
 
-    A variable for each op that may be cut: which of its rule's factors, or what passes through. One for each layer:
-    `colwise`, `rowwise` or whole. One for each value with several users: what it is turned into for all of them.
-    Prices: changes of sharding, each op's roofline, and the bytes of weights that a rank holds. Weights are not
-    gathered, no dim of the inputs' tokens or samples is cut, and what the plan says of leaves and values holds.
+
+def pose(
+    programs: Sequence[PlannedProgram],
+    stage: Stage,
+    objective: Objective,
+    before: Mapping[str, Sharding],
+    refused: float = NEVER,
+) -> Problem:
+    """State the placements of programs that share their leaves, over the axis of a stage, as one problem.
+
+    A variable for each op that may be cut: which of its rule's factors, or what passes through. One for each leaf that
+    a style leaves open or that is written. One for each value with several users: what it is turned into for all of
+    them. Without a plan one for each layer: `colwise`, `rowwise` or whole. Prices: changes of sharding, each op's
+    roofline, and the bytes of weights that a rank holds. What the plan says of leaves and values holds, and no weight
+    is gathered.
+
+    Args:
+        before: what each leaf is over the axes before, by group.
     """
-    problem = Problem(program, mesh, machine)
-    leaves = dict(program.leaves())
-    static = computed_from_leaves(program.graph, leaves.keys())
-    _add_layers(problem, leaves, static)
-    of = _layer_of(problem, leaves)
-    uses: dict[fx.Node, list[Values]] = {}
-    problem.choices = find_choices(program, mesh, machine)
-    for node in program.user_inputs():
-        problem.values[node] = Values(None, [program.input_shardings[node.name].only(*mesh.names)])
-    for node, choices in problem.choices.items():
-        variable = None
-        if len(choices) > 1:
-            variable = problem.variables[node] = problem.tables.variable(len(choices))
-            problem.tables.price([variable], numpy.array([choice.seconds for choice in choices]))
-        problem.values[node] = Values(variable, [choice.made[0] for choice in choices] if choices[0].made else [])
-        for user in node.users if isinstance(node.meta.get("val"), (tuple, list)) else ():
-            if user.target is operator.getitem and edit.is_tensor(user):
-                at = tensor_index(node, user.args[1])
-                problem.values[user] = Values(variable, [choice.made[at] for choice in choices])
-        for index, operand in enumerate(edit.operands(node) if node.target not in FREE else ()):
-            wanted = Values(variable, [choice.wants[index] for choice in choices])
-            if operand.name in program.seeds:
-                _price_seed(problem, program.seeds[operand.name], wanted)
-            elif operand in leaves and not operand.meta["val"].is_floating_point():
-                _price_seed(problem, Seed(Sharding.replicated(operand.meta["val"].ndim), ""), wanted)
-            elif operand in leaves:
-                _price_leaf(problem, operand, of.get(leaves[operand]), wanted)
-            elif operand.op != "placeholder" or operand in problem.values:
-                uses.setdefault(operand, []).append(wanted)
-    for value, wanted_by in uses.items():
-        _price_value(problem, value, wanted_by, value in static)
+    problem = Problem(programs, stage, objective, refused)
+    leaves = _find_leaves(problem, before)
+    for _ in range(min(len(programs), 2)):  # what one program makes of a leaf is a choice of the others
+        problem.domains = [find_domain(program, stage, leaves[at]) for at, program in enumerate(programs)]
+    if stage.free:
+        _add_layers(problem)
+    for domain in problem.domains:
+        _state(problem, domain)
     return problem
 
 
-FREE = (aten.sym_size.int, aten.sym_numel.default, operator.getitem)
+def _find_leaves(problem: Problem, before: Mapping[str, Sharding]) -> list[dict[str, Leaf]]:
+    """Placeholder name -> leaf, for each program; tied names and programs share them."""
+    first: dict[str, str] = {}
+    for program in problem.programs:
+        names, first_of = {node.name: fqn for node, fqn in program.leaves()}, tied(program)
+        for node, fqn in program.leaves():
+            group = first.setdefault(fqn, first.get(names[first_of[node.name]], names[first_of[node.name]]))
+            problem.groups[node] = group
+    seeds: dict[str, Seed] = {}
+    written: set[str] = set()
+    for program in problem.programs:
+        changed = {name for _, name in program.written()}
+        for node, fqn in program.leaves():
+            if node.name in program.seeds:
+                seeds.setdefault(problem.groups[node], program.seeds[node.name])
+            if fqn in changed:
+                written.add(problem.groups[node])
+    made: dict[str, Leaf] = {}
+    for node, group in problem.groups.items():
+        whole = Sharding.replicated(node.meta["val"].ndim)
+        known = before.get(group, whole)
+        if group not in made:
+            made[group] = Leaf.of(group, seeds.get(group), group in written, known, problem.stage)
+    return [{node.name: made[problem.groups[node]] for node, _ in program.leaves()} for program in problem.programs]
 
 
-def _add_layers(problem: Problem, leaves: Mapping[fx.Node, str], static: Set[fx.Node]) -> None:
-    program, first_of = problem.program, tied(problem.program)
-    groups: dict[str, list[fx.Node]] = {}
+def _add_layers(problem: Problem) -> None:
+    """A layer for each module whose weight no plan names: the styles that its uses show."""
+    degree, owners = problem.stage.mesh.degree(problem.stage.axis), set[str]()
+    for domain in problem.domains:
+        program, leaves = domain.program, dict(domain.program.leaves())
+        static = computed_from_leaves(program.graph, leaves.keys())
+        for node, fqn in leaves.items():
+            value, owner, group = node.meta["val"], fqn.rpartition(".")[0], problem.groups[node]
+            if group != fqn or domain.leaves[node.name].shardings or not owner or owner in owners:
+                continue
+            if value.ndim < 2 or not value.is_floating_point():
+                continue
+            nodes = [other for other in leaves if problem.groups[other] == group]
+            found: dict[Style, int] = {}
+            sides: tuple[tuple[Style, Literal["out", "in"]], ...] = (("colwise", "out"), ("rowwise", "in"))
+            for style, side in sides:
+                dims = feature_dims(nodes, side, static, owner)
+                if len(dims) == 1 and sym_hint(value.shape[at := dims.pop()]) >= degree:
+                    found[style] = at
+            if found:
+                styles: list[Style | None] = [*found, None]
+                owners.add(owner)
+                problem.layers[group] = Layer(owner, problem.tables.variable(len(styles)), styles, found)
+
+
+def _state(problem: Problem, domain: Domain) -> None:
+    """Add what a program chooses and pays."""
+    program, stage = domain.program, problem.stage
+    leaves = dict(program.leaves())
+    static = computed_from_leaves(program.graph, leaves.keys())
+    pinned = _weights(program, domain.leaves) if not stage.free else static
+    uses: dict[fx.Node, list[Values]] = {}
+    problem.capped += len(domain.capped)
     for node in leaves:
-        groups.setdefault(first_of[node.name], []).append(node)
-    degree = problem.mesh.world_size
-    for node, fqn in leaves.items():
-        value, owner = node.meta["val"], fqn.rpartition(".")[0]
-        is_first = first_of[node.name] == node.name
-        if node.name in program.seeds or not (is_first and owner and value.ndim > 1 and value.is_floating_point()):
+        _add_leaf(problem, node, domain.leaves[node.name])
+    for node in program.user_inputs():
+        problem.values[node] = Values(None, [stage.within(program.input_shardings[node.name])])
+    for node in edit.calls(program.graph):
+        if node.target in FREE or node.target is operator.getitem:
             continue
-        found: dict[Style, dict[str, int]] = {}
-        sides: tuple[tuple[Style, Literal["out", "in"]], ...] = (("colwise", "out"), ("rowwise", "in"))
-        for style, side in sides:
-            dims = feature_dims(groups[first_of[node.name]], side, static, owner)
-            if len(dims) == 1 and sym_hint(value.shape[at := dims.pop()]) >= degree:
-                found[style] = {fqn: at}
-        if owner in problem.layers or not found:
-            continue
-        styles: list[Style | None] = [*found, None]
-        variable = problem.tables.variable(len(styles))
-        problem.layers[owner] = Layer(owner, variable, styles, found)
+        choices = problem.choices[node] = _choices(problem, domain, node)
+        variable = None
+        if len(choices) > 1:
+            variable = problem.variables[node] = problem.tables.variable(len(choices))
+            problem.price([Values(variable, ())], numpy.array([choice.seconds for choice in choices]))
+        for made, at in results(node):
+            problem.values[made] = Values(variable, [choice.made[at] for choice in choices])
+        for index, operand in enumerate(edit.operands(node)):
+            wanted = Values(variable, [choice.wants[index] for choice in choices])
+            if operand in leaves and problem.groups[operand] not in problem.leaves:
+                _price_use(problem, operand, leaves[operand], wanted)
+            elif operand in problem.values:
+                uses.setdefault(operand, []).append(wanted)
+    names = {fqn: node for node, fqn in leaves.items()} | {node.name: node for node in program.user_inputs()}
+    for value, name in program.written():
+        if value in problem.values:
+            uses.setdefault(value, []).append(problem.values[names[name]])
+    for value, wanted_by in uses.items():
+        _price_value(problem, value, wanted_by, value in pinned)
 
 
-def _layer_of(problem: Problem, leaves: Mapping[fx.Node, str]) -> dict[str, Layer]:
-    """The layer that decides on each leaf, tied ones with their first."""
-    first_of, names = tied(problem.program), {node.name: fqn for node, fqn in leaves.items()}
-    owns = {fqn: layer for layer in problem.layers.values() for cut in layer.cuts.values() for fqn in cut}
-    firsts = {fqn: names[first_of[node.name]] for node, fqn in leaves.items()}
-    return {fqn: owns[first] for fqn, first in firsts.items() if first in owns}
+def _choices(problem: Problem, domain: Domain, node: fx.Node) -> list[Choice]:
+    operands, stage = edit.operands(node), problem.stage
+    if node.target is pin:
+        return pin_choices(domain, node)
+    rule = domain.rules.get(node)
+    if rule is None:
+        whole = tuple(Sharding.replicated(o.meta["val"].ndim) for o in operands)
+        return [Choice(whole, tuple(Sharding.replicated(v.ndim) for v in edit.outputs(node)), 0.0)]
+    tensors = [*(o.meta["val"] for o in operands), *edit.outputs(node)]
+    flops, found = _flops(rule), dict[Any, Choice]()
+    for option in domain.kept[node].values():
+        both = domain.both(node, option)
+        if isinstance(both, tuple):
+            moved = list(zip(tensors, (*both[0], *both[1]), strict=True))
+            degree = stage.mesh.size(tuple({axis for cut in option.cuts.values() for axis in cut.axes}))
+            seconds = problem.objective.compute_seconds(flops / degree, moved, stage.mesh)
+            seconds += UNIT * len(option.through)  # of equals, the one that reduces first
+            found.setdefault(both, Choice(*both, seconds, option))
+    return list(found.values())
 
 
-def _price_seed(problem: Problem, seed: Seed, wanted: Values) -> None:
-    """A planned leaf is as the plan says; where in its dim a style's cut lies is for the use to say."""
-    given = seed.sharding.only(*problem.mesh.names)
-    fits = [_cut_dims(want) == _cut_dims(given) if seed.loose else want == given for want in wanted.shardings]
-    variable = problem.tables.variable(1) if wanted.variable is None else wanted.variable
-    problem.tables.price([variable], numpy.where(fits, 0.0, NEVER))
+def _flops(rule: Rule) -> float:
+    """Of a product of two operands that is summed."""
+    if len(rule.pattern.inputs) - len(rule.pattern.addends) != 2 or not rule.reduced:
+        return 0.0
+    total = 2.0
+    for factor in rule.factors:
+        total *= sym_hint(rule.extent[factor])
+    return total
 
 
-def _price_leaf(problem: Problem, leaf: fx.Node, layer: Layer | None, wanted: Values) -> None:
-    """A leaf is what its layer's style says; one without a layer is what its use wants. It is held once."""
+def _weights(program: PlannedProgram, leaves: Mapping[str, Leaf]) -> Set[fx.Node]:
+    """The leaves that the plan names, and what only rearranges them."""
+    found = {node for node, _ in program.leaves() if leaves[node.name].seed is not None}
+    for node in edit.calls(program.graph):
+        if edit.outputs(node) and found.intersection(edit.operands(node)[:1]):
+            rule = rule_of(node) if node.target is not pin else None
+            found |= {node} if rule is not None and rule.relayout else set()
+    return found
+
+
+def _add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
+    if leaf.group not in problem.leaves and leaf.shardings:
+        values = problem.leaves[leaf.group] = problem.variable(list(leaf.shardings))
+        problem.price([values], numpy.array([_held(problem, node, each) for each in values.shardings]))
+    if leaf.group in problem.leaves:
+        problem.values[node] = problem.leaves[leaf.group]
+
+
+def _held(problem: Problem, node: fx.Node, sharding: Sharding) -> float:
+    return problem.objective.held_seconds(local_bytes(node.meta["val"], sharding, problem.stage.mesh))
+
+
+def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values) -> None:
+    """A leaf without a say is what its use wants, if its layer's style says so too. It is held once."""
+    group, stage = problem.groups[leaf], problem.stage
+    layer = problem.layers.get(group)
+    is_held = group in problem.held
+    problem.held.add(group)
+    held = [0.0 if is_held else _held(problem, leaf, want) for want in wanted.shardings]
+    if stage.free and not leaf.meta["val"].is_floating_point():
+        held = [0.0 if want.is_replicated else NEVER for want in wanted.shardings]
     if layer is None:
+        problem.price([wanted], numpy.array(held))
         return
-    value, is_held = leaf.meta["val"], layer.name in problem.held
-    problem.held.add(layer.name)
-    table = numpy.zeros((len(layer.styles), len(wanted.shardings)))
+    table = numpy.full((len(layer.styles), len(wanted.shardings)), NEVER)
     for row, style in enumerate(layer.styles):
-        dims = [] if style is None else list(layer.cuts[style].values())
+        dims = [] if style is None else [layer.cuts[style]]
         for column, want in enumerate(wanted.shardings):
-            if _cut_dims(want) != dims:
-                table[row, column] = NEVER
-            elif not is_held:
-                table[row, column] = held_seconds(local_bytes(value, want, problem.mesh), problem.machine)
-    if wanted.variable is None:
-        problem.tables.price([layer.variable], table[:, 0])
-    else:
-        problem.tables.price([layer.variable, wanted.variable], table)
+            own = want.only(stage.axis)
+            if [at for at, how in enumerate(own.dims) if how.axes] == dims and not own.partial:
+                table[row, column] = held[column]
+    problem.price([Values(layer.variable, ()), wanted], table)
 
 
-def _cut_dims(sharding: Sharding) -> list[int]:
-    """The dims that are cut; -1 besides for a pending reduction, which no layer's weight is."""
-    return [at for at, how in enumerate(sharding.dims) if how.axes] + [-1] * bool(sharding.partial)
-
-
-def _price_value(problem: Problem, value: fx.Node, uses: Sequence[Values], is_static: bool) -> None:
+def _price_value(problem: Problem, value: fx.Node, uses: Sequence[Values], is_weight: bool) -> None:
     """What its users want, made of what it is; for several users, once what suits them best, and for each the rest."""
     made = problem.values[value]
-    if len(uses) > 1:
+    if len(uses) > 1 and not is_weight:
         wanted = Counter(sharding for use in uses for sharding in use.shardings)
         first = [sharding for sharding in made.shardings if sharding in wanted and sharding.is_replicated]
         domain = list(dict.fromkeys([*first, *(sharding for sharding, _ in wanted.most_common())]))
         most = FEW if len(uses) >= MANY else MOST_SETTLED
         problem.capped += len(domain) > most
-        domain = domain[:most]
-        settled = problem.settled[value] = Values(problem.tables.variable(len(domain)), domain)
-        _price_change(problem, value, made, settled, is_static)
+        settled = problem.settled[value] = problem.variable(domain[:most])
+        _price_change(problem, value, made, settled, is_weight)
         made = settled
     for use in uses:
-        _price_change(problem, value, made, use, is_static)
+        _price_change(problem, value, made, use, is_weight)
 
 
-def _price_change(problem: Problem, value: fx.Node, source: Values, target: Values, is_static: bool) -> None:
+def _price_change(problem: Problem, value: fx.Node, source: Values, target: Values, is_weight: bool) -> None:
     tensor = value.meta["val"]
-    known = tuple(source.shardings), tuple(target.shardings), key(tensor.shape), tensor.itemsize, is_static
+    known = tuple(source.shardings), tuple(target.shardings), key(tensor.shape), tensor.itemsize, is_weight
     if known not in problem.changes:
         seconds = [
-            [
-                NEVER
-                if is_static and have.cut_axes and have != want
-                else change_seconds(have, want, tensor, problem.mesh, problem.machine)
-                for want in target.shardings
-            ]
+            [_change_seconds(problem, have, want, tensor, is_weight) for want in target.shardings]
             for have in source.shardings
         ]
         problem.changes[known] = numpy.array(seconds)
-    table = problem.changes[known]
-    axes = [variable for variable in (source.variable, target.variable) if variable is not None]
-    if source.variable is None:
-        table = table[0]
-    if target.variable is None:
-        table = table[..., 0]
-    if not axes:
-        axes, table = [problem.tables.variable(1)], table.reshape(1)
-    problem.tables.price(axes, table)
+    problem.price([source, target], problem.changes[known])
+
+
+def _change_seconds(problem: Problem, have: Sharding, want: Sharding, tensor: Any, is_weight: bool) -> float:
+    mesh = problem.stage.mesh
+    if is_weight and reshard_wire_bytes(have, want, tensor.shape, tensor.itemsize, mesh):
+        return problem.refused
+    return problem.objective.change_seconds(have, want, tensor, mesh)

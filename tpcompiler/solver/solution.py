@@ -2,45 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 
+from tpcompiler.cost.objective import Objective
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.solver.domain import Choice
+from tpcompiler.ir.split_axis import on_split_axis
+from tpcompiler.solver.domain import heads_to_share
 from tpcompiler.solver.eliminate import eliminate
-from tpcompiler.solver.problem import Problem, Style
+from tpcompiler.solver.problem import UNIT, Problem, Style, pose
+from tpcompiler.solver.stage import Choice, Stage
+
+REFUSED = 0.05  # seconds for a weight that would be gathered, where nothing else can be: more than all else
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The choice of every op, what values with several users are turned into, every layer's style, and the cost."""
+    """What every op and leaf of programs is, on a mesh of which axes may have become two.
 
-    choices: Mapping[fx.Node, Choice]
-    settled: Mapping[fx.Node, Sharding]
-    styles: Mapping[str, Style | None]
-    seconds: float
-    capped: int  # values that several ops use and that were given fewer shardings than these want
+    Attributes:
+        leaves: by placeholder.
+        settled: what values with several users are turned into for all of them.
+        styles: without a plan, of every layer.
+        seconds: infinite where nothing suits all that is asked for.
+        capped: ops and values that had more choices than were looked at.
+    """
+
+    programs: Sequence[PlannedProgram]
+    choices: Mapping[fx.Node, Choice] = field(default_factory=dict)
+    leaves: Mapping[fx.Node, Sharding] = field(default_factory=dict)
+    settled: Mapping[fx.Node, Sharding] = field(default_factory=dict)
+    styles: Mapping[str, Style | None] = field(default_factory=dict)
+    seconds: float = 0.0
+    capped: int = 0
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.programs[0].mesh
 
 
-def solve(problem: Problem) -> Solution:
-    """The cheapest choices, exactly.
+def search(programs: Sequence[PlannedProgram], objective: Objective, free: str = "") -> Solution:
+    """The cheapest placements of all values of programs that share their leaves.
+
+    One axis after the other, each exactly. An axis is two where that shares heads of which there are fewer than ranks.
+
+    Args:
+        free: an axis over which nothing is planned.
 
     Raises:
         UnsupportedError: as `eliminate`.
     """
-    seconds, found = eliminate(problem.tables)
-    return Solution(
-        {
-            node: choices[found[problem.variables[node]] if node in problem.variables else 0]
-            for node, choices in problem.choices.items()
-        },
+    best, heads = _over_all_axes(programs, objective, free)
+    for axis, outer in heads:
+        split = [on_split_axis(program, axis, outer) for program in programs]
+        found, _ = _over_all_axes(split, objective, free and f"{axis}_")
+        best = min(best, found, key=lambda solution: solution.seconds)
+    return best
+
+
+def _over_all_axes(
+    programs: Sequence[PlannedProgram], objective: Objective, free: str
+) -> tuple[Solution, list[tuple[str, int]]]:
+    model = programs[0].mesh.model_axis
+    mesh, found, heads = programs[0].mesh, Solution(programs), list[tuple[str, int]]()
+    groups: dict[str, Sharding] = {}
+    order = sorted(mesh.names, key=lambda axis: not axis.startswith(model))  # what it cuts, others reduce less of
+    for at, axis in enumerate(order):
+        if mesh.degree(axis) == 1 and (found.choices or axis != order[-1]):
+            continue
+        stage = Stage(mesh, tuple(order[: at + 1]), found.choices, bool(free) and axis.startswith(free))
+        problem = pose(programs, stage, objective, groups)
+        values = _solved(problem)
+        if values is None and not stage.free:
+            problem = pose(programs, stage, objective, groups, REFUSED)
+            values = _solved(problem)
+        if values is None:
+            return Solution(programs, seconds=math.inf), []
+        found, groups = _read(problem, found, *values)
+        heads += [(axis, outer) for domain in problem.domains for outer in sorted(heads_to_share(domain))]
+    return found, list(dict.fromkeys(heads))
+
+
+def _solved(problem: Problem) -> tuple[float, list[int]] | None:
+    cost, values = eliminate(problem.tables)
+    return None if math.isinf(cost) else (cost * UNIT, values)
+
+
+def _read(
+    problem: Problem, before: Solution, seconds: float, found: Sequence[int]
+) -> tuple[Solution, dict[str, Sharding]]:
+    choices = {
+        node: own[found[problem.variables[node]] if node in problem.variables else 0]
+        for node, own in problem.choices.items()
+    }
+    groups = {
+        group: values.shardings[0 if values.variable is None else found[values.variable]]
+        for group, values in problem.leaves.items()
+    }
+    wishes: dict[str, set[Sharding]] = {}
+    for node, choice in choices.items():
+        for operand, want in zip(edit.operands(node), choice.wants, strict=True):
+            if operand in problem.groups and problem.groups[operand] not in groups:
+                wishes.setdefault(problem.groups[operand], set()).add(want)
+    for node, group in problem.groups.items():  # cutting a leaf where it is used is a local slice
+        own = wishes.get(group, ())
+        groups.setdefault(group, next(iter(own)) if len(own) == 1 else Sharding.replicated(node.meta["val"].ndim))
+    solution = Solution(
+        problem.programs,
+        choices,
+        {node: groups[group] for node, group in problem.groups.items()},
         {
             node: values.shardings[0 if values.variable is None else found[values.variable]]
             for node, values in problem.settled.items()
         },
-        {name: layer.styles[found[layer.variable]] for name, layer in problem.layers.items()},
+        {layer.name: layer.styles[found[layer.variable]] for layer in problem.layers.values()} or before.styles,
         seconds,
-        problem.capped,
+        before.capped + problem.capped,
     )
+    return solution, groups

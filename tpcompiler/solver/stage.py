@@ -1,0 +1,150 @@
+"""One mesh axis on its turn: what is decided over the axes before it, and what `rules.infer` says over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import Seed
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.rules.infer import Option, Refusal, follow, options, pass_through, restricted, shardings
+from tpcompiler.rules.notation import Rule
+
+Both = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]  # what an option needs, and what it makes
+
+
+class Choice(NamedTuple):
+    """A way to run an op: what it needs of its operands, what it makes, and its own seconds."""
+
+    wants: tuple[Sharding, ...]
+    made: tuple[Sharding, ...]
+    seconds: float
+    option: Option = Option()
+
+
+@dataclass
+class Stage:
+    """The search over one axis.
+
+    `axes`: this one after those that are decided. `before`: the choices over these. `free`: without a plan.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    before: Mapping[fx.Node, Choice]
+    free: bool
+    known: dict[Any, Any] = field(default_factory=dict)  # calls alike have one rule
+
+    @property
+    def axis(self) -> str:
+        return self.axes[-1]
+
+    def within(self, sharding: Sharding) -> Sharding:
+        """What of a sharding is over the axes so far."""
+        return sharding.without(frozenset(self.mesh.names) - set(self.axes))
+
+    def base(self, node: fx.Node) -> Option:
+        """How an op runs over the axes before."""
+        return self.before[node].option if node in self.before else Option()
+
+    def name(self, option: Option) -> Any:
+        """Equal for equal options."""
+        return tuple(sorted(option.cuts.items(), key=_first)), tuple(sorted(option.through.items(), key=_first))
+
+    def own_options(self, rule: Rule) -> list[Option]:
+        """Every way to run an op over the axis, with one factor cut or one pending operand passed through."""
+        of_axis = Mesh(((self.axis, self.mesh.degree(self.axis)),))
+        return self._once(("own", id(rule)), lambda: list(options(rule, of_axis)))  # type: ignore[no-any-return]
+
+    def both(self, rule: Rule, option: Option) -> Both | Refusal:
+        return self._once((id(rule), self.name(option)), lambda: shardings(rule, option, self.mesh))  # type: ignore[no-any-return]
+
+    def keep(self, rule: Rule, index: int, sharding: Sharding, base: Option) -> Option | Refusal:
+        """The option that takes an operand as it is."""
+        return self._extending("in", rule, index, sharding, base)
+
+    def make(self, rule: Rule, index: int, sharding: Sharding, base: Option) -> Option | Refusal:
+        """The option by which a result is made so."""
+        return self._extending("out", rule, index, sharding, base)
+
+    def extended(self, base: Option, more: Option) -> Option:
+        """An option over the axis, inside of one over those before."""
+        cuts = dict(base.cuts)
+        for factor, cut in more.cuts.items():
+            cuts[factor] = cuts[factor].inside(cut) if factor in cuts else cut
+        return Option(cuts, {**base.through, **more.through})
+
+    def _extending(self, side: str, rule: Rule, index: int, sharding: Sharding, base: Option) -> Option | Refusal:
+        found = self._once((side, id(rule), index, sharding), lambda: self._following(side, rule, index, sharding))
+        if isinstance(found, Refusal) and len(self.axes) > 1:
+            only = sharding.only(self.axis)
+            found = self._once((side, id(rule), index, only), lambda: self._following(side, rule, index, only))
+        if isinstance(found, Refusal) or len(self.axes) == 1:
+            return found  # type: ignore[no-any-return]
+        earlier = [axis for axis in self.axes[:-1] if restricted(found, axis) != restricted(base, axis)]
+        return found if not earlier else self.extended(base, restricted(found, self.axis))
+
+    def _following(self, side: str, rule: Rule, index: int, sharding: Sharding) -> Option | Refusal:
+        term = (rule.pattern.inputs if side == "in" else rule.pattern.outputs)[index]
+        found = follow(rule, term, sharding, self.mesh)
+        for axis, op in sharding.partial:
+            through = pass_through(rule, index, axis, op) if side == "in" else Refusal("a result is pending")
+            if isinstance(found, Refusal) or isinstance(through, Refusal):
+                return through if isinstance(through, Refusal) else found
+            found = Option(found.cuts, {**found.through, **through.through})
+        return found
+
+    def _once(self, key: Any, find: Callable[[], Any]) -> Any:
+        if key not in self.known:
+            self.known[key] = find()
+        return self.known[key]
+
+
+def _first(pair: tuple[str, Any]) -> str:
+    return pair[0]
+
+
+@dataclass
+class Leaf:
+    """A tensor of the model, whatever names and programs share it, and what it may be so far.
+
+    `before`: what it is over the axes before. `shardings`: none of one that the plan does not name and nothing writes,
+    which is what its uses want.
+    """
+
+    group: str
+    seed: Seed | None
+    is_written: bool
+    before: Sharding
+    shardings: dict[Sharding, None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, group: str, seed: Seed | None, is_written: bool, before: Sharding, stage: Stage) -> Leaf:
+        made = cls(group, seed, is_written, before)
+        if seed is not None:
+            asked = seed.sharding.only(stage.axis).beside(before, {stage.axis}) if seed.loose else seed.sharding
+            made.shardings[stage.within(asked)] = None
+        elif is_written:
+            made.shardings[before] = None
+        return made
+
+    def want(self, sharding: Sharding, stage: Stage) -> None:
+        """Let it be what a use wants, where a style leaves that open: the same dims cut by the same axes."""
+        if sharding.partial or sharding.without([stage.axis]) != self.before:
+            return
+        if self.seed is None:
+            if self.is_written:
+                self.shardings.setdefault(sharding)
+        elif self.seed.loose and _cut_dims(sharding, stage.axis) == _cut_dims(self.seed.sharding, stage.axis):
+            self.shardings.setdefault(sharding)
+
+    def let_be_whole(self) -> None:
+        self.shardings.setdefault(self.before)
+
+
+def _cut_dims(sharding: Sharding, axis: str) -> list[int]:
+    return [dim for dim, cut in enumerate(sharding.dims) if axis in cut.axes]
