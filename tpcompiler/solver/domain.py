@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,8 +20,7 @@ from tpcompiler.rules.notation import Joined, Rule, Term
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.stage import Both, Choice, Leaf, Stage
 
-MOST_CHOICES = 12  # of an op
-MOST_MERGED = 8  # ways to cut several parts of one dim at once
+MOST_CHOICES = 20  # of an op
 
 
 @dataclass
@@ -169,9 +167,10 @@ def _is_allowed(domain: Domain, node: fx.Node, option: Option) -> bool:
         return rule.relayout
     if node not in domain.touched:
         return False
-    pairs = zip(edit.operands(node), rule.pattern.inputs, strict=True)
-    known = {factor for operand, term in pairs if operand not in domain.loose for dim in term for factor in dim}
-    return cuts.keys() <= known
+    factors: dict[bool, set[str]] = {True: set(), False: set()}
+    for operand, term in zip(edit.operands(node), rule.pattern.inputs, strict=True):
+        factors[operand in domain.loose].update(factor for dim in term for factor in dim)
+    return cuts.keys().isdisjoint(factors[True] - factors[False])
 
 
 def _add(domain: Domain, node: fx.Node, more: Iterable[Option]) -> None:
@@ -261,7 +260,11 @@ def _take_operands(domain: Domain, node: fx.Node) -> None:
 
 
 def _merged(followed: Sequence[Sequence[Option]]) -> Iterator[Option]:
-    ways = itertools.islice(itertools.product(*followed), MOST_MERGED)
+    """The newest of each together, and every other beside the newest of the rest."""
+    newest = [own[-1] for own in followed]
+    ways = [newest] + [
+        [*newest[:at], other, *newest[at + 1 :]] for at, own in enumerate(followed) for other in own[:-1]
+    ]
     yield from (both for way in ways if (both := merge(way)) is not None)
 
 
@@ -295,14 +298,15 @@ def _let_be_whole(domain: Domain, node: fx.Node, index: int, leaves: frozenset[s
 
     So are keys and values of which there are fewer heads than ranks.
     """
-    axis = domain.stage.axis
+    axis, cut = domain.stage.axis, shardings_of(domain, edit.operands(node)[index])
+    cut = [sharding for sharding in cut if axis in sharding.axes]
     named = any(domain.leaves[o.name].seed for o in edit.operands(node) if o.name in domain.leaves)
     if named:
         return
     for option in domain.kept[node].values():
         both = domain.both(node, option)
         if any(axis in cut.axes for cut in option.cuts.values()) and not isinstance(both, Refusal):
-            if axis not in both[0][index].axes:
+            if both[0][index] not in cut:
                 for leaf in domain.leaves.values():
                     if leaf.group in leaves:
                         leaf.let_be_whole()
@@ -329,8 +333,10 @@ def _ask(domain: Domain, value: fx.Node, wanted: Sequence[Sharding]) -> None:
         return
     at = 0 if source is value else tensor_index(source, value.args[1])
     base = stage.base(source)
-    found = (stage.make(rule, at, sharding, base) for sharding in wanted)
-    _add(domain, source, (option for option in found if isinstance(option, Option)))
+    for sharding in wanted:
+        option = stage.make(rule, at, sharding, base)
+        others = _other_cuts(rule, rule.pattern.outputs[at], sharding, stage, base)
+        _add(domain, source, [option] if isinstance(option, Option) else others)
     if source is not value or any(isinstance(dim, Joined) for dim in rule.pattern.outputs[at]):
         _add(domain, source, _parts_together(domain, source))
 

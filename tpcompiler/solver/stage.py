@@ -10,7 +10,7 @@ from torch import fx
 
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import Seed
-from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size
 from tpcompiler.rules.infer import Option, Refusal, follow, options, pass_through, restricted, shardings
 from tpcompiler.rules.notation import Rule
 
@@ -85,8 +85,23 @@ class Stage:
             found = self._once((side, id(rule), index, only), lambda: self._following(side, rule, index, only))
         if isinstance(found, Refusal) or len(self.axes) == 1:
             return found  # type: ignore[no-any-return]
-        earlier = [axis for axis in self.axes[:-1] if restricted(found, axis) != restricted(base, axis)]
-        return found if not earlier else self.extended(base, restricted(found, self.axis))
+        return found if self._is_inside(found, base, rule) else self.extended(base, restricted(found, self.axis))
+
+    def _is_inside(self, option: Option, base: Option, rule: Rule) -> bool:
+        """Whether an option is this one over the axes before."""
+        through = {axis: passed for axis, passed in option.through.items() if axis != self.axis}
+        return through == base.through and all(
+            self._before(option.cuts.get(factor, WHOLE), rule.extent[factor]) == base.cuts.get(factor, WHOLE)
+            for factor in (*option.cuts, *base.cuts)
+        )
+
+    def _before(self, cut: DimSharding, size: Size) -> DimSharding:
+        """A cut over the axes before: what lies inside of a piece that the axis cuts lies in blocks of such pieces."""
+        if len(cut.levels) > 1 and cut.levels[0].axis == self.axis and not cut.levels[1].block:
+            piece, left = divmod(cut.levels[0].block or size, self.mesh.degree(self.axis))
+            if isinstance(piece, int) and not left:
+                return DimSharding((cut.levels[1]._replace(block=piece), *cut.levels[2:]))
+        return cut.without(self.axis)
 
     def _following(self, side: str, rule: Rule, index: int, sharding: Sharding) -> Option | Refusal:
         term = (rule.pattern.inputs if side == "in" else rule.pattern.outputs)[index]
