@@ -8,8 +8,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from passes.delay_reductions import delay_reductions
-from passes.recut_leaves import recut_leaves
 from torch import nn
 from torch.export import export
 
@@ -25,6 +23,7 @@ from passes.lower_reshards import lower_reshards
 from passes.mark_placements import mark_placements
 from passes.shard_state import shard_state
 from tpcompiler._torch import OpOverload
+from tpcompiler.auto import place
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
@@ -115,24 +114,17 @@ def divided(*args: Any, **kwargs: Any) -> PlannedProgram:
     return _checked(divide_sizes(join_branches(planned(*args, **kwargs))))
 
 
-def recut(*args: Any, **kwargs: Any) -> PlannedProgram:
-    return _checked(recut_leaves(divided(*args, **kwargs)))
-
-
 def marked(*args: Any, **kwargs: Any) -> MarkedProgram:
-    return _checked(mark_placements(divided(*args, **kwargs)))
+    (program,), found, _ = place([divided(*args, **kwargs)], auto=False)
+    return _checked(mark_placements(program, found))
 
 
 def resharded(*args: Any, **kwargs: Any) -> ReshardedProgram:
     return _checked(insert_reshards(marked(*args, **kwargs)))
 
 
-def delayed(*args: Any, **kwargs: Any) -> ReshardedProgram:
-    return _checked(delay_reductions(resharded(*args, **kwargs)))
-
-
 def folded(*args: Any, **kwargs: Any) -> ReshardedProgram:
-    return _checked(fold_reshards(delayed(*args, **kwargs)))
+    return _checked(fold_reshards(resharded(*args, **kwargs)))
 
 
 def lowered(*args: Any, rank: int = 0, **kwargs: Any) -> LoweredProgram:

@@ -76,13 +76,14 @@ def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf
             _add(domain, node, (option for option in stage.own_options(rule)))
     for node in () if stage.free else ruled:
         _take_operands(domain, node)
-    for node in reversed(ruled):
+    for node in reversed(calls):
         _make_wanted(domain, node)
-        if stage.free:
+        if stage.free and node in domain.kept:
             _take_operands(domain, node)
     _write_back(domain)
-    for node in ruled:
-        _take_operands(domain, node)
+    for node in calls:
+        if node in domain.kept:
+            _take_operands(domain, node)
         _make_wanted(domain, node)
     return domain
 
@@ -300,12 +301,14 @@ def _let_be_whole(domain: Domain, node: fx.Node, index: int, leaves: frozenset[s
     """
     axis, cut = domain.stage.axis, shardings_of(domain, edit.operands(node)[index])
     cut = [sharding for sharding in cut if axis in sharding.axes]
-    named = any(domain.leaves[o.name].seed for o in edit.operands(node) if o.name in domain.leaves)
-    if named:
+    operands, rule = edit.operands(node), domain.rules[node]
+    if rule is None or any(domain.leaves[o.name].seed for o in operands if o.name in domain.leaves):
         return
+    pairs = enumerate(zip(operands, rule.pattern.inputs, strict=True))
+    others = {f for at, (o, term) in pairs if at != index and o in domain.touched for dim in term for f in dim}
     for option in domain.kept[node].values():
         both = domain.both(node, option)
-        if any(axis in cut.axes for cut in option.cuts.values()) and not isinstance(both, Refusal):
+        if any(axis in how.axes and f in others for f, how in option.cuts.items()) and not isinstance(both, Refusal):
             if both[0][index] not in cut:
                 for leaf in domain.leaves.values():
                     if leaf.group in leaves:
@@ -316,8 +319,12 @@ def _let_be_whole(domain: Domain, node: fx.Node, index: int, leaves: frozenset[s
 def _make_wanted(domain: Domain, node: fx.Node) -> None:
     """Let those who make an op's operands make what it wants of them."""
     stage = domain.stage
-    for index, operand in enumerate(edit.operands(node)):
-        wanted = dict.fromkeys(both[0][index] for both in _each(domain, node))
+    if node.target is pin:
+        needs: list[tuple[Sharding, ...]] = [choice.wants for choice in pin_choices(domain, node)]
+    else:
+        needs = [both[0] for both in _each(domain, node)] if node in domain.kept else []
+    for index, operand in enumerate(edit.operands(node) if needs else ()):
+        wanted = dict.fromkeys(wants[index] for wants in needs)
         _ask(domain, operand, [s for s in wanted if stage.axis in s.cut_axes and not s.partial])
 
 
