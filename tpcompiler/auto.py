@@ -19,7 +19,7 @@ def place(programs: Sequence[PlannedProgram], auto: bool) -> tuple[list[PlannedP
     Raises:
         ShardingError: none suits all that is asked for.
     """
-    found = search(programs, SEARCHED if auto else PLANNED, programs[0].mesh.model_axis if auto else "")
+    found = search(programs, SEARCHED if auto else PLANNED, free=auto)
     if math.isinf(found.seconds):
         raise ShardingError(
             "no placement of all values suits what is asked for",

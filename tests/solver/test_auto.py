@@ -17,14 +17,13 @@ from passes.canonicalize import canonicalize
 from tests.runtime.commands import right
 from tests.zoo.index import CASES
 from tpcompiler import ParallelProgram
-from tpcompiler.auto import search, shorten
-from tpcompiler.cost.objective import H100, STEP
+from tpcompiler.auto import place, shorten
+from tpcompiler.cost.objective import H100, SEARCHED
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.inputs import write_tensors
-from tpcompiler.solver.problem import pose
-from tpcompiler.solver.solution import solve
+from tpcompiler.solver.solution import search
 
 
 @cache
@@ -53,13 +52,13 @@ def mlp() -> ExportedProgram:
 
 def test_a_layer_by_hand() -> None:
     """The sums of docs/auto.md."""
-    program, mesh = canonicalize(mlp()), Mesh.of(2)
-    found = solve(pose(apply_plan(program, Plan(), mesh), mesh, H100))
+    program = apply_plan(canonicalize(mlp()), Plan(), Mesh.of(2))
+    found = search([program], SEARCHED, free=True)
     assert found.styles == {"up": "colwise", "down": "rowwise"}
     up = (16 * 64 + 128 * 64 + 16 * 128) * 4  # bytes: x, half of the weight, half of the result
     down = (16 * 128 + 64 * 128 + 16 * 64) * 4
     held, sent = 2 * 128 * 64 * 4, 16 * 64 * 4
-    assert found.seconds == pytest.approx((up + down) / H100.memory + (held + sent) / H100.link + STEP)
+    assert found.seconds == pytest.approx((up + down) / H100.memory + (held + sent) / H100.link + SEARCHED.step)
 
 
 # A decoder, parallel blocks, experts, convolutions, an encoder with packed and blocked heads, and caches.
@@ -135,7 +134,7 @@ def test_nothing_fits() -> None:
     program = canonicalize(export(nn.LayerNorm(8), (torch.randn(2, 8),)))
     planned = apply_plan(program, Plan.of({"weight": "S(0)"}), Mesh.of(2))
     with pytest.raises(ShardingError, match="no placement of all values suits what is asked for"):
-        search(planned, Mesh.of(2))
+        place([planned], auto=True)
 
 
 def test_layers_alike_are_one_entry() -> None:

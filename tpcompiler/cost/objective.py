@@ -27,13 +27,15 @@ class Objective(NamedTuple):
     Attributes:
         step: seconds of each step of a change beside its bytes.
         held: the share that counts of the bytes of weights that a rank holds.
-        fused: the share that counts of the bytes that ops move which are no products.
+        products: the share that counts of the seconds of ops that multiply and sum.
+        others: the same of all other ops, which a compiler fuses with what makes or takes their values.
     """
 
     machine: Machine
     step: float
     held: float
-    fused: float
+    products: float
+    others: float
 
     def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
         """Of a change of sharding: its wire bytes, and next to nothing for each step."""
@@ -41,11 +43,8 @@ class Objective(NamedTuple):
         return sum(step.wire_bytes for step in steps) / self.machine.link + self.step * len(steps)
 
     def compute_seconds(self, flops: float, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
-        """Of the largest share of an op, by the roofline (Williams, Waterman and Patterson, 2009).
-
-        An op without FLOPs of its own is taken to run within what makes or takes its values.
-        """
-        share = 1.0 if flops else self.fused
+        """Of the largest share of an op, by the roofline (Williams, Waterman and Patterson, 2009)."""
+        share = self.products if flops else self.others
         moved = sum(local_bytes(value, sharding, mesh) for value, sharding in values) if share else 0
         return share * max(flops / self.machine.flops, moved / self.machine.memory)
 
@@ -60,9 +59,9 @@ class Objective(NamedTuple):
 # Dense bfloat16, HBM3, NVLink 4 in one direction: NVIDIA's data sheet.
 H100 = Machine(flops=989e12, memory=3.35e12, link=450e9)
 # Of each step about 2 KB on the link, so that fewer collectives win where bytes are nearly the same.
-SEARCHED = Objective(H100, step=5e-9, held=1.0, fused=0.0)
-# A plan has decided what is held where; this, and the number of collectives, breaks ties.
-PLANNED = Objective(H100, step=1e-12, held=1e-5, fused=1e-5)
+SEARCHED = Objective(H100, step=5e-9, held=1.0, products=1.0, others=0.0)
+# A plan has decided who holds and computes what: bytes on the wire count, and the rest breaks ties.
+PLANNED = Objective(H100, step=1e-12, held=1e-5, products=1.0, others=1e-5)
 
 
 def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:

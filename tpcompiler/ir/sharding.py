@@ -159,12 +159,25 @@ class DimSharding:
 
     def inside(self, inner: DimSharding) -> DimSharding:
         """This cut, each piece of which is cut by the axes of `inner` in turn; this one where its parts are others."""
+        if not self.axes:
+            return inner
         if self.parts or inner.parts:
             if [size for size, _ in self.parts] != [size for size, _ in inner.parts]:
                 return self
             pairs = zip(self.parts, inner.parts, strict=True)
             return DimSharding.of_parts([(size, cut.inside(by)) for (size, cut), (_, by) in pairs])
-        return DimSharding((*self.levels, *inner.levels))
+        same = bool(self.block) and inner.block == self.block  # what is left of each block is a piece
+        return DimSharding((*self.levels, *(inner.of_block(0) if same else inner).levels))
+
+    def has_blocks(self, size: Size, mesh: Mesh) -> bool:
+        """Whether every block lies in one piece of those that the axes before have left of `size` elements."""
+        if self.parts:
+            return all(cut.has_blocks(length, mesh) for length, cut in self.parts)
+        for axis, block, unit in self.levels:
+            if block and isinstance(size, int) and size % block:
+                return False
+            size = chunk(block or size, mesh.degree(axis), 0, unit)[1]
+        return True
 
     def pieces(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> Iterator[tuple[Level, Size, Size]]:
         """Level by level, how many blocks there are, and the size of the piece of each that lies at `coordinate`."""

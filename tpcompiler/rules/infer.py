@@ -163,6 +163,8 @@ def _check(rule: Rule, factor: str, cut: DimSharding, mesh: Mesh) -> Refusal | N
         return Refusal("its own body takes no dim that is cut in blocks or parts")
     if factor in rule.reduced and any(set(how.axes) != set(cut.axes) for _, how in cut.parts):
         return Refusal(f"it sums over the dim of {size}, parts of which are on several ranks at once")
+    if not cut.has_blocks(size, mesh):
+        return Refusal(f"blocks of the dim of {size} would lie across the pieces of several ranks")
     if not isinstance(size, int):
         if cut.is_even(size, mesh):
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from tpcompiler.rules.notation import Joined, Rule, Term
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.stage import Both, Choice, Leaf, Stage
 
-MOST_CHOICES = 20  # of an op
+MOST_CHOICES, MOST_PLANNED = 20, 64  # of an op, without a plan and with one
 
 
 @dataclass
@@ -39,7 +40,11 @@ class Domain:
     tokens: dict[fx.Node, dict[str, bool]] = field(default_factory=dict)  # factors of samples or tokens
     touched: set[fx.Node] = field(default_factory=set)  # what something that is cut leads to
     loose: set[fx.Node] = field(default_factory=set)  # computed from leaves that the plan does not name
-    comes_of: dict[fx.Node, frozenset[str]] = field(default_factory=dict)  # leaves of styles because of which a value is cut, by group
+    comes_of: dict[fx.Node, frozenset[str]] = field(default_factory=dict)  # groups of the styles' leaves behind its cut
+
+    @property
+    def most(self) -> int:
+        return MOST_CHOICES if self.stage.free else MOST_PLANNED
 
     def both(self, node: fx.Node, option: Option) -> Both | Refusal:
         rule = self.rules[node]
@@ -85,6 +90,8 @@ def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf
         if node in domain.kept:
             _take_operands(domain, node)
         _make_wanted(domain, node)
+    for node in () if stage.free else ruled:
+        _let_operands_be_whole(domain, node)
     return domain
 
 
@@ -180,7 +187,7 @@ def _add(domain: Domain, node: fx.Node, more: Iterable[Option]) -> None:
         name = stage.name(option)
         if name in found or not _is_allowed(domain, node, option) or isinstance(domain.both(node, option), Refusal):
             continue
-        if len(found) >= MOST_CHOICES:
+        if len(found) >= domain.most:
             domain.capped.add(node)
             return
         found[name] = option
@@ -234,14 +241,14 @@ def _take_operands(domain: Domain, node: fx.Node) -> None:
     assert rule is not None
     base = stage.base(node)
     followed: list[list[Option]] = []
-    behind: dict[int, frozenset[str]] = {}
+    behind: set[str] = set()
     for index, operand in enumerate(edit.operands(node)):
         own: list[Option] = []
         for sharding in dict.fromkeys(shardings_of(domain, operand)):
             if axis not in sharding.axes:
                 continue
             if axis in sharding.cut_axes and operand in domain.comes_of:
-                behind[index] = domain.comes_of[operand]
+                behind |= domain.comes_of[operand]
             option = stage.keep(rule, index, sharding, base)
             if isinstance(option, Option):
                 own.append(option)
@@ -251,21 +258,21 @@ def _take_operands(domain: Domain, node: fx.Node) -> None:
             followed.append(own)
     _add(domain, node, (option for own in followed for option in own))
     if len(followed) > 1:
-        _add(domain, node, _merged(followed))
+        _add(domain, node, _merged(followed, domain.most))
     if any(isinstance(dim, Joined) for term in (*rule.pattern.inputs, *rule.pattern.outputs) for dim in term):
         _add(domain, node, _parts_together(domain, node))
     for made, _ in results(node) if behind else ():
-        domain.comes_of[made] = frozenset().union(*behind.values())
-    for index, leaves in behind.items():
-        _let_be_whole(domain, node, index, leaves)
+        domain.comes_of[made] = frozenset(behind)
 
 
-def _merged(followed: Sequence[Sequence[Option]]) -> Iterator[Option]:
-    """The newest of each together, and every other beside the newest of the rest."""
+def _merged(followed: Sequence[Sequence[Option]], most: int) -> Iterator[Option]:
+    """One of each together: in every way where these are few, otherwise the newest, and every other beside them."""
     newest = [own[-1] for own in followed]
-    ways = [newest] + [
-        [*newest[:at], other, *newest[at + 1 :]] for at, own in enumerate(followed) for other in own[:-1]
-    ]
+    ways: Iterable[Sequence[Option]] = itertools.product(*(reversed(own) for own in followed))
+    if math.prod(map(len, followed)) > most:
+        ways = [newest] + [
+            [*newest[:at], other, *newest[at + 1 :]] for at, own in enumerate(followed) for other in own[:-1]
+        ]
     yield from (both for way in ways if (both := merge(way)) is not None)
 
 
@@ -278,7 +285,7 @@ def _parts_together(domain: Domain, node: fx.Node) -> Iterator[Option]:
         if factors:
             alone.setdefault(factors, []).append(option)
     single = [own for factors, own in alone.items() if not any(other < factors for other in alone)]
-    yield from _merged(single)
+    yield from _merged(single, domain.most)
 
 
 def _other_cuts(rule: Rule, term: Term, sharding: Sharding, stage: Stage, base: Option) -> Iterator[Option]:
@@ -294,26 +301,30 @@ def _other_cuts(rule: Rule, term: Term, sharding: Sharding, stage: Stage, base: 
                 yield option
 
 
-def _let_be_whole(domain: Domain, node: fx.Node, index: int, leaves: frozenset[str]) -> None:
-    """A style's leaf may be whole over the axis where an op cuts its other operands and needs this one whole.
+def _let_operands_be_whole(domain: Domain, node: fx.Node) -> None:
+    """Leaves of styles may be whole over the axis where an op that cuts its other operands cannot take theirs cut.
 
     So are keys and values of which there are fewer heads than ranks.
     """
-    axis, cut = domain.stage.axis, shardings_of(domain, edit.operands(node)[index])
-    cut = [sharding for sharding in cut if axis in sharding.axes]
-    operands, rule = edit.operands(node), domain.rules[node]
+    axis, operands, rule = domain.stage.axis, edit.operands(node), domain.rules[node]
     if rule is None or any(domain.leaves[o.name].seed for o in operands if o.name in domain.leaves):
         return
-    pairs = enumerate(zip(operands, rule.pattern.inputs, strict=True))
-    others = {f for at, (o, term) in pairs if at != index and o in domain.touched for dim in term for f in dim}
-    for option in domain.kept[node].values():
-        both = domain.both(node, option)
-        if any(axis in how.axes and f in others for f, how in option.cuts.items()) and not isinstance(both, Refusal):
-            if both[0][index] not in cut:
-                for leaf in domain.leaves.values():
-                    if leaf.group in leaves:
-                        leaf.let_be_whole()
-                return
+    for index, operand in enumerate(operands):
+        cut = [sharding for sharding in shardings_of(domain, operand) if axis in sharding.axes]
+        if operand not in domain.comes_of or not cut:
+            continue
+        pairs = enumerate(zip(operands, rule.pattern.inputs, strict=True))
+        others = {f for at, (o, term) in pairs if at != index and o in domain.touched for dim in term for f in dim}
+        wanted = [
+            both[0][index]
+            for option in domain.kept[node].values()
+            if any(axis in how.axes and factor in others for factor, how in option.cuts.items())
+            and not isinstance(both := domain.both(node, option), Refusal)
+        ]
+        if wanted and not any(want in cut for want in wanted):
+            for leaf in domain.leaves.values():
+                if leaf.group in domain.comes_of[operand]:
+                    leaf.let_be_whole()
 
 
 def _make_wanted(domain: Domain, node: fx.Node) -> None:

@@ -47,36 +47,38 @@ class Solution:
         return self.programs[0].mesh
 
 
-def search(programs: Sequence[PlannedProgram], objective: Objective, free: str = "") -> Solution:
+def search(programs: Sequence[PlannedProgram], objective: Objective, free: bool = False) -> Solution:
     """The cheapest placements of all values of programs that share their leaves.
 
     One axis after the other, each exactly. An axis is two where that shares heads of which there are fewer than ranks.
 
     Args:
-        free: an axis over which nothing is planned.
+        free: without a plan for the axis of the model.
 
     Raises:
         UnsupportedError: as `eliminate`.
     """
-    best, heads = _over_all_axes(programs, objective, free)
+    model = (programs[0].mesh.model_axis,)
+    best, heads = _over_all_axes(programs, objective, model, free)
     for axis, outer in heads:
         split = [on_split_axis(program, axis, outer) for program in programs]
-        found, _ = _over_all_axes(split, objective, free and f"{axis}_")
+        halves = tuple(half for each in model for half in ((f"{each}_0", f"{each}_1") if each == axis else (each,)))
+        found, _ = _over_all_axes(split, objective, halves, free)
         best = min(best, found, key=lambda solution: solution.seconds)
     return best
 
 
 def _over_all_axes(
-    programs: Sequence[PlannedProgram], objective: Objective, free: str
+    programs: Sequence[PlannedProgram], objective: Objective, model: tuple[str, ...], free: bool
 ) -> tuple[Solution, list[tuple[str, int]]]:
-    model = programs[0].mesh.model_axis
+    """The solution over the `model` axes, then over the others; and how many heads ranks could share, by axis."""
     mesh, found, heads = programs[0].mesh, Solution(programs), list[tuple[str, int]]()
     groups: dict[str, Sharding] = {}
-    order = sorted(mesh.names, key=lambda axis: not axis.startswith(model))  # what it cuts, others reduce less of
+    order = [*model, *(axis for axis in mesh.names if axis not in model)]  # what the first cut, others reduce less of
     for at, axis in enumerate(order):
         if mesh.degree(axis) == 1 and (found.choices or axis != order[-1]):
             continue
-        stage = Stage(mesh, tuple(order[: at + 1]), found.choices, bool(free) and axis.startswith(free))
+        stage = Stage(mesh, tuple(order[: at + 1]), found.choices, free and axis in model)
         problem = pose(programs, stage, objective, groups)
         values = _solved(problem)
         if values is None and not stage.free:

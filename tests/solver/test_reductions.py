@@ -1,4 +1,4 @@
-"""Pending sums pass through an op whose result is cheaper to reduce."""
+"""Pending sums are reduced where that is cheapest: before an op, or after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import tpcompiler
-from tests.passes.stages import Call, delayed
+from tests.passes.stages import Call, resharded
 from tpcompiler.ir.text import program_text
 
 pytestmark = pytest.mark.slow
@@ -37,18 +37,18 @@ def kinds(module: nn.Module, args: tuple[Any, ...], plan: dict[str, str], world:
 
 def test_branches_that_are_added_share_a_reduction() -> None:
     module = two(lambda self, x: self.a(x) + self.b(x))
-    text = program_text(delayed(module, (X,), ROWS))
+    text = program_text(resharded(module, (X,), ROWS))
     assert_expected_inline(
         text[text.index("x: ") :],
         """\
 x: R = input f32[4, 8]
 reshard: S(1) = reshard(x)
 linear: P(sum) = linear(reshard, p_a_weight)
-reshard_2: S(1) = reshard(x)
-linear_1: P(sum) = linear(reshard_2, p_b_weight)
+reshard_1: S(1) = reshard(x)
+linear_1: P(sum) = linear(reshard_1, p_b_weight)
 add: P(sum) = add(linear, linear_1)
-reshard_4: R = reshard(add)
-return reshard_4
+reshard_2: R = reshard(add)
+return reshard_2
 """,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,16 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from passes.recut_leaves import recut_leaves
 from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler
-from passes.mark_placements import mark_placements
-from tests.passes.stages import Call, divided, planned, recut
+from tests.passes.stages import Call, marked, planned
 from tests.zoo.case import randomise
 from tpcompiler.errors import PlanError
-from tpcompiler.ir.program import PlannedProgram
+from tpcompiler.ir.program import Program
 from tpcompiler.ir.text import program_text
 
 X = torch.randn(2, 3, 8)
@@ -112,31 +111,10 @@ FORWARDS = (
 )
 
 
-def test_before_and_after() -> None:
-    program = divided(module(by_split), (X,), PLAN)
-    before, after = (program_text(mark_placements(p, [])) for p in (program, recut_leaves(program)))
+def test_cut_in_parts() -> None:
+    program = marked(module(by_split), (X,), PLAN)
     assert_expected_inline(
-        before,
-        """\
-p_up_weight: S(0) = up.weight f32[16, 8]
-p_up_bias: S(0) = up.bias f32[16]
-p_down_weight: S(1) = down.weight f32[8, 12]
-p_down_bias: P(sum) = down.bias f32[8]
-x: R = input f32[2, 3, 8]
-linear: S(2) = linear(x, p_up_weight, p_up_bias)
-split_with_sizes: (R, R, R) = split_with_sizes(linear, [8, 4, 4], -1)
-getitem: R = getitem(split_with_sizes, 0)
-getitem_1: R = getitem(split_with_sizes, 1)
-getitem_2: R = getitem(split_with_sizes, 2)
-mul: R = mul(getitem_1, getitem_2)
-cat: R = cat([getitem, mul], -1)
-linear_1: P(sum) = linear(cat, p_down_weight, p_down_bias)
-pin: R = pin(linear_1)
-return pin
-""",
-    )
-    assert_expected_inline(
-        after,
+        program_text(program),
         """\
 p_up_weight: S(0, parts 8 8b4) = up.weight f32[16, 8]
 p_up_bias: S(0, parts 8 8b4) = up.bias f32[16]
@@ -158,13 +136,13 @@ return pin
 
 
 def cuts(forward: Callable[..., torch.Tensor], degree: int = 2, plan: Mapping[str, str] | None = None) -> str:
-    return lines_of(recut(module(forward), (X,), plan or plan_of(forward), degree=degree))
+    return lines_of(marked(module(forward), (X,), plan or plan_of(forward), degree=degree))
 
 
-def lines_of(program: PlannedProgram) -> str:
-    """The leaves that the plan cuts, one per line."""
+def lines_of(program: Program) -> str:
+    """The weights that are cut, one per line."""
     lines = [line.partition(" = ") for line in program_text(program).splitlines()]
-    return "\n".join(f"{what.split()[0]}: {left.partition(': ')[2]}" for left, _, what in lines if ": S" in left)
+    return "\n".join(f"{what.split()[0]}: {left.partition(': ')[2]}" for left, _, what in lines if re.match(r"p_\w+: S", left))
 
 
 @pytest.mark.slow
@@ -207,6 +185,7 @@ b.weight: S(0)
 b.bias: S(0)
 down.weight: S(1, parts 8 4)
 through_a_convolution
+taps: S(0, block 8)
 up.weight: S(0, block 8)
 up.bias: S(0, block 8)
 down.weight: S(1)
@@ -222,7 +201,7 @@ down.weight: S(1)""",
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize(("world", "dynamic"), [(2, False), (4, True)])
 def test_one_sum_and_no_gather(forward: Callable[..., torch.Tensor], world: int, dynamic: bool) -> None:
-    """The executed side; without the pass there are gathers (`test_without_the_pass`)."""
+    """The executed side; cut in one piece there are gathers (`test_placements_as_they_are_printed`)."""
     sizes = {"x": {0: Dim("batch", max=64), 1: Dim("sequence", max=64)}} if dynamic else None
     made = tpcompiler.parallelize(export(module(forward), (X,), dynamic_shapes=sizes), world, plan_of(forward))
     assert made.verify((X,)).ok
@@ -231,21 +210,13 @@ def test_one_sum_and_no_gather(forward: Callable[..., torch.Tensor], world: int,
     assert [(c.kind, c.why) for c in made.collectives()] == [("all_reduce", "inherent")]
 
 
-@pytest.mark.parametrize("forward", [forward for forward in FORWARDS if forward is not head_by_head])
-def test_without_the_pass(forward: Callable[..., torch.Tensor]) -> None:
-    """In one piece, something is gathered; head by head is the one that needs no parts."""
-    gathered: list[Any] = []
-    mark_placements(divided(module(forward), (X,), plan_of(forward)), gathered)
-    assert gathered
-
-
 def test_explicit_placements_stay() -> None:
     plan = {"up.weight": "S(0)", "up.bias": "S(0)", "down": "rowwise"}
     assert cuts(gate_and_up, plan=plan) == "up.weight: S(0)\nup.bias: S(0)\ndown.weight: S(1)"
 
 
 def test_placements_as_they_are_printed() -> None:
-    """What the pass finds for styles may be written into a plan, and is the same program."""
+    """What the search finds for styles may be written into a plan, and is the same program."""
     plan = {"up.weight": "S(0, parts 8 8b4)", "up.bias": "S(0, parts 8 4 4)", "down.weight": "S(1, parts 8 4)"}
     assert cuts(by_split, plan=plan) == cuts(by_split)
     program = export(module(by_split), (X,))
