@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from passes._causes import find_demand, refuses
 from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
@@ -30,7 +31,7 @@ from tpcompiler.ir.program import (
 )
 from tpcompiler.ir.sharding import WHOLE, Sharding
 from tpcompiler.ir.text import op_name
-from tpcompiler.rules.infer import Option, Refusal, follow, pass_through, shardings
+from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.domain import tensor_index
@@ -78,6 +79,14 @@ class _Walk:
     settled: dict[fx.Node, Sharding] = field(default_factory=dict)  # what the users of a value see
     pinned: dict[fx.Node, Seed] = field(default_factory=dict)  # planned leaves, and what only rearranges them
     notes: list[Note] = field(default_factory=list)
+
+    def seen(self, value: fx.Node) -> Sharding | None:
+        """What users see of a value; of one that is not marked yet, what is made."""
+        source: Any = value.args[0] if value.target is operator.getitem else value
+        choice = None if value in self.settled else self.found.choices.get(source)
+        if choice is None:
+            return self.settled.get(value)
+        return choice.made[0 if source is value else tensor_index(source, value.args[1])]
 
 
 def _refuse_without_parts(program: PlannedProgram, found: Solution) -> None:
@@ -154,13 +163,19 @@ def _wanted(user: fx.Node, value: fx.Node, walk: _Walk) -> list[Sharding]:
 def _mark_op(node: fx.Node, walk: _Walk) -> Mark:
     choice, rule, operands = walk.found.choices[node], rule_of(node), edit.operands(node)
     seen = [walk.settled[operand] for operand in operands]
-    mesh, refusals = walk.program.mesh, dict[int, str]()
+    mesh, refusals, asked = walk.program.mesh, dict[int, str](), list[str]()
     for index, (operand, have, want) in enumerate(zip(operands, seen, choice.wants, strict=True)):
         value = operand.meta["val"]
         if have == want or not reshard_wire_bytes(have, want, value.shape, value.element_size(), mesh):
             continue
         if not have.partial or operand in walk.pinned:
-            refusals[index] = _why_not(node, rule, index, have, walk)
+            refusals[index] = _unruled(node) if rule is None else refuses(rule, index, have, mesh)
+            own = refusals[index] or operand in walk.pinned
+            demand = "" if own else find_demand(node, seen, walk.seen, mesh)
+            if demand:
+                asked.append(demand)
+                refusals[index] = f"cheaper to gather than what is made of it, for {demand}"
+            refusals[index] = refusals[index] or "other operands are cut differently"
         if operand in walk.pinned:
             _refuse(node, operand, have, refusals[index], walk)
         if rule is None:
@@ -174,22 +189,8 @@ def _mark_op(node: fx.Node, walk: _Walk) -> Mark:
     if kept:
         reason += f", asked by {' and '.join(dict.fromkeys(walk.pinned[operand].asked_by for operand in kept))}"
     settled = (_settle(node, choice.made[0], walk),) if edit.is_tensor(node) else choice.made
-    why: Why = "plan-demanded" if kept else "fallback"
+    why: Why = "plan-demanded" if kept or len(asked) == len(refusals) > 0 else "fallback"
     return mark_with(node, rule, choice.option, (choice.made, settled, choice.wants), reason, why)
-
-
-def _why_not(node: fx.Node, rule: Rule | None, index: int, have: Sharding, walk: _Walk) -> str:
-    """Why an operand cannot stay as it is."""
-    mesh = walk.program.mesh
-    if rule is None:
-        return _unruled(node)
-    found = follow(rule, rule.pattern.inputs[index], have, mesh)
-    for axis, op in have.partial:
-        if isinstance(found, Option):
-            through = pass_through(rule, index, axis, op)
-            found = through if isinstance(through, Refusal) else found
-    both = found if isinstance(found, Refusal) else shardings(rule, found, mesh)
-    return both.text if isinstance(both, Refusal) else "other operands are cut differently"
 
 
 def mark_with(

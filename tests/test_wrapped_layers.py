@@ -61,7 +61,7 @@ class Mlp(nn.Module):
         (gated, 1),
         (parametrizations.weight_norm, 2),  # of what the layer gives, and of the lengths of its weight's cut rows
         (weight_norm, 2),
-        (Dora, 4),
+        (Dora, 2),
     ],
     ids=["plain", "parametrization", "weight_norm", "older weight_norm", "dora"],
 )

@@ -21,7 +21,7 @@ IDS = torch.tensor([[1, 5, 15], [0, 8, 7]])
         # A whole input to a row-wise layer is cut locally; a cut input to a replicated one is followed or gathered.
         ({"down": "rowwise"}, {}, ["all_reduce"]),
         ({"up": "colwise", "down": {"style": "rowwise", "inputs": ["R"]}}, {}, ["all_reduce"]),
-        ({"up": "colwise_rep", "down": "rowwise"}, {}, ["all_gather", "all_reduce"]),
+        ({"up": "colwise_rep", "down": "rowwise"}, {}, ["all_reduce"]),  # what is gathered would be cut again at once
         ({"up": "rowwise", "down": "colwise"}, {}, ["all_reduce", "all_gather"]),
         # What arrives is not what the plan wants.
         (PLAN, {"inputs": ["S(0)"]}, ["all_gather", "all_reduce"]),

@@ -164,7 +164,7 @@ def test_torchs_functional_form_is_wrong(then: Callable[[Net, torch.Tensor], obj
 def test_a_rank_that_returns_what_it_writes(tmp_path: Path) -> None:
     """As if somebody had taken the clone out of the files."""
     exported = export(randomise(Net(old_value)), (X,))
-    made = tpcompiler.parallelize(exported, 2, PLAN)
+    made = tpcompiler.parallelize(exported, 2, {})
     right = made.rank_program
 
     def wrong(rank: int) -> torch.export.ExportedProgram:

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 import tpcompiler.pipeline
 from passes.canonicalize import canonicalize
+from tests.passes.stages import cuts_are_kept
 from tpcompiler._torch import tree_flatten, tree_unflatten
 from tpcompiler.errors import InternalError, TpCompilerError
 from tpcompiler.soundness.check import check_programs
@@ -99,7 +100,8 @@ def outcomes(op: Any, sample: Any) -> Iterator[Outcome]:
 
 def _outcome(exported: ExportedProgram, tensors: Any, inputs: Any, placed: str) -> Outcome:
     try:
-        made = tpcompiler.parallelize(exported, WORLD, {}, inputs=inputs)
+        with cuts_are_kept():
+            made = tpcompiler.parallelize(exported, WORLD, {}, inputs=inputs)
         report = made.verify(tensors)
         ranks = [written(made.rank_program(rank)) for rank in range(WORLD)]
         alarms = check_programs(ranks, made.manifest(), exported).findings

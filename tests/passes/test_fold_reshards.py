@@ -104,18 +104,17 @@ def test_two_changes_in_a_row_are_one() -> None:
         """\
 x: S(1) = input f32[4, 8]
 linear: P(sum) = linear(x, p_a_weight)
-reshard: R = reshard(linear)
-reshard_1: S(1) = reshard(reshard)
-linear_1: P(sum) = linear(reshard_1, p_b_weight)
-reshard_2: R = reshard(linear_1)
-return reshard_2
+reshard: S(1) = reshard(linear)
+linear_1: P(sum) = linear(reshard, p_b_weight)
+reshard_1: R = reshard(linear_1)
+return reshard_1
 ---
 x: S(1) = input f32[4, 8]
 linear: P(sum) = linear(x, p_a_weight)
-reshard_1: S(1) = reshard(linear)
-linear_1: P(sum) = linear(reshard_1, p_b_weight)
-reshard_2: R = reshard(linear_1)
-return reshard_2
+reshard: S(1) = reshard(linear)
+linear_1: P(sum) = linear(reshard, p_b_weight)
+reshard_1: R = reshard(linear_1)
+return reshard_1
 """,
     )
     program = folded(module, (X,), {"a": "rowwise", "b": "rowwise"}, inputs=["S(1)"])
@@ -161,24 +160,21 @@ def test_a_change_that_two_equal_ones_follow() -> None:
         """\
 x: S(1) = input f32[4, 8]
 linear: P(sum) = linear(x, p_a_weight)
-reshard: R = reshard(linear)
-reshard_1: S(1) = reshard(reshard)
-linear_1: P(sum) = linear(reshard_1, p_b_weight)
-reshard_2: R = reshard(linear_1)
-reshard_3: S(1) = reshard(reshard)
-linear_2: P(sum) = linear(reshard_3, p_c_weight)
-reshard_4: R = reshard(linear_2)
-add: R = add(reshard_2, reshard_4)
-return add
+reshard: S(1) = reshard(linear)
+linear_1: P(sum) = linear(reshard, p_b_weight)
+linear_2: P(sum) = linear(reshard, p_c_weight)
+add: P(sum) = add(linear_1, linear_2)
+reshard_1: R = reshard(add)
+return reshard_1
 ---
 x: S(1) = input f32[4, 8]
 linear: P(sum) = linear(x, p_a_weight)
-reshard_1: S(1) = reshard(linear)
-linear_1: P(sum) = linear(reshard_1, p_b_weight)
-linear_2: P(sum) = linear(reshard_1, p_c_weight)
+reshard: S(1) = reshard(linear)
+linear_1: P(sum) = linear(reshard, p_b_weight)
+linear_2: P(sum) = linear(reshard, p_c_weight)
 add: P(sum) = add(linear_1, linear_2)
-reshard_5: R = reshard(add)
-return reshard_5
+reshard_1: R = reshard(add)
+return reshard_1
 """,
     )
 

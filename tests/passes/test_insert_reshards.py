@@ -66,22 +66,22 @@ p_down_bias: P(sum) = down.bias f32[4]
 x: R = input f32[2, 4]
 linear: S(1) = linear(x, p_up_weight, p_up_bias)
 reshard: R = reshard(linear)
-relu: R = relu(reshard)
-reshard_1: S(1) = reshard(relu)
-linear_1: P(sum) = linear(reshard_1, p_down_weight, p_down_bias)
-reshard_2: R = reshard(linear_1)
-add: R = add(x, reshard_2)
-reshard_3: S(0) = reshard(add)
-return reshard_3
+reshard_1: S(1) = reshard(reshard)
+relu: S(1) = relu(reshard_1)
+linear_1: P(sum) = linear(relu, p_down_weight, p_down_bias)
+reshard_2: S(0) = reshard(linear_1)
+reshard_3: S(0) = reshard(x)
+add: S(0) = add(reshard_3, reshard_2)
+return add
 """,
     )
     assert_expected_inline(
         changes(program),
         """\
 reshard: S(1) -> R; plan-demanded; the plan ("up": "colwise_gather_output")
-reshard_1: R -> S(1); plan-demanded; k is cut by tp, asked by the plan ("**.down": "rowwise")
-reshard_2: P(sum) -> R; inherent; 'linear_1' is a pending reduction
-reshard_3: R -> S(0); plan-demanded; outputs=
+reshard_1: R -> S(1); fallback; d1 is cut by tp
+reshard_2: P(sum) -> S(0); inherent; 'linear_1' is a pending reduction
+reshard_3: R -> S(0); fallback; d0 is cut by tp
 """,
     )
 
@@ -109,18 +109,20 @@ def test_every_operand_gets_what_its_op_needs() -> None:
         """\
 x: S(0) = input f32[4, 4]
 y: S(1) = input f32[4, 4]
-reshard: R = reshard(y)
-matmul: S(0) = matmul(x, reshard)
-add: S(0) = add(matmul, x)
-reshard_1: R = reshard(add)
-return reshard_1
+reshard: R = reshard(x)
+matmul: S(1) = matmul(reshard, y)
+reshard_1: S(1) = reshard(x)
+add: S(1) = add(matmul, reshard_1)
+reshard_2: R = reshard(add)
+return reshard_2
 """,
     )
     assert_expected_inline(
         changes(program),
         """\
-reshard: S(1) -> R; fallback; m is cut by tp
-reshard_1: S(0) -> R; plan-demanded; outputs are R unless outputs= says otherwise
+reshard: S(0) -> R; fallback; n is cut by tp; matmul: other operands are cut differently
+reshard_1: S(0) -> S(1); fallback; d1 is cut by tp; add: other operands are cut differently
+reshard_2: S(1) -> R; plan-demanded; outputs are R unless outputs= says otherwise
 """,
     )
 

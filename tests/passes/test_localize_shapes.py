@@ -256,6 +256,7 @@ def test_a_padded_value_keeps_its_symbols() -> None:
         Call(lambda self, x: torch.nn.functional.pad(self.up(x), (0, 0, 0, 1)), up=nn.Linear(4, 6)),
         (torch.randn(2, 3, 4),),
         {"up": "colwise"},
+        outputs=["S(2)"],
         dynamic_shapes={"x": {0: Dim("batch")}},
     )
     (shape,) = (node.meta["val"].shape for node in program.graph.nodes if "pad" in node.name)

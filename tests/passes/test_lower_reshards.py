@@ -302,9 +302,9 @@ return permute_1
 
 def test_what_another_reshard_made_is_changed_in_its_global_shape() -> None:
     """A sum that is reduced for two users, one of which needs more of it."""
-    module = Call(lambda self, x: torch.relu(y := x @ self.w) + y.cumsum(0), w=(6, 8))
+    module = Call(lambda self, x: (torch.relu(y := x @ self.w), y.cumsum(0)), w=(6, 8))
     x = torch.randn(4, 6)
-    made = parallelize(export(module, (x,)), {"dp": 2, "tp": 2}, {"w": "S(0)"}, inputs=[{"dp": "S(0)"}])
+    made = parallelize(export(module, (x,)), {"dp": 2, "tp": 2}, {"w": "S(0)"}, inputs=[{"dp": "S(0)"}], outputs=[{"dp": "S(0)"}, None])
     assert made.verify((x,)).ok
     assert_expected_inline(
         program_text(made.local_program(0)),
@@ -314,22 +314,19 @@ x: [S(0), R] = input f32[2, 6]
 rank_number = rank_number([0, 3, 0, 3])
 rank_number_1 = rank_number([0, 0, 2, 2])
 arange = arange(3, device=device(type='cpu'), pin_memory=False)
-add_1 = add(arange, rank_number)
-index_select: [S(0), S(1)] = index_select(x, 1, add_1)
+add = add(arange, rank_number)
+index_select: [S(0), S(1)] = index_select(x, 1, add)
 matmul: [S(0), P(sum)] = matmul(index_select, p_w)
-all_reduce = all_reduce(matmul, 'sum', 'dp=2,tp=2:tp')
-wait_tensor: [S(0), R] = wait_tensor(all_reduce)
-relu: [S(0), R] = relu(wait_tensor)
-all_gather_into_tensor = all_gather_into_tensor(wait_tensor, 2, 'dp=2,tp=2:dp')
+reduce_scatter_tensor = reduce_scatter_tensor(matmul, 'sum', 2, 'dp=2,tp=2:tp')
+wait_tensor = wait_tensor(reduce_scatter_tensor)
+all_gather_into_tensor = all_gather_into_tensor(wait_tensor, 4, 'dp=2,tp=2:dp.tp')
 wait_tensor_1: [R, R] = wait_tensor(all_gather_into_tensor)
-cumsum: [R, R] = cumsum(wait_tensor_1, 0)
 arange_1 = arange(2, device=device(type='cpu'), pin_memory=False)
-add_2 = add(arange_1, rank_number_1)
-index_select_1: [S(0), R] = index_select(cumsum, 0, add_2)
-add: [S(0), R] = add(relu, index_select_1)
-all_gather_into_tensor_1 = all_gather_into_tensor(add, 2, 'dp=2,tp=2:dp')
-wait_tensor_2: [R, R] = wait_tensor(all_gather_into_tensor_1)
-return wait_tensor_2
+add_1 = add(arange_1, rank_number_1)
+index_select_1: [S(0), R] = index_select(wait_tensor_1, 0, add_1)
+relu: [S(0), R] = relu(index_select_1)
+cumsum: [R, R] = cumsum(wait_tensor_1, 0)
+return relu, cumsum
 """,
     )
     ends = [node for node in made.local_program(0).graph.nodes if RESHARD in node.meta and ORIGIN in node.meta]

@@ -33,11 +33,11 @@ def test_a_pending_sum_is_reduced_right_after_its_op() -> None:
         """\
 x: P(sum) = input f32[2, 4]
 y: P(sum) = input f32[2, 4]
-mul: P(sum) -> R = mul(y, 2)
-add: P(sum) -> R = add(x, mul)
-neg: R = neg(add)
-view: R = view(neg, [8])
-sum_1: R = sum(view)
+mul: P(sum) = mul(y, 2)
+add: P(sum) = add(x, mul)
+neg: P(sum) = neg(add)
+view: P(sum) = view(neg, [8])
+sum_1: P(sum) -> R = sum(view)
 div: R = div(sum_1, 3)
 pin: R = pin(div)
 return pin
@@ -52,7 +52,7 @@ def test_sums_are_reduced_before_what_is_not_linear() -> None:
         """\
 x: P(sum) = input f32[2, 4]
 y: P(sum) = input f32[2, 4]
-mul: P(sum) = mul(x, y)
+mul: R = mul(x, y)
 relu: R = relu(x)
 add: R = add(x, 1)
 softmax: R = softmax(x, 0)
@@ -220,9 +220,9 @@ def test_weights_that_are_cut_against_each_other() -> None:
     assert_expected_inline(
         error(module, (X,), {"w": "S(1)", "b": "S(0)"}),
         """\
-cannot shard 'b' on dim 0 of 6 by mesh axis 'tp' of 2 for aten.linear.default: other operands are cut differently
-  help: pin 'b' to R in the plan
-  asked by: the plan ("b": "S(0)")""",
+cannot shard 'w' on dim 1 of 4 by mesh axis 'tp' of 2 for aten.linear.default: other operands are cut differently
+  help: pin 'w' to R in the plan
+  asked by: the plan ("w": "S(1)")""",
     )
 
 

@@ -99,11 +99,11 @@ def test_a_dim_that_would_be_cut_through_its_heads_is_gathered() -> None:
     assert_expected_inline(
         text(module, (X,), {"up": "colwise"}),
         """\
-p_up_weight: S(0) = up.weight f32[6, 4]
-p_up_bias: S(0) = up.bias f32[6]
+p_up_weight: S(0, block 2) = up.weight f32[6, 4]
+p_up_bias: S(0, block 2) = up.bias f32[6]
 x: R = input f32[2, 4]
-linear: S(1) = linear(x, p_up_weight, p_up_bias)
-view: R = view(linear, [2, 3, 2])
+linear: S(1, block 2) = linear(x, p_up_weight, p_up_bias)
+view: S(2) = view(linear, [2, 3, 2])
 pin: R = pin(view)
 return pin
 """,
@@ -275,9 +275,9 @@ p_up_weight: S(0) = up.weight f32[12, 4]
 p_up_bias: S(0) = up.bias f32[12]
 x: R = input f32[2, 4]
 linear: S(1) = linear(x, p_up_weight, p_up_bias)
-split: (S(1), S(1)) = split(linear, 1)
-getitem: S(1) = getitem(split, 0)
-getitem_1: S(1) = getitem(split, 1)
+split: (R, R) = split(linear, 1)
+getitem: R = getitem(split, 0)
+getitem_1: R = getitem(split, 1)
 view: R = view(linear, [2, 3, 4])
 unbind: (R, R, R) = unbind(view, 1)
 getitem_2: R = getitem(unbind, 0)
@@ -285,7 +285,7 @@ getitem_4: R = getitem(unbind, 2)
 split_1: (R, R) = split(linear, 6, 1)
 getitem_5: R = getitem(split_1, 0)
 getitem_6: R = getitem(split_1, 1)
-add: S(1) = add(getitem, getitem_1)
+add: R = add(getitem, getitem_1)
 add_1: R = add(getitem_2, getitem_4)
 mul: R = mul(getitem_5, getitem_6)
 pin: R = pin(add)
@@ -302,9 +302,9 @@ def test_a_pending_sum_passes_through_a_split() -> None:
         text(module, (X,), inputs=["P(sum)"]),
         """\
 x: P(sum) = input f32[2, 4]
-split: (P(sum), P(sum)) = split(x, 2, 1)
-getitem: P(sum) = getitem(split, 0)
-getitem_1: P(sum) = getitem(split, 1)
+split: (R, R) = split(x, 2, 1)
+getitem: R = getitem(split, 0)
+getitem_1: R = getitem(split, 1)
 pin: R = pin(getitem)
 pin_1: R = pin(getitem_1)
 return pin, pin_1
@@ -318,8 +318,8 @@ def test_a_split_into_one_part() -> None:
         text(module, (X,), inputs=["P(sum)"]),
         """\
 x: P(sum) = input f32[2, 4]
-split: P(sum) = split(x, 4, 1)
-getitem: P(sum) -> R = getitem(split, 0)
+split: R = split(x, 4, 1)
+getitem: R = getitem(split, 0)
 mul: R = mul(getitem, 2)
 pin: R = pin(mul)
 return pin

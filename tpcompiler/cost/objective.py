@@ -25,7 +25,7 @@ class Objective(NamedTuple):
     """What counts, on a machine.
 
     Attributes:
-        step: seconds of each step of a change beside its bytes.
+        step: seconds of each collective beside its bytes.
         held: the share that counts of the bytes of weights that a rank holds.
         products: the share that counts of the seconds of ops that multiply and sum.
         others: the same of all other ops, which a compiler fuses with what makes or takes their values.
@@ -38,9 +38,10 @@ class Objective(NamedTuple):
     others: float
 
     def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
-        """Of a change of sharding: its wire bytes, and next to nothing for each step."""
+        """Of a change of sharding: its wire bytes, and next to nothing for each collective."""
         steps = steps_between(source, target, value.shape, value.element_size(), mesh)
-        return sum(step.wire_bytes for step in steps) / self.machine.link + self.step * len(steps)
+        sent = [step.wire_bytes for step in steps if step.kind not in ("slice", "hold")]
+        return sum(sent) / self.machine.link + self.step * len(sent)
 
     def compute_seconds(self, flops: float, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
         """Of the largest share of an op, by the roofline (Williams, Waterman and Patterson, 2009)."""
@@ -61,7 +62,7 @@ H100 = Machine(flops=989e12, memory=3.35e12, link=450e9)
 # Of each step about 2 KB on the link, so that fewer collectives win where bytes are nearly the same.
 SEARCHED = Objective(H100, step=5e-9, held=1.0, products=1.0, others=0.0)
 # A plan has decided who holds and computes what: bytes on the wire count, and the rest breaks ties.
-PLANNED = Objective(H100, step=1e-12, held=1e-5, products=1.0, others=1e-5)
+PLANNED = Objective(H100, step=1e-16, held=1e-5, products=1.0, others=1e-5)
 
 
 def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:

@@ -143,6 +143,22 @@ class DimSharding:
         kept = DimSharding(tuple(level for level in self.levels if level.axis != axis))
         return DimSharding.of_parts(parts) if parts else kept
 
+    def within(self, axes: Collection[str], size: Size, mesh: Mesh) -> DimSharding:
+        """What these axes cut of a dim of `size`; inside of a piece that another axis cuts, in blocks of such pieces."""
+        if self.parts:
+            return DimSharding.of_parts([(length, cut.within(axes, length, mesh)) for length, cut in self.parts])
+        levels, left = list[Level](), 0
+        for axis, block, unit in self.levels:
+            piece = chunk(block or size, mesh.degree(axis), 0, unit)[1]
+            if axis in axes:
+                levels.append(Level(axis, block or left, unit))
+                left = 0
+            else:
+                even = isinstance(size, int) and (block or size) % mesh.degree(axis) == 0
+                left = piece if even else 0
+            size = piece
+        return DimSharding(tuple(levels))
+
     def only(self, axis: str) -> DimSharding:
         """What this axis cuts."""
         parts = [(size, cut.only(axis)) for size, cut in self.parts]
@@ -339,6 +355,14 @@ class Sharding:
         for axis in axes:
             dims = [dim.without(axis) if axis in dim.axes else dim for dim in dims]
         return Sharding(tuple(dims), tuple(p for p in self.partial if p[0] not in axes))
+
+    def within(self, axes: Collection[str], shape: Sequence[Size], mesh: Mesh) -> Sharding:
+        """What of a tensor of `shape` is over these axes."""
+        dims = (
+            cut if set(cut.axes) <= set(axes) else cut.within(axes, size, mesh)
+            for cut, size in zip(self.dims, shape, strict=True)
+        )
+        return Sharding(tuple(dims), tuple(p for p in self.partial if p[0] in axes))
 
     def beside(self, other: Sharding, axes: Collection[str]) -> Sharding:
         """This sharding over `axes`, inside of what the other is over all others."""

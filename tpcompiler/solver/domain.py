@@ -200,7 +200,7 @@ def shardings_of(domain: Domain, value: fx.Node) -> list[Sharding]:
         if leaf is not None:
             return [*leaf.shardings]
         given = domain.program.input_shardings.get(value.name)
-        return [] if given is None else [domain.stage.within(given)]
+        return [] if given is None else [domain.stage.within(given, value.meta["val"])]
     source: Any = value.args[0] if value.target is operator.getitem else value
     if source.target is pin:
         return _pinned(domain, source)
@@ -221,10 +221,10 @@ def pin_choices(domain: Domain, node: fx.Node) -> list[Choice]:
     """What a pin may be: what it asks for; over axes that it does not speak of, whatever its value is."""
     seed, stage, (value,) = node.meta[PIN], domain.stage, edit.operands(node)
     if not seed.axes:
-        made = [stage.within(seed.sharding)]
+        made = [stage.within(seed.sharding, value.meta["val"])]
     else:
         have = dict.fromkeys([*shardings_of(domain, value), Sharding.replicated(value.meta["val"].ndim)])
-        made = list(dict.fromkeys(stage.within(seed.over(sharding)) for sharding in have))
+        made = list(dict.fromkeys(stage.within(seed.over(sharding), value.meta["val"]) for sharding in have))
     return [Choice((sharding,), (sharding,), 0.0) for sharding in made]
 
 

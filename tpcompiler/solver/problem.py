@@ -135,7 +135,8 @@ def _find_leaves(problem: Problem, before: Mapping[str, Sharding]) -> list[dict[
         whole = Sharding.replicated(node.meta["val"].ndim)
         known = before.get(group, whole)
         if group not in made:
-            made[group] = Leaf.of(group, seeds.get(group), group in written, known, problem.stage)
+            value = node.meta["val"]
+            made[group] = Leaf.of(group, seeds.get(group), group in written, known, value, problem.stage)
     return [{node.name: made[problem.groups[node]] for node, _ in program.leaves()} for program in problem.programs]
 
 
@@ -175,7 +176,7 @@ def _state(problem: Problem, domain: Domain) -> None:
     for node in leaves:
         _add_leaf(problem, node, domain.leaves[node.name])
     for node in program.user_inputs():
-        problem.values[node] = Values(None, [stage.within(program.input_shardings[node.name])])
+        problem.values[node] = Values(None, [stage.within(program.input_shardings[node.name], node.meta["val"])])
     for node in edit.calls(program.graph):
         if node.target in FREE or node.target is operator.getitem:
             continue

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import Seed
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size
+from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
 from tpcompiler.rules.infer import Option, Refusal, follow, options, pass_through, restricted, shardings
 from tpcompiler.rules.notation import Rule
 
@@ -43,9 +44,9 @@ class Stage:
     def axis(self) -> str:
         return self.axes[-1]
 
-    def within(self, sharding: Sharding) -> Sharding:
+    def within(self, sharding: Sharding, value: torch.Tensor) -> Sharding:
         """What of a sharding is over the axes so far."""
-        return sharding.without(frozenset(self.mesh.names) - set(self.axes))
+        return sharding.within(self.axes, value.shape, self.mesh)
 
     def base(self, node: fx.Node) -> Option:
         """How an op runs over the axes before."""
@@ -90,18 +91,12 @@ class Stage:
     def _is_inside(self, option: Option, base: Option, rule: Rule) -> bool:
         """Whether an option is this one over the axes before."""
         through = {axis: passed for axis, passed in option.through.items() if axis != self.axis}
+        earlier = self.axes[:-1]
         return through == base.through and all(
-            self._before(option.cuts.get(factor, WHOLE), rule.extent[factor]) == base.cuts.get(factor, WHOLE)
+            option.cuts.get(factor, WHOLE).within(earlier, rule.extent[factor], self.mesh)
+            == base.cuts.get(factor, WHOLE)
             for factor in (*option.cuts, *base.cuts)
         )
-
-    def _before(self, cut: DimSharding, size: Size) -> DimSharding:
-        """A cut over the axes before: what lies inside of a piece that the axis cuts lies in blocks of such pieces."""
-        if len(cut.levels) > 1 and cut.levels[0].axis == self.axis and not cut.levels[1].block:
-            piece, left = divmod(cut.levels[0].block or size, self.mesh.degree(self.axis))
-            if isinstance(piece, int) and not left:
-                return DimSharding((cut.levels[1]._replace(block=piece), *cut.levels[2:]))
-        return cut.without(self.axis)
 
     def _following(self, side: str, rule: Rule, index: int, sharding: Sharding) -> Option | Refusal:
         term = (rule.pattern.inputs if side == "in" else rule.pattern.outputs)[index]
@@ -135,21 +130,25 @@ class Leaf:
     seed: Seed | None
     is_written: bool
     before: Sharding
+    value: torch.Tensor
     shardings: dict[Sharding, None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, group: str, seed: Seed | None, is_written: bool, before: Sharding, stage: Stage) -> Leaf:
-        made = cls(group, seed, is_written, before)
+    def of(
+        cls, group: str, seed: Seed | None, is_written: bool, before: Sharding, value: torch.Tensor, stage: Stage
+    ) -> Leaf:
+        made = cls(group, seed, is_written, before, value)
         if seed is not None:
             asked = seed.sharding.only(stage.axis).beside(before, {stage.axis}) if seed.loose else seed.sharding
-            made.shardings[stage.within(asked)] = None
+            made.shardings[stage.within(asked, value)] = None
         elif is_written:
             made.shardings[before] = None
         return made
 
     def want(self, sharding: Sharding, stage: Stage) -> None:
         """Let it be what a use wants, where a style leaves that open: the same dims cut by the same axes."""
-        if sharding.partial or sharding.without([stage.axis]) != self.before:
+        earlier = sharding.within(stage.axes[:-1], self.value.shape, stage.mesh)
+        if sharding.partial or earlier != self.before:
             return
         if self.seed is None:
             if self.is_written:
