@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import fx
 
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import PIN, pin
+from tpcompiler.ir.program import PIN, Seed, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
 from tpcompiler.rules.notation import Rule
@@ -30,10 +30,21 @@ def refuses(rule: Rule, index: int, have: Sharding, mesh: Mesh) -> str:
     return both.text if isinstance(both, Refusal) else ""
 
 
+class Demand(NamedTuple):
+    """Why somebody further on wants a value otherwise; `is_planned`: because of what the plan or the caller says."""
+
+    text: str
+    is_planned: bool
+
+
 def find_demand(
-    node: fx.Node, have: Sequence[Sharding], seen: Callable[[fx.Node], Sharding | None], mesh: Mesh
-) -> str:
-    """Who asks for what is made of a gathered operand: the words of a pin; nothing where an op needs it whole.
+    node: fx.Node,
+    have: Sequence[Sharding],
+    seen: Callable[[fx.Node], Sharding | None],
+    pinned: Mapping[fx.Node, Seed],
+    mesh: Mesh,
+) -> Demand | None:
+    """Who wants what is made of a gathered operand otherwise than the op would make it; None where the op itself does.
 
     The op is run on the operands as they are (`have`), and what it makes of them is followed to its users. `seen` says
     what their other operands are.
@@ -42,36 +53,39 @@ def find_demand(
     queue: list[tuple[fx.Node, Sequence[Sharding]]] = [(node, have)]
     for count, (op, operands) in enumerate(queue):  # it grows
         made = _kept(op, operands, mesh)
-        if made is None or count > MOST:
-            return ""
+        seeds = [pinned[operand].asked_by for operand in edit.operands(op) if operand in pinned]
+        if isinstance(made, Refusal) and seeds and op is not node:
+            asked.update(dict.fromkeys(seeds))
+            continue
+        if isinstance(made, Refusal) or count > MOST:
+            return None if op is node else Demand(f"'{op.name}'", False)
         for user in op.users if edit.is_tensor(op) else [u for g in op.users for u in g.users]:
-            if user.op == "output" or user.target is operator.getitem:
-                continue
             if user.target is pin:
                 asked[user.meta[PIN].asked_by] = None
-                continue
-            others = [made[0] if operand is op else seen(operand) for operand in edit.operands(user)]
-            if edit.outputs(user) and (user, others) not in queue:
-                if any(other is None for other in others):
-                    return ""
-                queue.append((user, [other for other in others if other is not None]))
-    return " and ".join(asked)
+            elif user.op == "call_function" and user.target is not operator.getitem and edit.outputs(user):
+                others = [made[0] if operand is op else seen(operand) for operand in edit.operands(user)]
+                known = [other for other in others if other is not None]
+                if len(known) == len(others) and (user, known) not in queue:
+                    queue.append((user, known))
+    first = next(iter(asked), "")
+    return Demand(f"{first} and {len(asked) - 1} more" if len(asked) > 1 else first, True) if asked else None
 
 
-def _kept(node: fx.Node, have: Sequence[Sharding], mesh: Mesh) -> tuple[Sharding, ...] | None:
+def _kept(node: fx.Node, have: Sequence[Sharding], mesh: Mesh) -> tuple[Sharding, ...] | Refusal:
     """What an op makes of operands that stay as they are, but for slices of whole ones."""
-    rule = rule_of(node)
-    if rule is None:
-        return None
-    options: list[Option] = []
-    for index, sharding in enumerate(have):
-        found: Any = follow(rule, rule.pattern.inputs[index], sharding.settled(), mesh) if sharding.cut_axes else None
-        if isinstance(found, Refusal):
-            return None
-        options += [found] if found is not None else []
+    rule, options = rule_of(node), list[Option]()
+    for index, sharding in enumerate(have if rule is not None else ()):
+        assert rule is not None
+        if sharding.cut_axes:
+            found = follow(rule, rule.pattern.inputs[index], sharding.settled(), mesh)
+            if isinstance(found, Refusal):
+                return found
+            options.append(found)
     option = merge(options)
-    both = shardings(rule, option, mesh) if option is not None else Refusal("")
+    if rule is None or option is None:
+        return Refusal("it has no rule" if rule is None else "other operands are cut differently")
+    both = shardings(rule, option, mesh)
     if isinstance(both, Refusal):
-        return None
+        return both
     same = all(want == own.settled() or own.settled().is_replicated for want, own in zip(both[0], have, strict=True))
-    return both[1] if same else None
+    return both[1] if same else Refusal("other operands are cut differently")

@@ -170,11 +170,12 @@ def _mark_op(node: fx.Node, walk: _Walk) -> Mark:
             continue
         if not have.partial or operand in walk.pinned:
             refusals[index] = _unruled(node) if rule is None else refuses(rule, index, have, mesh)
-            own = refusals[index] or operand in walk.pinned
-            demand = "" if own else find_demand(node, seen, walk.seen, mesh)
-            if demand:
-                asked.append(demand)
-                refusals[index] = f"cheaper to gather than what is made of it, for {demand}"
+            demand = None
+            if not refusals[index] and operand not in walk.pinned:
+                demand = find_demand(node, seen, walk.seen, walk.pinned, mesh)
+            if demand is not None:
+                asked += [demand.text] if demand.is_planned else []
+                refusals[index] = f"cheaper to change than what is made of it, for {demand.text}"
             refusals[index] = refusals[index] or "other operands are cut differently"
         if operand in walk.pinned:
             _refuse(node, operand, have, refusals[index], walk)

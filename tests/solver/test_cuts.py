@@ -142,7 +142,9 @@ def cuts(forward: Callable[..., torch.Tensor], degree: int = 2, plan: Mapping[st
 def lines_of(program: Program) -> str:
     """The weights that are cut, one per line."""
     lines = [line.partition(" = ") for line in program_text(program).splitlines()]
-    return "\n".join(f"{what.split()[0]}: {left.partition(': ')[2]}" for left, _, what in lines if re.match(r"p_\w+: S", left))
+    return "\n".join(
+        f"{what.split()[0]}: {left.partition(': ')[2]}" for left, _, what in lines if re.match(r"p_\w+: S", left)
+    )
 
 
 @pytest.mark.slow

@@ -147,31 +147,21 @@ def test_an_input_that_is_cut(tmp_path: Path) -> None:
         == """\
 mesh tp=2, rank 0 of 2
 parameter bytes: 2,368 of 4,000
-per call: 4 all_gather, 3 reduce_scatter; 1,344 wire bytes
+per call: 4 all_gather, 3 reduce_scatter; 1,200 wire bytes
 
 S(0)          input  ids  i64[1, 6]
-S(0)          embed  embedding  f32[1, 6, 8]  weight R f32[10, 8]
-              layers.0-1 x 2  each: 1 all_gather, 1 reduce_scatter; 384 wire bytes
-S(0) -> R       up  all_gather  f32[2, 6, 8]  384 bytes over tp, 192 on the wire  plan-demanded: n is cut by tp, asked by the plan ("layers.*.up": "colwise")
+S(0) -> R     embed  all_gather  i64[2, 6]  96 bytes over tp, 48 on the wire  plan-demanded: embedding: cheaper to change than what is made of it, for the plan ("layers.*.up": "colwise") and 2 more
+R             embed  embedding  f32[2, 6, 8]  weight R f32[10, 8]
+              layers.* x 3  each: 1 reduce_scatter, 1 all_gather; 384 wire bytes
 S(2)            up  linear  f32[2, 6, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
 S(2)            relu  f32[2, 6, 8]
 P(sum)          down  linear  f32[2, 6, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
-P(sum) -> S(0)  reduce_scatter  f32[1, 6, 8]  384 bytes over tp, 192 on the wire
+P(sum) -> S(0)  down  reduce_scatter  f32[1, 6, 8]  384 bytes over tp, 192 on the wire
 S(0)            add  f32[1, 6, 8]
-              layers.2
-S(0) -> R       up  all_gather  f32[2, 6, 8]  384 bytes over tp, 192 on the wire  plan-demanded: n is cut by tp, asked by the plan ("layers.*.up": "colwise")
-S(2)            up  linear  f32[2, 6, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
-S(2)            relu  f32[2, 6, 8]
-P(sum)          down  linear  f32[2, 6, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
-P(sum) -> S(0)  reduce_scatter  f32[1, 6, 8]  384 bytes over tp, 192 on the wire
-S(0)            add  f32[1, 6, 8]
-S(0) -> R       all_gather  f32[2, 6, 8]  384 bytes over tp, 192 on the wire  \
-plan-demanded: outputs are R unless outputs= says otherwise
+S(0) -> R       all_gather  f32[2, 6, 8]  384 bytes over tp, 192 on the wire
 S(0)          head  linear  f32[1, 6, 10]  weight R f32[10, 8]
 S(0)          output  logits  f32[1, 6, 10]
-R             output  states.0  f32[2, 6, 8]
-R             output  states.1  f32[2, 6, 8]
-R             output  states.2  f32[2, 6, 8]
+R             output  states.0, states.1, states.2  f32[2, 6, 8]
 """
     )
 

@@ -144,7 +144,7 @@ class DimSharding:
         return DimSharding.of_parts(parts) if parts else kept
 
     def within(self, axes: Collection[str], size: Size, mesh: Mesh) -> DimSharding:
-        """What these axes cut of a dim of `size`; inside of a piece that another axis cuts, in blocks of such pieces."""
+        """What these axes cut of a dim of `size`: inside of pieces that another axis cuts, in blocks of such pieces."""
         if self.parts:
             return DimSharding.of_parts([(length, cut.within(axes, length, mesh)) for length, cut in self.parts])
         levels, left = list[Level](), 0

@@ -61,8 +61,8 @@ def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf
     """The options of every op with a rule, in order, over the axis of a stage.
 
     The op whole; what its operands may be; and what its users want. With a plan, cuts and pending reductions come of
-    what it cuts, of the inputs and of the pins; where an op cannot take a cut, also of the ways in which it can take one
-    of that dim. Without one, every factor of every rule is cut, but for samples and tokens of the inputs.
+    what it cuts, of the inputs and of the pins; where an op cannot take a cut, also of the ways in which it can take
+    one of that dim. Without one, every factor of every rule is cut, but for samples and tokens of the inputs.
     """
     domain = Domain(program, stage, leaves)
     calls = [node for node in edit.calls(program.graph) if node.target is not operator.getitem]
@@ -120,8 +120,8 @@ def _find_tokens(domain: Domain) -> None:
                     found[factor] = found.get(factor, False) or alone or len(dim) > 1
         for made, at in results(node):
             dims = tokens[made] = {}
-            for position, dim in enumerate(rule.pattern.outputs[at]):
-                inside = [factor for factor in dim if rule.extent[factor] != 1]
+            for position, factors in enumerate(rule.pattern.outputs[at]):
+                inside = [factor for factor in factors if rule.extent[factor] != 1]
                 if inside and inside[0] in found:
                     dims[position] = all(found.get(factor, False) for factor in inside)
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import Seed
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.ir.sharding import WHOLE, Sharding
 from tpcompiler.rules.infer import Option, Refusal, follow, options, pass_through, restricted, shardings
 from tpcompiler.rules.notation import Rule
 
