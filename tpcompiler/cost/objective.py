@@ -37,6 +37,10 @@ class Objective(NamedTuple):
     products: float
     others: float
 
+    def keeping_cuts(self) -> Objective:
+        """Of changes that send the same bytes, take those between which more stays cut: reduce_scatter and all_gather."""
+        return self._replace(step=min(self.step, 1e-16))
+
     def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
         """Of a change of sharding: its wire bytes, and next to nothing for each collective."""
         steps = steps_between(source, target, value.shape, value.element_size(), mesh)
@@ -62,7 +66,7 @@ H100 = Machine(flops=989e12, memory=3.35e12, link=450e9)
 # Of each step about 2 KB on the link, so that fewer collectives win where bytes are nearly the same.
 SEARCHED = Objective(H100, step=5e-9, held=1.0, products=1.0, others=0.0)
 # A plan has decided who holds and computes what: bytes on the wire count, and the rest breaks ties.
-PLANNED = Objective(H100, step=1e-16, held=1e-5, products=1.0, others=1e-5)
+PLANNED = Objective(H100, step=1e-12, held=1e-5, products=1.0, others=1e-5)
 
 
 def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:

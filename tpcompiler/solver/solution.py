@@ -79,10 +79,12 @@ def _over_all_axes(
         if mesh.degree(axis) == 1 and (found.choices or axis != order[-1]):
             continue
         stage = Stage(mesh, tuple(order[: at + 1]), found.choices, free and axis in model)
-        problem = pose(programs, stage, objective, groups)
+        is_given = any(axis in s.axes for program in programs for s in program.input_shardings.values())
+        counted = objective.keeping_cuts() if is_given else objective  # what comes in cut stays so
+        problem = pose(programs, stage, counted, groups)
         values = _solved(problem)
         if values is None and not stage.free:
-            problem = pose(programs, stage, objective, groups, REFUSED)
+            problem = pose(programs, stage, counted, groups, REFUSED)
             values = _solved(problem)
         if values is None:
             return Solution(programs, seconds=math.inf), []
