@@ -38,7 +38,7 @@ class Objective(NamedTuple):
     others: float
 
     def keeping_cuts(self) -> Objective:
-        """Of changes that send the same bytes, take those between which more stays cut: reduce_scatter and all_gather."""
+        """The same, where of equal bytes those win between which more stays cut: reduce_scatter and all_gather."""
         return self._replace(step=min(self.step, 1e-16))
 
     def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
