@@ -13,7 +13,7 @@ TRUST ?=
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast check format wheel-test zoo hf compat ops trust bench gpu-check docs clean
+.PHONY: help venv demo test test-fast check format wheel-test zoo hf compat ops trust bench bench-comm gpu-check docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
@@ -100,7 +100,12 @@ trust: venv  ## Measure what docs/trust.md says, and print one table; TRUST="exi
 	$(BIN)/python -m tests.trust $(TRUST)
 
 bench: venv  ## Run the benchmarks
-	$(BIN)/python tools/bench_convert.py
+	$(BIN)/python -m tools.bench_convert
+	$(BIN)/python -m tools.bench_auto --layers 32 80 --world 8
+
+bench-comm: export OMP_NUM_THREADS := 1
+bench-comm: venv  ## What the zoo's models send: as converted, as counted by hand, and as DTensor runs them
+	$(BIN)/python -m tools.bench_comm
 
 # Takes tens of minutes on one GPU; prints tables for docs/gpu.md.
 gpu-check: venv  ## Check on a machine with GPUs what the tests, which need none, cannot
