@@ -52,11 +52,14 @@ def apply_plan(
     static = computed_from_leaves(graph, set(leaves.values()))
     written = {name for _, name in planned.mutations()}
     constant = computed_from_leaves(graph, {node for fqn, node in leaves.items() if fqn not in written})
+    owned: dict[str, dict[str, fx.Node]] = {}
+    for fqn, node in leaves.items():
+        owned.setdefault(_owner(fqn), {})[fqn] = node
     aliases = _aliases(planned)
     assigned = plan.assign(names_of(planned))
     seeds: dict[str, Seed] = {}
     for name in sorted(assigned, key=lambda n: n.count(".")):  # inner names override outer ones
-        made = _seeds(name, assigned[name], leaves, aliases, constant, mesh)
+        made = _seeds(name, assigned[name], leaves, owned.get(name, {}), aliases, constant, mesh)
         for shared in () if name in leaves else seeds.keys() & made.keys():
             _refuse_two(seeds[shared], made[shared], next(f for f, node in leaves.items() if node.name == shared))
         seeds.update(made)
@@ -86,15 +89,17 @@ def _seeds(
     name: str,
     entry: PlanEntry,
     leaves: Mapping[str, fx.Node],
+    owned: Mapping[str, fx.Node],
     aliases: Mapping[str, list[fx.Node]],
     constant: Set[fx.Node],
     mesh: Mesh,
 ) -> dict[str, Seed]:
+    """What an entry says of a leaf, or of the leaves that a layer owns: by placeholder name."""
     style = entry.style
     if name in leaves:
         inside = {name: leaves[name]}
     else:
-        inside = {fqn: node for fqn, node in leaves.items() if _owner(fqn) == name}
+        inside = dict(owned)
         if style.cut is not None and not any(node.users and node.meta["val"].ndim > 1 for node in inside.values()):
             inside |= _borrowed(name, leaves, constant, anywhere=not inside)
     found: dict[str, Seed] = {}

@@ -33,7 +33,6 @@ from tpcompiler.ir.sharding import WHOLE, Sharding
 from tpcompiler.ir.text import op_name
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule
-from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.domain import tensor_index
 from tpcompiler.solver.problem import FREE
 from tpcompiler.solver.solution import Solution
@@ -161,7 +160,8 @@ def _wanted(user: fx.Node, value: fx.Node, walk: _Walk) -> list[Sharding]:
 
 
 def _mark_op(node: fx.Node, walk: _Walk) -> Mark:
-    choice, rule, operands = walk.found.choices[node], rule_of(node), edit.operands(node)
+    choice, operands = walk.found.choices[node], edit.operands(node)
+    rule = choice.rule
     seen = [walk.settled[operand] for operand in operands]
     mesh, refusals, asked = walk.program.mesh, dict[int, str](), list[str]()
     for index, (operand, have, want) in enumerate(zip(operands, seen, choice.wants, strict=True)):

@@ -23,6 +23,7 @@ from typing import IO, Any, cast
 import sympy  # type: ignore[import-untyped]  # it ships no types
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch._C._distributed_c10d import (
     _register_process_group,
     _resolve_process_group,
@@ -722,3 +723,21 @@ def map_symmetric(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     made = _symmetric_memory.empty(tuple(shape), dtype=dtype, device=device).zero_()
     _symmetric_memory.rendezvous(made, resolve_group(group))
     return made
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A graph of copies of all nodes under the same names, with a shallow copy of their meta.
+
+    `Graph.node_copy` checks every argument and looks for a new name, which takes most of the time of a conversion.
+    """
+    new, seen = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_arg(node.args, seen.__getitem__), fx.node.map_arg(node.kwargs, seen.__getitem__)
+        made = seen[node] = fx.Node(new, node.name, node.op, node.target, args, kwargs, node.type)
+        made.meta = copy.copy(node.meta)
+        if new._graph_namespace.create_name(node.name, made) != node.name:  # what fx reserves, such as `input`
+            new._graph_namespace._rename_object(made, node.name)
+        new._insert(made)
+        new._find_nodes_lookup_table.insert(made)
+        new._len += 1
+    return new

@@ -6,13 +6,14 @@ flattened group, or a step that moves nothing. Weights are ring wire bytes per r
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-import networkx as nx
 import torch
 
 from tpcompiler._torch import sym_hint
@@ -50,19 +51,21 @@ def cheapest_path(
     """
     if source == target:
         return ()
-    graph: nx.DiGraph[Sharding] = nx.DiGraph()
-    seen, open_ = {source}, [source]
-    while open_:
-        for step in _steps(state := open_.pop(), source, target, shape, itemsize, mesh, dynamic):
-            known = graph.get_edge_data(state, step.target)
-            weight = (len(mesh.axes) + 2) ** 3 * step.wire_bytes + 1
-            if known is None or weight < known["weight"]:
-                graph.add_edge(state, step.target, weight=weight, step=step)
-            if step.target not in seen:
-                seen.add(step.target)
-                open_.append(step.target)
-    states = nx.dijkstra_path(graph, source, target)
-    return tuple(graph.edges[pair]["step"] for pair in itertools.pairwise(states))
+    weight_of_byte = (len(mesh.axes) + 2) ** 3  # more than there are steps
+    nearest: dict[Sharding, int] = {source: 0}
+    reached: dict[Sharding, Step] = {}
+    found = itertools.count()  # of equally far states the first one goes first
+    open_ = [(0, next(found), source)]
+    while (state := heapq.heappop(open_)[2]) != target:
+        for step in _steps(state, source, target, shape, itemsize, mesh, dynamic):
+            far = nearest[state] + weight_of_byte * step.wire_bytes + 1
+            if far < nearest.get(step.target, math.inf):
+                nearest[step.target], reached[step.target] = far, step
+                heapq.heappush(open_, (far, next(found), step.target))
+    path = [reached[target]]
+    while path[-1].source != source:
+        path.append(reached[path[-1].source])
+    return tuple(reversed(path))
 
 
 def reshard_wire_bytes(source: Sharding, target: Sharding, shape: Sequence[Size], itemsize: int, mesh: Mesh) -> int:

@@ -10,6 +10,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from tpcompiler._torch import copy_graph as copy_graph
+
 FRAME = re.compile(r'^[ \t]*File "?(?P<path>[^"\n]*)"?, line (?P<line>\d+)(?P<where>, in [^,\n]*)?', re.MULTILINE)
 NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # what torch.export writes for an op outside of modules
 KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack")
@@ -32,12 +34,11 @@ def outputs(node: fx.Node) -> tuple[torch.Tensor, ...]:
 def operands(node: fx.Node) -> list[fx.Node]:
     """The tensor operands, positional first, repeated ones repeated (`mul(x, x)` has two)."""
     found: list[fx.Node] = []
-
-    def note(_: int, operand: fx.Node) -> fx.Node:
-        found.append(operand)
-        return operand
-
-    map_operands(node, note)
+    for argument in (*node.args, *node.kwargs.values()):
+        if isinstance(argument, (list, tuple, dict, slice)):
+            fx.node.map_arg(argument, lambda inner: found.append(inner) if is_tensor(inner) else None)
+        elif is_tensor(argument):
+            found.append(argument)  # type: ignore[arg-type]
     return found
 
 
@@ -82,16 +83,6 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
                 node.update_arg(position, value)
             else:
                 node.update_kwarg(name, value)
-
-
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A graph of its own with the same node names and (shallowly) the same meta."""
-    new = fx.Graph()
-    seen: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        made = seen[node] = new.node_copy(node, lambda old: seen[old])
-        made.name = node.name  # fx would rename what the signature names, such as an input called `input`
-    return new
 
 
 def inherit_meta(node: fx.Node, origin: fx.Node) -> None:

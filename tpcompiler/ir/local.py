@@ -85,6 +85,8 @@ def local_value(
 
 def key(value: Any) -> Any:
     """A hashable description of an argument: tensors by layout, sizes by expression."""
+    if value is None or isinstance(value, (int, str)):
+        return (type(value).__name__, value)
     if isinstance(value, torch.Tensor):
         bits = value.is_conj(), value.is_neg()
         return ("t", _sizes(value.shape), _sizes(value.stride()), value.dtype, value.device, bits)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -61,6 +62,16 @@ class DimSharding:
     levels: tuple[Level, ...] = ()
     parts: tuple[tuple[int, DimSharding], ...] = ()
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.levels, self.parts))
+
+    def __hash__(self) -> int:  # the search looks up the same few shardings all the time
+        return self._hash
+
+    def __reduce__(self) -> Any:  # hashes differ from process to process
+        return DimSharding, (self.levels, self.parts)
+
     @classmethod
     def by(cls, *axes: str, block: int = 0, unit: int = 1) -> DimSharding:
         """Cut by these axes, nested, all of them between such units; the first in such blocks."""
@@ -82,7 +93,7 @@ class DimSharding:
         made = [(size, cut.of_block(block if block < size else 0)) for size, cut, block in runs]
         return cls(parts=tuple(made)) if len(made) > 1 else made[0][1] if made else WHOLE
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Of all levels, and of all parts."""
         inside = (axis for _, cut in self.parts for axis in cut.axes)
@@ -259,6 +270,16 @@ class Sharding:
     dims: tuple[DimSharding, ...]
     partial: tuple[tuple[str, str], ...] = ()  # (axis, reduce op), sorted by axis
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.partial))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        return Sharding, (self.dims, self.partial)
+
     @classmethod
     def replicated(cls, ndim: int) -> Sharding:
         return cls((WHOLE,) * ndim)
@@ -322,12 +343,12 @@ class Sharding:
     def ndim(self) -> int:
         return len(self.dims)
 
-    @property
+    @cached_property
     def axes(self) -> frozenset[str]:
         """Every axis on which the tensor is not replicated."""
         return frozenset(a for dim in self.dims for a in dim.axes) | {axis for axis, _ in self.partial}
 
-    @property
+    @cached_property
     def cut_axes(self) -> tuple[str, ...]:
         """Every axis that cuts a dim."""
         return tuple(axis for dim in self.dims for axis in dim.axes)

@@ -17,9 +17,10 @@ MOST_CELLS = 1 << 25  # of one table: 256 MiB
 class Tables:
     """Variables, of which each takes one of `sizes[v]` values, and what values together cost (infinite: not allowed).
 
-    `factors`: (variables, a table with one axis for each of them).
+    `factors`: (variables, a table with one axis for each of them). `constant`: what all assignments cost.
     """
 
+    constant: float = 0.0
     sizes: list[int] = field(default_factory=list)
     factors: list[tuple[tuple[int, ...], numpy.ndarray]] = field(default_factory=list)
 
@@ -28,7 +29,10 @@ class Tables:
         return len(self.sizes) - 1
 
     def price(self, variables: Sequence[int], table: numpy.ndarray) -> None:
-        """Add a table; of a variable that it names twice, the diagonal."""
+        """Add a table, or a constant; of a variable that the table names twice, the diagonal."""
+        if not variables:
+            self.constant += float(table)
+            return
         if len(set(variables)) < len(variables):
             assert len(variables) == 2
             variables, table = variables[:1], numpy.diagonal(table)
@@ -52,7 +56,7 @@ def eliminate(tables: Tables) -> tuple[float, list[int]]:
             of[v].add(number)
     queue = [(_cells(v, of, factors, tables.sizes), v) for v in range(len(tables.sizes))]
     heapq.heapify(queue)
-    left, steps, total, fresh = set(range(len(tables.sizes))), [], 0.0, len(factors)
+    left, steps, total, fresh = set(range(len(tables.sizes))), [], tables.constant, len(factors)
     while queue:
         cells, v = heapq.heappop(queue)
         if v not in left:

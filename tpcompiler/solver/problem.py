@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy
+import torch
 from torch import fx
 
 from tpcompiler._torch import aten, sym_hint
@@ -24,6 +25,7 @@ from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.domain import Domain, find_domain, pin_choices, results
 from tpcompiler.solver.eliminate import Tables
 from tpcompiler.solver.stage import Choice, Leaf, Stage
+from tpcompiler.solver.ways import Ways
 
 Style = Literal["colwise", "rowwise"]
 MOST_SETTLED = 8  # shardings that a value with several users may be turned into for all of them
@@ -37,7 +39,7 @@ class Values(NamedTuple):
     """What a value may be: one sharding for each value of a variable, or one sharding."""
 
     variable: int | None
-    shardings: Sequence[Sharding]
+    shardings: tuple[Sharding, ...]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,20 @@ class Layer:
     variable: int
     styles: Sequence[Style | None]
     cuts: Mapping[Style, int]
+
+
+class Choices(NamedTuple):
+    """Of an op: each of them, its seconds, and by operand and by result what they need and make."""
+
+    each: Sequence[Choice]
+    seconds: numpy.ndarray
+    wants: Sequence[tuple[Sharding, ...]]
+    made: Sequence[tuple[Sharding, ...]]
+
+    @classmethod
+    def of(cls, each: Sequence[Choice]) -> Choices:
+        wants, made = (list(zip(*side, strict=True)) for side in ([c.wants for c in each], [c.made for c in each]))
+        return cls(each, numpy.array([choice.seconds for choice in each]), wants, made)
 
 
 @dataclass
@@ -65,9 +81,9 @@ class Problem:
     leaves: dict[str, Values] = field(default_factory=dict)  # of those that have a say, by group
     values: dict[fx.Node, Values] = field(default_factory=dict)
     settled: dict[fx.Node, Values] = field(default_factory=dict)
-    choices: dict[fx.Node, list[Choice]] = field(default_factory=dict)
+    choices: dict[fx.Node, Choices] = field(default_factory=dict)
     variables: dict[fx.Node, int] = field(default_factory=dict)
-    changes: dict[Any, numpy.ndarray] = field(default_factory=dict)  # tables of changes, which layers alike share
+    known: dict[Any, Any] = field(default_factory=dict)  # what layers alike share
     held: set[str] = field(default_factory=set)  # weights whose bytes have a price
     capped: int = 0
 
@@ -75,12 +91,9 @@ class Problem:
         """Add a table of seconds, an axis for each of the values, those without a variable too."""
         kept = [values.variable for values in axes if values.variable is not None]
         index = tuple(slice(None) if values.variable is not None else 0 for values in axes)
-        table = numpy.ceil(seconds[index] / UNIT)
-        if not kept:
-            kept, table = [self.tables.variable(1)], table.reshape(1)
-        self.tables.price(kept, table)
+        self.tables.price(kept, numpy.ceil(seconds[index] / UNIT))
 
-    def variable(self, shardings: Sequence[Sharding]) -> Values:
+    def variable(self, shardings: tuple[Sharding, ...]) -> Values:
         return Values(self.tables.variable(len(shardings)) if len(shardings) > 1 else None, shardings)
 
 
@@ -172,23 +185,23 @@ def _state(problem: Problem, domain: Domain) -> None:
     static = computed_from_leaves(program.graph, leaves.keys())
     pinned = _weights(program, domain.leaves) if not stage.free else static
     uses: dict[fx.Node, list[Values]] = {}
-    problem.capped += len(domain.capped)
+    problem.capped += sum(ways.is_capped for ways in domain.ways.values())
     for node in leaves:
         _add_leaf(problem, node, domain.leaves[node.name])
     for node in program.user_inputs():
-        problem.values[node] = Values(None, [stage.within(program.input_shardings[node.name], node.meta["val"])])
+        problem.values[node] = Values(None, (stage.within(program.input_shardings[node.name], node.meta["val"]),))
     for node in edit.calls(program.graph):
         if node.target in FREE or node.target is operator.getitem:
             continue
         choices = problem.choices[node] = _choices(problem, domain, node)
         variable = None
-        if len(choices) > 1:
-            variable = problem.variables[node] = problem.tables.variable(len(choices))
-            problem.price([Values(variable, ())], numpy.array([choice.seconds for choice in choices]))
+        if len(choices.each) > 1:
+            variable = problem.variables[node] = problem.tables.variable(len(choices.each))
+            problem.price([Values(variable, ())], choices.seconds)
         for made, at in results(node):
-            problem.values[made] = Values(variable, [choice.made[at] for choice in choices])
+            problem.values[made] = Values(variable, choices.made[at])
         for index, operand in enumerate(edit.operands(node)):
-            wanted = Values(variable, [choice.wants[index] for choice in choices])
+            wanted = Values(variable, choices.wants[index])
             if operand in leaves and problem.groups[operand] not in problem.leaves:
                 _price_use(problem, operand, leaves[operand], wanted)
             elif operand in problem.values:
@@ -201,24 +214,28 @@ def _state(problem: Problem, domain: Domain) -> None:
         _price_value(problem, value, wanted_by, value in pinned)
 
 
-def _choices(problem: Problem, domain: Domain, node: fx.Node) -> list[Choice]:
-    operands, stage = edit.operands(node), problem.stage
+def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
+    operands = edit.operands(node)
     if node.target is pin:
-        return pin_choices(domain, node)
-    rule = domain.rules.get(node)
-    if rule is None:
+        return Choices.of(pin_choices(domain, node))
+    if node not in domain.ways:
         whole = tuple(Sharding.replicated(o.meta["val"].ndim) for o in operands)
-        return [Choice(whole, tuple(Sharding.replicated(v.ndim) for v in edit.outputs(node)), 0.0)]
-    tensors = [*(o.meta["val"] for o in operands), *edit.outputs(node)]
-    flops, found = _flops(rule), dict[Any, Choice]()
-    for option in domain.kept[node].values():
-        both = domain.both(node, option)
-        if isinstance(both, tuple):
-            moved = list(zip(tensors, (*both[0], *both[1]), strict=True))
-            degree = stage.mesh.size(tuple({axis for cut in option.cuts.values() for axis in cut.axes}))
-            seconds = problem.objective.compute_seconds(flops / degree, moved, stage.mesh)
-            seconds += UNIT * len(option.through)  # of equals, the one that reduces first
-            found.setdefault(both, Choice(*both, seconds, option))
+        return Choices.of([Choice(whole, tuple(Sharding.replicated(v.ndim) for v in edit.outputs(node)), 0.0)])
+    ways = domain.ways[node]
+    if ways not in problem.known:
+        tensors = [*(o.meta["val"] for o in operands), *edit.outputs(node)]
+        problem.known[ways] = Choices.of(_priced(problem, ways, tensors))
+    return problem.known[ways]  # type: ignore[no-any-return]
+
+
+def _priced(problem: Problem, ways: Ways, tensors: Sequence[torch.Tensor]) -> list[Choice]:
+    mesh, flops, found = problem.stage.mesh, _flops(ways.rule), dict[Any, Choice]()
+    for option, wants, made in ways:
+        moved = list(zip(tensors, (*wants, *made), strict=True))
+        degree = mesh.size(tuple({axis for cut in option.cuts.values() for axis in cut.axes}))
+        seconds = problem.objective.compute_seconds(flops / degree, moved, mesh)
+        seconds += UNIT * len(option.through)  # of equals, the one that reduces first
+        found.setdefault((wants, made), Choice(wants, made, seconds, option, ways.rule))
     return list(found.values())
 
 
@@ -244,7 +261,7 @@ def _weights(program: PlannedProgram, leaves: Mapping[str, Leaf]) -> Set[fx.Node
 
 def _add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
     if leaf.group not in problem.leaves and leaf.shardings:
-        values = problem.leaves[leaf.group] = problem.variable(list(leaf.shardings))
+        values = problem.leaves[leaf.group] = problem.variable(tuple(leaf.shardings))
         problem.price([values], numpy.array([_held(problem, node, each) for each in values.shardings]))
     if leaf.group in problem.leaves:
         problem.values[node] = problem.leaves[leaf.group]
@@ -280,28 +297,37 @@ def _price_value(problem: Problem, value: fx.Node, uses: Sequence[Values], is_we
     """What its users want, made of what it is; for several users, once what suits them best, and for each the rest."""
     made = problem.values[value]
     if len(uses) > 1 and not is_weight:
-        wanted = Counter(sharding for use in uses for sharding in use.shardings)
-        first = [sharding for sharding in made.shardings if sharding in wanted and sharding.is_replicated]
-        domain = list(dict.fromkeys([*first, *(sharding for sharding, _ in wanted.most_common())]))
-        most = FEW if len(uses) >= MANY else MOST_SETTLED
-        problem.capped += len(domain) > most
-        settled = problem.settled[value] = problem.variable(domain[:most])
+        known = "settled", made.shardings, tuple(use.shardings for use in uses)
+        if known not in problem.known:
+            problem.known[known] = _settled(*known[1:])
+        domain, more = problem.known[known]
+        problem.capped += more
+        settled = problem.settled[value] = problem.variable(domain)
         _price_change(problem, value, made, settled, is_weight)
         made = settled
     for use in uses:
         _price_change(problem, value, made, use, is_weight)
 
 
+def _settled(made: Sequence[Sharding], uses: Sequence[Sequence[Sharding]]) -> tuple[tuple[Sharding, ...], bool]:
+    """What a value may be turned into for all of its users, and whether there was more."""
+    wanted = Counter(sharding for use in uses for sharding in use)
+    first = [sharding for sharding in made if sharding in wanted and sharding.is_replicated]
+    domain = tuple(dict.fromkeys([*first, *(sharding for sharding, _ in wanted.most_common())]))
+    most = FEW if len(uses) >= MANY else MOST_SETTLED
+    return domain[:most], len(domain) > most
+
+
 def _price_change(problem: Problem, value: fx.Node, source: Values, target: Values, is_weight: bool) -> None:
     tensor = value.meta["val"]
-    known = tuple(source.shardings), tuple(target.shardings), key(tensor.shape), tensor.itemsize, is_weight
-    if known not in problem.changes:
+    known = source.shardings, target.shardings, key(tensor.shape), tensor.itemsize, is_weight
+    if known not in problem.known:
         seconds = [
             [_change_seconds(problem, have, want, tensor, is_weight) for want in target.shardings]
             for have in source.shardings
         ]
-        problem.changes[known] = numpy.array(seconds)
-    problem.price([source, target], problem.changes[known])
+        problem.known[known] = numpy.array(seconds)
+    problem.price([source, target], problem.known[known])
 
 
 def _change_seconds(problem: Problem, have: Sharding, want: Sharding, tensor: Any, is_weight: bool) -> float:

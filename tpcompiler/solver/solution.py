@@ -14,7 +14,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import on_split_axis
-from tpcompiler.solver.domain import heads_to_share
+from tpcompiler.solver.domain import find_shared_heads
 from tpcompiler.solver.eliminate import eliminate
 from tpcompiler.solver.problem import UNIT, Problem, Style, pose
 from tpcompiler.solver.stage import Choice, Stage
@@ -89,7 +89,7 @@ def _over_all_axes(
         if values is None:
             return Solution(programs, seconds=math.inf), []
         found, groups = _read(problem, found, *values)
-        heads += [(axis, outer) for domain in problem.domains for outer in sorted(heads_to_share(domain))]
+        heads += [(axis, outer) for domain in problem.domains for outer in sorted(find_shared_heads(domain))]
     return found, list(dict.fromkeys(heads))
 
 
@@ -102,7 +102,7 @@ def _read(
     problem: Problem, before: Solution, seconds: float, found: Sequence[int]
 ) -> tuple[Solution, dict[str, Sharding]]:
     choices = {
-        node: own[found[problem.variables[node]] if node in problem.variables else 0]
+        node: own.each[found[problem.variables[node]] if node in problem.variables else 0]
         for node, own in problem.choices.items()
     }
     groups = {

@@ -19,12 +19,13 @@ Both = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]  # what an option needs
 
 
 class Choice(NamedTuple):
-    """A way to run an op: what it needs of its operands, what it makes, and its own seconds."""
+    """A way to run an op: what it needs of its operands, what it makes, its own seconds, and by which rule."""
 
     wants: tuple[Sharding, ...]
     made: tuple[Sharding, ...]
     seconds: float
     option: Option = Option()
+    rule: Rule | None = None
 
 
 @dataclass
@@ -59,10 +60,10 @@ class Stage:
     def own_options(self, rule: Rule) -> list[Option]:
         """Every way to run an op over the axis, with one factor cut or one pending operand passed through."""
         of_axis = Mesh(((self.axis, self.mesh.degree(self.axis)),))
-        return self._once(("own", id(rule)), lambda: list(options(rule, of_axis)))  # type: ignore[no-any-return]
+        return self.once(("own", id(rule)), lambda: list(options(rule, of_axis)))  # type: ignore[no-any-return]
 
     def both(self, rule: Rule, option: Option) -> Both | Refusal:
-        return self._once((id(rule), self.name(option)), lambda: shardings(rule, option, self.mesh))  # type: ignore[no-any-return]
+        return self.once((id(rule), self.name(option)), lambda: shardings(rule, option, self.mesh))  # type: ignore[no-any-return]
 
     def keep(self, rule: Rule, index: int, sharding: Sharding, base: Option) -> Option | Refusal:
         """The option that takes an operand as it is."""
@@ -80,10 +81,10 @@ class Stage:
         return Option(cuts, {**base.through, **more.through})
 
     def _extending(self, side: str, rule: Rule, index: int, sharding: Sharding, base: Option) -> Option | Refusal:
-        found = self._once((side, id(rule), index, sharding), lambda: self._following(side, rule, index, sharding))
+        found = self.once((side, id(rule), index, sharding), lambda: self._following(side, rule, index, sharding))
         if isinstance(found, Refusal) and len(self.axes) > 1:
             only = sharding.only(self.axis)
-            found = self._once((side, id(rule), index, only), lambda: self._following(side, rule, index, only))
+            found = self.once((side, id(rule), index, only), lambda: self._following(side, rule, index, only))
         if isinstance(found, Refusal) or len(self.axes) == 1:
             return found  # type: ignore[no-any-return]
         return found if self._is_inside(found, base, rule) else self.extended(base, restricted(found, self.axis))
@@ -108,7 +109,8 @@ class Stage:
             found = Option(found.cuts, {**found.through, **through.through})
         return found
 
-    def _once(self, key: Any, find: Callable[[], Any]) -> Any:
+    def once(self, key: Any, find: Callable[[], Any]) -> Any:
+        """What was found under this key before."""
         if key not in self.known:
             self.known[key] = find()
         return self.known[key]

@@ -1,0 +1,188 @@
+"""How one op may run, as far as is known; ops that are alike in all that counts share what is found."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from tpcompiler.ir.sharding import DimSharding, Sharding
+from tpcompiler.rules.infer import Option, Refusal, merge
+from tpcompiler.rules.notation import Joined, Rule, Term
+from tpcompiler.solver.stage import Stage
+
+MOST_CHOICES, MOST_PLANNED = 20, 64  # of an op, without a plan and with one
+
+
+class Way(NamedTuple):
+    """An option, what it needs of every operand, and what it makes."""
+
+    option: Option
+    wants: tuple[Sharding, ...]
+    made: tuple[Sharding, ...]
+
+
+class Limits(NamedTuple):
+    """What the search may not cut: `barred` factors, and those in `blocked` but in blocks; nothing of a closed op."""
+
+    barred: frozenset[str] = frozenset()
+    blocked: frozenset[str] = frozenset()
+    is_closed: bool = False
+
+    def allow(self, option: Option, axis: str) -> bool:
+        return not self.is_closed and not any(
+            factor in self.barred or (factor in self.blocked and not (cut.levels and cut.levels[0].block))
+            for factor, cut in option.cuts.items()
+            if axis in cut.axes
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Ways:
+    """The ways of an op over the axis of a stage. `base`: as it runs over the axes before."""
+
+    rule: Rule
+    base: Option
+    limits: Limits
+    most: int
+    found: Mapping[Any, Way] = field(default_factory=dict)  # by the option's name
+    is_capped: bool = False
+
+    @classmethod
+    def whole(cls, stage: Stage, rule: Rule, base: Option, limits: Limits) -> Ways:
+        most = MOST_CHOICES if stage.free else MOST_PLANNED
+        both = stage.both(rule, base)
+        found = {} if isinstance(both, Refusal) else {stage.name(base): Way(base, *both)}
+        return cls(rule, base, limits, most, found)
+
+    def __iter__(self) -> Iterator[Way]:
+        return iter(self.found.values())
+
+    @cached_property
+    def wants(self) -> list[tuple[Sharding, ...]]:
+        """For each operand, what the ways need."""
+        return [tuple(way.wants[at] for way in self) for at in range(len(self.rule.pattern.inputs))]
+
+    @cached_property
+    def made(self) -> list[tuple[Sharding, ...]]:
+        """For each result, what the ways make."""
+        return [tuple(way.made[at] for way in self) for at in range(len(self.rule.pattern.outputs))]
+
+    def adding(self, stage: Stage, options: Iterable[Option]) -> Ways:
+        """These and more, as many as there may be."""
+        found = dict(self.found)
+        for option in options:
+            name = stage.name(option)
+            if name in found or not self.limits.allow(option, stage.axis):
+                continue
+            both = stage.both(self.rule, option)
+            if isinstance(both, Refusal):
+                continue
+            if len(found) >= self.most:
+                return Ways(self.rule, self.base, self.limits, self.most, found, True)
+            found[name] = Way(option, *both)
+        same = len(found) == len(self.found)
+        return self if same else Ways(self.rule, self.base, self.limits, self.most, found, self.is_capped)
+
+
+def take_operands(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -> Ways:
+    rule, base = ways.rule, ways.base
+    followed: list[list[Option]] = []
+    for index, shardings in enumerate(have):
+        own: list[Option] = []
+        for sharding in dict.fromkeys(shardings):
+            if stage.axis in sharding.axes:
+                option = stage.keep(rule, index, sharding, base)
+                term = rule.pattern.inputs[index]
+                own += [option] if isinstance(option, Option) else _other_cuts(rule, term, sharding, stage, base)
+        if own:
+            followed.append(own)
+    ways = ways.adding(stage, (option for own in followed for option in own))
+    if len(followed) > 1:
+        ways = ways.adding(stage, _merged(followed, ways.most))
+    if any(isinstance(dim, Joined) for term in (*rule.pattern.inputs, *rule.pattern.outputs) for dim in term):
+        ways = ways.adding(stage, _parts_together(stage, ways))
+    return ways
+
+
+def _merged(followed: Sequence[Sequence[Option]], most: int) -> Iterator[Option]:
+    """One of each together: in every way where these are few, otherwise the newest, and every other beside them."""
+    newest = [own[-1] for own in followed]
+    each: Iterable[Sequence[Option]] = itertools.product(*(reversed(own) for own in followed))
+    if math.prod(map(len, followed)) > most:
+        each = [newest] + [
+            [*newest[:at], other, *newest[at + 1 :]] for at, own in enumerate(followed) for other in own[:-1]
+        ]
+    yield from (both for some in each if (both := merge(some)) is not None)
+
+
+def _parts_together(stage: Stage, ways: Ways) -> Iterator[Option]:
+    """Parts of one dim that are cut each by itself, cut at once."""
+    alone: dict[frozenset[str], list[Option]] = {}
+    for option, _, _ in ways:
+        factors = frozenset(factor for factor, cut in option.cuts.items() if stage.axis in cut.axes)
+        if factors:
+            alone.setdefault(factors, []).append(option)
+    single = [own for factors, own in alone.items() if not any(other < factors for other in alone)]
+    yield from _merged(single, ways.most)
+
+
+def _other_cuts(rule: Rule, term: Term, sharding: Sharding, stage: Stage, base: Option) -> Iterator[Option]:
+    """The options that cut the dims that an operand is cut on where the op can take it: one of its factors."""
+    for dim, cut in zip(term, sharding.dims, strict=True):
+        if stage.axis not in cut.axes:
+            continue
+        free = [factor for factor in dim if factor not in rule.pattern.whole]
+        sets = [free] if isinstance(dim, Joined) else [[factor] for factor in free]
+        for factors in sets:
+            if factors:
+                yield stage.extended(base, Option(dict.fromkeys(factors, DimSharding.by(stage.axis))))
+
+
+def can_take(stage: Stage, ways: Ways, index: int, touched: Sequence[bool], have: Sequence[Sharding]) -> bool:
+    """Whether an op that cuts its other operands can take this one as it may be cut."""
+    cut = [sharding for sharding in have if stage.axis in sharding.axes]
+    terms = enumerate(zip(touched, ways.rule.pattern.inputs, strict=True))
+    others = {f for at, (is_touched, term) in terms if at != index and is_touched for dim in term for f in dim}
+    wanted = [
+        wants[index]
+        for option, wants, _ in ways
+        if any(stage.axis in how.axes and factor in others for factor, how in option.cuts.items())
+    ]
+    return not cut or not wanted or any(want in cut for want in wanted)
+
+
+def to_cut(stage: Stage, wanted: Sequence[Sharding]) -> list[Sharding]:
+    """Those that the axis cuts, with nothing pending."""
+    return [s for s in dict.fromkeys(wanted) if stage.axis in s.cut_axes and not s.partial]
+
+
+def make_wanted(stage: Stage, ways: Ways, at: int, one_of_several: bool, wanted: Sequence[Sharding]) -> Ways:
+    rule, base = ways.rule, ways.base
+    term = rule.pattern.outputs[at]
+    for sharding in to_cut(stage, wanted):
+        option = stage.make(rule, at, sharding, base)
+        others = _other_cuts(rule, term, sharding, stage, base)
+        ways = ways.adding(stage, [option] if isinstance(option, Option) else others)
+    if one_of_several or any(isinstance(dim, Joined) for dim in term):
+        ways = ways.adding(stage, _parts_together(stage, ways))
+    return ways
+
+
+def shared_heads(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -> set[int]:
+    """How many ranks could cut a dim of fewer heads than ranks; for what the op cannot take as it may be cut."""
+    found, rule, degree = set[int](), ways.rule, stage.mesh.degree(stage.axis)
+    for index, shardings in enumerate(have):
+        for sharding in dict.fromkeys(shardings):
+            if stage.axis not in sharding.axes or isinstance(stage.keep(rule, index, sharding, Option()), Option):
+                continue
+            for dim, cut in zip(rule.pattern.inputs[index], sharding.dims, strict=True):
+                for factor in dim if stage.axis in cut.axes else ():
+                    size = rule.extent[factor]
+                    heads = math.gcd(size, degree) if isinstance(size, int) else 1
+                    if 1 < heads < degree and size < degree * 2 and factor not in ways.limits.barred:
+                        found.add(heads)
+    return found
