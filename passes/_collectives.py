@@ -9,8 +9,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from passes._lines import LINE, Line
 from tpcompiler._torch import DeviceMesh, c10d_functional, redistribute
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Size, chunk
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size, chunk
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut_dim, join_dim
 
 Number = Callable[[], torch.Tensor]  # gives the next of `numbers_of`

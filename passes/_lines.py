@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tpcompiler.cost.path import Step
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Size, chunk
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size, chunk
+from tpcompiler.ir.sharding import Sharding
 
 LINE = "line"
 

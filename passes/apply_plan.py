@@ -13,10 +13,11 @@ from torch.export.graph_signature import OutputKind
 
 from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec
 from tpcompiler.ir.program import PIN, CanonicalProgram, Note, PlannedProgram, Seed, pin, tied
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
 from tpcompiler.ir.text import value_text
 from tpcompiler.plan import Plan, PlanEntry, Style

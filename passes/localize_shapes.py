@@ -16,10 +16,10 @@ from tpcompiler._torch import FakeTensorMode, aten, enable_python_dispatcher, ma
 from tpcompiler.errors import InternalError, RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.calls import write_call
+from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
 from tpcompiler.ir.program import BODY, CALL, GLOBAL, MARK, ORIGIN, RESHARD, LocalProgram, LoweredProgram, Mark
 from tpcompiler.ir.rank_numbers import read_number
-from tpcompiler.ir.sharding import Size
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.rules.notation import ShardRange
 

@@ -14,6 +14,7 @@ from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import has_bodies
+from tpcompiler.ir.dim_sharding import WHOLE
 from tpcompiler.ir.notes import notes_of, shared_leaves
 from tpcompiler.ir.program import (
     MARK,
@@ -29,7 +30,7 @@ from tpcompiler.ir.program import (
     mark_of,
     pin,
 )
-from tpcompiler.ir.sharding import WHOLE, Sharding
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule

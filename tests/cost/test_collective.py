@@ -7,8 +7,9 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tpcompiler.cost.collective import KINDS, wire_bytes
 from tpcompiler.cost.path import reshard_wire_bytes
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 
 

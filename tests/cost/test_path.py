@@ -22,8 +22,9 @@ from tests.long import some
 from tpcompiler._torch import DeviceMesh, traced_mesh
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.cost.path import cheapest_path, path_text, reshard_wire_bytes, steps_between
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 
 pytestmark = pytest.mark.slow

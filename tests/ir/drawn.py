@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import DimSharding
 
 GRID = Mesh((("dp", 2), ("tp", 3)))
 Cut = tuple[int, DimSharding]

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ir.drawn import GRID, Cut, cuts
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, cut_dim, join, read_sharding
 
 DP, TP = DimSharding.by("dp"), DimSharding.by("tp")

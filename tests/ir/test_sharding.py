@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tpcompiler.errors import ShardingError, UnsupportedError
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, chunk
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.program import Seed
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, chunk
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, fitted, join, read_sharding
 
 TP = Mesh((("tp", 4),))

@@ -15,8 +15,9 @@ from tests.op_db.record import Call
 from tpcompiler._torch import OpOverload, tree_flatten
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Refusal, follow, merge, shardings
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.verify.discover import sound_placements

@@ -17,8 +17,9 @@ from passes.lower_reshards import lower_reshards
 from tests.passes.models import HEADS, Attention
 from tests.passes.stages import Call, folded, local
 from tpcompiler.errors import InternalError
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.program import MARK
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import program_text
 
 X = torch.randn(2, 4)

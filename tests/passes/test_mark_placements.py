@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.passes.models import HEADS, MEGATRON, Attention, Mlp, Tied
 from tests.passes.stages import Call, marked
+from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.program import mark_of
-from tpcompiler.ir.sharding import DimSharding
 from tpcompiler.ir.text import program_text
 
 X, Y = torch.randn(2, 4), torch.randn(2, 4)

@@ -16,8 +16,9 @@ from tests.rules.wrong_reductions import WRONG_REDUCTIONS
 from tests.rules.wrong_rules import WRONG_ON_SPACE_AND_STRUCTURE
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
+from tpcompiler.ir.dim_sharding import WHOLE
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import WHOLE, Sharding
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.attention import KERNELS
 from tpcompiler.rules.infer import Refusal, options, pull_back, shardings
 from tpcompiler.rules.notation import RuleText, dim_size

@@ -13,8 +13,9 @@ from torch import fx
 from tests.passes.models import MEGATRON, Mlp
 from tests.passes.stages import folded, local, marked
 from tpcompiler.errors import InternalError
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.program import MARK, LocalProgram, LoweredProgram, MarkedProgram, Program, ReshardedProgram
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.verify.invariants import check_invariants
 
 ROWS = Sharding((DimSharding.by("tp"), WHOLE))

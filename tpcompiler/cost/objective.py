@@ -9,8 +9,9 @@ import torch
 
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.path import steps_between
+from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import Sharding, Size
+from tpcompiler.ir.sharding import Sharding
 
 
 class Machine(NamedTuple):

@@ -18,9 +18,10 @@ import torch
 
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.collective import wire_bytes
+from tpcompiler.ir.dim_sharding import DimSharding, Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_placement
-from tpcompiler.ir.sharding import DimSharding, Sharding, Size, commute
+from tpcompiler.ir.sharding import Sharding, commute
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "hold"]
 

@@ -11,8 +11,9 @@ from torch import fx
 
 from tpcompiler._torch import FakeTensor, FakeTensorMode, shape_facts, sym_hint
 from tpcompiler.errors import InternalError
+from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import Sharding, Size
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal
 
 

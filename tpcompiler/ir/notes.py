@@ -10,9 +10,9 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler.ir.bodies import all_calls
+from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import MarkedProgram, Note, PlannedProgram, mark_of, tied
-from tpcompiler.ir.sharding import DimSharding
 from tpcompiler.ir.text import op_name
 from tpcompiler.runtime.archive import has_pickled_examples
 

@@ -16,8 +16,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, tree_names
+from tpcompiler.ir.dim_sharding import DimSharding, Size
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import DimSharding, Sharding, Size, refuse_mixed
+from tpcompiler.ir.sharding import Sharding, refuse_mixed
 
 MARK = "tpcompiler_mark"
 ORIGIN = "tpcompiler_origin"

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from tpcompiler.errors import ArtifactError, ShardingError, TpCompilerError
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Size, chunk
 from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding, Size, chunk
+from tpcompiler.ir.sharding import Sharding
 
 REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),

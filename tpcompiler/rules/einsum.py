@@ -9,7 +9,7 @@ from torch import fx
 
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
-from tpcompiler.ir.sharding import Size
+from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pointwise import is_one
 from tpcompiler.rules.registry import op_rule

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Level, Size, divides
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Level, Sharding, Size, divides
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.notation import Dim, Joined, Rule, Term
 

@@ -21,8 +21,8 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from tpcompiler.errors import RuleError
+from tpcompiler.ir.dim_sharding import DimSharding, Size
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import DimSharding, Size
 
 Shards = Literal["any", "nonempty", "even"]
 Dim = tuple[str, ...]  # factors, outermost first; () is a dim of size 1

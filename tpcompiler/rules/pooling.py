@@ -8,7 +8,7 @@ from torch import fx
 
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
-from tpcompiler.ir.sharding import Size
+from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import op_rule

@@ -13,9 +13,9 @@ from torch import fx
 from tpcompiler._torch import OpOverload
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
+from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.local import key
-from tpcompiler.ir.sharding import Size
 from tpcompiler.rules.notation import Pattern, Rule, RuleText, Shards, dim_size, extents, parse
 
 Written = Callable[[fx.Node], "str | RuleText | None"]

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from tpcompiler.ir.dim_sharding import WHOLE
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import Seed
-from tpcompiler.ir.sharding import WHOLE, Sharding
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option, Refusal, follow, options, pass_through, restricted, shardings
 from tpcompiler.rules.notation import Rule
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from tpcompiler.ir.sharding import DimSharding, Sharding
+from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option, Refusal, merge
 from tpcompiler.rules.notation import Joined, Rule, Term
 from tpcompiler.solver.stage import Stage

@@ -11,8 +11,8 @@ from torch import fx
 
 from tpcompiler._torch import OpOverload, aten, enable_python_dispatcher, make_fx
 from tpcompiler.ir import edit
+from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import key
-from tpcompiler.ir.sharding import DimSharding
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.infer import Refusal, follow, merge
 from tpcompiler.rules.notation import Rule, ShardRange

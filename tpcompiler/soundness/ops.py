@@ -12,9 +12,9 @@ from tpcompiler._torch import FakeTensorMode, OpOverload, aten, enable_python_di
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.dim_sharding import WHOLE, Size
 from tpcompiler.ir.local import key
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import WHOLE, Size
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
 from tpcompiler.rules.notation import Rule

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tpcompiler._torch import tree_flatten, tree_unflatten
 from tpcompiler.errors import RuleError
+from tpcompiler.ir.dim_sharding import chunk
 from tpcompiler.ir.placements import format_placement
-from tpcompiler.ir.sharding import chunk
 from tpcompiler.ir.shares import REDUCE
 
 MOST = 2500  # combinations of the operands' placements that are tried one by one

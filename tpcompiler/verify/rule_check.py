@@ -12,8 +12,9 @@ from torch import fx
 from tpcompiler._torch import OpOverload, tree_map
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import WHOLE, DimSharding, Sharding
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, cut_dim, join
 from tpcompiler.rules.infer import Option, Refusal, follow, options, shardings
 from tpcompiler.rules.notation import Rule, RuleText, ShardRange, Shards, Term, dim_size, extents, parse

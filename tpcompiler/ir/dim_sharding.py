@@ -1,0 +1,238 @@
+"""How one tensor dim is cut: by which axes, in which unit, in which blocks, or piece by piece in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sizes import sym_quotient
+
+Size = Any  # int or torch.SymInt; torch's own stubs do not unite them
+
+
+def chunk(size: Size, degree: int, index: int, unit: int = 1) -> tuple[Size, Size]:
+    """Offset and size of chunk `index` when `size` elements are dealt in whole units, the first ranks first.
+
+    Follows `torch.chunk`: every chunk has ceil(units / degree) units until they run out, so the last ones may be
+    smaller or empty. A symbolic size is one that `degree` units divide (`divides`).
+    """
+    if not isinstance(size, int):
+        return size // degree * index, size // degree
+    step = -(-(size // unit) // degree) * unit
+    start = min(index * step, size)
+    return start, min(start + step, size) - start
+
+
+def divides(size: Size, pieces: int) -> bool:
+    """Whether a size is a multiple of `pieces` in every run."""
+    return sym_quotient(size, pieces) is not None
+
+
+class Level(NamedTuple):
+    """One axis that cuts a dim between units of `unit` elements.
+
+    With a block it cuts every block of that many elements; with 0 it cuts the piece that the axis before it has left,
+    the first axis all of the dim.
+    """
+
+    axis: str
+    block: int = 0
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class DimSharding:
+    """How one tensor dim is cut: by the axes of its levels, outermost first.
+
+    A dim in `parts` has no levels: it is pieces one after the other, each of so many elements and cut in its own way.
+    """
+
+    levels: tuple[Level, ...] = ()
+    parts: tuple[tuple[int, DimSharding], ...] = ()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.levels, self.parts))
+
+    def __hash__(self) -> int:  # the search looks up the same few shardings all the time
+        return self._hash
+
+    def __reduce__(self) -> Any:  # hashes differ from process to process
+        return DimSharding, (self.levels, self.parts)
+
+    @classmethod
+    def by(cls, *axes: str, block: int = 0, unit: int = 1) -> DimSharding:
+        """Cut by these axes, nested, all of them between such units; the first in such blocks."""
+        return cls(tuple(Level(axis, 0 if i else block, unit) for i, axis in enumerate(axes)))
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[tuple[int, DimSharding]]) -> DimSharding:
+        """The cut of a dim of these pieces in a row, simplified: alike ones are blocks, empty ones left out."""
+        runs: list[tuple[int, DimSharding, int]] = []  # size, how it is cut, its block
+        for size, cut in (piece for length, whole in parts if length for piece in (whole.parts or ((length, whole),))):
+            block = cut.block or size
+            before, how, its = runs[-1] if runs else (0, cut, 0)
+            if runs and not how.axes and not cut.axes:
+                runs[-1] = (before + size, how, before + size)
+            elif runs and its == block and how.of_block(0) == cut.of_block(0):
+                runs[-1] = (before + size, how, its)
+            else:
+                runs.append((size, cut, block))
+        made = [(size, cut.of_block(block if block < size else 0)) for size, cut, block in runs]
+        return cls(parts=tuple(made)) if len(made) > 1 else made[0][1] if made else WHOLE
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Of all levels, and of all parts."""
+        inside = (axis for _, cut in self.parts for axis in cut.axes)
+        return tuple(level.axis for level in self.levels) + tuple(dict.fromkeys(inside))
+
+    @property
+    def block(self) -> int:
+        """Of the outermost axis."""
+        return self.levels[0].block if self.levels else 0
+
+    def level(self, axis: str) -> Level:
+        return next(level for level in self.levels if level.axis == axis)
+
+    def of_block(self, block: int) -> DimSharding:
+        """The same cut with this block for the outermost axis."""
+        return replace(self, levels=(self.levels[0]._replace(block=block), *self.levels[1:])) if self.levels else self
+
+    def between(self, start: int, stop: int, size: int) -> DimSharding | None:
+        """How the elements from `start` to `stop` of a dim of `size` are cut; None where that is no cut of its own."""
+        if not self.axes or start == stop:
+            return WHOLE
+        if self.parts:
+            found, at = [], 0
+            for length, cut in self.parts:
+                low, high = max(start, at), min(stop, at + length)
+                if low < high:
+                    piece = cut.between(low - at, high - at, length)
+                    if piece is None:
+                        return None
+                    found.append((high - low, piece))
+                at += length
+            return DimSharding.of_parts(found)
+        block = self.block or size
+        if start % block or stop % block:
+            return None
+        return self.of_block(block if stop - start > block else 0)
+
+    def scaled(self, times: int, size: int, mesh: Mesh) -> DimSharding:
+        """The cut of a dim of `size` elements when every element is `times` elements in a row."""
+        if self.parts:
+            return DimSharding.of_parts([(n * times, cut.scaled(times, n, mesh)) for n, cut in self.parts])
+        unit = 1 if self.is_even(size, mesh) else times
+        return DimSharding(tuple(Level(a, block * times, own * unit) for a, block, own in self.levels))
+
+    def divided(self, by: int, size: int, mesh: Mesh) -> DimSharding | None:
+        """What `scaled` gives this cut; None where a cut lies inside of such a run of elements."""
+        if self.parts:
+            parts = [(n // by, cut.divided(by, n, mesh)) for n, cut in self.parts]
+            if any(n % by for n, _ in self.parts) or any(cut is None for _, cut in parts):
+                return None
+            return DimSharding.of_parts([(n, cut) for n, cut in parts if cut is not None])
+        made = DimSharding(tuple(Level(a, block // by, max(unit // by, 1)) for a, block, unit in self.levels))
+        return made if size % by == 0 and made.scaled(by, size // by, mesh) == self else None
+
+    def without(self, axis: str) -> DimSharding:
+        """What the other axes cut."""
+        parts = [(size, cut.without(axis)) for size, cut in self.parts]
+        kept = DimSharding(tuple(level for level in self.levels if level.axis != axis))
+        return DimSharding.of_parts(parts) if parts else kept
+
+    def within(self, axes: Collection[str], size: Size, mesh: Mesh) -> DimSharding:
+        """What these axes cut of a dim of `size`: inside of pieces that another axis cuts, in blocks of such pieces."""
+        if self.parts:
+            return DimSharding.of_parts([(length, cut.within(axes, length, mesh)) for length, cut in self.parts])
+        levels, left = list[Level](), 0
+        for axis, block, unit in self.levels:
+            piece = chunk(block or size, mesh.degree(axis), 0, unit)[1]
+            if axis in axes:
+                levels.append(Level(axis, block or left, unit))
+                left = 0
+            else:
+                even = isinstance(size, int) and (block or size) % mesh.degree(axis) == 0
+                left = piece if even else 0
+            size = piece
+        return DimSharding(tuple(levels))
+
+    def only(self, axis: str) -> DimSharding:
+        """What this axis cuts."""
+        parts = [(size, cut.only(axis)) for size, cut in self.parts]
+        kept = DimSharding(tuple(level for level in self.levels if level.axis == axis))
+        return DimSharding.of_parts(parts) if parts else kept
+
+    def over(self, axis: str, both: tuple[str, str]) -> DimSharding:
+        """The same cut on a mesh of which the axis is two, one inside of the other."""
+        levels: list[Level] = []
+        for level in self.levels:
+            inner = Level(both[1], 0, level.unit)
+            levels += [level._replace(axis=both[0]), inner] if level.axis == axis else [level]
+        return DimSharding(tuple(levels), tuple((size, cut.over(axis, both)) for size, cut in self.parts))
+
+    def inside(self, inner: DimSharding) -> DimSharding:
+        """This cut, each piece of which is cut by the axes of `inner` in turn; this one where its parts are others."""
+        if not self.axes:
+            return inner
+        if self.parts or inner.parts:
+            if [size for size, _ in self.parts] != [size for size, _ in inner.parts]:
+                return self
+            pairs = zip(self.parts, inner.parts, strict=True)
+            return DimSharding.of_parts([(size, cut.inside(by)) for (size, cut), (_, by) in pairs])
+        same = bool(self.block) and inner.block == self.block  # what is left of each block is a piece
+        return DimSharding((*self.levels, *(inner.of_block(0) if same else inner).levels))
+
+    def has_blocks(self, size: Size, mesh: Mesh) -> bool:
+        """Whether every block lies in one piece of those that the axes before have left of `size` elements."""
+        if self.parts:
+            return all(cut.has_blocks(length, mesh) for length, cut in self.parts)
+        for axis, block, unit in self.levels:
+            if block and isinstance(size, int) and size % block:
+                return False
+            size = chunk(block or size, mesh.degree(axis), 0, unit)[1]
+        return True
+
+    def pieces(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> Iterator[tuple[Level, Size, Size]]:
+        """Level by level, how many blocks there are, and the size of the piece of each that lies at `coordinate`."""
+        count, piece = 1, size
+        for level in self.levels:
+            if level.block:
+                count, piece = count * (piece // level.block), level.block
+            piece = chunk(piece, mesh.degree(level.axis), coordinate[level.axis], level.unit)[1]
+            yield level, count, piece
+
+    def share(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[Size, Size]:
+        """(offset, size) of the shard at `coordinate`, of a dim that is cut in one piece."""
+        assert not self.parts
+        offset: Size = 0
+        for axis, block, unit in self.levels:
+            assert not block
+            start, size = chunk(size, mesh.degree(axis), coordinate[axis], unit)
+            offset = offset + start
+        return offset, size
+
+    def local_size(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> Size:
+        if self.parts:
+            return sum(cut.local_size(length, mesh, coordinate) for length, cut in self.parts)
+        for _, count, piece in self.pieces(size, mesh, coordinate):
+            size = count * piece
+        return size
+
+    def is_even(self, size: Size, mesh: Mesh) -> bool:
+        """Whether every rank holds equally many elements."""
+        if self.parts:
+            return all(cut.is_even(length, mesh) for length, cut in self.parts)
+        for axis, block, unit in self.levels:
+            degree = mesh.degree(axis)
+            if not divides(block or size, degree * unit):
+                return False
+            size = (block or size) // degree
+        return True
+
+
+WHOLE = DimSharding()
