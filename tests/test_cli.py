@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import tpcompiler.cli_print
+import tpcompiler.cli.printing
 from tests.launch import torchrun
 from tests.runtime.commands import call, right
 from tests.runtime.models import PLAN_TEXT, export_mlp, mlp_inputs
@@ -207,7 +207,7 @@ def test_the_summary_names_every_fallback(model: Path, plan: Path, capsys: pytes
     data = json.loads(right("convert", model, "--tp", 2, "--plan", plan, "--dry-run", "--json"))
     row = {"kind": "all_gather", "payload_bytes": 4096, "source": "model.py:3, in forward", "reason": "no rule cuts it"}
     data |= {"fallbacks": [row], "notes": [{"kind": "no rule", "text": "aten.sort at 'sort' has no rule"}]}
-    tpcompiler.cli_print.print_summary(data, "out")
+    tpcompiler.cli.printing.print_summary(data, "out")
     assert (
         capsys.readouterr().out
         == f"""\
@@ -348,7 +348,7 @@ def test_check(model: Path, out: Path, tampered: Path) -> None:
 
 
 def test_json_has_no_infinities(capsys: pytest.CaptureFixture[str]) -> None:
-    tpcompiler.cli_print.print_json({"a": [float("inf"), {"b": float("nan")}], "c": 1.5})
+    tpcompiler.cli.printing.print_json({"a": [float("inf"), {"b": float("nan")}], "c": 1.5})
     assert json.loads(capsys.readouterr().out) == {"a": ["inf", {"b": "nan"}], "c": 1.5}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tpcompiler.cli_inspect import folded
+from tpcompiler.cli.inspect import folded
 
 
 @pytest.mark.parametrize(

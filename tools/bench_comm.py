@@ -29,8 +29,8 @@ import tpcompiler
 from tests.zoo.case import Case
 from tests.zoo.index import CASES
 from tpcompiler.cost.collective import wire_bytes
+from tpcompiler.explain.report import KIND_OF
 from tpcompiler.plan.plan import Plan
-from tpcompiler.report import KIND_OF
 
 Sent = tuple[int, Counter[str]]  # wire bytes, and calls by kind
 

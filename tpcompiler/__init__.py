@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from tpcompiler.checkpoint.load import load as load
     from tpcompiler.elastic import merge as merge
     from tpcompiler.elastic import reshard as reshard
+    from tpcompiler.explain.report import Collective as Collective
     from tpcompiler.ir.mesh import Mesh as Mesh
     from tpcompiler.packaging import package as package
     from tpcompiler.parallel_program import ParallelProgram as ParallelProgram
     from tpcompiler.plan import Plan as Plan
     from tpcompiler.program_set import ProgramSet as ProgramSet
-    from tpcompiler.report import Collective as Collective
     from tpcompiler.rules.notation import RuleText as RuleText
     from tpcompiler.rules.register import register_rule as register_rule
     from tpcompiler.runtime.weightless import save_weightless as save_weightless
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from tpcompiler.verify.check_rule import RuleCheck as RuleCheck
     from tpcompiler.verify.check_rule import check_rule as check_rule
     from tpcompiler.verify.compare import VerifyReport as VerifyReport
-    from tpcompiler.verify.discover import sound_placements as sound_placements
     from tpcompiler.verify.discover_rule import DiscoveredRule as DiscoveredRule
     from tpcompiler.verify.discover_rule import discover_rule as discover_rule
+    from tpcompiler.verify.placements import sound_placements as sound_placements
     from tpcompiler.verify_files import verify_artifact as verify_artifact
     from tpcompiler.verify_files import verify_package as verify_package
 
@@ -58,7 +58,7 @@ _HOME = {
     "save_weightless": "tpcompiler.runtime.weightless",
     "register_rule": "tpcompiler.rules.register",
     "RuleText": "tpcompiler.rules.notation",
-    "Collective": "tpcompiler.report",
+    "Collective": "tpcompiler.explain.report",
     "Mesh": "tpcompiler.ir.mesh",
     "ParallelProgram": "tpcompiler.parallel_program",
     "Plan": "tpcompiler.plan",
@@ -68,7 +68,7 @@ _HOME = {
     "check_rule": "tpcompiler.verify.check_rule",
     "DiscoveredRule": "tpcompiler.verify.discover_rule",
     "discover_rule": "tpcompiler.verify.discover_rule",
-    "sound_placements": "tpcompiler.verify.discover",
+    "sound_placements": "tpcompiler.verify.placements",
 } | dict.fromkeys(
     (
         "ArtifactError",

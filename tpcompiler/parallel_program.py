@@ -22,6 +22,7 @@ from passes.move_device import move_device
 from passes.shard_state import Hollow, shard_state
 from tpcompiler._torch import guards_of
 from tpcompiler.errors import InternalError
+from tpcompiler.explain.report import Collective, collectives_of, report_text
 from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of
 from tpcompiler.ir.collector import collector_rests
@@ -36,7 +37,6 @@ from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.symm_mem import Collectives, buffers_of, expand_collectives, fitted_text
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
-from tpcompiler.report import Collective, collectives_of, report_text
 from tpcompiler.runtime.artifact import VERSION, Manifest, Writer, write_artifact
 from tpcompiler.runtime.place import place_state
 from tpcompiler.soundness.check import check_artifact

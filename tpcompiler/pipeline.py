@@ -20,9 +20,8 @@ from passes.insert_reshards import insert_reshards
 from passes.join_branches import join_branches
 from passes.mark_placements import mark_placements
 from tpcompiler._torch import FakeTensor
-from tpcompiler.advice import Trial, advised, remembered, without_gather
-from tpcompiler.auto import place
 from tpcompiler.errors import ProgramError, ShardingError
+from tpcompiler.explain.advice import Trial, advised, remembered, without_gather
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.devices import device_type_for
 from tpcompiler.ir.local import no_new_guards
@@ -33,6 +32,7 @@ from tpcompiler.ir.symm_mem import Collectives, refuse_symm_mem
 from tpcompiler.ir.text import program_text
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.plan import Plan
+from tpcompiler.solver.place import place
 from tpcompiler.verify.invariants import check_invariants
 
 After = Callable[[Any, str], Any]

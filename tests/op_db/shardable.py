@@ -20,7 +20,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Refusal, follow, merge, shardings
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.verify.discover import sound_placements
+from tpcompiler.verify.placements import sound_placements
 
 PRIMES = (2, 3, 5, 7)
 

@@ -24,7 +24,6 @@ from passes.lower_reshards import lower_reshards
 from passes.mark_placements import mark_placements
 from passes.shard_state import shard_state
 from tpcompiler._torch import OpOverload
-from tpcompiler.auto import place
 from tpcompiler.cost.objective import PLANNED
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -41,6 +40,7 @@ from tpcompiler.ir.program import (
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank, numbers_read
 from tpcompiler.plan import Plan
 from tpcompiler.rules.registry import ops_with_rules
+from tpcompiler.solver.place import place
 from tpcompiler.verify.invariants import check_invariants
 
 Given = Mapping[str, str] | Sequence[str | None] | None
@@ -158,4 +158,4 @@ def _checked(program: Any) -> Any:
 def cuts_are_kept() -> Any:
     """A patch under which ops that are cut stay so, even where their operands are cheaper to gather than what they make."""
     slow = PLANNED._replace(products=1e6, others=1e6)
-    return mock.patch("tpcompiler.auto.PLANNED", slow)
+    return mock.patch("tpcompiler.solver.place.PLANNED", slow)

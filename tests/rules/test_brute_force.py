@@ -23,7 +23,7 @@ from tpcompiler.rules.attention import KERNELS
 from tpcompiler.rules.infer import Refusal, options, pull_back, shardings
 from tpcompiler.rules.notation import RuleText, dim_size
 from tpcompiler.rules.registry import _RULES, rule_of
-from tpcompiler.verify.rule_check import Mismatch, check, rule_from
+from tpcompiler.verify.run_on_shards import Mismatch, check, rule_from
 
 aten = torch.ops.aten
 sdpa = aten.scaled_dot_product_attention.default

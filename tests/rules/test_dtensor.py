@@ -31,7 +31,7 @@ from tpcompiler.rules.infer import Refusal, options, shardings
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.verify.check_rule import is_even, is_idle
-from tpcompiler.verify.discover import Way, combinations, sound_placements
+from tpcompiler.verify.placements import Way, combinations, sound_placements
 
 pytestmark = pytest.mark.slow
 

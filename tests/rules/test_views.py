@@ -18,7 +18,7 @@ from tests.rules.sample import call, node_of
 from tpcompiler.rules.notation import RuleText, parse
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.rules.views import dim_groups
-from tpcompiler.verify.rule_check import check, rule_from
+from tpcompiler.verify.run_on_shards import check, rule_from
 
 aten = torch.ops.aten
 

@@ -17,12 +17,12 @@ from passes.canonicalize import canonicalize
 from tests.runtime.commands import right
 from tests.zoo.index import CASES
 from tpcompiler import ParallelProgram
-from tpcompiler.auto import place, shorten
 from tpcompiler.cost.objective import H100, SEARCHED
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.inputs import write_tensors
+from tpcompiler.solver.place import place, shorten
 from tpcompiler.solver.solution import search
 
 

@@ -21,9 +21,9 @@ from tpcompiler.ir import edit
 from tpcompiler.rules.notation import Rule, RuleText, parse
 from tpcompiler.rules.registry import _RULES, rule_of
 from tpcompiler.verify.check_rule import offered
-from tpcompiler.verify.discover import same, sound_placements
 from tpcompiler.verify.discover_rule import DiscoveredRule, discover_rule
-from tpcompiler.verify.rule_check import rule_from
+from tpcompiler.verify.placements import same, sound_placements
+from tpcompiler.verify.run_on_shards import rule_from
 
 pytestmark = pytest.mark.slow
 

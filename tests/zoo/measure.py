@@ -20,7 +20,7 @@ import tpcompiler
 from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
 from tpcompiler.errors import InternalError, TpCompilerWarning
-from tpcompiler.report import Collective
+from tpcompiler.explain.report import Collective
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written

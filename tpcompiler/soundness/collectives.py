@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import fx
 from torch.export import ExportedProgram
 
+from tpcompiler.explain.report import traffic
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.report import traffic
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.soundness.unsound import Unsound
 

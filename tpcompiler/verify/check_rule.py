@@ -16,8 +16,8 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.rules.infer import Refusal, options, shardings
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.verify.discover import Way, sound_placements
-from tpcompiler.verify.rule_check import check, node_of
+from tpcompiler.verify.placements import Way, sound_placements
+from tpcompiler.verify.run_on_shards import check, node_of
 
 DEGREES = (2, 3, 4)
 Inputs = Sequence[Any]  # the arguments of a call, or (arguments, keyword arguments)

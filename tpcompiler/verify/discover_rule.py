@@ -16,8 +16,8 @@ from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.rules.notation import RuleText, Shards, parse
 from tpcompiler.verify.check_rule import DEGREES, Inputs, calls_of, is_even, is_idle
-from tpcompiler.verify.discover import Way, sound_placements
-from tpcompiler.verify.rule_check import Mismatch, check, node_of, rule_from
+from tpcompiler.verify.placements import Way, sound_placements
+from tpcompiler.verify.run_on_shards import Mismatch, check, node_of, rule_from
 
 TRIED = (2, 3, 5)  # ranks: most sizes are a multiple of one of these
 Place = tuple[int, int]  # a tensor, operands first, and one of its dims

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-import tpcompiler.cli_judge
-import tpcompiler.cli_run
-import tpcompiler.cli_weights  # noqa: F401  (registers its commands, as do those above)
-from tpcompiler.cli_options import (
+import tpcompiler.cli.judge
+import tpcompiler.cli.run
+import tpcompiler.cli.weights  # noqa: F401  (registers its commands, as do those above)
+from tpcompiler.cli.options import (
     DEFECT,
     Artifact,
     Imports,
@@ -30,7 +30,7 @@ from tpcompiler.cli_options import (
     read_mesh,
     refuse_two_meshes,
 )
-from tpcompiler.cli_weights import Partial, cut_with_bar
+from tpcompiler.cli.weights import Partial, cut_with_bar
 from tpcompiler.errors import PlanError, TpCompilerWarning
 from tpcompiler.printed import one_line, printable
 
@@ -342,7 +342,3 @@ def main() -> None:
         typer.echo(printable(traceback.format_exc()), err=True, nl=False)
         typer.echo("this is a defect of tpcompiler: please report it with the traceback above", err=True)
         sys.exit(DEFECT)
-
-
-if __name__ == "__main__":
-    main()

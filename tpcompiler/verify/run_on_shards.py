@@ -18,7 +18,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, cut_dim, join
 from tpcompiler.rules.infer import Option, Refusal, follow, options, shardings
 from tpcompiler.rules.notation import Rule, RuleText, ShardRange, Shards, Term, dim_size, extents, parse
-from tpcompiler.verify.discover import same
+from tpcompiler.verify.placements import same
 
 
 class Mismatch(RuleError):

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from tpcompiler.cli_options import Artifact, MeshOption, Tp, Trust, app, progress, read_mesh
+from tpcompiler.cli.options import Artifact, MeshOption, Tp, Trust, app, progress, read_mesh
 from tpcompiler.errors import ArtifactError
 
 Checkpoint = Annotated[

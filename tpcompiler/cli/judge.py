@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tpcompiler.cli_options import NOT_EQUAL, Artifact, Imports, Json, Trust, app, progress
+from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Trust, app, progress
 from tpcompiler.errors import InputsError
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tpcompiler.cli_options import NOT_EQUAL, Artifact, Imports, Trust, app, progress
+from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Trust, app, progress
 from tpcompiler.errors import ArtifactError
 
 

@@ -1,0 +1,1 @@
+"""What a conversion did, why, and what would be cheaper."""
