@@ -11,8 +11,8 @@ from torch import nn
 
 import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported
-from tpcompiler import advice
 from tpcompiler.errors import ShardingError
+from tpcompiler.explain import advice
 from tpcompiler.plan import Plan
 
 pytestmark = pytest.mark.slow

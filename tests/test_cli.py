@@ -395,7 +395,7 @@ def test_a_defect_is_not_the_answer_not_equal(
     def fail(**_: object) -> None:
         raise KeyError("x")
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(cli.commands, "app", fail)
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 3

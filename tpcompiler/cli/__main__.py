@@ -1,4 +1,4 @@
-from tpcompiler.cli.app import main
+from tpcompiler.cli.commands import main
 
 if __name__ == "__main__":
     main()

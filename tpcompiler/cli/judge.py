@@ -59,8 +59,8 @@ def verify(
       tpcompiler verify out --checkpoint checkpoint
     """
     with progress(f"reading {against or directory}") as status:
-        from tpcompiler import cli_print
         from tpcompiler.checkpoint.fill import read_original, with_weights
+        from tpcompiler.cli import printing
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.inputs import read_inputs
         from tpcompiler.runtime.model_file import import_modules, read_model
@@ -77,12 +77,12 @@ def verify(
             raise InputsError(
                 f"{against or directory} was saved without example inputs", help="give inputs with --inputs FILE"
             )
-        if said := cli_print.cost_of_verifying(manifest):
+        if said := printing.cost_of_verifying(manifest):
             typer.echo(said, err=True)
         status.update("running the model and all ranks")
         report = verify_artifact(directory, original, *calls[0], then=calls[1:], checkpoint=checkpoint, trust=trust)
     if json:
-        cli_print.print_json(dataclasses.asdict(report))
+        printing.print_json(dataclasses.asdict(report))
     else:
         typer.echo(str(report))
     if bisect is not None and not report.ok:
@@ -122,7 +122,8 @@ def check(
       tpcompiler check out --original model.pt2
     """
     with progress(f"reading {directory}") as status:
-        from tpcompiler import api, cli_print
+        from tpcompiler import api
+        from tpcompiler.cli import printing
         from tpcompiler.runtime.artifact import programs_in, read_manifest
         from tpcompiler.runtime.model_file import import_modules, read_model
 
@@ -134,7 +135,7 @@ def check(
         report = api.check(directory, model, checkpoint=checkpoint, trust=trust)
         compared = original is not None or checkpoint is not None
     if json:
-        cli_print.print_json({**dataclasses.asdict(report), "weights_compared": compared})
+        printing.print_json({**dataclasses.asdict(report), "weights_compared": compared})
     else:
         typer.echo(str(report))
         if not compared:

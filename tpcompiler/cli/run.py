@@ -96,7 +96,7 @@ def run(
     """
     import torch.distributed as dist
 
-    from tpcompiler import cli_print
+    from tpcompiler.cli import printing
     from tpcompiler.runtime.artifact import read_manifest
     from tpcompiler.runtime.inputs import write_tensors
     from tpcompiler.runtime.load import load
@@ -111,7 +111,7 @@ def run(
     module = load(directory, trust=trust, compiled=compiled, backend=backend.value if backend else None)
     named = run_file(module, manifest, inputs)
     if dist.get_rank() == 0:
-        cli_print.print_outputs(summarize(named))
+        printing.print_outputs(summarize(named))
         if outputs is not None:
             write_tensors(outputs, named)
     dist.destroy_process_group()  # as NCCL asks for

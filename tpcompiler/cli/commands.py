@@ -105,21 +105,21 @@ def inspect(
       tpcompiler inspect out
     """
     with progress(f"reading {path}"):
-        from tpcompiler import cli_inspect, cli_print
+        from tpcompiler.cli import inspect, printing
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.model_file import read_model
 
         is_artifact = os.path.isdir(path)  # where pathlib's may raise
         if is_artifact:
-            data = cli_inspect.artifact_data(read_manifest(path))
+            data = inspect.artifact_data(read_manifest(path))
         else:
-            data = cli_inspect.model_data(read_model(path, imports or (), trust=trust))
+            data = inspect.model_data(read_model(path, imports or (), trust=trust))
     if json:
-        cli_print.print_json(data)
+        printing.print_json(data)
     elif is_artifact:
-        cli_print.print_artifact(data, str(path))
+        printing.print_artifact(data, str(path))
     else:
-        cli_print.print_model(data, str(path))
+        printing.print_model(data, str(path))
 
 
 @app.command()
@@ -206,9 +206,9 @@ def convert(
     if out is None and not dry_run:
         raise typer.BadParameter("give the directory to write with -o, or --dry-run", param_hint="-o")
     with progress("reading the plan") as status:
-        from tpcompiler import cli_inspect, cli_print
         from tpcompiler.api import parallelize
         from tpcompiler.checkpoint.cut import refuse_other_checkpoint
+        from tpcompiler.cli import inspect, printing
         from tpcompiler.plan import Plan
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.model_file import read_model
@@ -251,13 +251,13 @@ def convert(
             manifests = {name: one.manifest() for name, one in each.items()}
     if checkpoint is not None and out is not None and not dry_run:
         cut_with_bar(out, checkpoint, None, partial, force=False)
-    data: dict[str, Any] = {name: cli_inspect.artifact_data(manifest) for name, manifest in manifests.items()}
+    data: dict[str, Any] = {name: inspect.artifact_data(manifest) for name, manifest in manifests.items()}
     if json:
         rest = {"programs": data} if names else data[""]
-        cli_print.print_json({"out": None if dry_run else str(out), **rest})
+        printing.print_json({"out": None if dry_run else str(out), **rest})
         return
     for name, shown in data.items():
-        cli_print.print_summary(shown, "nothing written (--dry-run)" if dry_run else str((out or Path()) / name))
+        printing.print_summary(shown, "nothing written (--dry-run)" if dry_run else str((out or Path()) / name))
 
 
 @app.command()
@@ -284,17 +284,17 @@ def show(
       tpcompiler show out -o out.svg
     """
     with progress(f"reading {directory}"):
-        from tpcompiler import cli_print
+        from tpcompiler.cli import printing
         from tpcompiler.runtime.model_file import import_modules
 
         import_modules(imports or ())
-        picture = cli_print.picture(directory, _format(format, file).value, file, rank, trust=trust)
+        picture = printing.picture(directory, _format(format, file).value, file, rank, trust=trust)
     if picture.note:
         typer.echo(picture.note, err=True)
     if picture.file is None:
         typer.echo(picture.text, nl=not picture.text.endswith("\n"))
     else:
-        cli_print.write_text(picture.file, picture.text)
+        printing.write_text(picture.file, picture.text)
         typer.echo(f"wrote {picture.file}", err=True)
 
 
