@@ -66,8 +66,8 @@ class Objective(NamedTuple):
 H100 = Machine(flops=989e12, memory=3.35e12, link=450e9)
 # Of each step about 2 KB on the link, so that fewer collectives win where bytes are nearly the same.
 SEARCHED = Objective(H100, step=5e-9, held=1.0, products=1.0, others=0.0)
-# A plan has decided who holds and computes what: bytes on the wire count, and the rest breaks ties.
-PLANNED = Objective(H100, step=1e-12, held=1e-5, products=1.0, others=1e-5)
+# A plan has decided who holds and computes what: bytes on the wire count, and the rest next to nothing.
+PLANNED = Objective(H100, step=1e-12, held=1e-5, products=0.01, others=1e-5)
 
 
 def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:

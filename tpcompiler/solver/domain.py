@@ -18,7 +18,7 @@ from tpcompiler.rules.features import computed_from_leaves
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.stage import Choice, Leaf, Stage
-from tpcompiler.solver.ways import Limits, Ways, can_take, make_wanted, shared_heads, take_operands, to_cut
+from tpcompiler.solver.ways import Limits, Ways, can_take, made_of, make_wanted, shared_heads, take_operands, to_cut
 
 
 @dataclass(eq=False)
@@ -69,8 +69,8 @@ def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf
         if node in domain.ways:
             _take_operands(domain, node)
         _make_wanted(domain, node)
-    for node in () if stage.free else ruled:
-        _let_operands_be_whole(domain, node)
+    if not stage.free:
+        _let_leaves_be_whole(domain)
     return domain
 
 
@@ -211,23 +211,30 @@ def _take_operands(domain: Domain, node: fx.Node) -> None:
             domain.comes_of[made] = comes_of
 
 
-def _let_operands_be_whole(domain: Domain, node: fx.Node) -> None:
-    """Leaves of styles may be whole over the axis where an op that cuts its other operands cannot take theirs cut.
-
-    So are keys and values of which there are fewer heads than ranks.
+def _let_leaves_be_whole(domain: Domain) -> None:
+    """Leaves of styles may be whole over the axis where an op that cuts its other operands cannot take what is made of
+    them cut, such as keys and values of which there are fewer heads than ranks.
     """
-    stage, operands = domain.stage, edit.operands(node)
-    if any(domain.leaves[o.name].seed for o in operands if o.name in domain.leaves):
-        return
-    touched = tuple(operand in domain.touched for operand in operands)
-    for index, operand in enumerate(operands):
-        have = shardings_of(domain, operand)
-        ways = domain.ways[node]
-        known = "can", ways, index, touched, have
-        if operand in domain.comes_of and not stage.once(known, partial(can_take, stage, ways, index, touched, have)):
-            for leaf in domain.leaves.values():
-                if leaf.group in domain.comes_of[operand]:
-                    leaf.let_be_whole()
+    stage = domain.stage
+    reached: dict[fx.Node, tuple[Sharding, ...]] = {  # what values may be without a change on the way from such a leaf
+        node: shardings_of(domain, node) for node, _ in domain.program.leaves() if node in domain.comes_of
+    }
+    for node, ways in domain.ways.items():
+        operands = edit.operands(node)
+        have = tuple(reached.get(operand, ()) for operand in operands)
+        if not any(have):
+            continue
+        for made, at in results(node):
+            reached[made] = stage.once(("reached", ways, have, at), partial(made_of, stage, ways, have, at))
+        if any(domain.leaves[o.name].seed for o in operands if o.name in domain.leaves):
+            continue
+        touched = tuple(operand in domain.touched for operand in operands)
+        for index, operand in enumerate(operands):
+            known = "can", ways, index, touched, have
+            if not stage.once(known, partial(can_take, stage, ways, index, touched, have)):
+                for leaf in domain.leaves.values():
+                    if leaf.group in domain.comes_of.get(operand, ()):
+                        leaf.let_be_whole()
 
 
 def _make_wanted(domain: Domain, node: fx.Node) -> None:

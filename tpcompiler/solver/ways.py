@@ -143,9 +143,18 @@ def _other_cuts(rule: Rule, term: Term, sharding: Sharding, stage: Stage, base: 
                 yield stage.extended(base, Option(dict.fromkeys(factors, DimSharding.by(stage.axis))))
 
 
-def can_take(stage: Stage, ways: Ways, index: int, touched: Sequence[bool], have: Sequence[Sharding]) -> bool:
+def made_of(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]], at: int) -> tuple[Sharding, ...]:
+    """What a result may be over the axis, of an operand that is one of those that it may be."""
+    return tuple(
+        made[at]
+        for _, wants, made in ways
+        if stage.axis in made[at].axes and any(want in own for want, own in zip(wants, have, strict=True))
+    )
+
+
+def can_take(stage: Stage, ways: Ways, index: int, touched: Sequence[bool], have: Sequence[Sequence[Sharding]]) -> bool:
     """Whether an op that cuts its other operands can take this one as it may be cut."""
-    cut = [sharding for sharding in have if stage.axis in sharding.axes]
+    cut = to_cut(stage, have[index])
     terms = enumerate(zip(touched, ways.rule.pattern.inputs, strict=True))
     others = {f for at, (is_touched, term) in terms if at != index and is_touched for dim in term for f in dim}
     wanted = [
