@@ -75,6 +75,7 @@ _HOME = {
         "InputsError",
         "InternalError",
         "LaunchError",
+        "MachineError",
         "MeshError",
         "PlanError",
         "ProgramError",

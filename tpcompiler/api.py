@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler.checkpoint.fill import read_original, with_weights
+from tpcompiler.cost.machine import DEFAULT, Machine
 from tpcompiler.errors import MeshError, PlanError, ProgramError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
@@ -25,6 +26,7 @@ from tpcompiler.plan import Plan
 from tpcompiler.program_set import ProgramSet
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.place import place_state
+from tpcompiler.solver.place import Aim
 from tpcompiler.soundness.check import CheckReport, check_artifact
 
 Given = Mapping[str, Any] | Sequence[Any] | None
@@ -41,6 +43,8 @@ def parallelize(
     outputs: Given = None,
     device_type: str | None = None,
     collectives: Collectives = "nccl",
+    machine: str | os.PathLike[str] = DEFAULT,
+    memory: int | None = None,
     dump: str | os.PathLike[str] | None = None,
 ) -> ParallelProgram: ...
 
@@ -55,6 +59,8 @@ def parallelize(
     outputs: Given = None,
     device_type: str | None = None,
     collectives: Collectives = "nccl",
+    machine: str | os.PathLike[str] = DEFAULT,
+    memory: int | None = None,
     dump: str | os.PathLike[str] | None = None,
 ) -> ProgramSet: ...
 
@@ -68,6 +74,8 @@ def parallelize(
     outputs: Given = None,
     device_type: str | None = None,
     collectives: Collectives = "nccl",
+    machine: str | os.PathLike[str] = DEFAULT,
+    memory: int | None = None,
     dump: str | os.PathLike[str] | None = None,
 ) -> ParallelProgram | ProgramSet:
     """Turn a single-device exported program into one program per rank. Needs no GPU and no launched process.
@@ -84,17 +92,20 @@ def parallelize(
         device_type: "cpu" or "cuda", for which no device need be at hand; by default where the program's tensors are.
         collectives: what sends: "nccl" (gloo on a CPU); "symm_mem", torch's ops over memory that GPUs map
             from each other, wherever these fit (docs/gpu.md); "auto", those of them that are published to be faster.
+        machine: the YAML file that describes one device and its links (docs/auto.md), or "h100".
+        memory: the most bytes that a rank may hold: weights, caches, inputs, and activations at their peak, estimated.
         dump: a directory for a numbered text of the program after every pass.
 
     Raises:
-        PlanError, MeshError, ShardingError, ProgramError, UnsupportedError: what, where, the numbers, one action.
+        PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: what, where, the numbers, one
+            action.
     """
-    mesh, chosen = Mesh.of(mesh), None if plan == "auto" else Plan.of(plan)
+    mesh, chosen, aim = Mesh.of(mesh), None if plan == "auto" else Plan.of(plan), Aim(Machine.read(machine), memory)
     if not isinstance(exported_program, Mapping | list | tuple):
         boundary = _specs(inputs, "inputs="), _specs(outputs, "outputs=")
         one: Any = exported_program  # what is no program is refused by the first pass
         conversion = Conversion.of(one, mesh, chosen, boundary, device_type, dump, collectives)
-        return finished_together({"": conversion})[""]
+        return finished_together({"": conversion}, aim)[""]
     return ProgramSet(
         finished_together(
             {
@@ -108,7 +119,8 @@ def parallelize(
                     collectives,
                 )
                 for name, program in _named(exported_program).items()
-            }
+            },
+            aim,
         )
     )
 

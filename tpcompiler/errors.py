@@ -38,6 +38,10 @@ class MeshError(TpCompilerError):
     """The mesh is malformed, or a rank lies outside it."""
 
 
+class MachineError(TpCompilerError):
+    """The description of a machine cannot be read, or has an impossible number."""
+
+
 class ShardingError(TpCompilerError):
     """A tensor cannot be cut as asked.
 

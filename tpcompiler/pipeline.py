@@ -32,7 +32,7 @@ from tpcompiler.ir.symm_mem import Collectives, refuse_symm_mem
 from tpcompiler.ir.text import program_text
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.plan import Plan
-from tpcompiler.solver.place import place
+from tpcompiler.solver.place import UNLIMITED, Aim, place
 from tpcompiler.verify.invariants import check_invariants
 
 After = Callable[[Any, str], Any]
@@ -97,7 +97,7 @@ class Conversion:
 
 
 @collector_rests()
-def finished_together(conversions: Mapping[str, Conversion]) -> dict[str, ParallelProgram]:
+def finished_together(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITED) -> dict[str, ParallelProgram]:
     """The programs, with every leaf that several have placed alike.
 
     Raises:
@@ -109,11 +109,11 @@ def finished_together(conversions: Mapping[str, Conversion]) -> dict[str, Parall
 
     def trial_of(name: str) -> Trial:
         others = {other: conversion.plan for other, conversion in conversions.items()}
-        return remembered(lambda plan: _marked(conversions, {**others, name: plan}, quiet=True)[0][name])
+        return remembered(lambda plan: _marked(conversions, {**others, name: plan}, Aim(aim.machine), True)[0][name])
 
     trials = {name: trial_of(name) for name in conversions}
     try:
-        marked, styles = _marked(conversions, {name: conversion.plan for name, conversion in conversions.items()})
+        marked, styles = _marked(conversions, {name: conversion.plan for name, conversion in conversions.items()}, aim)
     except ShardingError as error:
         first = next(iter(conversions.values()))
         if first.auto:
@@ -123,7 +123,7 @@ def finished_together(conversions: Mapping[str, Conversion]) -> dict[str, Parall
 
 
 def _marked(
-    conversions: Mapping[str, Conversion], plans: Mapping[str, Plan], quiet: bool = False
+    conversions: Mapping[str, Conversion], plans: Mapping[str, Plan], aim: Aim, quiet: bool = False
 ) -> tuple[dict[str, MarkedProgram], dict[str, str]]:
     """Every program marked, and the styles that the search found."""
     afters = {name: _unseen if quiet else conversion.after for name, conversion in conversions.items()}
@@ -131,7 +131,7 @@ def _marked(
     with contextlib.ExitStack() as stack:
         for program in planned:
             stack.enter_context(no_new_guards(program.graph))
-        programs, found, styles = place(planned, next(iter(conversions.values())).auto)
+        programs, found, styles = place(planned, next(iter(conversions.values())).auto, aim)
         pairs = zip(conversions, programs, strict=True)
         return {name: afters[name](mark_placements(one, found), "mark_placements") for name, one in pairs}, styles
 

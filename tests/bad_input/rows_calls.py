@@ -22,6 +22,7 @@ from tpcompiler.errors import (
     MeshError,
     PlanError,
     ProgramError,
+    ShardingError,
     UnsupportedError,
 )
 from tpcompiler.verify_files import verify_artifact
@@ -252,6 +253,15 @@ CALLS = [
         "device_type is 'tpu', not one of cpu and cuda",
         "give 'cpu' or 'cuda'",
         code=UnsupportedError,
+    ),
+    Row(
+        '`memory=100` with `plan="auto"`',
+        lambda program: parallelize(program, 2, "auto", memory=100),
+        "a rank would hold 1,624 bytes: weights 1,224, caches 0, activations 400 at the peak ('relu_1'); that is 1,524 "
+        "more than the limit of 100. The largest weights there are 'layers.0.down.weight' 256, 'layers.0.up.weight' "
+        "256, 'layers.1.down.weight' 256",
+        "use more ranks, or a limit of at least 1,624 bytes",
+        code=ShardingError,
     ),
     Row(
         "`rank_program(2)` of two",

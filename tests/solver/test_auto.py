@@ -17,7 +17,8 @@ from passes.canonicalize import canonicalize
 from tests.runtime.commands import right
 from tests.zoo.index import CASES
 from tpcompiler import ParallelProgram
-from tpcompiler.cost.objective import H100, SEARCHED
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.objective import SEARCHED
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.plan import Plan
@@ -58,7 +59,9 @@ def test_a_layer_by_hand() -> None:
     up = (16 * 64 + 128 * 64 + 16 * 128) * 4  # bytes: x, half of the weight, half of the result
     down = (16 * 128 + 64 * 128 + 16 * 64) * 4
     held, sent = 2 * 128 * 64 * 4, 16 * 64 * 4
-    assert found.seconds == pytest.approx((up + down) / H100.memory + (held + sent) / H100.link + SEARCHED.step)
+    machine = Machine.read()
+    rates = machine.memory_bandwidth, machine.plain_link.bandwidth
+    assert found.seconds == pytest.approx((up + down) / rates[0] + (held + sent) / rates[1] + SEARCHED.step)
 
 
 # A decoder, parallel blocks, experts, convolutions, an encoder with packed and blocked heads, and caches.
@@ -130,11 +133,12 @@ def _model() -> Mlp:
 
 
 def test_nothing_fits() -> None:
-    """A weight pinned as its op cannot take it, which is not gathered."""
+    """A weight pinned as its op cannot take it, which is not gathered; the other entry has no part in it."""
     program = canonicalize(export(nn.LayerNorm(8), (torch.randn(2, 8),)))
-    planned = apply_plan(program, Plan.of({"weight": "S(0)"}), Mesh.of(2))
-    with pytest.raises(ShardingError, match="no placement of all values suits what is asked for"):
+    planned = apply_plan(program, Plan.of({"bias": "R", "weight": "S(0)"}), Mesh.of(2))
+    with pytest.raises(ShardingError, match="no placement of all values suits what is asked for") as error:
         place([planned], auto=True)
+    assert error.value.facts["asked by"] == 'the plan ("weight": "S(0)")'
 
 
 def test_layers_alike_are_one_entry() -> None:

@@ -188,6 +188,12 @@ def convert(
         _Collectives,
         typer.Option("--collectives", help="What sends, on GPUs: symm_mem where it fits, auto where it should gain."),
     ] = _Collectives.nccl,
+    machine: Annotated[
+        str, typer.Option("--machine", metavar="FILE", help="What the devices can do: a YAML file, or a known name.")
+    ] = "h100",
+    memory: Annotated[
+        float | None, typer.Option("--memory", metavar="GB", help="The most that a rank may hold, in 10^9 bytes.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write one program per rank.
@@ -237,6 +243,8 @@ def convert(
             outputs=_of_programs(_placements(outputs, "--output"), names),
             device_type=device_type.value if device_type else None,
             collectives=collectives.value,
+            machine=machine,
+            memory=None if memory is None else int(memory * 1e9),
         )
         each: dict[str, Any] = dict(made) if names else {"": made}
         if out is not None and not dry_run:

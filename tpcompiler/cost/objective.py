@@ -8,18 +8,11 @@ from typing import NamedTuple
 import torch
 
 from tpcompiler._torch import sym_hint
+from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.path import steps_between
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
-
-
-class Machine(NamedTuple):
-    """Of one device: FLOP/s, bytes/s of its memory, and bytes/s that it sends."""
-
-    flops: float
-    memory: float
-    link: float
 
 
 class Objective(NamedTuple):
@@ -43,31 +36,32 @@ class Objective(NamedTuple):
         return self._replace(step=min(self.step, 1e-16))
 
     def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
-        """Of a change of sharding: its wire bytes, and next to nothing for each collective."""
+        """Of a change of sharding: what its collectives take on the machine's links, and `step` for each."""
         steps = steps_between(source, target, value.shape, value.element_size(), mesh)
-        sent = [step.wire_bytes for step in steps if step.kind not in ("slice", "hold")]
-        return sum(sent) / self.machine.link + self.step * len(sent)
+        return sum(
+            self.machine.link(step.kind, mesh.size(step.axes)).seconds(step.wire_bytes) + self.step
+            for step in steps
+            if step.kind not in ("slice", "hold")
+        )
 
     def compute_seconds(self, flops: float, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
         """Of the largest share of an op, by the roofline (Williams, Waterman and Patterson, 2009)."""
         share = self.products if flops else self.others
         moved = sum(local_bytes(value, sharding, mesh) for value, sharding in values) if share else 0
-        return share * max(flops / self.machine.flops, moved / self.machine.memory)
+        return share * max(flops / self.machine.flops, moved / self.machine.memory_bandwidth)
 
     def held_seconds(self, count: float) -> float:
         """What it is worth to hold so many bytes of weights less: as much as to send them once.
 
         One call of a program is no measure of what weights cost: they are read in every step, and must fit.
         """
-        return self.held * count / self.machine.link
+        return self.held * count / self.machine.plain_link.bandwidth
 
 
-# Dense bfloat16, HBM3, NVLink 4 in one direction: NVIDIA's data sheet.
-H100 = Machine(flops=989e12, memory=3.35e12, link=450e9)
 # Of each step about 2 KB on the link, so that fewer collectives win where bytes are nearly the same.
-SEARCHED = Objective(H100, step=5e-9, held=1.0, products=1.0, others=0.0)
+SEARCHED = Objective(Machine.read(), step=5e-9, held=1.0, products=1.0, others=0.0)
 # A plan has decided who holds and computes what: bytes on the wire count, and the rest next to nothing.
-PLANNED = Objective(H100, step=1e-12, held=1e-5, products=0.01, others=1e-5)
+PLANNED = Objective(Machine.read(), step=1e-12, held=1e-5, products=0.01, others=1e-5)
 
 
 def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:

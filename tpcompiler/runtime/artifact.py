@@ -34,7 +34,7 @@ NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
     "shared": "weights that several ranks share",
     "examples": "example inputs",
     "collectives": "collectives over symmetric memory",
-    "search": "what the search left out",
+    "search": "the search for placements",
     "cut": "weights cut in parts, blocks or whole heads, or unevenly",
 }
 

@@ -1,4 +1,4 @@
-"""Placements without a plan: the search for the cheapest."""
+"""The cheapest placements on a machine, of those that fit a rank."""
 
 from __future__ import annotations
 
@@ -6,32 +6,123 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from tpcompiler.cost.objective import PLANNED, SEARCHED
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.objective import PLANNED, SEARCHED, Objective
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.program import Note, PlannedProgram
+from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.solution import Solution, search
 
+MOST_TRIALS = 10  # searches for placements that fit
+MOST_ENTRIES = 32  # of a plan that are left out in turn to find those that conflict
 
-def place(programs: Sequence[PlannedProgram], auto: bool) -> tuple[list[PlannedProgram], Solution, dict[str, str]]:
+
+class Aim(NamedTuple):
+    """The machine on which a call is to be cheap, and the most bytes that a rank may hold."""
+
+    machine: Machine = Machine.read()
+    limit: int | None = None
+
+
+UNLIMITED = Aim()
+
+
+def place(
+    programs: Sequence[PlannedProgram], auto: bool, aim: Aim = UNLIMITED
+) -> tuple[list[PlannedProgram], Solution, dict[str, str]]:
     """The cheapest placements of all values, and without a plan the style that each layer got.
 
     Raises:
-        ShardingError: none suits all that is asked for.
+        ShardingError: none suits all that is asked for, or none that is found fits a rank.
     """
-    found = search(programs, SEARCHED if auto else PLANNED, free=auto)
+    objective = (SEARCHED if auto else PLANNED)._replace(machine=aim.machine)
+    found, above = search(programs, objective, free=auto), 0.0
     if math.isinf(found.seconds):
-        raise ShardingError(
-            "no placement of all values suits what is asked for",
-            help="pin less in the plan and at the boundary, or use a degree that divides more of the sizes",
+        raise _infeasible(programs, objective, auto)
+    if aim.limit is not None:
+        found, above = _fitted(programs, objective, aim.limit, found, auto)
+    said = []
+    if auto:
+        proof = f"at most {above:.1%} above" if above else "none is cheaper than"
+        said.append(
+            f"one call is worth {found.seconds * 1e6:,.3f} us on the machine; {proof} the least of these choices"
         )
-    text = f"ops and values that had more choices than were looked at: {found.capped}"
-    more = (Note("search", text),) if found.capped else ()
+    if auto or aim.limit is not None:
+        said.append(f"a rank holds about {measure_memory(found).text}")
+    if found.capped:
+        said.append(f"ops and values that had more choices than were looked at: {found.capped}")
     kept = [
-        replace(program, notes=(*(n for n in program.notes if not (auto and n.kind == "untouched")), *more))
+        replace(
+            program,
+            notes=(
+                *(note for note in program.notes if not (auto and note.kind == "untouched")),
+                *(Note("search", text) for text in said),
+            ),
+        )
         for program in found.programs
     ]
     return kept, found, shorten({name: style or "replicate" for name, style in found.styles.items()})
+
+
+def _infeasible(programs: Sequence[PlannedProgram], objective: Objective, auto: bool) -> ShardingError:
+    """The error that names the entries of the plan that cannot hold together: without any one of them, others can.
+
+    By a deletion filter (Chinneck and Dravnieks, "Locating minimal infeasible constraint sets in linear programs",
+    1991).
+    """
+    kept = list(dict.fromkeys(seed.asked_by for program in programs for seed in program.seeds.values()))
+    for entry in kept[:MOST_ENTRIES]:
+        rest = [each for each in kept if each != entry]
+        fewer = [
+            replace(program, seeds={name: seed for name, seed in program.seeds.items() if seed.asked_by in rest})
+            for program in programs
+        ]
+        if math.isinf(search(fewer, objective, free=auto).seconds):
+            kept = rest
+    return ShardingError(
+        "no placement of all values suits what is asked for",
+        help="pin less in the plan and at the boundary, or use a degree that divides more of the sizes",
+        asked_by=" and ".join(kept),
+    )
+
+
+def _fitted(
+    programs: Sequence[PlannedProgram], objective: Objective, limit: int, found: Solution, auto: bool
+) -> tuple[Solution, float]:
+    """Placements that hold no more than `limit` bytes, and by what share they may be above the cheapest of those.
+
+    By a price on the bytes of weights that is raised until they fit (Everett, "Generalized Lagrange multiplier method",
+    1963). What is sought at each price bounds the cheapest from below.
+    """
+    least = measure_memory(found)
+    if least.total <= limit:
+        return found, 0.0
+    bound, low, high, times = found.seconds, 1.0, math.inf, 4.0
+    best: Solution | None = None
+    for _ in range(MOST_TRIALS if auto else 0):
+        trial = search(programs, objective._replace(held=objective.held * times), free=auto)
+        memory, more = measure_memory(trial), times - 1
+        room = limit - memory.total + memory.floats  # for weights
+        bound = max(bound, trial.seconds - more * objective.held_seconds(room))
+        seconds = trial.seconds - more * objective.held_seconds(memory.floats)
+        least = min(least, memory, key=lambda each: each.total)
+        if memory.total > limit:
+            low = times
+        else:
+            high = times
+            if best is None or seconds < best.seconds:
+                best = replace(trial, seconds=seconds)
+        times = times * 8 if math.isinf(high) else math.sqrt(low * high)
+    if best is None:
+        leaves = ", ".join(f"'{fqn}' {count:,}" for fqn, count in least.largest)
+        raise ShardingError(
+            f"a rank would hold {least.text}; that is {least.total - limit:,} more than the limit of {limit:,}. "
+            f"The largest weights there are {leaves}",
+            help=f"use more ranks{'' if auto else ', cut more layers'}, or a limit of at least {least.total:,} bytes",
+        )
+    return best, max(0.0, best.seconds / bound - 1)
 
 
 def shorten(styles: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,65 @@
+"""Descriptions of machines, and limits on what a rank holds."""
+
+from __future__ import annotations
+
+from tests.bad_input.row import Row, text
+
+CONVERT = "tpcompiler convert model.pt2 --tp 2 --plan auto -o new"
+RATES = "flops: 1.0e+15\nmemory_bandwidth: 3.0e+12\nmemory: 8.0e+10\n"
+LINKS = "links:\n- {latency: 0.0, bandwidth: 4.0e+11}\n"
+
+
+def _machine(what: str, content: str, *said: str) -> Row:
+    return Row(what, f"{CONVERT} --machine m.yaml", *said, spoil=text("m.yaml", content))
+
+
+MACHINES = [
+    Row(
+        "no such machine",
+        f"{CONVERT} --machine h1000",
+        "machine 'h1000' cannot be read: No such file or directory",
+        "give h100, or the path of a YAML file",
+    ),
+    _machine(
+        "no YAML",
+        "flops: [",
+        "machine 'm.yaml' cannot be read: expected the node content, but found '<stream end>'",
+        "give h100, or the path of a YAML file",
+    ),
+    _machine(
+        "an unknown name",
+        RATES + LINKS + "watts: 700\n",
+        "machine m.yaml: unknown 'watts'",
+        "use flops, memory_bandwidth, memory and links",
+    ),
+    _machine(
+        "a number that is text",
+        RATES.replace("1.0e+15", "1e15") + LINKS,
+        "machine m.yaml: flops is '1e15'",
+        "give a number above 0, such as 4.5e+11 (YAML wants the sign)",
+    ),
+    _machine(
+        "an impossible number",
+        RATES.replace("3.0e+12", "-3.0e+12") + LINKS,
+        "machine m.yaml: memory_bandwidth is -3000000000000.0",
+        "give a number above 0, such as 4.5e+11 (YAML wants the sign)",
+    ),
+    _machine(
+        "a latency below nothing",
+        RATES + LINKS + "- {collective: all_reduce, latency: -1.0e-6, bandwidth: 4.0e+11}\n",
+        "machine m.yaml, links[1]: latency is -1e-06",
+        "give a number from 0, such as 4.5e+11 (YAML wants the sign)",
+    ),
+    _machine(
+        "an unknown collective",
+        RATES + LINKS + "- {collective: gossip, latency: 0.0, bandwidth: 4.0e+11}\n",
+        "machine m.yaml, links[1] is for 'gossip' of 0 ranks",
+        "use one of all_reduce, all_gather, reduce_scatter, all_to_all, and a number of ranks from 2",
+    ),
+    _machine(
+        "no link for all",
+        RATES + "links:\n- {ranks: 8, latency: 0.0, bandwidth: 4.0e+11}\n",
+        "machine m.yaml: no link is for all kinds and numbers of ranks",
+        "add one without collective and ranks",
+    ),
+]

@@ -1,0 +1,77 @@
+"""What a rank holds, counted by hand, and placements that fit a limit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.export import ExportedProgram, export
+
+import tpcompiler
+from passes.apply_plan import apply_plan
+from passes.canonicalize import canonicalize
+from tpcompiler.cost.objective import SEARCHED
+from tpcompiler.errors import ShardingError
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.plan import Plan
+from tpcompiler.solver.memory import measure_memory
+from tpcompiler.solver.solution import search
+
+
+class Net(nn.Module):
+    """A chain with a view, a cache that is written, and a wide value in the middle."""
+
+    cache: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 16, bias=False), nn.Linear(16, 4, bias=False)
+        self.register_buffer("cache", torch.zeros(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.relu(self.up(x)).view(2, 4, 16)).view(8, 4)
+        self.cache.copy_(y)
+        return y + 1
+
+
+def _exported() -> ExportedProgram:
+    torch.manual_seed(0)
+    return export(Net(), (torch.randn(8, 4),))
+
+
+def test_bytes_of_a_rank_by_hand() -> None:
+    """On one rank: weights 2 * 64 numbers, the cache 32; at relu the input x (32), and 128 before and after it."""
+    found = search([apply_plan(canonicalize(_exported()), Plan(), Mesh.of(1))], SEARCHED)
+    memory = measure_memory(found)
+    assert (memory.weights, memory.caches) == (128 * 4, 32 * 4)
+    assert (memory.activations, memory.at) == ((32 + 128 + 128) * 4, "relu")
+    assert dict(memory.largest) == {"up.weight": 256, "down.weight": 256, "cache": 128}
+
+
+class Wide(nn.Module):
+    """A bottleneck that nobody would cut for its speed: what is sent for it costs more than what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 8, bias=False), nn.Linear(8, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def test_a_limit_is_kept_where_it_costs_more() -> None:
+    x = torch.randn(512, 64)
+    program = export(Wide(), (x,))
+    free = tpcompiler.parallelize(program, 2, "auto")
+    assert not free.collectives()
+    assert max(free.parameter_bytes()[1]) == 2 * 64 * 8 * 4
+    limit = 4 * (2 * 64 * 8 + 2 * 512 * 64 + 512 * 8) - 1  # weights, what comes in and goes out, what is between
+    tight = tpcompiler.parallelize(program, 2, "auto", memory=limit)
+    assert max(tight.parameter_bytes()[1]) < 2 * 64 * 8 * 4
+    assert tight.verify((x,)).ok
+    assert any("a rank holds about" in note.text for note in tight.resharded.notes)
+
+
+def test_a_plan_that_does_not_fit() -> None:
+    with pytest.raises(ShardingError, match=r"more than the limit of 500\. .*\n.*cut more layers"):
+        tpcompiler.parallelize(_exported(), 2, {"up": "replicate"}, memory=500)

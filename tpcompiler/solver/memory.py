@@ -1,0 +1,110 @@
+"""What a rank holds while it runs a program as the search placed it: an estimate, of the rank that holds most."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from tpcompiler._torch import OpOverload
+from tpcompiler.cost.objective import local_bytes
+from tpcompiler.ir import edit
+from tpcompiler.ir.program import PlannedProgram, pin, tied
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.solver.solution import Solution
+
+
+class Memory(NamedTuple):
+    """Bytes of one rank.
+
+    Attributes:
+        caches: buffers that are written.
+        activations: at the peak, which is at the op `at`; inputs count too.
+        floats: of the leaves that have a price in the search.
+        largest: the leaves that take most, with their bytes.
+    """
+
+    weights: int
+    caches: int
+    activations: int
+    at: str
+    floats: int
+    largest: tuple[tuple[str, int], ...]
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.caches + self.activations
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.total:,} bytes: weights {self.weights:,}, caches {self.caches:,}, activations {self.activations:,} "
+            f"at the peak ('{self.at}')"
+        )
+
+
+def measure_memory(found: Solution) -> Memory:
+    """Of programs that share their leaves, each of which runs by itself."""
+    held: dict[str, int] = {}
+    floats: set[str] = set()
+    written: set[str] = set()
+    peaks = []
+    for program in found.programs:
+        first_of, names = tied(program), {node.name: fqn for node, fqn in program.leaves()}
+        written |= {fqn for _, fqn in program.written()}
+        for node, fqn in program.leaves():
+            if first_of[node.name] == node.name:
+                held[fqn] = local_bytes(node.meta["val"], found.leaves[node], program.mesh)
+                floats |= {fqn} if node.meta["val"].is_floating_point() else set()
+        peaks.append(_find_peak(program, found, set(names)))
+    caches = sum(count for fqn, count in held.items() if fqn in written)
+    largest = sorted(held.items(), key=lambda pair: (-pair[1], pair[0]))[:3]
+    counted = sum(held[fqn] for fqn in floats)
+    return Memory(sum(held.values()) - caches, caches, *max(peaks), counted, tuple(largest))
+
+
+def _find_peak(program: PlannedProgram, found: Solution, leaves: set[str]) -> tuple[int, str]:
+    """The most bytes of activations and inputs at once, and at which op. Inputs are the caller's; a view holds
+    what it is a view of."""
+    owner: dict[fx.Node, fx.Node] = {}
+    size: dict[fx.Node, int] = {}
+    last: dict[fx.Node, int] = {}
+    for at, node in enumerate(program.graph.nodes):
+        for operand in node.all_input_nodes:
+            if operand in owner:
+                last[owner[operand]] = max(last[owner[operand]], at)
+        if node.name in leaves or not edit.outputs(node):
+            continue
+        if node.op == "call_function" and _is_view(node) and (source := node.all_input_nodes[0]) in owner:
+            owner[node] = owner[source]
+            continue
+        owner[node], last[node] = node, len(program.graph.nodes) if node.op == "placeholder" else at
+        values, settled = edit.outputs(node), found.settled.get(node)
+        size[node] = sum(
+            max(local_bytes(value, each, program.mesh) for each in ([own] if settled is None else [own, settled]))
+            for value, own in zip(values, _made(program, found, node), strict=True)
+        )
+    now, most = 0, (0, "")
+    ends: dict[int, list[fx.Node]] = {}
+    for node, at in last.items():
+        ends.setdefault(at, []).append(node)
+    for at, node in enumerate(program.graph.nodes):
+        now += size.get(node, 0)
+        most = max(most, (now, node.name), key=lambda pair: pair[0])
+        now -= sum(size[ended] for ended in ends.get(at, ()))
+    return most
+
+
+def _is_view(node: fx.Node) -> bool:
+    target: Any = node.target
+    return target in (operator.getitem, pin) or (isinstance(target, OpOverload) and target.is_view)
+
+
+def _made(program: PlannedProgram, found: Solution, node: fx.Node) -> Sequence[Sharding]:
+    if node.op == "placeholder":
+        return [program.input_shardings[node.name]]
+    if node in found.choices:
+        return found.choices[node].made
+    return [Sharding.replicated(value.ndim) for value in edit.outputs(node)]
