@@ -101,7 +101,7 @@ trust: venv  ## Measure what docs/trust.md says, and print one table; TRUST="exi
 
 bench: venv  ## Run the benchmarks
 	$(BIN)/python -m tools.bench_convert
-	$(BIN)/python -m tools.bench_auto --layers 32 80 --world 8
+	$(BIN)/python -m tools.bench_auto --layers 32 80 --mesh tp=8
 
 bench-comm: export OMP_NUM_THREADS := 1
 bench-comm: venv  ## What the zoo's models send: as converted, as counted by hand, and as DTensor runs them

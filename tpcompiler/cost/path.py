@@ -52,17 +52,21 @@ def cheapest_path(
     """
     if source == target:
         return ()
+    if len(source.axes | target.axes) == 1:  # no way round is cheaper than one step, where there is one
+        for step in _steps(source, source, target, shape, itemsize, mesh, dynamic):
+            if step.target == target:
+                return (step,)
     weight_of_byte = (len(mesh.axes) + 2) ** 3  # more than there are steps
     nearest: dict[Sharding, int] = {source: 0}
     reached: dict[Sharding, Step] = {}
-    found = itertools.count()  # of equally far states the first one goes first
-    open_ = [(0, next(found), source)]
-    while (state := heapq.heappop(open_)[2]) != target:
+    found = itertools.count()  # of equally far states the target goes first, then the first one
+    open_ = [(0, True, next(found), source)]
+    while (state := heapq.heappop(open_)[-1]) != target:
         for step in _steps(state, source, target, shape, itemsize, mesh, dynamic):
             far = nearest[state] + weight_of_byte * step.wire_bytes + 1
             if far < nearest.get(step.target, math.inf):
                 nearest[step.target], reached[step.target] = far, step
-                heapq.heappush(open_, (far, next(found), step.target))
+                heapq.heappush(open_, (far, step.target != target, next(found), step.target))
     path = [reached[target]]
     while path[-1].source != source:
         path.append(reached[path[-1].source])

@@ -53,12 +53,11 @@ class DimSharding:
     levels: tuple[Level, ...] = ()
     parts: tuple[tuple[int, DimSharding], ...] = ()
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.levels, self.parts))
-
     def __hash__(self) -> int:  # the search looks up the same few shardings all the time
-        return self._hash
+        known = self.__dict__
+        if "hash" not in known:
+            known["hash"] = hash((self.levels, self.parts))
+        return known["hash"]  # type: ignore[no-any-return]
 
     def __reduce__(self) -> Any:  # hashes differ from process to process
         return DimSharding, (self.levels, self.parts)

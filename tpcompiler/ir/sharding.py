@@ -43,12 +43,11 @@ class Sharding:
     dims: tuple[DimSharding, ...]
     partial: tuple[tuple[str, str], ...] = ()  # (axis, reduce op), sorted by axis
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.dims, self.partial))
-
-    def __hash__(self) -> int:
-        return self._hash
+    def __hash__(self) -> int:  # the search looks up the same few shardings all the time
+        known = self.__dict__
+        if "hash" not in known:
+            known["hash"] = hash((self.dims, self.partial))
+        return known["hash"]  # type: ignore[no-any-return]
 
     def __reduce__(self) -> Any:
         return Sharding, (self.dims, self.partial)

@@ -185,6 +185,7 @@ def make_wanted(stage: Stage, ways: Ways, at: int, one_of_several: bool, wanted:
 def shared_heads(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -> set[int]:
     """How many ranks could cut a dim of fewer heads than ranks; for what the op cannot take as it may be cut."""
     found, rule, degree = set[int](), ways.rule, stage.mesh.degree(stage.axis)
+    whole = rule.pattern.whole | ways.limits.barred | ways.limits.blocked
     for index, shardings in enumerate(have):
         for sharding in dict.fromkeys(shardings):
             if stage.axis not in sharding.axes or isinstance(stage.keep(rule, index, sharding, Option()), Option):
@@ -193,6 +194,6 @@ def shared_heads(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -
                 for factor in dim if stage.axis in cut.axes else ():
                     size = rule.extent[factor]
                     heads = math.gcd(size, degree) if isinstance(size, int) else 1
-                    if 1 < heads < degree and size < degree * 2 and factor not in ways.limits.barred:
+                    if 1 < heads < degree and size < degree * 2 and factor not in whole:
                         found.add(heads)
     return found
