@@ -75,3 +75,12 @@ def test_a_limit_is_kept_where_it_costs_more() -> None:
 def test_a_plan_that_does_not_fit() -> None:
     with pytest.raises(ShardingError, match=r"more than the limit of 500\. .*\n.*cut more layers"):
         tpcompiler.parallelize(_exported(), 2, {"up": "replicate"}, memory=500)
+
+
+def test_what_the_report_says_of_the_search() -> None:
+    said = tpcompiler.parallelize(_exported(), 2, "auto").report().partition("the search for placements:\n")[2]
+    lines = said.splitlines()
+    assert lines[0].startswith("  one call costs ") and lines[0].endswith(
+        " us, the least of all choices that were looked at"
+    )
+    assert lines[1].startswith("  a rank holds about ")

@@ -45,10 +45,9 @@ def place(
         found, above = _fitted(programs, objective, aim.limit, found, auto)
     said = []
     if auto:
-        proof = f"at most {above:.1%} above" if above else "none is cheaper than"
-        said.append(
-            f"one call is worth {found.seconds * 1e6:,.3f} us on the machine; {proof} the least of these choices"
-        )
+        proof = f"at most {above:.1%} above the least" if above else "the least"
+        each = ", one axis after the other" if len(found.mesh.axes) > 1 else ""
+        said.append(f"one call costs {found.seconds * 1e6:,.3f} us, {proof} of all choices that were looked at{each}")
     if auto or aim.limit is not None:
         said.append(f"a rank holds about {measure_memory(found).text}")
     if found.capped:
