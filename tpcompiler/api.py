@@ -29,6 +29,7 @@ from tpcompiler.runtime.place import place_state
 from tpcompiler.solver.place import Aim
 from tpcompiler.soundness.check import CheckReport, check_artifact
 
+AUTO = ("auto", "auto:free")  # plans that the search finds
 Given = Mapping[str, Any] | Sequence[Any] | None
 Programs = Mapping[str, ExportedProgram] | Sequence[tuple[str, ExportedProgram]]
 
@@ -85,7 +86,7 @@ def parallelize(
             prefill and decode, that share weights and caches: these are placed alike in all of them.
         mesh: the degree of the one axis `tp`, or `{axis: degree}`.
         plan: a `Plan`, `{FQN pattern: style}`, the path of a YAML file with such a mapping, or "auto": the cheapest
-            placements that the search finds (docs/auto.md).
+            placements that the search finds (docs/auto.md); "auto:free" may also gather weights and cut the batch.
         inputs: placements of the user's tensors, by name or in order: "R" (the default), "S(0)", torch placements; of
             several programs, {program's name: these}.
         outputs: the same of what is returned.
@@ -100,7 +101,8 @@ def parallelize(
         PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: what, where, the numbers, one
             action.
     """
-    mesh, chosen, aim = Mesh.of(mesh), None if plan == "auto" else Plan.of(plan), Aim(Machine.read(machine), memory)
+    mesh, chosen = Mesh.of(mesh), None if plan in AUTO else Plan.of(plan)
+    aim = Aim(Machine.read(machine), memory, gathers=plan == "auto:free")
     if not isinstance(exported_program, Mapping | list | tuple):
         boundary = _specs(inputs, "inputs="), _specs(outputs, "outputs=")
         one: Any = exported_program  # what is no program is refused by the first pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -80,7 +82,27 @@ def test_a_plan_that_does_not_fit() -> None:
 def test_what_the_report_says_of_the_search() -> None:
     said = tpcompiler.parallelize(_exported(), 2, "auto").report().partition("the search for placements:\n")[2]
     lines = said.splitlines()
-    assert lines[0].startswith("  one call costs ") and lines[0].endswith(
-        " us, the least of all choices that were looked at"
-    )
+    assert lines[0].startswith("  one call costs ")
+    assert lines[0].endswith(" us, the least of all choices that were looked at")
     assert lines[1].startswith("  a rank holds about ")
+
+
+def test_weights_are_gathered_where_that_is_asked_for() -> None:
+    """Tokens by the thousand and little memory: the batch is cut, and weights that are held in parts are gathered."""
+    x = torch.randn(4096, 64)
+    program = export(Wide(), (x,))
+    asked: dict[str, Any] = {"inputs": ["S(0)"], "outputs": ["S(0)"]}
+    roomy = tpcompiler.parallelize(program, 4, "auto:free", **asked)
+    assert not roomy.collectives()
+    assert roomy.verify((x,)).ok
+    held = max(roomy.parameter_bytes()[1])
+    memory = measure_memory_of(roomy) - held // 2
+    tight = tpcompiler.parallelize(program, 4, "auto:free", memory=memory, **asked)
+    assert max(tight.parameter_bytes()[1]) <= held // 2
+    assert {(c.kind, c.why) for c in tight.collectives()} == {("all_gather", "fallback")}
+    assert tight.verify((x,)).ok
+
+
+def measure_memory_of(made: tpcompiler.ParallelProgram) -> int:
+    said = next(note.text for note in made.resharded.notes if note.text.startswith("a rank holds about "))
+    return int(said.split()[4].replace(",", ""))

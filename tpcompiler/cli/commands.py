@@ -221,7 +221,9 @@ def convert(
         from tpcompiler.runtime.target import free_target
 
         over = read_mesh(tp, mesh)
-        chosen: Any = "auto" if str(plan) == "auto" else Plan.of(plan, skip_unsupported=skip_unsupported)
+        chosen: Any = (
+            str(plan) if str(plan) in ("auto", "auto:free") else Plan.of(plan, skip_unsupported=skip_unsupported)
+        )
         if out is not None and not dry_run:
             free_target(out, force=force)  # before the minutes that follow
         programs = {}

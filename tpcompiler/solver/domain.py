@@ -154,7 +154,7 @@ def _limits_of(domain: Domain, node: fx.Node, rule: Rule) -> Limits:
     cut, such as heads that are merged with samples. With one: nothing but what comes of what is cut.
     """
     if domain.stage.free:
-        tokens = domain.tokens[node]
+        tokens = {} if domain.stage.gathers else domain.tokens[node]
         left_out = {factor for factor in rule.factors if factor.startswith("_")}
         return Limits(frozenset(left_out | {f for f, alone in tokens.items() if alone}), frozenset(tokens))
     if node in domain.loose or node not in domain.touched:

@@ -20,10 +20,14 @@ MOST_ENTRIES = 32  # of a plan that are left out in turn to find those that conf
 
 
 class Aim(NamedTuple):
-    """The machine on which a call is to be cheap, and the most bytes that a rank may hold."""
+    """The machine on which a call is to be cheap, and the most bytes that a rank may hold.
+
+    `gathers`: without a plan, weights may be gathered and the batch may be cut.
+    """
 
     machine: Machine = Machine.read()
     limit: int | None = None
+    gathers: bool = False
 
 
 UNLIMITED = Aim()
@@ -38,11 +42,11 @@ def place(
         ShardingError: none suits all that is asked for, or none that is found fits a rank.
     """
     objective = (SEARCHED if auto else PLANNED)._replace(machine=aim.machine)
-    found, above = search(programs, objective, free=auto), 0.0
+    found, above = search(programs, objective, auto, aim.gathers), 0.0
     if math.isinf(found.seconds):
         raise _infeasible(programs, objective, auto)
     if aim.limit is not None:
-        found, above = _fitted(programs, objective, aim.limit, found, auto)
+        found, above = _fitted(programs, objective, aim, aim.limit, found, auto)
     said = []
     if auto:
         proof = f"at most {above:.1%} above the least" if above else "the least"
@@ -88,7 +92,7 @@ def _infeasible(programs: Sequence[PlannedProgram], objective: Objective, auto: 
 
 
 def _fitted(
-    programs: Sequence[PlannedProgram], objective: Objective, limit: int, found: Solution, auto: bool
+    programs: Sequence[PlannedProgram], objective: Objective, aim: Aim, limit: int, found: Solution, auto: bool
 ) -> tuple[Solution, float]:
     """Placements that hold no more than `limit` bytes, and by what share they may be above the cheapest of those.
 
@@ -101,7 +105,7 @@ def _fitted(
     bound, low, high, times = found.seconds, 1.0, math.inf, 4.0
     best: Solution | None = None
     for _ in range(MOST_TRIALS if auto else 0):
-        trial = search(programs, objective._replace(held=objective.held * times), free=auto)
+        trial = search(programs, objective._replace(held=objective.held * times), auto, aim.gathers)
         memory, more = measure_memory(trial), times - 1
         room = limit - memory.total + memory.floats  # for weights
         bound = max(bound, trial.seconds - more * objective.held_seconds(room))

@@ -117,9 +117,11 @@ def pose(
     """
     problem = Problem(programs, stage, objective, refused)
     leaves = _find_leaves(problem, before)
+    for leaf in {id(leaf): leaf for own in leaves for leaf in own.values()}.values() if stage.gathers else ():
+        leaf.let_be_gathered(stage)
     for _ in range(min(len(programs), 2)):  # what one program makes of a leaf is a choice of the others
         problem.domains = [find_domain(program, stage, leaves[at]) for at, program in enumerate(programs)]
-    if stage.free:
+    if stage.free and not stage.gathers:
         _add_layers(problem)
     for domain in problem.domains:
         _state(problem, domain)
@@ -183,7 +185,8 @@ def _state(problem: Problem, domain: Domain) -> None:
     program, stage = domain.program, problem.stage
     leaves = dict(program.leaves())
     static = computed_from_leaves(program.graph, leaves.keys())
-    pinned = _weights(program, domain.leaves) if not stage.free else static
+    kept = static if stage.free else _weights(program, domain.leaves)
+    pinned = set() if stage.gathers else kept
     uses: dict[fx.Node, list[Values]] = {}
     problem.capped += sum(ways.is_capped for ways in domain.ways.values())
     for node in leaves:

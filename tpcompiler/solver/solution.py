@@ -47,29 +47,32 @@ class Solution:
         return self.programs[0].mesh
 
 
-def search(programs: Sequence[PlannedProgram], objective: Objective, free: bool = False) -> Solution:
+def search(
+    programs: Sequence[PlannedProgram], objective: Objective, free: bool = False, gathers: bool = False
+) -> Solution:
     """The cheapest placements of all values of programs that share their leaves.
 
     One axis after the other, each exactly. An axis is two where that shares heads of which there are fewer than ranks.
 
     Args:
         free: without a plan for the axis of the model.
+        gathers: then also with weights gathered, and the batch cut.
 
     Raises:
         UnsupportedError: as `eliminate`.
     """
     model = (programs[0].mesh.model_axis,)
-    best, heads = _over_all_axes(programs, objective, model, free)
+    best, heads = _over_all_axes(programs, objective, model, free, gathers)
     for axis, outer in heads:
         split = [on_split_axis(program, axis, outer) for program in programs]
         halves = tuple(half for each in model for half in ((f"{each}_0", f"{each}_1") if each == axis else (each,)))
-        found, _ = _over_all_axes(split, objective, halves, free)
+        found, _ = _over_all_axes(split, objective, halves, free, gathers)
         best = min(best, found, key=lambda solution: solution.seconds)
     return best
 
 
 def _over_all_axes(
-    programs: Sequence[PlannedProgram], objective: Objective, model: tuple[str, ...], free: bool
+    programs: Sequence[PlannedProgram], objective: Objective, model: tuple[str, ...], free: bool, gathers: bool
 ) -> tuple[Solution, list[tuple[str, int]]]:
     """The solution over the `model` axes, then over the others; and how many heads ranks could share, by axis."""
     mesh, found, heads = programs[0].mesh, Solution(programs), list[tuple[str, int]]()
@@ -78,7 +81,7 @@ def _over_all_axes(
     for at, axis in enumerate(order):
         if mesh.degree(axis) == 1 and (found.choices or axis != order[-1]):
             continue
-        stage = Stage(mesh, tuple(order[: at + 1]), found.choices, free and axis in model)
+        stage = Stage(mesh, tuple(order[: at + 1]), found.choices, free and axis in model, gathers and axis in model)
         is_given = any(axis in s.axes for program in programs for s in program.input_shardings.values())
         counted = objective.keeping_cuts() if is_given else objective  # what comes in cut stays so
         problem = pose(programs, stage, counted, groups)

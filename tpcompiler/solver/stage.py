@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from tpcompiler.ir.dim_sharding import WHOLE
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import Seed
 from tpcompiler.ir.sharding import Sharding
@@ -33,13 +33,15 @@ class Choice(NamedTuple):
 class Stage:
     """The search over one axis.
 
-    `axes`: this one after those that are decided. `before`: the choices over these. `free`: without a plan.
+    `axes`: this one after those that are decided. `before`: the choices over these. `free`: without a plan. `gathers`:
+    weights may be gathered, and the batch may be cut.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     before: Mapping[fx.Node, Choice]
     free: bool
+    gathers: bool = False
     known: dict[Any, Any] = field(default_factory=dict)  # calls alike have one rule
 
     @property
@@ -158,6 +160,15 @@ class Leaf:
                 self.shardings.setdefault(sharding)
         elif self.seed.loose and _cut_dims(sharding, stage.axis) == _cut_dims(self.seed.sharding, stage.axis):
             self.shardings.setdefault(sharding)
+
+    def let_be_gathered(self, stage: Stage) -> None:
+        """Let it be whole, or cut evenly along any dim, whatever its uses want."""
+        self.let_be_whole()
+        for dim, size in enumerate(self.value.shape):
+            dims = list(self.before.dims)
+            dims[dim] = dims[dim].inside(DimSharding.by(stage.axis))
+            if self.value.is_floating_point() and dims[dim].is_even(size, stage.mesh):
+                self.shardings.setdefault(Sharding(tuple(dims)))
 
     def let_be_whole(self) -> None:
         self.shardings.setdefault(self.before)
