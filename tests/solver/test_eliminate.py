@@ -43,6 +43,24 @@ def test_against_every_assignment(seed: int, never: float) -> None:
     assert cost(tables, values) == least
 
 
+@pytest.mark.parametrize("never", [0.0, 0.3])
+@pytest.mark.parametrize("seed", range(40))
+def test_without_dead_ends_the_least_is_the_same(seed: int, never: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "TOO_SLOW", 0)  # every elimination is too slow
+    tables = random_tables(seed, 7, never)
+    found, values = solver.solve(tables)
+    assert found == eliminate(tables)[0]
+    assert cost(tables, values) == found
+
+
+def test_dead_ends_are_dropped() -> None:
+    """Of three values the first beats the second, and the third is as good as the first."""
+    tables = Tables(sizes=[3, 2])
+    tables.price([0], numpy.array([1.0, 2.0, 1.0]))
+    tables.price([0, 1], numpy.array([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]))
+    assert solver.find_live_values(tables) == [[0], [0]]
+
+
 @pytest.mark.parametrize("seed", range(100, 110))
 def test_against_highs(seed: int) -> None:
     """As an integer program: one indicator for each cell of a table, which agrees with those of its variables."""
@@ -85,11 +103,10 @@ def test_a_variable_beside_itself() -> None:
     assert eliminate(tables) == (2.0, [1])
 
 
-def test_what_is_too_large_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solver, "MOST_CELLS", 8)
+def test_what_is_too_large_is_said() -> None:
     tables = Tables()
     over = [tables.variable(3) for _ in range(3)]
     for pair in itertools.combinations(over, 2):
         tables.price(pair, numpy.zeros((3, 3)))
     with pytest.raises(UnsupportedError, match="tables of 27 cells"):
-        eliminate(tables)
+        eliminate(tables, most=8)

@@ -155,8 +155,8 @@ def _limits_of(domain: Domain, node: fx.Node, rule: Rule) -> Limits:
     """
     if domain.stage.free:
         tokens = {} if domain.stage.gathers else domain.tokens[node]
-        left_out = {factor for factor in rule.factors if factor.startswith("_")}
-        return Limits(frozenset(left_out | {f for f, alone in tokens.items() if alone}), frozenset(tokens))
+        left_out = frozenset(factor for factor in rule.factors if factor.startswith("_"))
+        return Limits(frozenset(f for f, alone in tokens.items() if alone), frozenset(tokens), left_out)
     if node in domain.loose or node not in domain.touched:
         return Limits(is_closed=node not in domain.loose or not rule.relayout)
     factors: dict[bool, set[str]] = {True: set(), False: set()}

@@ -11,6 +11,7 @@ import numpy
 from tpcompiler.errors import UnsupportedError
 
 MOST_CELLS = 1 << 25  # of one table: 256 MiB
+TOO_SLOW = 1 << 20  # from which it is worth while to look for dead ends first
 
 
 @dataclass
@@ -40,14 +41,72 @@ class Tables:
         self.factors.append((tuple(variables), table))
 
 
-def eliminate(tables: Tables) -> tuple[float, list[int]]:
+def solve(tables: Tables) -> tuple[float, list[int]]:
+    """The least cost, and a value of every variable that gives it.
+
+    By bucket elimination; where its tables grow too large, without the values that are dead ends.
+
+    Raises:
+        UnsupportedError: a table with more than `MOST_CELLS` cells even so.
+    """
+    try:
+        return eliminate(tables, TOO_SLOW)
+    except UnsupportedError:
+        kept = find_live_values(tables)
+        factors = [(variables, table[numpy.ix_(*(kept[v] for v in variables))]) for variables, table in tables.factors]
+        total, values = eliminate(Tables(tables.constant, [len(own) for own in kept], factors))
+        return total, [own[value] for own, value in zip(kept, values, strict=True)]
+
+
+def find_live_values(tables: Tables) -> list[list[int]]:
+    """The values of each variable that no other one beats, whatever the other variables are; of equals the first.
+
+    Dead-end elimination (Goldstein, "Efficient rotamer elimination applied to protein side-chains", 1994), until
+    nothing is left to drop.
+    """
+    kept = [list(range(size)) for size in tables.sizes]
+    of: list[list[int]] = [[] for _ in tables.sizes]
+    for number, (variables, _) in enumerate(tables.factors):
+        for v in variables:
+            of[v].append(number)
+    open_ = dict.fromkeys(range(len(kept)))
+    while open_:
+        v = next(iter(open_))
+        del open_[v]
+        live = _live(v, kept, [tables.factors[number] for number in of[v]])
+        if len(live) < len(kept[v]):
+            kept[v] = live
+            open_ |= dict.fromkeys(u for number in of[v] for u in tables.factors[number][0] if u != v)
+    return kept
+
+
+def _live(v: int, kept: Sequence[Sequence[int]], factors: Sequence[tuple[tuple[int, ...], numpy.ndarray]]) -> list[int]:
+    own = list(kept[v])
+    more = numpy.zeros((len(own), len(own)))  # what a row costs more than a column at least
+    with numpy.errstate(invalid="ignore"):
+        for variables, table in factors if len(own) > 1 else ():
+            part = numpy.moveaxis(table[numpy.ix_(*(kept[u] for u in variables))], variables.index(v), 0)
+            flat = part.reshape(len(own), -1)
+            apart = flat[:, None] - flat[None]
+            more += numpy.where(numpy.isnan(apart), numpy.inf, apart).min(
+                -1
+            )  # where neither is allowed, neither is worse
+    more[numpy.isnan(more)] = -numpy.inf
+    left = list(range(len(own)))
+    for row in reversed(range(len(own))):
+        if any(more[row, other] > 0 or (more[row, other] == 0 and other < row) for other in left if other != row):
+            left.remove(row)
+    return [own[at] for at in left]
+
+
+def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]:
     """The least cost, and a value of every variable that gives it.
 
     Exact: bucket elimination (Dechter, "Bucket elimination: a unifying framework for reasoning", 1999), the variable
     with the smallest table next. Of values that cost the same the first one is taken.
 
     Raises:
-        UnsupportedError: a table with more than `MOST_CELLS` cells.
+        UnsupportedError: a table with more cells than `most`.
     """
     of: list[set[int]] = [set() for _ in tables.sizes]  # the factors of each variable
     factors = dict(enumerate(tables.factors))
@@ -64,7 +123,7 @@ def eliminate(tables: Tables) -> tuple[float, list[int]]:
         if cells != (now := _cells(v, of, factors, tables.sizes)):
             heapq.heappush(queue, (now, v))
             continue
-        if cells > MOST_CELLS:
+        if cells > most:
             raise UnsupportedError(f"the choices depend on each other in tables of {cells:,} cells", help="give a plan")
         left.remove(v)
         taken = [factors.pop(number) for number in sorted(of[v])]

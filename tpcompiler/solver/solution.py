@@ -15,7 +15,7 @@ from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import on_split_axis
 from tpcompiler.solver.domain import find_shared_heads
-from tpcompiler.solver.eliminate import eliminate
+from tpcompiler.solver.eliminate import solve
 from tpcompiler.solver.problem import UNIT, Problem, Style, pose
 from tpcompiler.solver.stage import Choice, Stage
 
@@ -59,7 +59,7 @@ def search(
         gathers: then also with weights gathered, and the batch cut.
 
     Raises:
-        UnsupportedError: as `eliminate`.
+        UnsupportedError: as `solve`.
     """
     model = (programs[0].mesh.model_axis,)
     best, heads = _over_all_axes(programs, objective, model, free, gathers)
@@ -97,7 +97,7 @@ def _over_all_axes(
 
 
 def _solved(problem: Problem) -> tuple[float, list[int]] | None:
-    cost, values = eliminate(problem.tables)
+    cost, values = solve(problem.tables)
     return None if math.isinf(cost) else (cost * UNIT, values)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option, Refusal, merge
 from tpcompiler.rules.notation import Joined, Rule, Term
@@ -27,17 +27,22 @@ class Way(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What the search may not cut: `barred` factors, and those in `blocked` but in blocks; nothing of a closed op."""
+    """What the search may not cut: `barred` factors, those in `blocked` but in blocks, those that are `left_out` of the
+    result but beside others that are not; nothing of a closed op.
+    """
 
     barred: frozenset[str] = frozenset()
     blocked: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
     is_closed: bool = False
 
     def allow(self, option: Option, axis: str) -> bool:
-        return not self.is_closed and not any(
+        cuts = {factor: cut for factor, cut in option.cuts.items() if axis in cut.axes}
+        if self.is_closed or (cuts and cuts.keys() <= self.left_out):
+            return False
+        return not any(
             factor in self.barred or (factor in self.blocked and not (cut.levels and cut.levels[0].block))
-            for factor, cut in option.cuts.items()
-            if axis in cut.axes
+            for factor, cut in cuts.items()
         )
 
 
@@ -179,7 +184,33 @@ def make_wanted(stage: Stage, ways: Ways, at: int, one_of_several: bool, wanted:
         ways = ways.adding(stage, [option] if isinstance(option, Option) else others)
     if one_of_several or any(isinstance(dim, Joined) for dim in term):
         ways = ways.adding(stage, _parts_together(stage, ways))
-    return ways
+    return ways.adding(stage, _pieces_together(stage, ways)) if stage.free else ways
+
+
+def _pieces_together(stage: Stage, ways: Ways) -> Iterator[Option]:
+    """Pieces of one factor that are cut each by itself, such as the queries, keys and values of one matrix, at once and
+    alike.
+    """
+    found: dict[str, dict[tuple[int, int], list[DimSharding]]] = {}  # factor -> where a piece lies -> its cuts
+    size: dict[str, int] = {}
+    for option, _, _ in ways:
+        for factor, cut in option.cuts.items():
+            ends = list(itertools.accumulate(length for length, _ in cut.parts))
+            pieces = [(end, part) for end, part in zip(ends, cut.parts, strict=True) if stage.axis in part[1].axes]
+            if len(pieces) == 1:
+                (end, (length, how)), size[factor] = pieces[0], ends[-1]
+                found.setdefault(factor, {}).setdefault((end - length, end), []).append(how.only(stage.axis))
+    for factor, own in found.items():
+        spans = sorted(s for s in own if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in own))
+        if len(spans) < 2 or any(before[1] > after[0] for before, after in itertools.pairwise(spans)):
+            continue
+        for how in (each for each in own[spans[0]] if all(each in own[span] for span in spans)):
+            parts, at = list[tuple[int, DimSharding]](), 0
+            for start, end in spans:
+                parts += [(start - at, WHOLE), (end - start, how)]
+                at = end
+            cut = DimSharding.of_parts([*parts, (size[factor] - at, WHOLE)])
+            yield stage.extended(ways.base, Option({factor: cut}))
 
 
 def shared_heads(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -> set[int]:
