@@ -32,8 +32,10 @@ class Objective(NamedTuple):
     others: float
 
     def keeping_cuts(self) -> Objective:
-        """The same, where of equal bytes those win between which more stays cut: reduce_scatter and all_gather."""
-        return self._replace(step=min(self.step, 1e-16))
+        """The same, where of equal bytes those win between which more stays cut, reduce_scatter and all_gather, and where
+        what is cut is computed so.
+        """
+        return self._replace(step=min(self.step, 1e-16), products=1.0)
 
     def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
         """Of a change of sharding: what its collectives take on the machine's links, and `step` for each."""
