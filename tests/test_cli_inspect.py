@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tpcompiler.cli.inspect import folded
+from tpcompiler.cli.describe import folded
 
 
 @pytest.mark.parametrize(

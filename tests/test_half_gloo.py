@@ -27,7 +27,7 @@ def test_two_processes_answer_as_the_simulation(dtype: torch.dtype, tmp_path: Pa
     ids = token_ids(3, 9)
     write_tensors(tmp_path / "in", {"ids": ids})
     words = ("--inputs", tmp_path / "in", "--outputs", tmp_path / "answer")
-    run_ranks(2, Path(cli.__file__), "run", tmp_path / "out", *words)
+    run_ranks(2, Path(cli.__file__).with_name("__main__.py"), "run", tmp_path / "out", *words)
     (answer,) = load_file(tmp_path / "answer").values()
     (expected,) = simulate([program.rank_program(rank) for rank in range(2)], [[ids], [ids]])[0].outputs
     assert answer.dtype is dtype

@@ -22,7 +22,7 @@ from tests.runtime.commands import call, refused, right
 from tests.runtime.models import PLAN, export_mlp
 from tests.runtime.poisons import MODEL, entries_of, write_entries
 from tests.runtime.test_opened import sign
-from tpcompiler.cli.inspect import folded
+from tpcompiler.cli.describe import folded
 from tpcompiler.printed import one_line, printable
 from tpcompiler.runtime.artifact import MANIFEST
 

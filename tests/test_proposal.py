@@ -10,7 +10,7 @@ from torch.export import export
 import tpcompiler
 from passes.canonicalize import canonicalize
 from tests.zoo.index import CASES
-from tpcompiler.cli.inspect import plan_skeleton
+from tpcompiler.cli.describe import plan_skeleton
 from tpcompiler.proposal import propose_styles
 
 X = torch.randn(2, 6, 8)

@@ -105,15 +105,15 @@ def inspect(
       tpcompiler inspect out
     """
     with progress(f"reading {path}"):
-        from tpcompiler.cli import inspect, printing
+        from tpcompiler.cli import describe, printing
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.model_file import read_model
 
         is_artifact = os.path.isdir(path)  # where pathlib's may raise
         if is_artifact:
-            data = inspect.artifact_data(read_manifest(path))
+            data = describe.artifact_data(read_manifest(path))
         else:
-            data = inspect.model_data(read_model(path, imports or (), trust=trust))
+            data = describe.model_data(read_model(path, imports or (), trust=trust))
     if json:
         printing.print_json(data)
     elif is_artifact:
@@ -214,7 +214,7 @@ def convert(
     with progress("reading the plan") as status:
         from tpcompiler.api import parallelize
         from tpcompiler.checkpoint.cut import refuse_other_checkpoint
-        from tpcompiler.cli import inspect, printing
+        from tpcompiler.cli import describe, printing
         from tpcompiler.plan import Plan
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.model_file import read_model
@@ -261,7 +261,7 @@ def convert(
             manifests = {name: one.manifest() for name, one in each.items()}
     if checkpoint is not None and out is not None and not dry_run:
         cut_with_bar(out, checkpoint, None, partial, force=False)
-    data: dict[str, Any] = {name: inspect.artifact_data(manifest) for name, manifest in manifests.items()}
+    data: dict[str, Any] = {name: describe.artifact_data(manifest) for name, manifest in manifests.items()}
     if json:
         rest = {"programs": data} if names else data[""]
         printing.print_json({"out": None if dry_run else str(out), **rest})

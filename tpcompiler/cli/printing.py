@@ -47,7 +47,7 @@ def _finite(value: Any) -> Any:
 
 
 def print_model(data: Mapping[str, Any], path: str) -> None:
-    from tpcompiler.cli.inspect import folded
+    from tpcompiler.cli.describe import folded
 
     out = console()
     total = sum(row["bytes"] for row in data["parameters"] if "tied_to" not in row)
@@ -188,7 +188,7 @@ def _boundary(out: Console, data: Mapping[str, Any]) -> None:
 
 def _folded_rows(rows: Sequence[Mapping[str, Any]], more: Sequence[str]) -> list[tuple[str, ...]]:
     """Parameters, equal ones of repeated layers in one line."""
-    from tpcompiler.cli.inspect import folded
+    from tpcompiler.cli.describe import folded
 
     by_name = {row["name"]: row for row in rows}
     signatures = {
