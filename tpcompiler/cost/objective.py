@@ -32,8 +32,8 @@ class Objective(NamedTuple):
     others: float
 
     def keeping_cuts(self) -> Objective:
-        """The same for an axis that cuts an input: of equal bytes, those win between which more stays cut (reduce_scatter
-        and all_gather), and what is cut is computed so.
+        """The same for an axis that cuts an input: of equal bytes, those win between which more stays cut, such as
+        reduce_scatter and all_gather, and what is cut is computed so.
         """
         return self._replace(step=min(self.step, 1e-16), products=1.0)
 
