@@ -95,6 +95,7 @@ def parallelize(
             from each other, wherever these fit (docs/gpu.md); "auto", those of them that are published to be faster.
         machine: the YAML file that describes one device and its links (docs/auto.md), or "h100".
         memory: the most bytes that a rank may hold: weights, caches, inputs, and activations at their peak, estimated.
+            By default what a `machine` that is given has, otherwise anything.
         dump: a directory for a numbered text of the program after every pass.
 
     Raises:
@@ -102,7 +103,9 @@ def parallelize(
             action.
     """
     mesh, chosen = Mesh.of(mesh), None if plan in AUTO else Plan.of(plan)
-    aim = Aim(Machine.read(machine), memory, gathers=plan == "auto:free")
+    described = Machine.read(machine)
+    limit = int(described.memory) if memory is None and machine != DEFAULT else memory
+    aim = Aim(described, limit, gathers=plan == "auto:free")
     if not isinstance(exported_program, Mapping | list | tuple):
         boundary = _specs(inputs, "inputs="), _specs(outputs, "outputs=")
         one: Any = exported_program  # what is no program is refused by the first pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from passes.apply_plan import apply_plan
 from passes.canonicalize import canonicalize
+from tpcompiler.cost.machine import KNOWN
 from tpcompiler.cost.objective import SEARCHED
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.mesh import Mesh
@@ -77,6 +79,13 @@ def test_a_limit_is_kept_where_it_costs_more() -> None:
 def test_a_plan_that_does_not_fit() -> None:
     with pytest.raises(ShardingError, match=r"more than the limit of 500\. .*\n.*cut more layers"):
         tpcompiler.parallelize(_exported(), 2, {"up": "replicate"}, memory=500)
+
+
+def test_a_machine_that_is_given_limits_what_is_held(tmp_path: Path) -> None:
+    text = (KNOWN / "h100.yaml").read_text()
+    (tmp_path / "small.yaml").write_text(text.replace("memory: 8.0e+10", "memory: 5.0e+2"))
+    with pytest.raises(ShardingError, match=r"more than the limit of 500\."):
+        tpcompiler.parallelize(_exported(), 2, "auto", machine=tmp_path / "small.yaml")
 
 
 def test_what_the_report_says_of_the_search() -> None:
