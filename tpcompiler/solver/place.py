@@ -44,7 +44,7 @@ def place(
     objective = (SEARCHED if auto else PLANNED)._replace(machine=aim.machine)
     found, above = search(programs, objective, auto, aim.gathers), 0.0
     if math.isinf(found.seconds):
-        raise _infeasible(programs, objective, auto)
+        raise _infeasible(programs, objective, aim, auto)
     if aim.limit is not None:
         found, above = _fitted(programs, objective, aim, aim.limit, found, auto)
     said = []
@@ -69,7 +69,7 @@ def place(
     return kept, found, shorten({name: style or "replicate" for name, style in found.styles.items()})
 
 
-def _infeasible(programs: Sequence[PlannedProgram], objective: Objective, auto: bool) -> ShardingError:
+def _infeasible(programs: Sequence[PlannedProgram], objective: Objective, aim: Aim, auto: bool) -> ShardingError:
     """The error that names the entries of the plan that cannot hold together: without any one of them, others can.
 
     By a deletion filter (Chinneck and Dravnieks, "Locating minimal infeasible constraint sets in linear programs",
@@ -82,7 +82,7 @@ def _infeasible(programs: Sequence[PlannedProgram], objective: Objective, auto: 
             replace(program, seeds={name: seed for name, seed in program.seeds.items() if seed.asked_by in rest})
             for program in programs
         ]
-        if math.isinf(search(fewer, objective, free=auto).seconds):
+        if math.isinf(search(fewer, objective, auto, aim.gathers).seconds):
             kept = rest
     return ShardingError(
         "no placement of all values suits what is asked for",
