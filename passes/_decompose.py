@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import operator
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ from tpcompiler._torch import (
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.local import fake_mode_of, key
-from tpcompiler.ir.rebuilt import rebuilt
+from tpcompiler.ir.rebuilt import copy_signature, rebuilt
 from tpcompiler.ir.written_back import hidden_bases, memory_of
 
 Values = dict[fx.Node, Any]
@@ -74,7 +73,7 @@ class _Writer:
     def written(self) -> ExportedProgram:
         env: Values = {}
         values = list(self.copy(self.program.graph, self.program.graph_module, env, inside=False))
-        signature = copy.deepcopy(self.program.graph_signature)
+        signature = copy_signature(self.program.graph_signature)
         targets = {spec.arg.name: spec for spec in signature.input_specs}
         overwritten = [node for node in self.given if node in self.overwritten]
         for node in overwritten:
@@ -193,9 +192,9 @@ class _Writer:
 
     def run(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> None:
         """Run a call on fake values, once for each layout: it takes them, and sizes are found to be what it needs."""
-        args, kwargs = fx.node.map_arg((args, kwargs), lambda used: used.meta.get("val"))
         known = op, key(args), key(kwargs)
         if known not in self.results:
+            args, kwargs = fx.node.map_arg((args, kwargs), lambda used: used.meta.get("val"))
             env = self.mode.shape_env
             try:
                 fresh = env.ignore_fresh_unbacked_symbols() if env is not None else contextlib.nullcontext()
@@ -225,9 +224,9 @@ class _Writer:
         """What the call is decomposed to; of calls with arguments of the same layout, it is the same."""
         number = {used: at for at, used in enumerate(node.all_input_nodes)}
         args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: ("node", number[used]))
-        values = [each.meta["val"] for each in given]
-        known = op, key(args), key(values)
+        known = op, key(args), key(given)
         if known not in self.bodies:
+            values = [each.meta["val"] for each in given]
             self.bodies[known] = _traced(node, op, values, self.mode, self.table)
         return self.bodies[known]
 

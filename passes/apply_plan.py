@@ -68,7 +68,8 @@ def apply_plan(
     _tie(seeds, planned)
     shardings = _input_shardings(planned, mesh, inputs)
     _pin_outputs(planned, mesh, outputs)
-    parameters = {fqn: node for fqn, node in leaves.items() if fqn in program.source.graph_signature.parameters}
+    names = set(program.source.graph_signature.parameters)
+    parameters = {fqn: node for fqn, node in leaves.items() if fqn in names}
     notes = (*(Note("plan", text) for text in plan.notes), *_untouched(parameters, assigned, seeds))
     return PlannedProgram(program.source, graph, mesh, seeds, shardings, notes)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,18 +14,20 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from tpcompiler._torch import aten, size_range, symbols_of, tree_flatten, tree_unflatten
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import change_bodies, root_of
+from tpcompiler.ir.bodies import change_bodies
 from tpcompiler.ir.claims import write_claims
-from tpcompiler.ir.local import fake_mode_of
+from tpcompiler.ir.local import KEY, fake_mode_of
 from tpcompiler.ir.program import BODY, CALL, GLOBAL, MARK, ORIGIN, PIN, RESHARD, ShardedProgram
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_read
-from tpcompiler.ir.rebuilt import add_constant, rebuilt
+from tpcompiler.ir.rebuilt import add_constant, copy_signature, rebuilt
 from tpcompiler.ir.shares import cut
 
 Built = dict[Any, ExportedProgram]
 
 
-def build_rank_program(program: ShardedProgram, built: Built) -> ExportedProgram:
+def build_rank_program(
+    program: ShardedProgram, built: Built, finish: Callable[[ExportedProgram], ExportedProgram] = lambda made: made
+) -> ExportedProgram:
     """Put the rank's graph and state behind the original calling convention.
 
     Before    graph with marks                       state: this rank's share
@@ -33,16 +35,17 @@ def build_rank_program(program: ShardedProgram, built: Built) -> ExportedProgram
               (origin, sharding, reason, reshard) as plain data in meta["custom"], which torch.export.save keeps.
               The numbers of the rank are one more constant, which `rank_number` nodes read.
 
-    Ranks that run one graph differ in their state: `built` keeps what was made for the first of them.
+    Ranks that run one graph differ in their state: `built` keeps what was made for the first of them, with the passes
+    after this one (`finish`).
     """
     if any(node.op == "get_attr" for node in program.graph.nodes):  # bodies of control flow are each rank's own
-        return _build(program)
+        return finish(_build(program))
     if program.graph not in built:
-        built[program.graph] = _build(program)
+        built[program.graph] = finish(_build(program))
     first = built[program.graph]
-    signature = copy.deepcopy(first.graph_signature)
-    held = (_of_kind(signature, program, constant=constant) for constant in (True, False))
-    made = rebuilt(first, edit.copy_graph(first.graph), signature, *held)
+    signature = copy_signature(first.graph_signature)
+    constants, state = (_of_kind(signature, program, constant=constant) for constant in (True, False))
+    made = rebuilt(first, edit.copy_graph(first.graph), signature, {**first.constants, **constants}, state)
     made.example_inputs = _local_examples(program)
     return made
 
@@ -50,7 +53,7 @@ def build_rank_program(program: ShardedProgram, built: Built) -> ExportedProgram
 def _build(program: ShardedProgram) -> ExportedProgram:
     source = program.source
     graph = edit.copy_graph(program.graph)
-    signature = copy.deepcopy(source.graph_signature)
+    signature = copy_signature(source.graph_signature)
     if (name := name_rank_numbers(program)) in program.local_state:
         _read_numbers(graph, signature, program.local_state[name], name)
     values = list(graph.output_node().args[0])  # type: ignore[arg-type]
@@ -59,25 +62,19 @@ def _build(program: ShardedProgram) -> ExportedProgram:
             arg = dataclasses.replace(spec.arg, name=value.name)
             signature.output_specs[position] = dataclasses.replace(spec, arg=arg)
     change_bodies(graph, _plain)
-    root = root_of(graph)
     write_claims(graph, program.mesh)
     for node in graph.nodes:
         _plain(node)
     symbols = symbols_of(node.meta.get("val") for node in graph.nodes)  # torch leaves some that nothing uses
     mode = fake_mode_of(graph)
     ranges = {s: source.range_constraints[s] if s in source.range_constraints else size_range(mode, s) for s in symbols}
-    return ExportedProgram(
-        root=root,
-        graph=graph,
-        graph_signature=signature,
-        # Not what no input takes: torch keeps a tied weight, or a tensor that layers share, under all its names.
-        state_dict=_of_kind(signature, program, constant=False),
-        range_constraints={s: ranges[s] for s in sorted(symbols, key=str)},
-        module_call_graph=[dataclasses.replace(e, signature=copy.copy(e.signature)) for e in source.module_call_graph],
-        example_inputs=_local_examples(program),
-        constants={**_of_kind(signature, program, constant=True)},
-        verifiers=source.verifiers,
-    )
+    # Not what no input takes: torch keeps a tied weight, or a tensor that layers share, under all its names.
+    constants, state = (_of_kind(signature, program, constant=constant) for constant in (True, False))
+    sizes = {s: ranges[s] for s in sorted(symbols, key=str)}
+    made = rebuilt(source, graph, signature, constants, state, sizes)
+    made.example_inputs = _local_examples(program)
+    made.validate()  # type: ignore[no-untyped-call]
+    return made
 
 
 def _read_numbers(graph: fx.Graph, signature: ExportGraphSignature, row: torch.Tensor, name: str) -> None:
@@ -100,12 +97,10 @@ def _read_numbers(graph: fx.Graph, signature: ExportGraphSignature, row: torch.T
 def _plain(node: fx.Node) -> None:
     """Leave out what was decided about a node, and what differs from process to process."""
     # torch's from_node holds memory addresses
-    for name in (MARK, ORIGIN, RESHARD, PIN, GLOBAL, CALL, BODY, "from_node"):
+    for name in (MARK, ORIGIN, RESHARD, PIN, GLOBAL, CALL, BODY, KEY, "from_node"):
         node.meta.pop(name, None)
     if trace := node.meta.get("stack_trace"):  # torch counts the graphs that a process has run
         node.meta["stack_trace"] = re.sub(r"(<eval_with_key>)\.\d+", r"\1", trace)
-    if node.op == "get_attr":
-        del node.meta["val"]
 
 
 def _of_kind(signature: ExportGraphSignature, program: ShardedProgram, constant: bool) -> dict[str, torch.Tensor]:

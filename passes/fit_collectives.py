@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
 from tpcompiler.ir.claims import CLAIM, read_claim
 from tpcompiler.ir.local import is_contiguous
-from tpcompiler.ir.rebuilt import add_constant, rebuilt
+from tpcompiler.ir.rebuilt import add_constant, copy_signature, rebuilt
 from tpcompiler.ir.symm_mem import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -86,7 +85,7 @@ def fit_collectives(program: ExportedProgram, fit: Fit) -> ExportedProgram:
     function; `expand_collectives` makes the first program of the second. The buffers that `fit` is given are constants
     without values, for they are no memory of a file: `tpcompiler.load` allocates them.
     """
-    graph, signature = edit.copy_graph(program.graph), copy.deepcopy(program.graph_signature)
+    graph, signature = edit.copy_graph(program.graph), copy_signature(program.graph_signature)
     read_bodies(graph, program.graph_module)
     placed: dict[str, fx.Node] = {}
     held: dict[str, torch.Tensor] = {}

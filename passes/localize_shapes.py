@@ -80,7 +80,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
             mark = made.meta.get(MARK)
             if mark is not None and mark.shardings:
                 _check(made, mark, whole, program)
-                if key(made.meta["val"]) == key(whole):
+                if made.meta["val"] is not whole and key(made) == key(whole):
                     made.meta["val"] = whole
             if made.op != "output" and made.meta.get("val") is not whole:
                 local.add(made)
@@ -240,9 +240,9 @@ def _allow_copy(node: fx.Node) -> None:
 
 def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:
     """The node's local fake value: what the op makes of its operands' local values."""
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    known = (node.target, key(args), key(kwargs))
+    known = (node.target, key(node.args), key(node.kwargs))
     if known not in results:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
         # As export traces: some ops (padding) are kernels for plain sizes, which would take a symbol's example for it.
         with mode, torch.no_grad(), enable_python_dispatcher():
             results[known] = node.target(*args, **kwargs)  # type: ignore[operator]

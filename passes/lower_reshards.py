@@ -40,16 +40,21 @@ def lower_reshards(program: ReshardedProgram, ranks: Sequence[int], traces: Trac
     """
     graph = edit.copy_graph(program.graph)
     mode = fake_mode_of(graph)
+    known: dict[Any, tuple[fx.Graph, list[tuple[int, ...]]]] = {}
     for node in edit.calls(graph):
         if node.target is not reshard:
             continue
         change: Reshard = node.meta[RESHARD]
         (value,) = edit.operands(node)
         whole = value.meta.get(GLOBAL, value.meta["val"])  # what is made by another reshard is local already
-        steps = lines_of(change, whole, program.mesh, ranks[0])
-        body = _trace(whole, change, steps, program.mesh, ranks[0], mode, traces)
-        own = [_numbers(lines_of(change, whole, program.mesh, rank)) for rank in ranks] if _numbers(steps) else []
-        read = [read_number(graph, values, mode) for values in zip(*own, strict=True)]
+        alike = change.source, change.target, key(whole)
+        if alike not in known:
+            steps = lines_of(change, whole, program.mesh, ranks[0])
+            body = _trace(whole, change, steps, program.mesh, ranks[0], mode, traces)
+            own = [_numbers(lines_of(change, whole, program.mesh, rank)) for rank in ranks] if _numbers(steps) else []
+            known[alike] = body, list(zip(*own, strict=True))
+        body, numbers = known[alike]
+        read = [read_number(graph, values, mode) for values in numbers]
         meta = {MARK: node.meta[MARK], ORIGIN: value.meta.get(ORIGIN, value.name), GLOBAL: whole}
         made = edit.graft(node, body, [value, *read], {RESHARD: change})
         if made:

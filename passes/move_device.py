@@ -31,7 +31,8 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
     the others evaluate ops on fake tensors, which a torch without CUDA cannot do for all ops on CUDA (attention with
     dynamic sizes, batch norm in training), and because what they trace names the device with an index.
     """
-    if all(value.device == torch.device(device_type) for node in program.graph.nodes for value in edit.outputs(node)):
+    device = torch.device(device_type)
+    if all(value.device == device for node in program.graph.nodes for value in edit.outputs(node)):
         return program
     graph = edit.copy_graph(program.graph)
     read_bodies(graph, program.graph_module)

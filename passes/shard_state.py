@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tpcompiler._torch import FakeTensor
-from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import LocalProgram, ShardedProgram, mark_of, tied
 from tpcompiler.ir.sharding import Sharding
@@ -36,7 +35,7 @@ def shard_state(
         if first not in made:
             value, sharding = program.state(fqn), mark_of(node).shardings[0]
             if isinstance(value, FakeTensor) and not sharding.is_replicated:
-                made[first] = _hollow(fqn, value, sharding, program.mesh, rank, hollow)
+                made[first] = _hollow(fqn, value, node.meta["val"], hollow)
             else:
                 made[first] = _plain(_share(value, sharding, program.mesh, rank))
         state[fqn] = made[first]
@@ -53,14 +52,12 @@ def _share(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> to
     )
 
 
-def _hollow(fqn: str, value: FakeTensor, sharding: Sharding, mesh: Mesh, rank: int, hollow: Hollow) -> torch.Tensor:
-    shape = tuple(sharding.local_shape(value.shape, mesh, mesh.coordinate(rank)))
-    if (fqn, shape) not in hollow:
-        with value.fake_mode:
-            made = torch.empty_strided(shape, local_strides(value, shape), dtype=value.dtype, device=value.device)
+def _hollow(fqn: str, value: FakeTensor, local: torch.Tensor, hollow: Hollow) -> torch.Tensor:
+    known = fqn, tuple(local.shape)
+    if known not in hollow:
         is_parameter = isinstance(value, torch.nn.Parameter)
-        hollow[fqn, shape] = torch.nn.Parameter(made, value.requires_grad) if is_parameter else made
-    return hollow[fqn, shape]
+        hollow[known] = torch.nn.Parameter(local, value.requires_grad) if is_parameter else local.detach()
+    return hollow[known]
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:

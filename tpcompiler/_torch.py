@@ -29,9 +29,9 @@ from torch._C._distributed_c10d import (
     _resolve_process_group,
     _unregister_process_group,
 )
+from torch._decomp import _core_aten_decompositions_post_autograd
 from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import (
-    _collect_all_valid_cia_ops_for_aten_namespace,
     _get_decomp_for_cia,
     _is_preservable_cia_op,
     _special_op_to_preserve_cia,
@@ -44,7 +44,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
-from torch.export import ExportedProgram, default_decompositions
+from torch.export import ExportedProgram
+from torch.export.decomp_utils import PRESERVED_ATEN_CIA_OPS
 from torch.export.exported_program import _decompose_exported_program, _override_composite_implicit_decomp
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -218,13 +219,13 @@ def stays_whole(op: OpOverload, how: Mapping[Any, Any], table: Mapping[Any, Any]
 def _tables(
     program: ExportedProgram, kept: Collection[OpOverload], own: Mapping[OpOverload, Callable[..., Any]]
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    table: dict[Any, Any] = {**default_decompositions().decomp_table, **own}
+    # `default_decompositions` says the same of all ops of ATen, for which it loads each of them.
+    table: dict[Any, Any] = {**_core_aten_decompositions_post_autograd(), **own}
     how = {op: table.get(op, _special_op_to_preserve_cia) for op in (*_ops_called(program), *own)}
-    foreign = (op for op in _ops_called(program) if op.namespace != "aten" and op not in own and _is_composite(op))
-    how |= {op: _get_decomp_for_cia(op) for op in foreign}
+    composite = (op for op in _ops_called(program) if op not in table and _is_composite(op))
+    how |= {op: _get_decomp_for_cia(op) for op in composite if op not in PRESERVED_ATEN_CIA_OPS}
     how |= dict.fromkeys(kept, _special_op_to_preserve_cia)  # within others' decompositions too
-    composite = _collect_all_valid_cia_ops_for_aten_namespace()
-    return how, {op: f for op, f in table.items() if op not in composite and op not in kept}
+    return how, {op: f for op, f in table.items() if not _is_composite(op) and op not in kept}
 
 
 @functools.cache
@@ -731,13 +732,21 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     `Graph.node_copy` checks every argument and looks for a new name, which takes most of the time of a conversion.
     """
     new, seen = fx.Graph(), dict[fx.Node, fx.Node]()
+    names, map_arg, made_of = new._graph_namespace, fx.node.map_arg, seen.__getitem__
     for node in graph.nodes:
-        args, kwargs = fx.node.map_arg(node.args, seen.__getitem__), fx.node.map_arg(node.kwargs, seen.__getitem__)
+        args, kwargs = map_arg(node.args, made_of), node.kwargs and map_arg(node.kwargs, made_of)
         made = seen[node] = fx.Node(new, node.name, node.op, node.target, args, kwargs, node.type)
-        made.meta = copy.copy(node.meta)
-        if new._graph_namespace.create_name(node.name, made) != node.name:  # what fx reserves, such as `input`
-            new._graph_namespace._rename_object(made, node.name)
+        made.meta.update(node.meta)
+        base, _, number = node.name.rpartition("_")
+        if base and number.isdecimal():
+            names._base_count[base] = int(number)
+        else:
+            names._base_count.setdefault(node.name, 0)
         new._insert(made)
-        new._find_nodes_lookup_table.insert(made)
-        new._len += 1
+    names._obj_to_name = {made: made.name for made in seen.values()}
+    names._used_names = set(names._obj_to_name.values())
+    table = new._find_nodes_lookup_table.table
+    for kind, nodes in graph._find_nodes_lookup_table.table.items():
+        table[kind] = {seen[node]: None for node in nodes}
+    new._len = len(seen)
     return new

@@ -17,6 +17,7 @@ import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.cost.machine import DEFAULT, Machine
 from tpcompiler.errors import MeshError, PlanError, ProgramError
+from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.symm_mem import Collectives
@@ -66,6 +67,7 @@ def parallelize(
 ) -> ProgramSet: ...
 
 
+@collector_rests()
 def parallelize(
     exported_program: ExportedProgram | Programs,
     mesh: int | Mapping[str, int] | Mesh,

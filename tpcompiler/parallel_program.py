@@ -119,7 +119,9 @@ class ParallelProgram:
         Raises:
             MeshError: `rank` is outside the world.
         """
-        built = build_rank_program(self.share(rank), self._built)
+        return build_rank_program(self.share(rank), self._built, self._finished)
+
+    def _finished(self, built: ExportedProgram) -> ExportedProgram:
         if self.fitted != "nccl":
             built = fit_collectives(built, Fit.of(self.fitted, self._group_sizes()))
         return move_device(built, self.device_type)

@@ -22,7 +22,6 @@ from passes.mark_placements import mark_placements
 from tpcompiler._torch import FakeTensor
 from tpcompiler.errors import ProgramError, ShardingError
 from tpcompiler.explain.advice import Trial, advised, remembered, without_gather
-from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.devices import device_type_for
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
@@ -53,7 +52,6 @@ class Conversion:
     auto: bool = False  # no plan was given: the search decides
 
     @classmethod
-    @collector_rests()
     def of(
         cls,
         exported: ExportedProgram,
@@ -96,7 +94,6 @@ class Conversion:
         return made
 
 
-@collector_rests()
 def finished_together(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITED) -> dict[str, ParallelProgram]:
     """The programs, with every leaf that several have placed alike.
 

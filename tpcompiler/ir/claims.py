@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, TypedDict
@@ -10,6 +11,7 @@ from torch import fx
 
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import BODY, CALL, MARK, ORIGIN, RESHARD, Mark, Reshard
+from tpcompiler.ir.sharding import Sharding
 
 CLAIM = "tpcompiler"
 
@@ -44,7 +46,7 @@ FORMS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def claim_of(node: fx.Node, mesh: Mesh) -> Claim | None:
+def claim_of(node: fx.Node, text: Callable[[Sharding], str]) -> Claim | None:
     """The claim of a node of a rank's graph, from its mark and the reshard that it belongs to."""
     mark: Mark | None = node.meta.get(MARK)
     change: Reshard | None = node.meta.get(RESHARD)
@@ -52,14 +54,14 @@ def claim_of(node: fx.Node, mesh: Mesh) -> Claim | None:
         return None
     claim = Claim(origin=node.meta.get(ORIGIN, node.name))
     if mark is not None:
-        claim["sharding"] = [sharding.text(mesh) for sharding in mark.shardings]
+        claim["sharding"] = [text(sharding) for sharding in mark.shardings]
         claim["reason"] = mark.reason
     for key, name in ((CALL, "call"), (BODY, "body")):
         if key in node.meta:
             claim[name] = node.meta[key]  # type: ignore[literal-required]
     if change is not None:
         claim["reshard"] = change.name
-        claim["change"] = f"{change.source.text(mesh)} -> {change.target.text(mesh)}"
+        claim["change"] = f"{text(change.source)} -> {text(change.target)}"
         claim["why"] = change.why
         claim["reshard_reason"] = change.reason
     return claim
@@ -67,8 +69,9 @@ def claim_of(node: fx.Node, mesh: Mesh) -> Claim | None:
 
 def write_claims(graph: fx.Graph, mesh: Mesh) -> None:
     """Put the claim of every call on its node, as plain data that `torch.export.save` keeps."""
+    text = functools.cache(lambda sharding: sharding.text(mesh))
     for node in graph.nodes:
-        claim = claim_of(node, mesh) if node.op == "call_function" else None
+        claim = claim_of(node, text) if node.op == "call_function" else None
         if claim is None:
             continue
         node.meta["custom"] = {CLAIM: claim}

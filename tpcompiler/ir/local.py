@@ -16,6 +16,8 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal
 
+KEY = "tpcompiler_key"  # in a node's meta: its value, and the key of that
+
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """The fake mode that the program's values live in, with its shape environment."""
@@ -85,12 +87,16 @@ def local_value(
 
 
 def key(value: Any) -> Any:
-    """A hashable description of an argument: tensors by layout, sizes by expression."""
+    """A hashable description of an argument: tensors by layout, sizes by expression, nodes by their values."""
     if value is None or isinstance(value, (int, str)):
         return (type(value).__name__, value)
+    if isinstance(value, fx.Node):
+        return _key_of(value)
     if isinstance(value, torch.Tensor):
-        bits = value.is_conj(), value.is_neg()
-        return ("t", _sizes(value.shape), _sizes(value.stride()), value.dtype, value.device, bits)
+        sizes: tuple[Any, Any] = value.shape, value.stride()
+        if value._has_symbolic_sizes_strides:
+            sizes = _sizes(sizes[0]), _sizes(sizes[1])
+        return ("t", *sizes, value.dtype, value.device, value.is_conj(), value.is_neg())
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return ("s", value.node.expr)
     if isinstance(value, (list, tuple)):
@@ -100,6 +106,15 @@ def key(value: Any) -> Any:
     if isinstance(value, (float, complex)):
         return (type(value).__name__, repr(value))  # 0.0 is no -0.0
     return (type(value).__name__, value)
+
+
+def _key_of(node: fx.Node) -> Any:
+    """The key of a node's value, which the node keeps: all passes ask for it."""
+    value = node.meta.get("val")
+    known = node.meta.get(KEY)
+    if known is None or known[0] is not value:
+        known = node.meta[KEY] = value, key(value)
+    return known[1]
 
 
 def _sizes(sizes: Sequence[Size]) -> tuple[Any, ...]:

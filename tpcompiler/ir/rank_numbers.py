@@ -58,4 +58,4 @@ def numbers_of_rank(program: LocalProgram, rank: int) -> list[int]:
 
 def numbers_read(graph: fx.Graph) -> list[fx.Node]:
     """All `rank_number` nodes, in order."""
-    return [node for node in graph.nodes if node.target is rank_number]
+    return graph.find_nodes(op="call_function", target=rank_number)

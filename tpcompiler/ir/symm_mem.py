@@ -6,7 +6,6 @@ or shown (`passes/fit_collectives.py` is the way there).
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
 from tpcompiler.ir.claims import CLAIM, read_claim
 from tpcompiler.ir.local import fake_mode_of
-from tpcompiler.ir.rebuilt import rebuilt
+from tpcompiler.ir.rebuilt import copy_signature, rebuilt
 from tpcompiler.ir.text import op_name
 
 Collectives = Literal["auto", "nccl", "symm_mem"]
@@ -78,7 +77,7 @@ def expand_collectives(program: ExportedProgram) -> ExportedProgram:
     """
     if not any(map(is_fitted, program.graph.nodes)):
         return program
-    graph, signature = edit.copy_graph(program.graph), copy.deepcopy(program.graph_signature)
+    graph, signature = edit.copy_graph(program.graph), copy_signature(program.graph_signature)
     read_bodies(graph, program.graph_module)
     rooms = expand_graph(graph)
     names = {node.name for node in rooms}

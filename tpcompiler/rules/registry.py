@@ -81,8 +81,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     if mode is None:
         return _read(node, entry)
     rules = _KNOWN.setdefault(mode, {})
-    call = fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta.get("val"))
-    known = node.target, entry, key(call), key(node.meta["val"])
+    known = node.target, entry, key(node.args), key(node.kwargs), key(node)
     if known not in rules:
         rules[known] = _read(node, entry)
     return rules[known]

@@ -28,6 +28,7 @@ class Domain:
     program: PlannedProgram
     stage: Stage
     leaves: Mapping[str, Leaf]  # by placeholder name
+    operands: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     rules: dict[fx.Node, Rule | None] = field(default_factory=dict)
     ways: dict[fx.Node, Ways] = field(default_factory=dict)
     tokens: dict[fx.Node, dict[str, bool]] = field(default_factory=dict)  # factors of samples or tokens
@@ -50,6 +51,7 @@ def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf
     """
     domain = Domain(program, stage, leaves)
     calls = [node for node in edit.calls(program.graph) if node.target is not operator.getitem]
+    domain.operands = {node: edit.operands(node) for node in calls}
     domain.rules = {node: rule_of(node) for node in calls if node.target is not pin and edit.outputs(node)}
     ruled = [node for node, rule in domain.rules.items() if rule is not None]
     if stage.free:
@@ -92,7 +94,7 @@ def _find_tokens(domain: Domain) -> None:
         if rule is None:
             continue
         found = domain.tokens[node] = {}
-        for operand, term in zip(edit.operands(node), rule.pattern.inputs, strict=True):
+        for operand, term in zip(domain.operands[node], rule.pattern.inputs, strict=True):
             for at, alone in tokens.get(operand, {}).items():
                 dim = [factor for factor in term[at] if rule.extent[factor] != 1]
                 for factor in dim if alone else dim[:1]:
@@ -127,7 +129,7 @@ def _find_touched(domain: Domain) -> None:
             domain.touched.add(leaf)
     domain.touched |= {n for n in program.user_inputs() if axis in program.input_shardings[n.name].axes}
     for node in edit.calls(program.graph):
-        made_of: list[Any] = [node.args[0]] if node.target is operator.getitem else edit.operands(node)
+        made_of: list[Any] = [node.args[0]] if node.target is operator.getitem else domain.operands[node]
         pinned = node.target is pin and axis in node.meta[PIN].sharding.axes
         if pinned or not domain.touched.isdisjoint(made_of):
             domain.touched.add(node)
@@ -160,7 +162,7 @@ def _limits_of(domain: Domain, node: fx.Node, rule: Rule) -> Limits:
     if node in domain.loose or node not in domain.touched:
         return Limits(is_closed=node not in domain.loose or not rule.relayout)
     factors: dict[bool, set[str]] = {True: set(), False: set()}
-    for operand, term in zip(edit.operands(node), rule.pattern.inputs, strict=True):
+    for operand, term in zip(domain.operands[node], rule.pattern.inputs, strict=True):
         factors[operand in domain.loose].update(factor for dim in term for factor in dim)
     return Limits(frozenset(factors[True] - factors[False]))
 
@@ -184,12 +186,12 @@ def _pinned(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
     seed = node.meta[PIN]
     if not seed.axes or domain.stage.axis in seed.axes:
         return tuple(choice.made[0] for choice in pin_choices(domain, node))
-    return shardings_of(domain, edit.operands(node)[0])
+    return shardings_of(domain, domain.operands[node][0])
 
 
 def pin_choices(domain: Domain, node: fx.Node) -> list[Choice]:
     """What a pin may be: what it asks for; over axes that it does not speak of, whatever its value is."""
-    seed, stage, (value,) = node.meta[PIN], domain.stage, edit.operands(node)
+    seed, stage, (value,) = node.meta[PIN], domain.stage, domain.operands[node]
     if not seed.axes:
         made = [stage.within(seed.sharding, value.meta["val"])]
     else:
@@ -200,7 +202,7 @@ def pin_choices(domain: Domain, node: fx.Node) -> list[Choice]:
 
 def _take_operands(domain: Domain, node: fx.Node) -> None:
     """Let an op run by what its operands are; where it cannot, by the ways in which it could cut that dim."""
-    stage, had, operands = domain.stage, domain.ways[node], edit.operands(node)
+    stage, had, operands = domain.stage, domain.ways[node], domain.operands[node]
     have = tuple(shardings_of(domain, operand) for operand in operands)
     domain.ways[node] = stage.once(("takes", had, have), partial(take_operands, stage, had, have))
     pairs = zip(operands, have, strict=True)
@@ -220,7 +222,7 @@ def _let_leaves_be_whole(domain: Domain) -> None:
         node: shardings_of(domain, node) for node, _ in domain.program.leaves() if node in domain.comes_of
     }
     for node, ways in domain.ways.items():
-        operands = edit.operands(node)
+        operands = domain.operands[node]
         have = tuple(reached.get(operand, ()) for operand in operands)
         if not any(have):
             continue
@@ -243,7 +245,7 @@ def _make_wanted(domain: Domain, node: fx.Node) -> None:
         wanted = [tuple(choice.wants[0] for choice in pin_choices(domain, node))]
     else:
         wanted = [*domain.ways[node].wants] if node in domain.ways else []
-    for operand, shardings in zip(edit.operands(node) if wanted else (), wanted, strict=True):
+    for operand, shardings in zip(domain.operands[node] if wanted else (), wanted, strict=True):
         _ask(domain, operand, shardings)
 
 
@@ -266,6 +268,6 @@ def find_shared_heads(domain: Domain) -> set[int]:
     """How many ranks could cut dims that fewer than all ranks can: 2 of 4 ranks, for two heads of keys."""
     stage, found = domain.stage, set[int]()
     for node, ways in domain.ways.items():
-        have = tuple(shardings_of(domain, operand) for operand in edit.operands(node))
+        have = tuple(shardings_of(domain, operand) for operand in domain.operands[node])
         found |= stage.once(("shared", ways, have), partial(shared_heads, stage, ways, have))
     return found

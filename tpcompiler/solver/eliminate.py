@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy
@@ -109,25 +110,27 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
         UnsupportedError: a table with more cells than `most`.
     """
     of: list[set[int]] = [set() for _ in tables.sizes]  # the factors of each variable
+    near = [{v} for v in range(len(tables.sizes))]  # the variables in these
     factors = dict(enumerate(tables.factors))
     for number, (variables, _) in factors.items():
         for v in variables:
             of[v].add(number)
-    queue = [(_cells(v, of, factors, tables.sizes), v) for v in range(len(tables.sizes))]
+            near[v].update(variables)
+    queue = [(_cells(near[v], tables.sizes), v) for v in range(len(tables.sizes))]
     heapq.heapify(queue)
     left, steps, total, fresh = set(range(len(tables.sizes))), [], tables.constant, len(factors)
     while queue:
         cells, v = heapq.heappop(queue)
         if v not in left:
             continue
-        if cells != (now := _cells(v, of, factors, tables.sizes)):
+        if cells != (now := _cells(near[v], tables.sizes)):
             heapq.heappush(queue, (now, v))
             continue
         if cells > most:
             raise UnsupportedError(f"the choices depend on each other in tables of {cells:,} cells", help="give a plan")
         left.remove(v)
         taken = [factors.pop(number) for number in sorted(of[v])]
-        others = sorted({u for variables, _ in taken for u in variables} - {v})
+        others = sorted(near[v] - {v})
         both = _sum(taken, (*others, v), tables.sizes)
         for number in list(of[v]):
             for u in others:
@@ -138,7 +141,8 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
             factors[fresh] = (tuple(others), made)
             for u in others:
                 of[u].add(fresh)
-                heapq.heappush(queue, (_cells(u, of, factors, tables.sizes), u))
+                near[u] = (near[u] | near[v]) - {v}
+                heapq.heappush(queue, (_cells(near[u], tables.sizes), u))
             fresh += 1
         else:
             total += float(made)
@@ -148,20 +152,15 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
     return total, values
 
 
-def _cells(
-    v: int, of: list[set[int]], factors: dict[int, tuple[tuple[int, ...], numpy.ndarray]], sizes: Sequence[int]
-) -> int:
-    """Of the table that eliminating a variable takes."""
-    cells = 1
-    for u in {v, *(u for number in of[v] for u in factors[number][0])}:
-        cells *= sizes[u]
-    return cells
+def _cells(variables: Collection[int], sizes: Sequence[int]) -> int:
+    """Of a table over these variables."""
+    return math.prod(map(sizes.__getitem__, variables))
 
 
 def _sum(
     taken: Sequence[tuple[tuple[int, ...], numpy.ndarray]], order: tuple[int, ...], sizes: Sequence[int]
 ) -> numpy.ndarray:
-    total = numpy.zeros([sizes[v] for v in order])
+    total = numpy.zeros([1] * len(order))
     for variables, table in taken:
         axes = sorted(range(len(variables)), key=lambda at: order.index(variables[at]))
         shape = [sizes[v] if v in variables else 1 for v in order]

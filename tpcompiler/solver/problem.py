@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy
@@ -21,10 +22,9 @@ from tpcompiler.ir.program import PlannedProgram, Seed, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.features import computed_from_leaves, feature_dims
 from tpcompiler.rules.notation import Rule
-from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.domain import Domain, find_domain, pin_choices, results
 from tpcompiler.solver.eliminate import Tables
-from tpcompiler.solver.stage import Choice, Leaf, Stage
+from tpcompiler.solver.stage import Choice, Known, Leaf, Stage
 from tpcompiler.solver.ways import Ways
 
 Style = Literal["colwise", "rowwise"]
@@ -53,17 +53,17 @@ class Layer:
 
 
 class Choices(NamedTuple):
-    """Of an op: each of them, its seconds, and by operand and by result what they need and make."""
+    """Of an op: each of them, its own price, and by operand and by result what they need and make."""
 
     each: Sequence[Choice]
-    seconds: numpy.ndarray
+    units: numpy.ndarray
     wants: Sequence[tuple[Sharding, ...]]
     made: Sequence[tuple[Sharding, ...]]
 
     @classmethod
     def of(cls, each: Sequence[Choice]) -> Choices:
         wants, made = (list(zip(*side, strict=True)) for side in ([c.wants for c in each], [c.made for c in each]))
-        return cls(each, numpy.array([choice.seconds for choice in each]), wants, made)
+        return cls(each, in_units([choice.seconds for choice in each]), wants, made)
 
 
 @dataclass
@@ -83,18 +83,22 @@ class Problem:
     settled: dict[fx.Node, Values] = field(default_factory=dict)
     choices: dict[fx.Node, Choices] = field(default_factory=dict)
     variables: dict[fx.Node, int] = field(default_factory=dict)
-    known: dict[Any, Any] = field(default_factory=dict)  # what layers alike share
+    known: Known = field(default_factory=Known)  # what layers alike share
     held: set[str] = field(default_factory=set)  # weights whose bytes have a price
     capped: int = 0
 
-    def price(self, axes: Sequence[Values], seconds: numpy.ndarray) -> None:
-        """Add a table of seconds, an axis for each of the values, those without a variable too."""
+    def price(self, axes: Sequence[Values], units: numpy.ndarray) -> None:
+        """Add a table (`in_units`), an axis for each of the values, those without a variable too."""
         kept = [values.variable for values in axes if values.variable is not None]
         index = tuple(slice(None) if values.variable is not None else 0 for values in axes)
-        self.tables.price(kept, numpy.ceil(seconds[index] / UNIT))
+        self.tables.price(kept, units[index])
 
     def variable(self, shardings: tuple[Sharding, ...]) -> Values:
         return Values(self.tables.variable(len(shardings)) if len(shardings) > 1 else None, shardings)
+
+
+def in_units(seconds: Any) -> numpy.ndarray:
+    return numpy.ceil(numpy.asarray(seconds) / UNIT)
 
 
 def pose(
@@ -185,7 +189,7 @@ def _state(problem: Problem, domain: Domain) -> None:
     program, stage = domain.program, problem.stage
     leaves = dict(program.leaves())
     static = computed_from_leaves(program.graph, leaves.keys())
-    kept = static if stage.free else _weights(program, domain.leaves)
+    kept = static if stage.free else _weights(domain)
     pinned = set() if stage.gathers else kept
     uses: dict[fx.Node, list[Values]] = {}
     problem.capped += sum(ways.is_capped for ways in domain.ways.values())
@@ -200,10 +204,10 @@ def _state(problem: Problem, domain: Domain) -> None:
         variable = None
         if len(choices.each) > 1:
             variable = problem.variables[node] = problem.tables.variable(len(choices.each))
-            problem.price([Values(variable, ())], choices.seconds)
+            problem.price([Values(variable, ())], choices.units)
         for made, at in results(node):
             problem.values[made] = Values(variable, choices.made[at])
-        for index, operand in enumerate(edit.operands(node)):
+        for index, operand in enumerate(domain.operands[node]):
             wanted = Values(variable, choices.wants[index])
             if operand in leaves and problem.groups[operand] not in problem.leaves:
                 _price_use(problem, operand, leaves[operand], wanted)
@@ -218,17 +222,15 @@ def _state(problem: Problem, domain: Domain) -> None:
 
 
 def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
-    operands = edit.operands(node)
+    operands = domain.operands[node]
     if node.target is pin:
         return Choices.of(pin_choices(domain, node))
     if node not in domain.ways:
         whole = tuple(Sharding.replicated(o.meta["val"].ndim) for o in operands)
         return Choices.of([Choice(whole, tuple(Sharding.replicated(v.ndim) for v in edit.outputs(node)), 0.0)])
     ways = domain.ways[node]
-    if ways not in problem.known:
-        tensors = [*(o.meta["val"] for o in operands), *edit.outputs(node)]
-        problem.known[ways] = Choices.of(_priced(problem, ways, tensors))
-    return problem.known[ways]  # type: ignore[no-any-return]
+    tensors = [*(o.meta["val"] for o in operands), *edit.outputs(node)]
+    return problem.known.once(ways, lambda: Choices.of(_priced(problem, ways, tensors)))  # type: ignore[no-any-return]
 
 
 def _priced(problem: Problem, ways: Ways, tensors: Sequence[torch.Tensor]) -> list[Choice]:
@@ -252,20 +254,19 @@ def _flops(rule: Rule) -> float:
     return total
 
 
-def _weights(program: PlannedProgram, leaves: Mapping[str, Leaf]) -> Set[fx.Node]:
+def _weights(domain: Domain) -> Set[fx.Node]:
     """The leaves that the plan names, and what only rearranges them."""
-    found = {node for node, _ in program.leaves() if leaves[node.name].seed is not None}
-    for node in edit.calls(program.graph):
-        if edit.outputs(node) and found.intersection(edit.operands(node)[:1]):
-            rule = rule_of(node) if node.target is not pin else None
-            found |= {node} if rule is not None and rule.relayout else set()
+    found = {node for node, _ in domain.program.leaves() if domain.leaves[node.name].seed is not None}
+    for node, rule in domain.rules.items():
+        if rule is not None and rule.relayout and domain.operands[node][0] in found:
+            found.add(node)
     return found
 
 
 def _add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
     if leaf.group not in problem.leaves and leaf.shardings:
         values = problem.leaves[leaf.group] = problem.variable(tuple(leaf.shardings))
-        problem.price([values], numpy.array([_held(problem, node, each) for each in values.shardings]))
+        problem.price([values], in_units([_held(problem, node, each) for each in values.shardings]))
     if leaf.group in problem.leaves:
         problem.values[node] = problem.leaves[leaf.group]
 
@@ -284,7 +285,7 @@ def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values) -> Non
     if stage.free and not leaf.meta["val"].is_floating_point():
         held = [0.0 if want.is_replicated else NEVER for want in wanted.shardings]
     if layer is None:
-        problem.price([wanted], numpy.array(held))
+        problem.price([wanted], in_units(held))
         return
     table = numpy.full((len(layer.styles), len(wanted.shardings)), NEVER)
     for row, style in enumerate(layer.styles):
@@ -293,23 +294,21 @@ def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values) -> Non
             own = want.only(stage.axis)
             if [at for at, how in enumerate(own.dims) if how.axes] == dims and not own.partial:
                 table[row, column] = held[column]
-    problem.price([Values(layer.variable, ()), wanted], table)
+    problem.price([Values(layer.variable, ()), wanted], in_units(table))
 
 
 def _price_value(problem: Problem, value: fx.Node, uses: Sequence[Values], is_weight: bool) -> None:
     """What its users want, made of what it is; for several users, once what suits them best, and for each the rest."""
     made = problem.values[value]
     if len(uses) > 1 and not is_weight:
-        known = "settled", made.shardings, tuple(use.shardings for use in uses)
-        if known not in problem.known:
-            problem.known[known] = _settled(*known[1:])
-        domain, more = problem.known[known]
+        wanted = tuple(use.shardings for use in uses)
+        known = "settled", made.shardings, wanted
+        domain, more = problem.known.once(known, lambda: _settled(made.shardings, wanted))
         problem.capped += more
         settled = problem.settled[value] = problem.variable(domain)
-        _price_change(problem, value, made, settled, is_weight)
+        _price_changes(problem, value, made, [settled], is_weight)
         made = settled
-    for use in uses:
-        _price_change(problem, value, made, use, is_weight)
+    _price_changes(problem, value, made, uses, is_weight)
 
 
 def _settled(made: Sequence[Sharding], uses: Sequence[Sequence[Sharding]]) -> tuple[tuple[Sharding, ...], bool]:
@@ -321,19 +320,22 @@ def _settled(made: Sequence[Sharding], uses: Sequence[Sequence[Sharding]]) -> tu
     return domain[:most], len(domain) > most
 
 
-def _price_change(problem: Problem, value: fx.Node, source: Values, target: Values, is_weight: bool) -> None:
-    tensor = value.meta["val"]
-    known = source.shardings, target.shardings, key(tensor.shape), tensor.itemsize, is_weight
-    if known not in problem.known:
-        seconds = [
-            [_change_seconds(problem, have, want, tensor, is_weight) for want in target.shardings]
-            for have in source.shardings
-        ]
-        problem.known[known] = numpy.array(seconds)
-    problem.price([source, target], problem.known[known])
+def _price_changes(
+    problem: Problem, value: fx.Node, source: Values, targets: Sequence[Values], is_weight: bool
+) -> None:
+    tensor, have = value.meta["val"], source.shardings
+    of = have, key(value), is_weight
+    for target in targets:
+        price = partial(_change_seconds, problem, tensor, is_weight)
+        find = partial(_table, price, have, target.shardings)
+        problem.price([source, target], problem.known.once((of, target.shardings), find))
 
 
-def _change_seconds(problem: Problem, have: Sharding, want: Sharding, tensor: Any, is_weight: bool) -> float:
+def _table(price: Callable[[Sharding, Sharding], float], have: Sequence[Sharding], want: Sequence[Sharding]) -> Any:
+    return in_units([[price(source, target) for target in want] for source in have])
+
+
+def _change_seconds(problem: Problem, tensor: torch.Tensor, is_weight: bool, have: Sharding, want: Sharding) -> float:
     mesh = problem.stage.mesh
     if is_weight and reshard_wire_bytes(have, want, tensor.shape, tensor.itemsize, mesh):
         return problem.refused

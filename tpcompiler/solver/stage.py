@@ -19,6 +19,15 @@ from tpcompiler.rules.notation import Rule
 Both = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]  # what an option needs, and what it makes
 
 
+class Known(dict[Any, Any]):
+    """What was found, by what it was found for. Keys are long: they are looked up once."""
+
+    def once(self, key: Any, find: Callable[[], Any]) -> Any:
+        if (found := self.get(key, Known)) is Known:
+            found = self[key] = find()
+        return found
+
+
 class Choice(NamedTuple):
     """A way to run an op: what it needs of its operands, what it makes, its own seconds, and by which rule."""
 
@@ -42,15 +51,16 @@ class Stage:
     before: Mapping[fx.Node, Choice]
     free: bool
     gathers: bool = False
-    known: dict[Any, Any] = field(default_factory=dict)  # calls alike have one rule
+    known: Known = field(default_factory=Known)  # calls alike have one rule
 
     @property
     def axis(self) -> str:
         return self.axes[-1]
 
     def within(self, sharding: Sharding, value: torch.Tensor) -> Sharding:
-        """What of a sharding is over the axes so far."""
-        return sharding.within(self.axes, value.shape, self.mesh)
+        """What of a sharding is over the axes so far. Equal ones are one object, which is compared at once."""
+        found = sharding.within(self.axes, value.shape, self.mesh)
+        return self.known.setdefault(found, found)  # type: ignore[no-any-return]
 
     def base(self, node: fx.Node) -> Option:
         """How an op runs over the axes before."""
@@ -66,7 +76,14 @@ class Stage:
         return self.once(("own", id(rule)), lambda: list(options(rule, of_axis)))  # type: ignore[no-any-return]
 
     def both(self, rule: Rule, option: Option) -> Both | Refusal:
-        return self.once((id(rule), self.name(option)), lambda: shardings(rule, option, self.mesh))  # type: ignore[no-any-return]
+        return self.once((id(rule), self.name(option)), lambda: self._shardings(rule, option))  # type: ignore[no-any-return]
+
+    def _shardings(self, rule: Rule, option: Option) -> Both | Refusal:
+        found = shardings(rule, option, self.mesh)
+        if isinstance(found, Refusal):
+            return found
+        wants, made = (tuple(self.known.setdefault(each, each) for each in side) for side in found)
+        return wants, made
 
     def keep(self, rule: Rule, index: int, sharding: Sharding, base: Option) -> Option | Refusal:
         """The option that takes an operand as it is."""
@@ -114,9 +131,7 @@ class Stage:
 
     def once(self, key: Any, find: Callable[[], Any]) -> Any:
         """What was found under this key before."""
-        if key not in self.known:
-            self.known[key] = find()
-        return self.known[key]
+        return self.known.once(key, find)
 
 
 def _first(pair: tuple[str, Any]) -> str:
