@@ -151,6 +151,8 @@ def _run(
             env[node] = program.graph_module.get_submodule(str(node.target))
         else:
             env[node] = yield from run_call(node, env)
+            if edit.is_collective(node):  # ranks get one tensor, and an op may write to its own
+                env[node] = env[node].clone()
         if seen is not None and node.op != "output":
             seen(rank, node, env[node])
         for dead in last_use.get(node, ()):
@@ -250,7 +252,8 @@ def _group(call: Waiting, rank: int, world: int) -> Sequence[int]:
     return next((group for group in groups if rank in group), range(world))
 
 
-def _collective(waiting: Sequence[Waiting]) -> list[torch.Tensor]:
+def _collective(waiting: Sequence[Waiting]) -> Sequence[torch.Tensor]:
+    """What each rank gets; ranks that get the same get one tensor."""
     first, values = waiting[0], [call.value for call in waiting]
     if first.kind == "all_to_all_single":
         return _all_to_all(waiting)
@@ -265,13 +268,11 @@ def _collective(waiting: Sequence[Waiting]) -> list[torch.Tensor]:
             help="convert the model again",
         )
     if first.kind == "all_reduce":
-        reduced = REDUCE[first.details[0]](torch.stack(values))
-        return [reduced.clone() for _ in values]
+        return [REDUCE[first.details[0]](torch.stack(values))] * len(values)
     if first.kind == "all_gather_into_tensor":
-        return [torch.cat(values) for _ in values]
+        return [torch.cat(values)] * len(values)
     if first.kind == "reduce_scatter_tensor":
-        parts = REDUCE[first.details[0]](torch.stack(values)).chunk(len(values))
-        return [part.clone() for part in parts]
+        return REDUCE[first.details[0]](torch.stack(values)).chunk(len(values))
     raise InternalError(f"'{first.node}': the simulator does not know {first.kind}", help="report this")
 
 
