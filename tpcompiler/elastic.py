@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch.export import ExportedProgram
 
+from tpcompiler._torch import save_program
 from tpcompiler.api import parallelize
 from tpcompiler.checkpoint.cut import Progress, cut_checkpoint
 from tpcompiler.checkpoint.fill import fill_weights, read_original
@@ -130,7 +131,7 @@ def merge(
         with replacing(target) as file, tempfile.TemporaryDirectory(prefix=".merge.", dir=file.parent) as folder:
             refuse_full_disk(file, 2 * size)  # beside the file what it is written from
             _fill_from_disk(program, source, Path(folder))
-            torch.export.save(program, cast(Any, file))
+            save_program(program, file)
     except (OSError, RuntimeError) as error:
         raise ArtifactError(
             f"cannot write {target}: {reason(error)}", help="check the path and the free space"

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import forget_index, with_state
+from tpcompiler._torch import forget_index, save_program, with_state
 from tpcompiler.errors import TpCompilerWarning, UnsupportedError
 from tpcompiler.ir.calling import tree_text
 from tpcompiler.ir.devices import values
@@ -134,7 +134,7 @@ def _write_rank(written: _Written, rank: int, path: Path, *, shared: bool = Fals
         program.example_inputs = None  # so that the file is read without trust
     refuse_full_disk(path, _bytes_in_file(program))
     held = {**program.constants, **program.state_dict}
-    _save(lambda: save_marked(program, path, all_of, held) if shared else torch.export.save(program, path))
+    _save(lambda: save_marked(program, path, all_of, held) if shared else save_program(program, path))
     if rank == 0 and (reason := why_not_read(path)):
         warnings.warn(f"these files are only read with --trust (trust=True): {reason}", TpCompilerWarning, stacklevel=2)
 

@@ -17,7 +17,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from tpcompiler._torch import FakeTensor, is_registered_class, quick_reading, quiet_torch, tree_flatten
+from tpcompiler._torch import FakeTensor, is_registered_class, quick_files, quiet_torch, tree_flatten
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
 from tpcompiler.runtime.inputs import keywords_of
@@ -121,7 +121,7 @@ def load_opened(file: Opened) -> ExportedProgram:
     """The program in what `open_model` gave."""
     import_known_classes(file)
     file.seek(0)
-    with quick_reading():
+    with quick_files():
         program = torch.export.load(cast(Any, file))
     empty_hollow(program, file)
     if problem := _strange_calling(program) or _strange_examples(program):

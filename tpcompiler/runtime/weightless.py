@@ -7,14 +7,14 @@ import json
 import os
 import zipfile
 from collections.abc import Collection, Iterator
-from typing import Any, cast
+from typing import Any
 
 import numpy
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import FakeTensor, FakeTensorMode
+from tpcompiler._torch import FakeTensor, FakeTensorMode, save_program
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.opened import Opened
 
@@ -90,7 +90,7 @@ def save_marked(
     first: dict[int, str] = {}
     marks: dict[str, str | None] = dict.fromkeys(sorted(zeros))
     marks |= {name: first.setdefault(id(values[name]), name) for name in sorted(names)}
-    torch.export.save(program, cast(Any, path), extra_files={MARK: json.dumps(marks)})
+    save_program(program, path, extra_files={MARK: json.dumps(marks)})
 
 
 def _is_large(value: object) -> bool:
