@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from passes.join_branches import join_branches
 from passes.mark_placements import mark_placements
 from tpcompiler._torch import FakeTensor
 from tpcompiler.errors import ProgramError, ShardingError
-from tpcompiler.explain.advice import Trial, advised, remembered, without_gather
+from tpcompiler.explain.advice import Adviser
 from tpcompiler.ir.devices import device_type_for
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
@@ -76,7 +75,7 @@ class Conversion:
             joined = after(join_branches(planned), "join_branches")
             return after(divide_sizes(joined), "divide_sizes")  # type: ignore[no-any-return]
 
-    def finished(self, marked: MarkedProgram, styles: Mapping[str, str], trial: Trial) -> ParallelProgram:
+    def finished(self, marked: MarkedProgram, styles: Mapping[str, str], adviser: Adviser) -> ParallelProgram:
         """All passes from a marked program up to the program for all ranks."""
         with no_new_guards(marked.graph):
             resharded = self.after(insert_reshards(marked), "insert_reshards")
@@ -86,7 +85,7 @@ class Conversion:
             folded,
             Plan.of(styles) if self.auto else self.plan,
             self.device,
-            lambda value: "" if self.auto else without_gather(value, marked, self.plan, trial),
+            lambda value: "" if self.auto else adviser.advise_gather(value, marked),
             {"mesh": dict(self.mesh.axes), **dict(zip(("inputs", "outputs"), map(_said, self.boundary), strict=True))},
             self.collectives,
         )
@@ -104,33 +103,32 @@ def finished_together(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITE
     if len(conversions) > 1:
         _same_leaves(conversions)
 
-    def trial_of(name: str) -> Trial:
-        others = {other: conversion.plan for other, conversion in conversions.items()}
-        return remembered(lambda plan: _marked(conversions, {**others, name: plan}, Aim(aim.machine), True)[0][name])
+    def adviser_of(at: int, name: str) -> Adviser:
+        def planned(plan: Plan) -> list[PlannedProgram]:
+            return [c.planned(plan if other == name else c.plan, _unseen) for other, c in conversions.items()]
 
-    trials = {name: trial_of(name) for name in conversions}
+        return Adviser(conversions[name].plan, planned, at, Aim(aim.machine))
+
+    advisers = {name: adviser_of(at, name) for at, name in enumerate(conversions)}
     try:
-        marked, styles = _marked(conversions, {name: conversion.plan for name, conversion in conversions.items()}, aim)
+        marked, styles = _marked(conversions, aim)
     except ShardingError as error:
         first = next(iter(conversions.values()))
         if first.auto:
             raise
-        raise advised(error, first.plan, next(iter(trials.values()))) from None
-    return {name: conversion.finished(marked[name], styles, trials[name]) for name, conversion in conversions.items()}
+        raise next(iter(advisers.values())).advise_error(error) from None
+    return {name: conversion.finished(marked[name], styles, advisers[name]) for name, conversion in conversions.items()}
 
 
-def _marked(
-    conversions: Mapping[str, Conversion], plans: Mapping[str, Plan], aim: Aim, quiet: bool = False
-) -> tuple[dict[str, MarkedProgram], dict[str, str]]:
+def _marked(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[dict[str, MarkedProgram], dict[str, str]]:
     """Every program marked, and the styles that the search found."""
-    afters = {name: _unseen if quiet else conversion.after for name, conversion in conversions.items()}
-    planned = [conversion.planned(plans[name], afters[name]) for name, conversion in conversions.items()]
-    with contextlib.ExitStack() as stack:
-        for program in planned:
-            stack.enter_context(no_new_guards(program.graph))
+    planned = [conversion.planned(conversion.plan, conversion.after) for conversion in conversions.values()]
+    with no_new_guards(*(program.graph for program in planned)):
         programs, found, styles = place(planned, next(iter(conversions.values())).auto, aim)
-        pairs = zip(conversions, programs, strict=True)
-        return {name: afters[name](mark_placements(one, found), "mark_placements") for name, one in pairs}, styles
+        return {
+            name: conversion.after(mark_placements(program, found), "mark_placements")
+            for (name, conversion), program in zip(conversions.items(), programs, strict=True)
+        }, styles
 
 
 def _unseen(made: Any, _: str) -> Any:

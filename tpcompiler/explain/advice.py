@@ -1,79 +1,165 @@
-"""The cheapest change of a plan that does without a gather, or that an op can take: found by trying."""
+"""The cheapest change of a plan that does without a gather, or that an op can take: a search that leaves it open."""
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from passes.mark_placements import mark_placements
+from tpcompiler.cost.objective import PLANNED
 from tpcompiler.cost.program import changes
 from tpcompiler.errors import ShardingError, TpCompilerError
 from tpcompiler.ir import edit
-from tpcompiler.ir.program import MarkedProgram, mark_of
+from tpcompiler.ir.local import no_new_guards
+from tpcompiler.ir.program import MarkedProgram, PlannedProgram, Seed, mark_of
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.plan import Plan, PlanEntry
 from tpcompiler.plan.styles import STYLES, read_style
+from tpcompiler.solver.place import Aim, place
+from tpcompiler.solver.solution import search
 
-MOST, PAIRS = 8, 4  # plans that are tried for one advice: each is one run of the marking pass
-SAID = 2  # of those that help, in an error
-
-Trial = Callable[[Plan], MarkedProgram]
+MOST_CHANGED = 2  # entries that one advice changes
 
 
 class Advice(NamedTuple):
-    """A change of the plan in words, and the wire bytes per rank and call of the program that it gives."""
+    """A change of the plan in words, and the program that it gives."""
 
     text: str
-    wire_bytes: int
+    made: MarkedProgram
 
 
-def remembered(trial: Trial) -> Trial:
-    """The same, where a plan is tried once: gathers of many layers have the same cause."""
-    known: dict[str, MarkedProgram | TpCompilerError] = {}
+@dataclass
+class Adviser:
+    """`planned` applies another plan to a program and leaves those that share its weights as they are."""
 
-    def once(plan: Plan) -> MarkedProgram:
-        text = json.dumps(plan.to_data())
-        if text not in known:
+    plan: Plan
+    planned: Callable[[Plan], Sequence[PlannedProgram]]
+    at: int  # which of them the program is
+    aim: Aim
+    known: dict[Any, Advice | None] = field(default_factory=dict)
+
+    def advise_error(self, error: ShardingError) -> ShardingError:
+        """The error with the cheapest change of the plan that avoids it as its help; itself where there is none."""
+        found = self._best(_concerning(self.plan, error.leaves))
+        if found is None:
+            return error
+        said = f"{found.text} ({wire_bytes(found.made):,} wire bytes per rank and call)"
+        degree, _, other = error.help.partition(", or ")
+        facts = {name.replace(" ", "_"): text for name, text in error.facts.items()}
+        return ShardingError(error.message, help=f"{degree}, or {said}" if other else said, **facts)
+
+    def advise_gather(self, value: str, program: MarkedProgram) -> str:
+        """The change that leaves out the fallback gathers of a value and saves most, in words, or nothing."""
+        now = wire_bytes(program)
+        near, far = (_concerning(self.plan, planned_behind(program, value, far)) for far in (False, True))
+        tried = (self._best(near, PLANNED.held), self._best(far)) if near else ()
+        found = [advice for advice in tried if advice is not None and value not in _gathered(advice.made)]
+        best = min(found, key=lambda advice: wire_bytes(advice.made), default=None)
+        if best is None or wire_bytes(best.made) >= now:
+            return ""
+        more = held_bytes(best.made) - held_bytes(program)
+        price = f"; each rank holds {more:,} bytes more" if more > 0 else ""
+        return f"{best.text} (saves {now - wire_bytes(best.made):,} wire bytes per rank and call{price})"
+
+    def _best(self, entries: tuple[PlanEntry, ...], held: float = 1.0) -> Advice | None:
+        """What the search makes of these entries, where that is one change in a few words: as it is then compiled.
+
+        `held`: what bytes of weights count beside those that are sent, for layers that are whole send nothing.
+        """
+        if (known := (entries, held)) not in self.known:
             try:
-                known[text] = trial(plan)
-            except TpCompilerError as error:
-                known[text] = error
-        made = known[text]
-        if isinstance(made, TpCompilerError):
-            raise made
-        return made
+                with no_new_guards(*(program.graph for program in self.planned(self.plan))):
+                    self.known[known] = self._sought(*known)
+            except TpCompilerError:
+                self.known[known] = None
+        return self.known[known]
 
-    return once
+    def _sought(self, entries: Sequence[PlanEntry], held: float) -> Advice | None:
+        now, other = self.planned(self.plan), self._otherwise(entries)
+        opened = [_opened(*both, entries) for both in zip(now, other, strict=True)]
+        found = search(opened, PLANNED._replace(machine=self.aim.machine, held=held))
+        if math.isinf(found.seconds):
+            return None
+        then = {fqn: _cut_dims(found.leaves[node]) for program in found.programs for node, fqn in program.leaves()}
+        styles, pins = dict[PlanEntry, str](), dict[str, PlanEntry]()
+        for entry in entries:
+            changed = {
+                fqn: node.meta["val"].ndim
+                for program in now
+                for node, fqn in program.leaves()
+                if (seed := program.seeds.get(node.name)) and _asks(entry, seed)
+                if _cut_dims(seed.sharding) != then[fqn]
+            }
+            if entry.style.cut is not None and any(ndim > 1 for ndim in changed.values()):
+                styles[entry] = _opposite(entry) if any(then[fqn] for fqn in changed) else "replicate"
+            else:
+                pins |= {_named(entry, fqn): entry for fqn in changed}
+        if not 0 < len(styles) + len(pins) <= MOST_CHANGED:
+            return None
+        words = " and ".join(f"'{e.pattern}' from {e.style.name} to {style}" for e, style in styles.items())
+        said = [*([f"change {words}"] if words else []), *(f"pin '{name}' to R" for name in pins)]
+        programs, solution, _ = place(self.planned(_changed(self.plan, styles, pins)), False, self.aim)
+        return Advice(" and ".join(said), mark_placements(programs[self.at], solution))
+
+    def _otherwise(self, entries: Sequence[PlanEntry]) -> Sequence[PlannedProgram]:
+        """The programs with the other cut of each layer that these entries name, or where it has none, without them."""
+        cutting = {entry: _opposite(entry) for entry in entries if entry.style.cut is not None}
+        nothing: dict[PlanEntry, str | None] = dict.fromkeys(entries)
+        try:
+            return self.planned(_changed(self.plan, nothing | cutting))
+        except TpCompilerError:
+            return self.planned(_changed(self.plan, nothing))
 
 
-def advised(error: ShardingError, plan: Plan, trial: Trial) -> ShardingError:
-    """The error with the changes of the plan that avoid it as its help, cheapest first; itself where none was found."""
-    found = [advice for advice, _ in _tried(plan, error.leaves, trial)]
-    if not found:
-        return error
-    said = ", or ".join(
-        f"{a.text} ({a.wire_bytes:,} wire bytes per rank and call)" for a in sorted(found, key=_cost)[:SAID]
-    )
-    degree, _, other = error.help.partition(", or ")
-    facts = {name.replace(" ", "_"): text for name, text in error.facts.items()}
-    return ShardingError(error.message, help=f"{degree}, or {said}" if other else said, **facts)
+def _opened(now: PlannedProgram, other: PlannedProgram, entries: Sequence[PlanEntry]) -> PlannedProgram:
+    """The program with every leaf that these entries name cut as they say, or otherwise, or whole."""
+    seeds = {name: seed for name, seed in other.seeds.items() if not any(_asks(entry, seed) for entry in entries)}
+    for node, _ in now.leaves():
+        if (seed := now.seeds.get(node.name)) and any(_asks(entry, seed) for entry in entries):
+            cut = [other.seeds[node.name].sharding] if node.name in other.seeds else []
+            seeds[node.name] = replace(seed, others=(*cut, Sharding.replicated(node.meta["val"].ndim)))
+    return replace(other, seeds=seeds)
 
 
-def without_gather(value: str, program: MarkedProgram, plan: Plan, trial: Trial) -> str:
-    """The change of the plan that leaves out the fallback gathers of a value and saves most, in words, or nothing."""
-    now = wire_bytes(program)
-    tried = _tried(plan, planned_behind(program, value), trial, planned_behind(program, value, far=True))
-    found = [(advice, made) for advice, made in tried if value not in _gathered(made)]
-    best, made = min(found, key=lambda pair: _cost(pair[0]), default=(None, program))
-    if best is None or best.wire_bytes >= now:
-        return ""
-    more = held_bytes(made) - held_bytes(program)
-    price = f"; each rank holds {more:,} bytes more" if more > 0 else ""
-    return f"{best.text} (saves {now - best.wire_bytes:,} wire bytes per rank and call{price})"
+def _asks(entry: PlanEntry, seed: Seed) -> bool:
+    return seed.asked_by == entry.where
+
+
+def _cut_dims(sharding: Sharding) -> list[int]:
+    """Also of one that is pending, which counts as cut."""
+    return [dim for dim, cut in enumerate(sharding.dims) if cut.axes] + [-1] * bool(sharding.partial)
+
+
+def _named(entry: PlanEntry, fqn: str) -> str:
+    """What a plan calls a leaf of all that the entry stands for."""
+    return entry.pattern if entry.matches(fqn) else f"{entry.pattern}.{fqn.rpartition('.')[2]}"
+
+
+def _changed(
+    plan: Plan, styles: Mapping[PlanEntry, str | None], pins: Mapping[str, PlanEntry] = MappingProxyType({})
+) -> Plan:
+    """The plan with other styles for these entries, or without them, and with these leaves whole."""
+    kept = [entry for entry in plan.entries if entry not in styles and entry.pattern not in pins]
+    changed = [PlanEntry(entry.pattern, STYLES[style], entry.where) for entry, style in styles.items() if style]
+    whole = [PlanEntry(name, read_style("R", where=entry.where), entry.where) for name, entry in pins.items()]
+    return replace(plan, entries=(*kept, *changed, *whole))
+
+
+def _opposite(entry: PlanEntry) -> str:
+    return "rowwise" if entry.style.cut == "out" else "colwise"
+
+
+def _concerning(plan: Plan, leaves: Iterable[str]) -> tuple[PlanEntry, ...]:
+    """The entries that name these leaves, or modules around them, in order."""
+    parts = [leaf.split(".") for leaf in leaves]
+    names = {".".join(each[:count]) for each in parts for count in range(1, len(each) + 1)}
+    return tuple(entry for entry in plan.entries if any(entry.matches(name) for name in names))
 
 
 def wire_bytes(program: MarkedProgram) -> int:
@@ -106,66 +192,3 @@ def planned_behind(program: MarkedProgram, value: str, far: bool = False) -> lis
 
 def _gathered(program: MarkedProgram) -> set[str]:
     return {change.value.name for change in changes(program) if change.why == "fallback" and change.wire_bytes}
-
-
-def _cost(advice: Advice) -> int:
-    return advice.wire_bytes
-
-
-def _tried(
-    plan: Plan, leaves: Iterable[str], trial: Trial, partners: Iterable[str] = ()
-) -> Iterator[tuple[Advice, MarkedProgram]]:
-    """Plans with a change that concerns these leaves, or one and a partner, with the programs that they give."""
-    candidates = {text: other for leaf in leaves for text, other in _candidates(plan, leaf)}
-    two = itertools.product(leaves, partners)
-    pairs = {text: other for leaf, partner in two for text, other in _pairs(plan, leaf, partner)}
-    for text, other in [*list(candidates.items())[:MOST], *list(pairs.items())[:PAIRS]]:
-        try:
-            made = trial(other)
-        except TpCompilerError:
-            continue
-        yield Advice(text, wire_bytes(made)), made
-
-
-def _candidates(plan: Plan, leaf: str) -> Iterator[tuple[str, Plan]]:
-    """The other cut of the layer, the layer whole, and the leaf whole, for all that the plan's entry stands for."""
-    for entry in _concerning(plan, leaf):
-        others = tuple(e for e in plan.entries if e is not entry)
-        if entry.style.cut is not None:
-            for style in (_opposite(entry), "replicate"):
-                yield f"change {_in_words(entry, style)}", _changed(plan, [(entry, style)])
-        name = entry.pattern if entry.matches(leaf) else f"{entry.pattern}.{leaf.rpartition('.')[2]}"
-        whole = PlanEntry(name, read_style("R", where=entry.where), entry.where)
-        yield f"pin '{name}' to R", replace(plan, entries=(*(others if name == entry.pattern else plan.entries), whole))
-
-
-def _concerning(plan: Plan, leaf: str) -> list[PlanEntry]:
-    parts = leaf.split(".")
-    names = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
-    return [entry for entry in plan.entries if any(entry.matches(name) for name in names)]
-
-
-def _cutting(plan: Plan, leaf: str) -> list[PlanEntry]:
-    return [entry for entry in _concerning(plan, leaf) if entry.style.cut is not None]
-
-
-def _pairs(plan: Plan, leaf: str, other: str) -> Iterator[tuple[str, Plan]]:
-    """The opposite cuts of two layers: what one makes in shares, the next sums over."""
-    for second, first in itertools.product(_cutting(plan, leaf), _cutting(plan, other)):
-        if first != second:
-            styles = [(each, _opposite(each)) for each in (first, second)]
-            yield f"change {' and '.join(_in_words(*each) for each in styles)}", _changed(plan, styles)
-
-
-def _opposite(entry: PlanEntry) -> str:
-    return "rowwise" if entry.style.cut == "out" else "colwise"
-
-
-def _in_words(entry: PlanEntry, style: str) -> str:
-    return f"'{entry.pattern}' from {entry.style.name} to {style}"
-
-
-def _changed(plan: Plan, styles: Sequence[tuple[PlanEntry, str]]) -> Plan:
-    others = (entry for entry in plan.entries if entry not in [changed for changed, _ in styles])
-    changed = (PlanEntry(entry.pattern, STYLES[style], entry.where) for entry, style in styles)
-    return replace(plan, entries=(*others, *changed))

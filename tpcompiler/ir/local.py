@@ -26,8 +26,9 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
 
 
 @contextlib.contextmanager
-def no_new_guards(graph: fx.Graph) -> Iterator[None]:
-    """Keep the program's shape environment as it is: it is the user's too, and a guard makes a size less general.
+def no_new_guards(*graphs: fx.Graph) -> Iterator[None]:
+    """Keep the shape environments of programs as they are: they are the user's too, and a guard makes a size less
+    general.
 
     Questions about sizes are answered as in the example and not written down; a value that such an answer made
     static does not have its claimed shape, which `localize_shapes` notices.
@@ -35,11 +36,13 @@ def no_new_guards(graph: fx.Graph) -> Iterator[None]:
     Raises:
         InternalError: the shape environment learnt something about a size all the same.
     """
-    mode = fake_mode_of(graph)
-    before = shape_facts(mode)
-    with mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext():
+    modes = [fake_mode_of(graph) for graph in graphs]
+    before = [shape_facts(mode) for mode in modes]
+    with contextlib.ExitStack() as stack:
+        for env in {id(mode.shape_env): mode.shape_env for mode in modes if mode.shape_env is not None}.values():
+            stack.enter_context(env.suppress_guards())
         yield
-    if (after := shape_facts(mode)) != before:
+    if (after := [shape_facts(mode) for mode in modes]) != before:
         raise InternalError(
             f"compiling specialised a dynamic size: guards, replacements and assertions went from {before} to {after}",
             help="report this with the model and the plan",

@@ -86,6 +86,7 @@ class Seed:
 
     `axes`: those that it speaks of (none: all of them); over the others a value stays as it is. `loose`: a style's,
     which names the dim that is cut; where in it the cuts lie is for its uses to say. `packed`: they must show parts.
+    `others`: what the leaf may be instead, where a change of the plan is sought.
     """
 
     sharding: Sharding
@@ -93,6 +94,7 @@ class Seed:
     axes: tuple[str, ...] = ()
     loose: bool = False
     packed: bool = False
+    others: tuple[Sharding, ...] = ()
 
     def over(self, have: Sharding) -> Sharding:
         """What a value that is placed as `have` is to become.

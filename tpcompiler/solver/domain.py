@@ -121,7 +121,7 @@ def _find_touched(domain: Domain) -> None:
     program, axis, leaves = domain.program, domain.stage.axis, dict(domain.program.leaves())
     for leaf in leaves:
         known = domain.leaves[leaf.name]
-        if known.seed is not None and axis in known.seed.sharding.axes:
+        if known.seed is not None and any(axis in each.axes for each in (known.seed.sharding, *known.seed.others)):
             domain.touched.add(leaf)
             if known.seed.loose:
                 domain.comes_of[leaf] = frozenset([known.group])

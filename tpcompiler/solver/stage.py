@@ -159,8 +159,9 @@ class Leaf:
     ) -> Leaf:
         made = cls(group, seed, is_written, before, value)
         if seed is not None:
-            asked = seed.sharding.only(stage.axis).beside(before, {stage.axis}) if seed.loose else seed.sharding
-            made.shardings[stage.within(asked, value)] = None
+            for asked in (seed.sharding, *seed.others):
+                asked = asked.only(stage.axis).beside(before, {stage.axis}) if seed.loose or seed.others else asked
+                made.shardings.setdefault(stage.within(asked, value))
         elif is_written:
             made.shardings[before] = None
         return made
@@ -173,8 +174,10 @@ class Leaf:
         if self.seed is None:
             if self.is_written:
                 self.shardings.setdefault(sharding)
-        elif self.seed.loose and _cut_dims(sharding, stage.axis) == _cut_dims(self.seed.sharding, stage.axis):
-            self.shardings.setdefault(sharding)
+        elif self.seed.loose:
+            asked = (self.seed.sharding, *self.seed.others)
+            if any(_cut_dims(sharding, stage.axis) == _cut_dims(each, stage.axis) for each in asked):
+                self.shardings.setdefault(sharding)
 
     def let_be_gathered(self, stage: Stage) -> None:
         """Let it be whole, or cut evenly along any dim, whatever its uses want."""
