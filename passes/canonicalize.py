@@ -11,16 +11,16 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from passes._decompose import NotSimple, decompose_calls
 from tpcompiler._torch import OpOverload, aten, decomposed, decomposing
 from tpcompiler.errors import ProgramError
+from tpcompiler.frontend.decompose import NotSimple, decompose_calls
+from tpcompiler.frontend.refused import refuse_calls, refuse_values
+from tpcompiler.frontend.written_back import find_hidden_views, keep_old_values, spell_out_copies
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
 from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unused
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram
-from tpcompiler.ir.refused import refuse_calls, refuse_values
-from tpcompiler.ir.written_back import find_hidden_views, keep_old_values, spell_out_copies
 from tpcompiler.rules.registry import ops_with_rules
 
 # How torch says that a tensor which is no buffer is written to.
@@ -41,7 +41,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
 
     Raises:
         ProgramError: no exported program, its state does not fit its graph, or decomposition fails.
-        UnsupportedError: what `ir.refused` lists: sparse and quantised tensors, ...
+        UnsupportedError: what `frontend.refused` lists: sparse and quantised tensors, ...
     """
     refuse_values(exported_program)
     try:

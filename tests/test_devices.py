@@ -15,7 +15,7 @@ from tests.half import PLAN, export_decoder, token_ids
 from tests.passes.models import MEGATRON
 from tests.runtime.commands import right
 from tests.runtime.models import PLAN_TEXT, export_mlp
-from tpcompiler.parallel_program import compared_calls
+from tpcompiler.compared import compared_calls
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import read_inputs, write_tensors
 from tpcompiler.verify.reference import run_single

@@ -87,7 +87,7 @@ def test_what_each_pair_costs() -> None:
 
 def _feeding_first(program: tpcompiler.ParallelProgram) -> set[str]:
     """The names of the nodes that the first output is computed from."""
-    graph = program.local_program(0).graph
+    graph = program.partition.local_program(0).graph
     stack, seen = [graph.output_node().args[0][0]], set()
     while stack:
         node = stack.pop()

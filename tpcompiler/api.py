@@ -15,13 +15,14 @@ from torch.export import ExportedProgram
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler.checkpoint.fill import read_original, with_weights
+from tpcompiler.compared import on_cpu
 from tpcompiler.cost.machine import DEFAULT, Machine
 from tpcompiler.errors import MeshError, PlanError, ProgramError
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.symm_mem import Collectives
-from tpcompiler.parallel_program import ParallelProgram, on_cpu
+from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.pipeline import Conversion, finished_together
 from tpcompiler.plan import Plan
 from tpcompiler.program_set import ProgramSet

@@ -148,7 +148,7 @@ def write_piece(piece: Piece, directory: str | os.PathLike[str]) -> Path:
 
 def _origin(made: ParallelProgram, name: str) -> str:
     """The single-device op that a value of the ranks' programs stands for."""
-    local = {node.name: node for node in made.local_program(0).graph.nodes}
+    local = {node.name: node for node in made.partition.local_program(0).graph.nodes}
     return str(local[name].meta.get(ORIGIN, name)) if name in local else name
 
 

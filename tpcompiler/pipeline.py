@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch.export import ExportedProgram
 
@@ -29,11 +29,18 @@ from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, PlannedProgra
 from tpcompiler.ir.symm_mem import Collectives, refuse_symm_mem
 from tpcompiler.ir.text import program_text
 from tpcompiler.parallel_program import ParallelProgram
+from tpcompiler.partition import Partition
 from tpcompiler.plan import Plan
 from tpcompiler.solver.place import UNLIMITED, Aim, place
 from tpcompiler.verify.invariants import check_invariants
 
-After = Callable[[Any, str], Any]
+P = TypeVar("P", bound=Program)
+
+
+class After(Protocol):
+    """What is done with the program that a pass has made; it is handed on."""
+
+    def __call__(self, program: P, name: str) -> P: ...
 
 
 @dataclass(frozen=True)
@@ -73,23 +80,25 @@ class Conversion:
         with no_new_guards(self.program.graph):
             planned = after(apply_plan(self.program, plan, self.mesh, *self.boundary), "apply_plan")
             joined = after(join_branches(planned), "join_branches")
-            return after(divide_sizes(joined), "divide_sizes")  # type: ignore[no-any-return]
+            return after(divide_sizes(joined), "divide_sizes")
 
     def finished(self, marked: MarkedProgram, styles: Mapping[str, str], adviser: Adviser) -> ParallelProgram:
         """All passes from a marked program up to the program for all ranks."""
         with no_new_guards(marked.graph):
             resharded = self.after(insert_reshards(marked), "insert_reshards")
             folded = self.after(fold_reshards(resharded), "fold_reshards")
+        inputs, outputs = map(_said, self.boundary)
+        asked = {"mesh": dict(self.mesh.axes), "inputs": inputs, "outputs": outputs}
+        if self.collectives != "nccl":
+            asked["collectives"] = self.collectives
         made = ParallelProgram(
             self.exported,
-            folded,
+            Partition(folded, self.device, self.collectives),
             Plan.of(styles) if self.auto else self.plan,
-            self.device,
+            asked,
             lambda value: "" if self.auto else adviser.advise_gather(value, marked),
-            {"mesh": dict(self.mesh.axes), **dict(zip(("inputs", "outputs"), map(_said, self.boundary), strict=True))},
-            self.collectives,
         )
-        self.after(made.local_program(0), "lowered_rank_0")
+        self.after(made.partition.local_program(0), "lowered_rank_0")
         return made
 
 
@@ -131,8 +140,8 @@ def _marked(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[dict[str, 
         }, styles
 
 
-def _unseen(made: Any, _: str) -> Any:
-    return made
+def _unseen(program: P, name: str) -> P:
+    return program
 
 
 def _said(boundary: Boundary) -> Any:
@@ -167,9 +176,8 @@ class Dump:
         self.directory = None if directory is None else Path(directory)
         self.count = 0
 
-    def __call__(self, program: Any, name: str) -> Any:
+    def __call__(self, program: P, name: str) -> P:
         if self.directory is not None:
-            assert isinstance(program, Program)
             check_invariants(program)
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / f"{self.count:02}_{name}.txt").write_text(program_text(program), encoding="utf-8")

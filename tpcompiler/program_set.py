@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tpcompiler.compared import compared_calls
 from tpcompiler.errors import InputsError
-from tpcompiler.parallel_program import ParallelProgram, compared_calls
+from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.runtime.artifact import write_set
 from tpcompiler.verify.compare import VerifyReport
 from tpcompiler.writing import Files

@@ -16,12 +16,12 @@ from passes.canonicalize import canonicalize
 from tpcompiler.checkpoint.cut import read_shares
 from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.checkpoint.ranks import RankShares
+from tpcompiler.compared import compared_calls, layout_of
 from tpcompiler.errors import ArtifactError, InputsError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh, groups_named
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.shares import row_sharding
-from tpcompiler.parallel_program import compared_calls, layout_of
 from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
 from tpcompiler.runtime.package import read_package
 from tpcompiler.runtime.rank_file import put_state, read_rank, taken_by

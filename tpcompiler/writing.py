@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -15,11 +15,11 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import forget_index, save_program, with_state
 from tpcompiler.errors import TpCompilerWarning, UnsupportedError
+from tpcompiler.frontend.refused import refuse_hollow, refuse_unwritable
 from tpcompiler.ir.calling import tree_text
 from tpcompiler.ir.devices import values
 from tpcompiler.ir.plain_outputs import odd_keys, plain_outputs
-from tpcompiler.ir.program import ReshardedProgram, ShardedProgram
-from tpcompiler.ir.refused import refuse_hollow, refuse_unwritable
+from tpcompiler.manifest import Converted, manifest_of
 from tpcompiler.runtime.archive import has_pickled_examples, why_not_read
 from tpcompiler.runtime.artifact import Manifest, Writer
 from tpcompiler.runtime.place import leave_out, memory_of, place_state
@@ -30,22 +30,6 @@ from tpcompiler.runtime.weights import Entry, lay_out, write_weights
 FEW = 64  # elements of a literal
 NODE_BYTES = 1_500  # of a graph's text, about
 Files = Literal["ranks", "shared"]  # a file for each rank with all that it needs; or one for all, and weights apart
-
-
-class Converted(Protocol):
-    """A `ParallelProgram`, as far as it is written."""
-
-    original: ExportedProgram
-    resharded: ReshardedProgram
-
-    @property
-    def classes(self) -> list[tuple[int, ...]]: ...
-
-    def rank_program(self, rank: int) -> ExportedProgram: ...
-
-    def share(self, rank: int) -> ShardedProgram: ...
-
-    def manifest(self) -> Manifest: ...
 
 
 class _Written(NamedTuple):
@@ -75,7 +59,7 @@ def writer_of(
         refuse_hollow(converted.original, "written in self-contained files")
     layout = layout or ("shared" if hollow else "ranks")
     _refuse_unwritable(converted)
-    manifest, spec = converted.manifest(), converted.original.call_spec.out_spec
+    manifest, spec = manifest_of(converted), converted.original.call_spec.out_spec
     replaced = plain_outputs(spec)[1] if not keep_output_types and spec is not None else None
     tensors = [{**row, "stored_in": elsewhere.get(row["name"])} for row in manifest.tensors]
     tensors = [{key: value for key, value in row.items() if value is not None} for row in tensors]
@@ -87,9 +71,9 @@ def writer_of(
     written = _Written(converted, manifest, own, elsewhere, replaced is not None)
     if layout == "ranks":
         return Writer(manifest, lambda rank, path: _write_rank(written, rank, path), model=_model_writer(written))
-    count = len(converted.classes)
+    count = len(converted.partition.classes)
     names = [f"program_{i}.pt2" if count > 1 else "program.pt2" for i in range(count)]
-    manifest = replace(manifest, programs=dict(zip(names, map(list, converted.classes), strict=True)))
+    manifest = replace(manifest, programs=dict(zip(names, map(list, converted.partition.classes), strict=True)))
     return Writer(
         manifest,
         lambda rank, path: _write_weights(written, rank, path),
@@ -100,9 +84,9 @@ def writer_of(
 
 
 def _refuse_unwritable(converted: Converted) -> None:
-    refuse_unwritable(converted.resharded.graph)
-    outputs: Any = converted.resharded.output.args[0]
-    names = converted.resharded.output_names()
+    refuse_unwritable(converted.partition.program.graph)
+    outputs: Any = converted.partition.program.output.args[0]
+    names = converted.partition.program.output_names()
     for name, value in zip(names, list(outputs)[len(outputs) - len(names) :], strict=True):
         if isinstance(value, str):
             raise UnsupportedError(
@@ -118,7 +102,7 @@ def _refuse_unwritable(converted: Converted) -> None:
 
 
 def _write_rank(written: _Written, rank: int, path: Path, *, shared: bool = False) -> None:
-    program = written.converted.rank_program(rank)
+    program = written.converted.partition.rank_program(rank)
     all_of = [name for name, v in {**program.constants, **program.state_dict}.items() if _has_room(v)]
     for fqn in all_of if shared else (*written.elsewhere, *written.manifest.symm_mem):
         leave_out(program, fqn)
@@ -140,7 +124,7 @@ def _write_rank(written: _Written, rank: int, path: Path, *, shared: bool = Fals
 
 
 def _write_weights(written: _Written, rank: int, path: Path) -> str:
-    state = written.converted.share(rank).local_state
+    state = written.converted.partition.share(rank).local_state
     names = (*written.own, *written.manifest.rank_numbers)
     entries = lay_out(Entry(name, state[name].dtype, tuple(state[name].shape)) for name in names)
     refuse_full_disk(path, sum(entry.nbytes for entry in entries))
@@ -148,7 +132,7 @@ def _write_weights(written: _Written, rank: int, path: Path) -> str:
 
 
 def _write_values(written: _Written, hollow: set[str], path: Path) -> str:
-    kept = {name: written.converted.resharded.state(name) for name in written.own if name not in hollow}
+    kept = {name: written.converted.partition.program.state(name) for name in written.own if name not in hollow}
     entries = lay_out(Entry(name, value.dtype, tuple(value.shape)) for name, value in kept.items())
     return write_weights(path, entries, (kept[entry.name] for entry in entries))
 

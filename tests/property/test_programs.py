@@ -71,7 +71,7 @@ def _damaged(seed: int, damage: str) -> list[bool]:
             made = tpcompiler.parallelize(case.exported(), case.mesh, case.plan, inputs=case.inputs)
         except REFUSALS:
             return
-        right = made.rank_program
+        right = made.partition.rank_program
         names = collectives_of(right(0))
         held = any(value.is_floating_point() and value.numel() for value in right(1).state_dict.values())
         if not (names and held) or _noticed(made, case.args) is not False:
@@ -86,7 +86,7 @@ def _damaged(seed: int, damage: str) -> list[bool]:
                     program.state_dict[fqn] = torch.randn_like(value) if value.is_floating_point() else value
             return program
 
-        made.rank_program = wrong  # type: ignore[method-assign]
+        made.partition.rank_program = wrong  # type: ignore[method-assign]
         noticed.append(_noticed(made, case.args) is not False)
 
     drawn(seed, 12, use, steps=SHORT)

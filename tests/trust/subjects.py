@@ -15,8 +15,8 @@ from tests.trust import small
 from tests.trust.damage import Artifact
 from tests.zoo.case import randomise
 from tests.zoo.index import CASES
+from tpcompiler.compared import layout_of
 from tpcompiler.ir.shares import read_sharding
-from tpcompiler.parallel_program import layout_of
 from tpcompiler.soundness.check import CheckReport, check_programs
 from tpcompiler.verify.compare import compare
 from tpcompiler.verify.reference import runnable

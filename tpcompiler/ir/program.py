@@ -194,20 +194,24 @@ class PlannedProgram(Program):
 
 
 @dataclass(frozen=True)
-class MarkedProgram(Program):
-    """Every tensor value carries a Mark."""
+class PlacedProgram(Program):
+    """One program for all ranks, of which every tensor value carries a Mark."""
 
     mesh: Mesh
     notes: tuple[Note, ...]
 
 
-class ReshardedProgram(MarkedProgram):
-    """Every change of sharding is a `reshard` node; no `pin` is left. Still one program for all ranks."""
+class MarkedProgram(PlacedProgram):
+    """What uses a value as another sharding than it is made has it changed without a word."""
+
+
+class ReshardedProgram(PlacedProgram):
+    """Every change of sharding is a `reshard` node; no `pin` is left."""
 
 
 @dataclass(frozen=True)
-class LoweredProgram(Program):
-    """The program of ranks that hold equal local shapes: collectives instead of reshards."""
+class ClassProgram(Program):
+    """The program of ranks that hold equal local shapes."""
 
     mesh: Mesh
     ranks: tuple[int, ...]
@@ -218,7 +222,11 @@ class LoweredProgram(Program):
         return self.mesh.coordinate(self.ranks[0])
 
 
-class LocalProgram(LoweredProgram):
+class LoweredProgram(ClassProgram):
+    """Collectives instead of reshards; sizes and `meta["val"]` are still the whole's."""
+
+
+class LocalProgram(ClassProgram):
     """Sizes in arguments and in `meta["val"]` are this rank's own."""
 
 

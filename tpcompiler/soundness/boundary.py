@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from tpcompiler._torch import FakeTensor, TreeSpec, tree_names
+from tpcompiler.frontend.written_back import find_overwritten
 from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of
 from tpcompiler.ir.mesh import Mesh
@@ -18,7 +19,6 @@ from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join, same_bits
 from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.ir.written_back import find_overwritten
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.rank_file import strides_of, taken_by
 from tpcompiler.soundness.folded import Folded, dtype_name, read_claimed

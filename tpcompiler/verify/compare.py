@@ -13,9 +13,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tpcompiler.errors import InputsError, MeshError
+from tpcompiler.frontend.refused import refuse_hollow
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
-from tpcompiler.ir.refused import refuse_hollow
 from tpcompiler.printed import one_line
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.verify.judge import (

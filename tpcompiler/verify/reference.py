@@ -11,10 +11,10 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import HigherOrderOperator, OpOverload, functional_copy
 from tpcompiler.errors import ProgramError
+from tpcompiler.frontend.written_back import find_hidden_views, find_overwritten, keep_old_values, spell_out_copies
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import has_bodies
 from tpcompiler.ir.draws import draws
-from tpcompiler.ir.written_back import find_hidden_views, find_overwritten, keep_old_values, spell_out_copies
 from tpcompiler.verify.promote import Promoted, promoted
 from tpcompiler.verify.simulate import RankResult, simulate
 

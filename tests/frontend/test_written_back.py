@@ -15,7 +15,7 @@ from torch.nn.functional import dropout
 import tpcompiler
 from tests.zoo.case import randomise
 from tpcompiler.errors import ArtifactError
-from tpcompiler.ir.written_back import find_overwritten, memory_of
+from tpcompiler.frontend.written_back import find_overwritten, memory_of
 
 PLAN = {"up": "colwise", "down": "rowwise"}
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -165,7 +165,7 @@ def test_a_rank_that_returns_what_it_writes(tmp_path: Path) -> None:
     """As if somebody had taken the clone out of the files."""
     exported = export(randomise(Net(old_value)), (X,))
     made = tpcompiler.parallelize(exported, 2, {})
-    right = made.rank_program
+    right = made.partition.rank_program
 
     def wrong(rank: int) -> torch.export.ExportedProgram:
         program = right(rank)
@@ -181,7 +181,7 @@ def test_a_rank_that_returns_what_it_writes(tmp_path: Path) -> None:
         return program
 
     assert made.verify((X,), then=[(X,)]).ok
-    made.rank_program = wrong  # type: ignore[method-assign]
+    made.partition.rank_program = wrong  # type: ignore[method-assign]
     assert not made.verify((X,), then=[(X,)]).ok
     with pytest.raises((ArtifactError, tpcompiler.InternalError), match="lies in the memory of 'now'"):
         made.save(tmp_path / "out")

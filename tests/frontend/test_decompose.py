@@ -12,13 +12,13 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
-from passes._decompose import NotSimple, decompose_calls
 from passes.canonicalize import canonicalize
 from tests.passes.stages import Call
 from tpcompiler._torch import decomposing
 from tpcompiler.errors import ProgramError
+from tpcompiler.frontend.decompose import NotSimple, decompose_calls
+from tpcompiler.frontend.written_back import keep_old_values, spell_out_copies
 from tpcompiler.ir import edit
-from tpcompiler.ir.written_back import keep_old_values, spell_out_copies
 from tpcompiler.rules.registry import ops_with_rules
 
 SIMPLE: dict[str, Callable[..., Any]] = {}

@@ -26,11 +26,11 @@ from tpcompiler._torch import (
     stays_whole,
     tree_flatten,
 )
+from tpcompiler.frontend.written_back import hidden_bases, memory_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.local import fake_mode_of, key
 from tpcompiler.ir.rebuilt import copy_signature, rebuilt
-from tpcompiler.ir.written_back import hidden_bases, memory_of
 
 Values = dict[fx.Node, Any]
 DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout)
