@@ -12,7 +12,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 
-from tpcompiler._torch import aten, size_range, symbols_of, tree_flatten, tree_unflatten
+from tpcompiler._torch import aten, check_built, size_range, symbols_of, tree_flatten, tree_unflatten
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies
 from tpcompiler.ir.claims import write_claims
@@ -73,7 +73,7 @@ def _build(program: ShardedProgram) -> ExportedProgram:
     sizes = {s: ranges[s] for s in sorted(symbols, key=str)}
     made = rebuilt(source, graph, signature, constants, state, sizes)
     made.example_inputs = _local_examples(program)
-    made.validate()  # type: ignore[no-untyped-call]
+    check_built(made)
     return made
 
 

@@ -46,7 +46,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.export import ExportedProgram
 from torch.export.decomp_utils import PRESERVED_ATEN_CIA_OPS
-from torch.export.exported_program import _decompose_exported_program, _override_composite_implicit_decomp
+from torch.export.exported_program import (
+    _convert_guards_to_code,
+    _decompose_exported_program,
+    _override_composite_implicit_decomp,
+)
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -528,6 +532,12 @@ def tree_names(spec: Any) -> list[str]:
 def guards_of(program: ExportedProgram) -> list[str]:
     """What `program.module()` asserts of its inputs beside their shapes and ranges, as Python that it runs."""
     return list(vars(program).get("_guards_code") or ())
+
+
+def check_built(program: ExportedProgram) -> None:
+    """What torch's constructor does at its end: it refuses what is no program, and reads the guards off the sizes."""
+    program.validate()  # type: ignore[no-untyped-call]
+    program._guards_code = _convert_guards_to_code(program.graph_module)  # type: ignore[no-untyped-call]
 
 
 class _Hints:
