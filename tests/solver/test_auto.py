@@ -64,8 +64,9 @@ def test_a_layer_by_hand() -> None:
     assert found.seconds == pytest.approx((up + down) / rates[0] + (held + sent) / rates[1] + SEARCHED.step)
 
 
-# A decoder, parallel blocks, experts, convolutions, an encoder with packed and blocked heads, and caches.
-BETTER = ["llama", "gpt_neox", "mixtral", "bert", "bloom", "gpt2", "llama_cached"]
+# A decoder, parallel blocks, experts, an encoder with packed and blocked heads, caches, one head of keys beside the
+# queries in one matrix, and modules with several weights.
+BETTER = ["llama", "gpt_neox", "mixtral", "bert", "bloom", "gpt2", "llama_cached", "falcon_7b", "einsum_transformer"]
 
 
 @pytest.mark.slow

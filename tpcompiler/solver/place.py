@@ -66,7 +66,7 @@ def place(
         )
         for program in found.programs
     ]
-    return kept, found, shorten({name: style or "replicate" for name, style in found.styles.items()})
+    return kept, found, shorten(found.styles)
 
 
 def _infeasible(programs: Sequence[PlannedProgram], objective: Objective, aim: Aim, auto: bool) -> ShardingError:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -27,7 +27,6 @@ from tpcompiler.solver.eliminate import Tables
 from tpcompiler.solver.stage import Choice, Known, Leaf, Stage
 from tpcompiler.solver.ways import Ways
 
-Style = Literal["colwise", "rowwise"]
 MOST_SETTLED = 8  # shardings that a value with several users may be turned into for all of them
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
 NEVER = numpy.inf
@@ -44,12 +43,14 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """A module with weights of its own, without a plan. `cuts`: style -> the dim of its weight that it cuts."""
+    """A module with a weight of its own, without a plan, or a weight among several.
+
+    `styles`: what a plan says of it -> the dim of the weight that is cut, or none.
+    """
 
     name: str
     variable: int
-    styles: Sequence[Style | None]
-    cuts: Mapping[Style, int]
+    styles: Mapping[str, int | None]
 
 
 class Choices(NamedTuple):
@@ -160,28 +161,39 @@ def _find_leaves(problem: Problem, before: Mapping[str, Sharding]) -> list[dict[
 
 
 def _add_layers(problem: Problem) -> None:
-    """A layer for each module whose weight no plan names: the styles that its uses show."""
-    degree, owners = problem.stage.mesh.degree(problem.stage.axis), set[str]()
+    """A layer for each module whose weight no plan names: the styles that its uses show.
+
+    Where a module has several weights, or its weight several dims of features, the dims of each weight.
+    """
     for domain in problem.domains:
         program, leaves = domain.program, dict(domain.program.leaves())
         static = computed_from_leaves(program.graph, leaves.keys())
-        for node, fqn in leaves.items():
-            value, owner, group = node.meta["val"], fqn.rpartition(".")[0], problem.groups[node]
-            if group != fqn or domain.leaves[node.name].shardings or not owner or owner in owners:
-                continue
-            if value.ndim < 2 or not value.is_floating_point():
-                continue
-            nodes = [other for other in leaves if problem.groups[other] == group]
-            found: dict[Style, int] = {}
-            sides: tuple[tuple[Style, Literal["out", "in"]], ...] = (("colwise", "out"), ("rowwise", "in"))
-            for style, side in sides:
-                dims = feature_dims(nodes, side, static, owner)
-                if len(dims) == 1 and sym_hint(value.shape[at := dims.pop()]) >= degree:
-                    found[style] = at
-            if found:
-                styles: list[Style | None] = [*found, None]
-                owners.add(owner)
-                problem.layers[group] = Layer(owner, problem.tables.variable(len(styles)), styles, found)
+        weights = {
+            node: fqn
+            for node, fqn in leaves.items()
+            if (value := node.meta["val"]).ndim > 1 and value.is_floating_point() and problem.groups[node] == fqn
+            if fqn not in problem.layers and not domain.leaves[node.name].shardings and "." in fqn
+        }
+        owned = Counter(fqn.rpartition(".")[0] for fqn in weights.values())
+        for node, fqn in weights.items():
+            owner = fqn.rpartition(".")[0]
+            nodes = [other for other in leaves if problem.groups[other] == fqn]
+            sides = {
+                "colwise": feature_dims(nodes, "out", static, owner),
+                "rowwise": feature_dims(nodes, "in", static, owner),
+            }
+            if any(sides.values()):
+                styles = _styles_of(node.meta["val"], sides, problem.stage, owned[owner] == 1)
+                name = owner if "replicate" in styles else fqn
+                problem.layers[fqn] = Layer(name, problem.tables.variable(len(styles)), styles)
+
+
+def _styles_of(value: Any, sides: Mapping[str, Set[int]], stage: Stage, is_alone: bool) -> dict[str, int | None]:
+    degree = stage.mesh.degree(stage.axis)
+    large = [dim for dim, size in enumerate(value.shape) if sym_hint(size) >= degree]
+    if is_alone and all(len(dims) <= 1 for dims in sides.values()):
+        return {**{style: dim for style, dims in sides.items() for dim in dims if dim in large}, "replicate": None}
+    return {**{f"S({dim})": dim for dim in large}, "R": None}
 
 
 def _state(problem: Problem, domain: Domain) -> None:
@@ -288,8 +300,8 @@ def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values) -> Non
         problem.price([wanted], in_units(held))
         return
     table = numpy.full((len(layer.styles), len(wanted.shardings)), NEVER)
-    for row, style in enumerate(layer.styles):
-        dims = [] if style is None else [layer.cuts[style]]
+    for row, dim in enumerate(layer.styles.values()):
+        dims = [] if dim is None else [dim]
         for column, want in enumerate(wanted.shardings):
             own = want.only(stage.axis)
             if [at for at, how in enumerate(own.dims) if how.axes] == dims and not own.partial:

@@ -16,7 +16,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import on_split_axis
 from tpcompiler.solver.domain import find_shared_heads
 from tpcompiler.solver.eliminate import solve
-from tpcompiler.solver.problem import UNIT, Problem, Style, pose
+from tpcompiler.solver.problem import UNIT, Problem, pose
 from tpcompiler.solver.stage import Choice, Stage
 
 REFUSED = 0.05  # seconds for a weight that would be gathered, where nothing else can be: more than all else
@@ -38,7 +38,7 @@ class Solution:
     choices: Mapping[fx.Node, Choice] = field(default_factory=dict)
     leaves: Mapping[fx.Node, Sharding] = field(default_factory=dict)
     settled: Mapping[fx.Node, Sharding] = field(default_factory=dict)
-    styles: Mapping[str, Style | None] = field(default_factory=dict)
+    styles: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     capped: int = 0
 
@@ -128,7 +128,7 @@ def _read(
             node: values.shardings[0 if values.variable is None else found[values.variable]]
             for node, values in problem.settled.items()
         },
-        {layer.name: layer.styles[found[layer.variable]] for layer in problem.layers.values()} or before.styles,
+        {layer.name: [*layer.styles][found[layer.variable]] for layer in problem.layers.values()} or before.styles,
         seconds,
         before.capped + problem.capped,
     )

@@ -77,12 +77,12 @@ class Ways:
         """For each result, what the ways make."""
         return [tuple(way.made[at] for way in self) for at in range(len(self.rule.pattern.outputs))]
 
-    def adding(self, stage: Stage, options: Iterable[Option]) -> Ways:
+    def adding(self, stage: Stage, options: Iterable[Option], limits: Limits | None = None) -> Ways:
         """These and more, as many as there may be."""
-        found = dict(self.found)
+        found, limits = dict(self.found), limits or self.limits
         for option in options:
             name = stage.name(option)
-            if name in found or not self.limits.allow(option, stage.axis):
+            if name in found or not limits.allow(option, stage.axis):
                 continue
             both = stage.both(self.rule, option)
             if isinstance(both, Refusal):
@@ -97,6 +97,7 @@ class Ways:
 def take_operands(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -> Ways:
     rule, base = ways.rule, ways.base
     followed: list[list[Option]] = []
+    beside: list[Option] = []  # what is whole is taken from beside what is cut, such as keys that all heads share
     for index, shardings in enumerate(have):
         own: list[Option] = []
         for sharding in dict.fromkeys(shardings):
@@ -104,9 +105,12 @@ def take_operands(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) 
                 option = stage.keep(rule, index, sharding, base)
                 term = rule.pattern.inputs[index]
                 own += [option] if isinstance(option, Option) else _other_cuts(rule, term, sharding, stage, base)
+                in_part = any(not how.axes for cut in sharding.dims for _, how in cut.parts)
+                beside += [option] if in_part and isinstance(option, Option) else []
         if own:
             followed.append(own)
     ways = ways.adding(stage, (option for own in followed for option in own))
+    ways = ways.adding(stage, beside, ways.limits._replace(left_out=frozenset()))
     if len(followed) > 1:
         ways = ways.adding(stage, _merged(followed, ways.most))
     if any(isinstance(dim, Joined) for term in (*rule.pattern.inputs, *rule.pattern.outputs) for dim in term):
