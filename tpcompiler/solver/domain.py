@@ -144,7 +144,8 @@ def _first_ways(domain: Domain, node: fx.Node) -> Ways:
 
     def start() -> Ways:
         ways = Ways.whole(stage, rule, base, limits)
-        return ways.adding(stage, stage.own_options(rule)) if stage.free else ways
+        own = (stage.extended(base, each) for each in stage.own_options(rule) if stage.free)
+        return ways.adding(stage, own)
 
     return stage.once(("first", id(rule), stage.name(base), limits), start)  # type: ignore[no-any-return]
 
