@@ -443,13 +443,18 @@ def shape_facts(mode: FakeTensorMode) -> tuple[int, ...]:
     return len(env.guards), len(env.replacements), sum(map(len, env.deferred_runtime_asserts.values()))
 
 
+UNKNOWN_SIZE = 8192  # as torch takes it
+
+
 def sym_hint(size: Any) -> int:
-    """The size in the example that the program was exported with."""
+    """The size in the example that the program was exported with; of one that depends on data, a large one."""
     if isinstance(size, int):
         return size
-    env = size.node.shape_env
-    hint = getattr(env, "optimization_hint", None) or env.size_hint  # torch 2.13 renamed it
-    return int(hint(size.node.expr))
+    env, expr = size.node.shape_env, size.node.expr
+    if hasattr(env, "optimization_hint"):  # from torch 2.13 on
+        return int(env.optimization_hint(expr))
+    hint = env.size_hint(expr, allow_none=True)
+    return int(expr.subs(dict.fromkeys(expr.free_symbols, UNKNOWN_SIZE)) if hint is None else hint)
 
 
 def op_overload(op: object) -> OpOverload | None:

@@ -309,7 +309,7 @@ def test_what_another_reshard_made_is_changed_in_its_global_shape() -> None:
     )
     assert made.verify((x,)).ok
     assert_expected_inline(
-        program_text(made.local_program(0)),
+        program_text(made.partition.local_program(0)),
         """\
 p_w: [R, S(0)] = w f32[3, 8]
 x: [S(0), R] = input f32[2, 6]
@@ -331,7 +331,7 @@ cumsum: [R, R] = cumsum(wait_tensor_1, 0)
 return relu, cumsum
 """,
     )
-    ends = [node for node in made.local_program(0).graph.nodes if RESHARD in node.meta and ORIGIN in node.meta]
+    ends = [node for node in made.partition.local_program(0).graph.nodes if RESHARD in node.meta and ORIGIN in node.meta]
     assert [node.meta[ORIGIN] for node in ends] == ["x", "matmul", "matmul"]
 
 

@@ -57,8 +57,10 @@ class Adviser:
     def advise_gather(self, value: str, program: MarkedProgram) -> str:
         """The change that leaves out the fallback gathers of a value and saves most, in words, or nothing."""
         now = wire_bytes(program)
-        near, far = (_concerning(self.plan, planned_behind(program, value, far)) for far in (False, True))
-        tried = (self._best(near, PLANNED.held), self._best(far)) if near else ()
+        behind = planned_behind(program, value)
+        nearest, near = (_concerning(self.plan, leaves) for leaves in (behind[:1], behind))
+        far = _concerning(self.plan, planned_behind(program, value, far=True))
+        tried = (self._best(nearest, PLANNED.held), self._best(near), self._best(far)) if near else ()
         found = [advice for advice in tried if advice is not None and value not in _gathered(advice.made)]
         best = min(found, key=lambda advice: wire_bytes(advice.made), default=None)
         if best is None or wire_bytes(best.made) >= now:
