@@ -54,8 +54,10 @@ def _join(node: fx.Node) -> None:
             return
         (source,) = edit.operands(value)
         node.args = (source,)
-        why = before.why if before.why == "inherent" else change.why
-        node.meta[RESHARD] = replace(change, source=before.source, why=why)
+        why, reason = before.why if before.why == "inherent" else change.why, change.reason
+        if before.target.is_replicated:  # what follows is a slice, which costs nothing
+            why, reason = before.why, before.reason
+        node.meta[RESHARD] = replace(change, source=before.source, why=why, reason=reason)
         node.meta[MARK] = replace(mark_of(node), wants=(before.source,))
         if not value.users:
             edit.erase(value)

@@ -331,7 +331,9 @@ cumsum: [R, R] = cumsum(wait_tensor_1, 0)
 return relu, cumsum
 """,
     )
-    ends = [node for node in made.partition.local_program(0).graph.nodes if RESHARD in node.meta and ORIGIN in node.meta]
+    ends = [
+        node for node in made.partition.local_program(0).graph.nodes if RESHARD in node.meta and ORIGIN in node.meta
+    ]
     assert [node.meta[ORIGIN] for node in ends] == ["x", "matmul", "matmul"]
 
 

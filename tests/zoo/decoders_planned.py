@@ -10,6 +10,7 @@ import torch
 from tests.zoo.case import Layers, hugging_face
 from tests.zoo.decoders import LAYER, decoder
 
+PARALLEL = (Layers(LAYER, 2, {"all_reduce": 1}),)
 GATHERED_MLP = (Layers(LAYER, 2, {"all_gather": 1, "all_reduce": 2}),)  # the packed gate and up as the plan says
 PACKED_CUT = {f"{LAYER}.self_attn.qkv_proj": "colwise", f"{LAYER}.mlp.gate_up_proj": "colwise"}
 
@@ -18,13 +19,15 @@ def planned(model: torch.nn.Module) -> Mapping[str, object]:
     return {**hugging_face(model), "model.embed_tokens": "embedding_rowwise"}
 
 
-# x + attention(n(x)) + mlp(n(x)): each product is reduced by itself. The logits are scaled; queries and keys are
+# x + attention(n(x)) + mlp(n(x)): both products are reduced as one sum. The logits are scaled; queries and keys are
 # normalised head by head, with other weights for each head. 123 rows of the table lie 31, 31, 31, 30.
-COHERE = decoder("cohere", "Cohere", planned, use_qk_norm=True, vocab_size=123, logit_scale=0.3)
+COHERE = replace(
+    decoder("cohere", "Cohere", planned, use_qk_norm=True, vocab_size=123, logit_scale=0.3), layers=PARALLEL
+)
 # Three of four layers have a window, the last sees everything and has no positions.
 COHERE2 = replace(
     decoder("cohere2", "Cohere2", planned, num_hidden_layers=4, sliding_window=4, tie_word_embeddings=False),
-    layers=(Layers(LAYER, 4, {"all_reduce": 2}),),
+    layers=(Layers(LAYER, 4, {"all_reduce": 1}),),
 )
 GEMMA3 = decoder("gemma3", "Gemma3Text", planned, head_dim=12, sliding_window=4, tie_word_embeddings=True)
 # 94 features of gate and up each lie 24, 24, 24, 22, where the plan would gather what it packs.
@@ -48,8 +51,8 @@ HELIUM = decoder("helium", "Helium", planned, head_dim=8, pad_token_id=0)
 OLMO = replace(decoder("olmo", "Olmo", planned, clip_qkv=1.0), cut=1.0)  # its norms have no weights
 OLMO2 = replace(
     decoder("olmo2", "Olmo2", planned),
-    # Queries and keys are normalised over all heads: the plan gathers them, and the values besides.
-    layers=(Layers(LAYER, 2, {"all_gather": 3, "all_reduce": 2}),),
+    # Queries and keys are normalised over all heads: the plan gathers them, and the values besides, which stay cut.
+    layers=(Layers(LAYER, 2, {"all_gather": 2, "all_reduce": 2}),),
 )
 ATTENTION_CUT = {f"{LAYER}.self_attn.{part}_proj": "colwise" for part in "qkv"}
 OLMO2_CUT = replace(
@@ -58,7 +61,7 @@ OLMO2_CUT = replace(
     layers=(Layers(LAYER, 2, {"all_reduce": 4}),),
     tested="sums inside of a norm; Hugging Face's own plan",
 )
-PHI = decoder("phi", "Phi", planned, partial_rotary_factor=0.5)
+PHI = replace(decoder("phi", "Phi", planned, partial_rotary_factor=0.5), layers=PARALLEL)
 # The plan would gather queries, keys and values, and gate and up.
 PHI3 = replace(
     decoder("phi3", "Phi3", lambda model: {**planned(model), **PACKED_CUT}, pad_token_id=0),

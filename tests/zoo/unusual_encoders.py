@@ -86,8 +86,8 @@ CONVBERT = encoder(
         "**.conv_kernel_layer": "rowwise",
         "**.conv_out_layer": "colwise",
     },
-    # The kernels besides, which are made of queries and keys of all heads.
-    layers=(Layers("encoder.layer.*", 2, {"all_reduce": 3}),),
+    # The kernels besides, which are made of queries and keys of all heads, and used head by head.
+    layers=(Layers("encoder.layer.*", 2, {"all_reduce": 2, "reduce_scatter": 1}),),
     outside=ROWS,
     different={"embedding_size": 64, "conv_kernel_size": 3},
     # 5,528 of 67,736 numbers whole: positions and types 4,224, norms 640, depth-wise 384, row-wise biases 280
@@ -220,8 +220,8 @@ CANINE = encoder(
         Layers("initial_char_encoder.layer.*", 1, EACH),
         Layers("final_char_encoder.layer.*", 1, EACH),
     ),
-    # The rows of four hashes; the strided characters, the joined ones, the pooled vector.
-    outside={"all_reduce": 4, "all_gather": 3},
+    # The rows of four hashes as one sum; the strided characters, the joined ones, the pooled vector.
+    outside={"all_reduce": 1, "all_gather": 3},
     dims=BATCHES,
     example=(2, 32),
     others=((3, 32), (1, 32)),
