@@ -206,3 +206,19 @@ reshard_3: R = reshard(addmm)
 return reshard_3
 """,
     )
+
+
+def test_a_gather_that_the_plan_asks_for_keeps_its_cause() -> None:
+    """It is cut again at once, in each half."""
+
+    def gated(self: Any, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(gate * up)
+
+    module = Call(gated, up=nn.Linear(8, 16, bias=False), down=nn.Linear(8, 8, bias=False))
+    program = folded(module, (X,), {"up": "colwise_gather_output", "down": "rowwise"})
+    first = next(node.meta[RESHARD] for node in program.graph.nodes if RESHARD in node.meta)
+    assert first.source.text(program.mesh) == "S(1)"
+    assert first.target.text(program.mesh) == "S(1, block 8)"
+    assert first.why == "plan-demanded"
+    assert first.reason == 'the plan ("up": "colwise_gather_output")'

@@ -276,10 +276,6 @@ def _shapes(value: Any) -> Any:
     return [key((v.dtype, *v.shape)) for v in tree_flatten(value)[0] if isinstance(v, torch.Tensor)]
 
 
-def _like(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
 def _traced(node: fx.Node, op: Any, values: list[Any], mode: FakeTensorMode, table: Mapping[Any, Any]) -> fx.Graph:
     inputs = node.all_input_nodes
     if any(isinstance(v, torch.Tensor) and (v.is_conj() or v.is_neg()) for v in values):

@@ -202,7 +202,7 @@ class PlacedProgram(Program):
 
 
 class MarkedProgram(PlacedProgram):
-    """What uses a value as another sharding than it is made has it changed without a word."""
+    """Changes of sharding are implicit: an op may want a value otherwise than it is made."""
 
 
 class ReshardedProgram(PlacedProgram):
