@@ -17,6 +17,7 @@ import torch
 import tpcompiler
 from tests.launch import fork_code
 from tests.runtime.models import PLAN, Mlp, export_mlp, mlp_inputs
+from tpcompiler._torch import save_program
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime import expressions
 from tpcompiler.runtime.model_file import import_modules, read_model
@@ -48,6 +49,22 @@ def test_torch_is_quiet_only_while_it_reads(model: Path, tmp_path: Path, capfd: 
         read_model(path)
     assert capfd.readouterr() == ("", "")
     assert logger.handlers is before
+
+
+def test_what_is_written_in_less_time_is_what_torch_writes(tmp_path: Path) -> None:
+    program = export_mlp()
+    for name in ("torch", "ours"):
+        (tmp_path / name).mkdir()
+    torch.export.save(program, tmp_path / "torch" / "model.pt2")
+    save_program(program, tmp_path / "ours" / "model.pt2")
+    theirs, ours = (_entries(tmp_path / name / "model.pt2") for name in ("torch", "ours"))
+    assert ours == theirs
+    assert len(ours) > 3
+
+
+def _entries(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU can read this file")
