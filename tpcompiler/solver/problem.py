@@ -27,7 +27,7 @@ from tpcompiler.solver.eliminate import Tables
 from tpcompiler.solver.stage import Choice, Known, Leaf, Stage
 from tpcompiler.solver.ways import Ways
 
-MOST_SETTLED = 8  # shardings that a value with several users may be turned into for all of them
+MOST_SETTLED = 20  # shardings that a value with several users may be turned into for all of them
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
 NEVER = numpy.inf
 UNIT = 1e-17  # seconds: prices are whole numbers of it, so that equal sums are equal whatever their order

@@ -78,8 +78,8 @@ class Ways:
         return [tuple(way.made[at] for way in self) for at in range(len(self.rule.pattern.outputs))]
 
     def adding(self, stage: Stage, options: Iterable[Option], limits: Limits | None = None) -> Ways:
-        """These and more, as many as there may be."""
-        found, limits = dict(self.found), limits or self.limits
+        """These and more, as many as there may be: those that cut a part of what another cuts make room."""
+        found, limits, is_capped = dict(self.found), limits or self.limits, self.is_capped
         for option in options:
             name = stage.name(option)
             if name in found or not limits.allow(option, stage.axis):
@@ -88,10 +88,33 @@ class Ways:
             if isinstance(both, Refusal):
                 continue
             if len(found) >= self.most:
-                return Ways(self.rule, self.base, self.limits, self.most, found, True)
+                is_capped = True
+                each = [*(way.option for way in found.values()), option]
+                least = next(_parts_of_others(stage.axis, each), option)
+                if least is option:
+                    continue
+                del found[stage.name(least)]
             found[name] = Way(option, *both)
-        same = len(found) == len(self.found)
-        return self if same else Ways(self.rule, self.base, self.limits, self.most, found, self.is_capped)
+        same = found.keys() == self.found.keys() and is_capped == self.is_capped
+        return self if same else Ways(self.rule, self.base, self.limits, self.most, found, is_capped)
+
+
+def _parts_of_others(axis: str, options: Sequence[Option]) -> Iterator[Option]:
+    """Those that cut some of the parts that another cuts, and these alike."""
+    pieces = [frozenset(_pieces(axis, option)) for option in options]
+    for option, own in zip(options, pieces, strict=True):
+        if own and any(own < other for other in pieces):
+            yield option
+
+
+def _pieces(axis: str, option: Option) -> Iterator[tuple[str, int, int, DimSharding]]:
+    """What an option cuts over an axis: the factor, where in it, and how."""
+    for factor, cut in option.cuts.items():
+        at = 0
+        for length, how in cut.parts or [(0, cut)]:
+            if axis in how.axes:
+                yield factor, at, length, how
+            at += length
 
 
 def take_operands(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -> Ways:
@@ -119,12 +142,14 @@ def take_operands(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) 
 
 
 def _merged(followed: Sequence[Sequence[Option]], most: int) -> Iterator[Option]:
-    """One of each together: in every way where these are few, otherwise the newest, and every other beside them."""
-    newest = [own[-1] for own in followed]
+    """One of each together: in every way where these are few, otherwise the newest and the oldest, and every other
+    beside them.
+    """
     each: Iterable[Sequence[Option]] = itertools.product(*(reversed(own) for own in followed))
     if math.prod(map(len, followed)) > most:
-        each = [newest] + [
-            [*newest[:at], other, *newest[at + 1 :]] for at, own in enumerate(followed) for other in own[:-1]
+        ends = [own[-1] for own in followed], [own[0] for own in followed]
+        each = [
+            [*end[:at], other, *end[at + 1 :]] for end in ends for at, own in enumerate(followed) for other in own[::-1]
         ]
     yield from (both for some in each if (both := merge(some)) is not None)
 
