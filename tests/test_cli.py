@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import tpcompiler.cli.printing
 from tests.launch import torchrun
@@ -120,9 +121,9 @@ a plan to begin with (save it as plan.yaml):
 #   colwise_gather_output  cut output features, and gather them right away
 #   embedding_rowwise      cut the vocabulary of an embedding
 # Also: rowwise_split_input, packed_colwise, packed_rowwise, gather; for one parameter a placement, such as S(0).
-"layers.*.up": colwise    # Linear: weight [16, 8], 2 times
-"layers.*.down": rowwise  # Linear: weight [8, 16], 2 times
-"head": replicate         # Linear: weight [4, 8]
+"layers.*.up": replicate    # Linear: weight [16, 8], 2 times
+"layers.*.down": replicate  # Linear: weight [8, 16], 2 times
+"head": replicate           # Linear: weight [4, 8]
 """
 
 
@@ -147,13 +148,15 @@ def test_inspect_a_model_as_json(model: Path) -> None:
     }
 
 
-def test_the_plan_to_begin_with_is_a_plan(model: Path, tmp_path: Path) -> None:
-    skeleton = tmp_path / "plan.yaml"
+def test_the_plan_to_begin_with_is_a_plan(tmp_path: Path) -> None:
+    model, skeleton = tmp_path / "model.pt2", tmp_path / "plan.yaml"
+    layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    torch.export.save(torch.export.export(layers, (torch.randn(2, 8, 64),)), model)
     skeleton.write_text(json.loads(right("inspect", model, "--json"))["plan"])
     data = json.loads(right("convert", model, "--tp", 2, "--plan", skeleton, "--dry-run", "--json"))
-    assert data["plan"] == {"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "replicate"}
+    assert data["plan"] == {"0": "colwise", "2": "rowwise"}
     assert max(data["bytes_per_rank"]) < 0.7 * data["bytes"]
-    assert [(each["kind"], each["count"]) for each in data["collectives"]] == [("all_reduce", 2)]
+    assert [(each["kind"], each["count"]) for each in data["collectives"]] == [("all_reduce", 1)]
 
 
 def test_thousands_of_ranks(model: Path, plan: Path) -> None:

@@ -129,6 +129,17 @@ def finished_together(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITE
     return {name: conversion.finished(marked[name], styles, advisers[name]) for name, conversion in conversions.items()}
 
 
+def find_styles(exported: ExportedProgram, mesh: Mesh) -> dict[str, str]:
+    """The style that the search finds for every layer, or the placement of each weight, where no plan is given.
+
+    Raises:
+        ShardingError, ProgramError, UnsupportedError: as `tpcompiler.parallelize`.
+    """
+    conversion = Conversion.of(exported, mesh, None, (None, None), None, None, "nccl")
+    with no_new_guards(conversion.program.graph):
+        return dict(place([conversion.planned(conversion.plan, _unseen)], auto=True)[1].styles)
+
+
 def _marked(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[dict[str, MarkedProgram], dict[str, str]]:
     """Every program marked, and the styles that the search found."""
     planned = [conversion.planned(conversion.plan, conversion.after) for conversion in conversions.values()]

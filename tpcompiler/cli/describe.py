@@ -11,16 +11,15 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from passes.canonicalize import canonicalize
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import Program, tied
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import DTYPES
+from tpcompiler.pipeline import find_styles
 from tpcompiler.plan.styles import STYLES
 from tpcompiler.printed import one_line
-from tpcompiler.proposal import propose_styles
 from tpcompiler.runtime.artifact import Manifest
 
 DEEPEST = 8  # numbers in a name that are starred
@@ -59,38 +58,35 @@ def model_data(program: ExportedProgram) -> dict[str, Any]:
 
 
 def plan_skeleton(program: ExportedProgram) -> str:
-    """A plan file for every layer with a weight of two or more dims, repeated layers folded.
-
-    It says `colwise` and `rowwise` of layers that go together (`propose_styles`), and `replicate` of the others.
-    """
-    styles = _proposed(program)
+    """A plan file for every weight of two or more dims, repeated layers folded: what the search finds for 2 ranks."""
+    styles = _found(program)
     types = _modules(program)
-    layers: dict[str, list[str]] = {}
-    alone: dict[str, str] = {}
+    weights: dict[str, list[str]] = {}  # what the plan names -> its weights
     read = Program(program, program.graph)
-    for fqn in (str(spec.target) for _, spec in read.inputs() if spec.kind is InputKind.PARAMETER):
-        shape = list(read.state(fqn).shape)
+    first_of = tied(read)  # the plan names the first of tied ones, which places all of them
+    parameters = dict.fromkeys(
+        str(spec.target)
+        for node, spec in read.inputs()
+        if spec.kind is InputKind.PARAMETER and first_of[node.name] == node.name
+    )
+    for fqn in parameters:
         owner, _, name = fqn.rpartition(".")
-        if len(shape) >= 2 and owner:
-            layers.setdefault(owner, []).append(f"{name} {shape}")
-        elif len(shape) >= 2:
-            alone[name] = str(shape)  # the root has no name: its own parameters are placed one by one
+        if (value := read.state(fqn)).ndim >= 2:
+            weights.setdefault(fqn if fqn in styles or not owner else owner, []).append(f"{name} {list(value.shape)}")
     lines = []
-    signatures = {name: (types.get(name), tuple(weights), styles.get(name)) for name, weights in layers.items()}
-    for pattern, names in folded(signatures):
-        kind = types.get(names[0], "layer").rpartition(".")[2]
+    for pattern, names in folded({name: (types.get(name), *own, styles.get(name)) for name, own in weights.items()}):
+        kind = "parameter" if names[0] in parameters else types.get(names[0], "layer").rpartition(".")[2]
         times = f", {len(names)} times" if len(names) > 1 else ""
-        style = styles.get(names[0], "replicate")
-        lines.append((f"{json.dumps(pattern)}: {style}", f"{kind}: {', '.join(layers[names[0]])}{times}"))
-    lines += [(f"{json.dumps(name)}: R", f"parameter {shape}") for name, shape in alone.items()]
-    lines = [(one_line(line), one_line(comment)) for line, comment in lines]
+        style = styles.get(names[0], "R" if names[0] in parameters else "replicate")
+        comment = f"{kind}: {', '.join(weights[names[0]])}{times}"
+        lines.append((one_line(f"{json.dumps(pattern)}: {style}"), one_line(comment)))
     width = max((len(line) for line, _ in lines), default=0)
     return SKELETON_HEAD + "".join(f"{line:<{width}}  # {comment}\n" for line, comment in lines)
 
 
-def _proposed(program: ExportedProgram) -> dict[str, str]:
+def _found(program: ExportedProgram) -> dict[str, str]:
     try:
-        return propose_styles(canonicalize(program))
+        return find_styles(program, Mesh.of(2))
     except TpCompilerError:  # `convert` says why it cannot take the program
         return {}
 
