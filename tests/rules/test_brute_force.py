@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from torch.distributed.tensor import Partial
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tests.long import some
@@ -16,11 +13,8 @@ from tests.rules.wrong_reductions import WRONG_REDUCTIONS
 from tests.rules.wrong_rules import WRONG_ON_SPACE_AND_STRUCTURE
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
-from tpcompiler.ir.dim_sharding import WHOLE
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.attention import KERNELS
-from tpcompiler.rules.infer import Refusal, options, pull_back, shardings
 from tpcompiler.rules.notation import RuleText, dim_size
 from tpcompiler.rules.registry import _RULES, rule_of
 from tpcompiler.verify.run_on_shards import Mismatch, check, rule_from
@@ -58,32 +52,6 @@ def test_sizes_agree_wherever_a_factor_stands(sample: Sample) -> None:
     for term, value in zip((*rule.pattern.inputs, *rule.pattern.outputs), tensors, strict=True):
         for dim, size in zip(term, value.shape, strict=True):
             assert dim_size(dim, rule.extent) == size
-
-
-@pytest.mark.parametrize("sample", [s for s in RULED if _RULES.get(s.target) and _RULES[s.target].relayout], ids=str)
-def test_pull_back_undoes_a_relayout(sample: Sample) -> None:
-    node = node_of(sample)
-    rule = rule_of(node)
-    assert rule is not None
-    for degree in (2, 3, 4):
-        mesh = Mesh((("tp", degree),))
-        for option in options(rule, mesh):
-            both = shardings(rule, option, mesh)
-            assert not isinstance(both, Refusal)
-            assert pull_back(rule, both[1][0], mesh) == both[0][0]
-
-
-def test_a_pending_sum_is_not_pulled_back_through_a_cast() -> None:
-    """Rounding every share is not rounding the sum."""
-    pending = Sharding.of(Partial(), MESH, 1, "a bias")
-    view, cast = (
-        rule_of(node_of(call(*written, text="")))
-        for written in ((aten.unsqueeze.default, t(4), 0), (aten.to.dtype, t(4), torch.float32))
-    )
-    assert view is not None
-    assert cast is not None
-    assert pull_back(view, replace(pending, dims=(WHOLE, WHOLE)), MESH) == pending
-    assert pull_back(cast, pending, MESH) is None
 
 
 WRONG = {

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.runtime.test_artifact import manifest
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import checked_file, read_manifest, write_artifact
+from tpcompiler.runtime.artifact import open_checked, read_manifest, write_artifact
 
 RANKS, MIB = 4, 1 << 20
 NO_ROOM = 9
@@ -36,7 +36,7 @@ def found(directory: Path) -> str:
     if not directory.exists():
         return "none"
     read = read_manifest(directory)
-    contents = {checked_file(directory, read, rank).read_bytes()[:1].hex() for rank in range(RANKS)}
+    contents = {open_checked(directory, read, rank).path.read_bytes()[:1].hex() for rank in range(RANKS)}
     assert contents == {read.plan["w"]}
     return str(read.plan["w"])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import Manifest, checked_file, read_manifest, write_artifact
+from tpcompiler.runtime.artifact import Manifest, open_checked, read_manifest, write_artifact
 from tpcompiler.runtime.target import free_target
 
 ROW = {"name": "w", "kind": "parameter", "shape": [4], "dtype": "f32", "sharding": "S(0)"}
@@ -43,7 +43,7 @@ def out(tmp_path: Path) -> Path:
 def test_what_is_written_is_read(out: Path) -> None:
     read = read_manifest(out)
     assert (read.mesh, read.tensors, read.world_size) == ({"tp": 2}, [ROW], 2)
-    assert [checked_file(out, read, rank).read_text() for rank in range(2)] == ["rank 0", "rank 1"]
+    assert [open_checked(out, read, rank).path.read_text() for rank in range(2)] == ["rank 0", "rank 1"]
     assert list(out.parent.iterdir()) == [out]
 
 
@@ -110,13 +110,13 @@ def test_the_old_artifact_comes_back_when_the_last_step_fails(out: Path, monkeyp
     assert list(out.parent.iterdir()) == [out]
 
 
-def test_checked_file(out: Path) -> None:
+def test_a_file_that_is_not_what_was_written(out: Path) -> None:
     read = read_manifest(out)
     with pytest.raises(ArtifactError, match=r"^rank 2 is outside the artifact's world of 2\n  help: use a rank from 0"):
-        checked_file(out, read, 2)
+        open_checked(out, read, 2)
     (out / "rank_0.pt2").write_text("other")
     with pytest.raises(ArtifactError, match=r"rank_0.pt2 has SHA-256 [0-9a-f]{12}\.\., the manifest says [0-9a-f]{12}"):
-        checked_file(out, read, 0)
+        open_checked(out, read, 0)
     (out / "rank_1.pt2").unlink()
     with pytest.raises(ArtifactError, match=r"rank_1.pt2 is missing"):
-        checked_file(out, read, 1)
+        open_checked(out, read, 1)

@@ -245,11 +245,6 @@ def mark_of(node: fx.Node) -> Mark:
     return mark
 
 
-def sharding_of(node: fx.Node) -> Sharding:
-    """What the users of a single-output node see."""
-    return mark_of(node).settled[0]
-
-
 def tied(program: Program) -> dict[str, str]:
     """Placeholder name -> name of the first placeholder that holds the very same tensor."""
     first: dict[object, str] = {}

@@ -26,11 +26,6 @@ class Option:
     cuts: Mapping[str, DimSharding] = field(default_factory=dict)
     through: Mapping[str, tuple[str, frozenset[int]]] = field(default_factory=dict)
 
-    def includes(self, other: Option) -> bool:
-        """Whether it does what the other does on one of that one's axes at least."""
-        axes = {axis for cut in other.cuts.values() for axis in cut.axes} | set(other.through)
-        return any(restricted(other, axis) == restricted(self, axis) for axis in axes)
-
 
 @dataclass(frozen=True)
 class Refusal:
@@ -186,21 +181,6 @@ def _coordinates(axes: tuple[str, ...], mesh: Mesh) -> list[dict[str, int]]:
     return [dict(zip(axes, place, strict=True)) for place in places]
 
 
-def natural_cut(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> DimSharding | None:
-    """The dim cut by the same axes where the op can take it: between its factors' elements, each rank with some."""
-    taken = _taken_apart(rule, dim, cut, mesh) if cut.axes else {}
-    if not isinstance(taken, Refusal) and not any(_check(rule, f, c, mesh) for f, c in taken.items()):
-        return cut
-    free = [f for f in dim if f not in rule.pattern.whole and not _is_one(rule.extent[f])]
-    chosen = free if isinstance(dim, Joined) else free[:1]
-    plain = DimSharding.by(*cut.axes)
-    for factor in chosen:
-        size = rule.extent[factor]
-        if not isinstance(size, int):
-            return None
-    return _cut(rule, dim, Option(dict.fromkeys(chosen, plain)), mesh) if chosen else None
-
-
 def pass_through(rule: Rule, index: int, axis: str, reduce_op: str) -> Option | Refusal:
     """The option that keeps operand `index` Partial: the op must be linear in it."""
     for group in rule.linear:
@@ -308,46 +288,3 @@ def restricted(option: Option, axis: str) -> Option:
     """What of the option is over this axis."""
     cuts = {factor: only for factor, cut in option.cuts.items() if (only := cut.only(axis)).axes}
     return Option(cuts, {a: passed for a, passed in option.through.items() if a == axis})
-
-
-def combined(options: Sequence[Option], mesh: Mesh) -> list[Option]:
-    """The ways to choose, for every axis by itself, one of the options or none; each once, the whole op first.
-
-    Where several axes cut one factor, those that the mesh names first are the outer ones.
-    """
-    per_axis = []
-    for axis in mesh.names:
-        parts = [restricted(option, axis) for option in options]
-        both = merge(parts)
-        per_axis.append(_each_once([Option(), *parts, *([both] if both is not None else [])]))
-    found = []
-    for chosen in itertools.product(*per_axis):
-        cuts: dict[str, DimSharding] = {}
-        through: dict[str, tuple[str, frozenset[int]]] = {}
-        for option in chosen:
-            through.update(option.through)
-            for factor, cut in option.cuts.items():
-                cuts[factor] = cuts[factor].inside(cut) if factor in cuts else cut
-        found.append(Option(cuts, through))
-    return _each_once([*found, *options])
-
-
-def _each_once(options: Iterable[Option]) -> list[Option]:
-    unique: list[Option] = []
-    for option in options:
-        if option not in unique:
-            unique.append(option)
-    return unique
-
-
-def pull_back(rule: Rule, sharding: Sharding, mesh: Mesh) -> Sharding | None:
-    """The sharding of a one-operand op's operand that gives its output this sharding, if there is one."""
-    option = follow(rule, rule.pattern.outputs[0], sharding.settled(), mesh)
-    if isinstance(option, Refusal):
-        return None
-    both = shardings(rule, option, mesh)
-    if isinstance(both, Refusal) or both[1][0] != sharding.settled():
-        return None
-    if any(isinstance(pass_through(rule, 0, axis, op), Refusal) for axis, op in sharding.partial):
-        return None
-    return Sharding(both[0][0].dims, sharding.partial)

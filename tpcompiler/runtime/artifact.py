@@ -316,16 +316,6 @@ def inside(directory: str | os.PathLike[str], name: str) -> Path:
     return path
 
 
-def checked_file(directory: str | os.PathLike[str], manifest: Manifest, rank: int) -> Path:
-    """The path of a rank's program, after its hash was compared.
-
-    Raises:
-        ArtifactError: as `open_checked`.
-    """
-    with open_checked(directory, manifest, rank) as file:
-        return file.path
-
-
 def open_checked(directory: str | os.PathLike[str], manifest: Manifest, rank: int, *, weights: bool = False) -> Opened:
     """A rank's program, or its weights where they have a file of their own, open, after the hash was compared.
 
