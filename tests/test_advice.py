@@ -69,6 +69,11 @@ def test_the_words_of_an_error() -> None:
     ]
 
 
+def test_placements_by_axis() -> None:
+    with pytest.raises(ShardingError, match=r"pin 'down.bias' to R"):
+        tpcompiler.parallelize(exported(Net(), X), {"dp": 2, "tp": 2}, {**PLAN, "down.bias": {"tp": "S(0)"}})
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_the_report_advises_leaves_out_the_gather(world: int) -> None:
     program = exported(Net(running), X)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -38,9 +38,10 @@ class Style:
     name: str  # a name of STYLES, "placement", "prepare_input", "prepare_output" or "prepare_input_output"
     cut: Literal["out", "in"] | None = None  # the feature of the layer's weight that is cut
     whole: bool = False  # parameters are pinned to R
-    inputs: Layouts = ()  # wanted placements of the layer's inputs, in order; None = as it comes
-    outputs: Layouts = ()  # placements that the layer's outputs are pinned to; None = as it comes
-    placement: PlacementSpec | None = None  # explicit placement of a parameter or buffer
+    # Placements may be dicts by axis, which have no hash.
+    inputs: Layouts = field(default=(), hash=False)  # wanted of the layer's inputs, in order; None = as it comes
+    outputs: Layouts = field(default=(), hash=False)  # that the layer's outputs are pinned to; None = as it comes
+    placement: PlacementSpec | None = field(default=None, hash=False)  # explicit, of a parameter or buffer
     packed: bool = False  # what is cut are parts in a row, each of them by itself
     sizes: tuple[int, ...] = ()  # of the parts; a single one counts equal parts; none: the uses show them
 
