@@ -13,7 +13,7 @@ from torch import fx, nn
 import tpcompiler
 from tests.runtime.commands import call, right
 from tpcompiler.errors import RuleError
-from tpcompiler.rules.registry import _RULES
+from tpcompiler.rules.registry import _RULES, _VARIANTS
 
 library = torch.library.Library("toy_rules", "DEF")
 library.define("gate(Tensor x, Tensor gate, *, float scale=1.0) -> Tensor")
@@ -50,10 +50,11 @@ toy = torch.ops.toy_rules
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    before = dict(_RULES)
+    before = [(known, dict(known)) for known in (_RULES, _VARIANTS)]
     yield
-    _RULES.clear()
-    _RULES.update(before)
+    for known, entries in before:
+        known.clear()
+        known.update(entries)
 
 
 def register(op: object, rule: object, **options: object) -> None:
@@ -244,3 +245,12 @@ def test_the_command_line_imports_ops_and_rules(tmp_path: Path, monkeypatch: pyt
     assert "all_gather" not in said
     assert call("verify", out, "--against", model, "--import", "toy_rules").exit_code == 0
     assert " gate " in right("show", out, "--import", "toy_rules")
+
+
+def test_a_variant_of_ones_own() -> None:
+    """The norm of a line that is cut: one number a line, in place of all of it."""
+    exported = torch.export.export(nn.Sequential(nn.Linear(8, 12), One(toy.norm.default)), (torch.randn(5, 8),))
+    register(toy.norm, "b h! -> b h!", shards="any", variant=lambda x: x / x.square().sum(-1, True).sqrt())
+    program = tpcompiler.parallelize(exported, 2, {"0": "colwise"}, outputs=["S(1)"])
+    assert [(c.kind, c.payload_bytes) for c in program.collectives()] == [("all_reduce", 5 * 4)]
+    assert program.verify((torch.randn(5, 8),)).ok

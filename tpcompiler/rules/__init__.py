@@ -17,6 +17,7 @@ from tpcompiler.rules import (
     resize,
     sorting,
     structure,
+    variants,
     vectors,
     views,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "resize",
     "sorting",
     "structure",
+    "variants",
     "vectors",
     "views",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import fx
@@ -78,25 +79,29 @@ def _zeros(found: torch.Tensor, outside: torch.Tensor, inner: int = 0) -> torch.
 def index(node: fx.Node) -> RuleText | None:
     """ "d0 d1! d2, i0 -> d0 i0 d2": index tensors broadcast, and stand where they index, or in front when apart.
 
-    With one index tensor the dim may be cut, "d0 d1 d2, i0 -> d0 i0 d2": each rank looks up its own, Partial(sum).
+    One of the dims that are indexed may be cut, "d0 d1 d2, i0 -> d0 i0 d2": each rank looks up its own, Partial(sum).
     Linear in what is indexed.
     """
     found = _positions(node)
     if found is None:
         return None
     dims, result, terms, made, _ = found
-    (at, *others) = [d for d, name in enumerate(dims) if name.endswith("!")]
-    total = node.args[0].meta["val"].shape[at]  # type: ignore[union-attr]
-    inner = len(result) - at - len(made)
+    indexed = [d for d, name in enumerate(dims) if name.endswith("!")]
+    sizes = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    inner = len(result) - len(made) - (result.index(made[0]) if made else indexed[0])
 
-    def body(values: torch.Tensor, indices: Sequence[torch.Tensor | None], *, shard: ShardRange) -> torch.Tensor:
-        local, outside = _own(next(i for i in indices if i is not None), total, shard)
-        return _zeros(aten.index.Tensor(values, [*[None] * at, local]), outside, inner)
+    def look_up_own(
+        values: torch.Tensor, indices: Sequence[torch.Tensor | None], *, shard: ShardRange, at: int
+    ) -> torch.Tensor:
+        local, outside = _own(indices[at], sizes[at], shard)  # type: ignore[arg-type]
+        own = [local if d == at else index for d, index in enumerate(indices)]
+        return _zeros(aten.index.Tensor(values, own), outside, inner)
 
     local = {}
-    if not others and can_look_up(edit.operands(node)[0], at):
-        dims[at] = f"d{at}"
-        local = {dims[at]: body}
+    for at in indexed:
+        if can_look_up(edit.operands(node)[0], at):
+            dims[at] = f"d{at}"
+            local[dims[at]] = partial(look_up_own, at=at)
     return RuleText(f"{', '.join([' '.join(dims), *terms])} -> {' '.join(result)}", linear=((0,),), local=local)
 
 

@@ -11,7 +11,7 @@ from tpcompiler._torch import OpOverload, op_overload
 from tpcompiler.errors import RuleError
 from tpcompiler.ir.placements import REDUCE_OPS
 from tpcompiler.rules.notation import Pattern, RuleText, Shards, parse
-from tpcompiler.rules.registry import Written, op_rule
+from tpcompiler.rules.registry import Written, op_rule, op_variant
 
 
 def register_rule(
@@ -23,6 +23,7 @@ def register_rule(
     reduce: str = "sum",
     sizes: Mapping[str, str] | None = None,
     local: Mapping[str, Callable[..., Any]] | None = None,
+    variant: Callable[..., Any] | None = None,
 ) -> None:
     """Say how an op may run on shards, for every program that is compiled afterwards in this process.
 
@@ -37,6 +38,8 @@ def register_rule(
         reduce: the reduction that a factor that only operands have leaves pending.
         sizes: of arguments that count the result's dims, the dims: {"size": "b s"}.
         local: for a factor that a plain run on a shard gets wrong, what to run there (see `RuleText`).
+        variant: the op as a function of ops that have rules, for when a dim is cut that this rule needs whole. It is
+            called as the op is, and gives NotImplemented for calls that it cannot do.
 
     Raises:
         RuleError: no such op, one that has a rule or changes an operand, or a text that cannot be its rule.
@@ -65,18 +68,18 @@ def register_rule(
         _check_terms(target, text, pattern, linear, local or {})
         return RuleText(text, counted, {}, reduce, tuple(map(tuple, linear)), local or {})
 
-    if isinstance(rule, str):
-        plain = read(rule)
-        _check_count(target, rule, plain)
-        op_rule(target, shards=shards)(lambda node: plain)
-        return
     function = rule
+    if isinstance(function, str):
+        plain = read(function)
+        _check_count(target, function, plain)
 
     def write(node: fx.Node) -> RuleText | None:
-        written = function(node)
+        written = plain if isinstance(function, str) else function(node)
         return read(written) if isinstance(written, str) else written
 
     op_rule(target, shards=shards)(write)
+    if variant is not None:
+        op_variant(target)(variant)
 
 
 def _error(target: OpOverload, what: str, help: str) -> RuleError:

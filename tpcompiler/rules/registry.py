@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,9 @@ from tpcompiler.ir.local import key
 from tpcompiler.rules.notation import Pattern, Rule, RuleText, Shards, dim_size, extents, parse
 
 Written = Callable[[fx.Node], "str | RuleText | None"]
+Function = Callable[..., Any]
 W = TypeVar("W", bound=Written)
+F = TypeVar("F", bound=Function)
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Entry:
 
 _RULES: dict[OpOverload, Entry] = {}
 _POINTWISE: list[Entry] = []
+_VARIANTS: dict[OpOverload, Function] = {}
 _KNOWN: WeakKeyDictionary[Any, dict[Any, Rule | None]] = WeakKeyDictionary()  # of each program's sizes, by layout
 
 
@@ -59,6 +63,31 @@ def pointwise_rule(write: W) -> W:
     """Register the rule of every op that torch tags as pointwise and that has no rule of its own."""
     _POINTWISE.append(Entry(write, "any", False))
     return write
+
+
+def op_variant(*targets: OpOverload) -> Callable[[F], F]:
+    """Register an op as a function of simpler ops, for when a dim is cut that its rule needs whole.
+
+    The function is called as the op is, with `pieces=` the degree of the axis besides if it takes that, and gives
+    NotImplemented for calls that it cannot do.
+    """
+
+    def register(function: F) -> F:
+        _VARIANTS.update(dict.fromkeys(targets, function))
+        return function
+
+    return register
+
+
+def variant_of(op: object) -> Function | None:
+    return _VARIANTS.get(op) if isinstance(op, OpOverload) else None
+
+
+def call_variant(op: object, pieces: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What the variant of an op makes, where an axis of `pieces` ranks may cut what it takes."""
+    function = _VARIANTS[op]  # type: ignore[index]
+    more = {"pieces": pieces} if "pieces" in signature(function).parameters else {}
+    return function(*args, **kwargs, **more)
 
 
 def ops_with_rules() -> Collection[OpOverload]:

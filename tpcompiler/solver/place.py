@@ -54,6 +54,8 @@ def place(
         said.append(f"one call costs {found.seconds * 1e6:,.3f} us, {proof} of all choices that were looked at{each}")
     if auto or aim.limit is not None:
         said.append(f"a rank holds about {measure_memory(found).text}")
+    if found.simpler:
+        said.append(f"in simpler ops, as a dim is cut that they need whole: {', '.join(found.simpler)}")
     if found.capped:
         said.append(f"ops and values that had more choices than were looked at: {found.capped}")
     kept = [

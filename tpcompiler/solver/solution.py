@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -16,8 +16,9 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import on_split_axis
 from tpcompiler.solver.domain import find_shared_heads
 from tpcompiler.solver.eliminate import solve
-from tpcompiler.solver.problem import UNIT, Problem, pose
+from tpcompiler.solver.problem import UNIT, Problem, Values, pose
 from tpcompiler.solver.stage import Choice, Stage
+from tpcompiler.solver.variants import find_needed, find_openings, write_variants
 
 REFUSED = 0.05  # seconds for a weight that would be gathered, where nothing else can be: more than all else
 
@@ -32,6 +33,8 @@ class Solution:
         styles: without a plan, of every layer.
         seconds: infinite where nothing suits all that is asked for.
         capped: ops and values that had more choices than were looked at.
+        openings: the calls, by program and name, that could be cut more freely in simpler ops.
+        simpler: the names of those that are in simpler ops.
     """
 
     programs: Sequence[PlannedProgram]
@@ -41,6 +44,8 @@ class Solution:
     styles: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     capped: int = 0
+    openings: Set[tuple[int, str]] = frozenset()
+    simpler: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -53,6 +58,7 @@ def search(
     """The cheapest placements of all values of programs that share their leaves.
 
     One axis after the other, each exactly. An axis is two where that shares heads of which there are fewer than ranks.
+    Ops that need a dim whole which may be cut are also tried in simpler ops, and stay so where that is cheaper.
 
     Args:
         free: without a plan for the axis of the model.
@@ -61,6 +67,29 @@ def search(
     Raises:
         UnsupportedError: as `solve`.
     """
+    best = _on_any_mesh(programs, objective, free, gathers)
+    openings = best.openings
+    while openings:
+        pairs = [
+            write_variants(program, {name for at, name in openings if at == own})
+            for own, program in enumerate(programs)
+        ]
+        found = _on_any_mesh([program for program, _ in pairs], objective, free, gathers)
+        if found.seconds > best.seconds or (found.seconds == best.seconds and not best.simpler):
+            break
+        best = replace(found, simpler=tuple(name for _, name in sorted(openings)))
+        needed = {
+            (at, name)
+            for at, (program, (_, written)) in enumerate(zip(programs, pairs, strict=True))
+            for name in find_needed(program, written, found.programs[at].graph, found.choices, found.mesh)
+        }
+        if needed in (openings, set()):
+            break
+        openings = needed
+    return best
+
+
+def _on_any_mesh(programs: Sequence[PlannedProgram], objective: Objective, free: bool, gathers: bool) -> Solution:
     model = (programs[0].mesh.model_axis,)
     best, heads = _over_all_axes(programs, objective, model, free, gathers)
     for axis, outer in heads:
@@ -108,10 +137,7 @@ def _read(
         node: own.each[found[problem.variables[node]] if node in problem.variables else 0]
         for node, own in problem.choices.items()
     }
-    groups = {
-        group: values.shardings[0 if values.variable is None else found[values.variable]]
-        for group, values in problem.leaves.items()
-    }
+    groups = {group: _chosen(values, found) for group, values in problem.leaves.items()}
     wishes: dict[str, set[Sharding]] = {}
     for node, choice in choices.items():
         for operand, want in zip(edit.operands(node), choice.wants, strict=True):
@@ -124,12 +150,26 @@ def _read(
         problem.programs,
         choices,
         {node: groups[group] for node, group in problem.groups.items()},
-        {
-            node: values.shardings[0 if values.variable is None else found[values.variable]]
-            for node, values in problem.settled.items()
-        },
+        {node: _chosen(values, found) for node, values in problem.settled.items()},
         {layer.name: [*layer.styles][found[layer.variable]] for layer in problem.layers.values()} or before.styles,
         seconds,
         before.capped + problem.capped,
+        before.openings | set(_openings(problem, choices, found)),
     )
     return solution, groups
+
+
+def _chosen(values: Values, found: Sequence[int]) -> Sharding:
+    return values.shardings[0 if values.variable is None else found[values.variable]]
+
+
+def _openings(problem: Problem, choices: Mapping[fx.Node, Choice], found: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Without a plan, where nearly everything may be cut, those that gather what is cut in the solution."""
+    axis = problem.stage.axis
+    for at, domain in enumerate(problem.domains):
+        for node, index in find_openings(domain):
+            operand = domain.operands[node][index]
+            made = problem.values.get(operand)
+            gathers = made is not None and axis in _chosen(made, found).cut_axes
+            if not problem.stage.free or (gathers and axis not in choices[node].wants[index].cut_axes):
+                yield at, node.name

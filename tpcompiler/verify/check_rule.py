@@ -15,9 +15,9 @@ from tpcompiler.errors import RuleError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.rules.infer import Refusal, options, shardings
 from tpcompiler.rules.notation import Rule
-from tpcompiler.rules.registry import rule_of
+from tpcompiler.rules.registry import rule_of, variant_of
 from tpcompiler.verify.placements import Way, sound_placements
-from tpcompiler.verify.run_on_shards import check, node_of
+from tpcompiler.verify.run_on_shards import check, check_variant, node_of
 
 DEGREES = (2, 3, 4)
 Inputs = Sequence[Any]  # the arguments of a call, or (arguments, keyword arguments)
@@ -41,7 +41,8 @@ class RuleCheck:
 
 
 def check_rule(op: object, sample_inputs: Iterable[Inputs], *, degrees: Sequence[int] = DEGREES) -> RuleCheck:
-    """Run every placement that the op's rule offers on shards, and any two cuts at once, and compare with the whole op.
+    """Run every placement that the op's rule offers on shards, and any two cuts at once, and compare with the whole op;
+    so is what its variant makes, if it has one.
 
     Give samples with sizes that differ from each other and are not all even, and in float64 where the op takes it.
 
@@ -62,6 +63,8 @@ def check_rule(op: object, sample_inputs: Iterable[Inputs], *, degrees: Sequence
             raise RuleError(f"{target} has no rule for sample {index}", help="register one: tpcompiler.register_rule")
         for degree in degrees:
             where = f"sample {index} over {degree} ranks"
+            if variant_of(target) is not None:
+                ran += [f"{where}: {what}" for what in check_variant(node, degree, args, kwargs)]
             ran += [f"{where}: {what}" for what in check(node, rule, degree)]
             missing += [f"{where}: {way}" for way in left_out(node, rule, degree, args, kwargs)]
     if not ran:

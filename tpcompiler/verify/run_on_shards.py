@@ -18,6 +18,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, cut_dim, join
 from tpcompiler.rules.infer import Option, Refusal, follow, options, shardings
 from tpcompiler.rules.notation import Rule, RuleText, ShardRange, Shards, Term, dim_size, extents, parse
+from tpcompiler.rules.registry import call_variant
 from tpcompiler.verify.placements import same
 
 
@@ -114,6 +115,22 @@ def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
             )
         ran.append(what)
     return ran
+
+
+def check_variant(node: fx.Node, degree: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Compare an op with what it is in simpler ops, whole; what was run: nothing of a call that its variant cannot do.
+
+    Raises:
+        Mismatch: they make different values.
+    """
+    made = call_variant(node.target, degree, args, kwargs)
+    if made is NotImplemented:
+        return []
+    whole = edit.outputs(node)
+    fault = _fault([edit_outputs(made)], [Sharding.replicated(v.ndim) for v in whole], whole, Mesh((("tp", 1),)))
+    if fault:
+        raise Mismatch(f"the variant of {node.target} is wrong: {fault}", help="make of simpler ops what the op makes")
+    return ["in simpler ops"]
 
 
 def _fault(

@@ -1,0 +1,199 @@
+"""Ops over a dim that is cut: in simpler ops, where that moves less than the op on the whole; the numbers are the op's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.export import Dim, export
+
+import tpcompiler
+from tests.zoo.case import randomise
+from tpcompiler import check_rule
+from tpcompiler._torch import OpOverload, aten
+from tpcompiler.errors import RuleError
+from tpcompiler.rules import registry
+
+INF, NAN = float("inf"), float("nan")
+X = torch.randn(3, 24, dtype=torch.float64)
+TIES = torch.tensor([[1.0, 3, 3, 0], [NAN, 2, NAN, 1], [-INF, -INF, -INF, -INF], [0, 0, 0, INF]])
+LINES = torch.tensor([[1.0, 3, -INF, 0], [-INF] * 4])
+W = torch.randn(24, dtype=torch.float64)
+
+SAMPLES: dict[OpOverload, list[Any]] = {
+    aten.softmax.int: [(X, 1), (X, 0), (TIES, 1), (X.half(), -1, torch.float32)],
+    aten._softmax.default: [(X, 1, False)],
+    aten._safe_softmax.default: [(LINES, 1), (X, 0)],
+    aten.log_softmax.int: [(X, 1), (TIES, 1)],
+    aten._log_softmax.default: [(X, 1, False)],
+    aten.layer_norm.default: [(X, [24], W, W.sin()), (X, [3, 24]), (X, [24], W)],
+    aten.native_layer_norm.default: [(X, [24], W, None, 1e-3)],
+    aten.rms_norm.default: [(X, [24], W, 1e-2), (X, [24])],
+    aten._fused_rms_norm.default: [(X, [24], W, 1e-2)],
+    aten.group_norm.default: [(X.view(1, 12, 6), 3, W[:12], W[12:]), (X.view(3, 6, 2, 2), 2)],
+    aten.var.correction: [((X, [1]), {"correction": 1}), ((X,), {"correction": 0}), ((X, [0], ), {"keepdim": True})],
+    aten.var_mean.correction: [((X, [1]), {"correction": 2, "keepdim": True}), ((X, [0, 1]), {})],
+    aten.linalg_vector_norm.default: [(X, 3, [1]), (X, 1.5), (X, 2, [0], True)],
+    aten.any.default: [(X > 2,), (torch.zeros(3, 4),)],
+    aten.any.dim: [(X > 1, 1), (torch.tensor([[0, 3], [0, 0]], dtype=torch.uint8), 1, True)],
+    aten.any.dims: [(X > 1, [0, 1])],
+    aten.all.default: [(X < 9,), (TIES,)],
+    aten.all.dim: [(X < 1, 1)],
+    aten.all.dims: [(X < 1, [0], True)],
+    aten.argmax.default: [(X, 1), (TIES, 1), (TIES, 0, True), (W,)],
+    aten.argmin.default: [(X, 1), (TIES, 1), (TIES.nan_to_num(), 0)],
+    aten.max.dim: [(X, 1), (TIES, 1), (TIES, 0, True), (X > 0, 1)],
+    aten.min.dim: [(X, 1), (TIES, 1), (TIES, 0, True)],
+    aten.select.int: [(X, 1, 5), (X, 0, -1), (X.float(), -1, -3)],
+    aten.slice.Tensor: [(X, 1, 2, 7), (X, -1, -5), (X, 1, 1, 20, 3), (X, 0, 0, 99)],
+    aten.select_scatter.default: [(X, W[:3], 1, 5), (X, W, 0, -1)],
+    aten.slice_scatter.default: [(X, X[:, :5], 1, 2, 7), (X, X[:, :12], -1, 0, None, 2), (X, X[:, :4], 1, -7, 99, 2)],
+    aten.topk.default: [(X, 3), (X, 2, 0), (X, 5, 1, False)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", SAMPLES, ids=str)
+def test_a_variant_makes_what_its_op_makes(op: OpOverload) -> None:
+    ran = check_rule(op, SAMPLES[op]).ran
+    assert sum(each.endswith("in simpler ops") for each in ran) >= len(SAMPLES[op])
+
+
+def test_every_variant_has_samples() -> None:
+    assert registry._VARIANTS.keys() == SAMPLES.keys()
+
+
+def test_one_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._VARIANTS, aten.softmax.int, lambda x, dim: x.exp() / x.exp().sum(dim + 1, True))
+    with pytest.raises(
+        RuleError, match=r"the variant of aten.softmax.int is wrong: output 0 is off by .* on one device"
+    ):
+        check_rule(aten.softmax.int, [(X, 0)])
+
+
+@pytest.mark.parametrize("op", [aten.softmax.int, aten.argmax.default, aten.layer_norm.default], ids=str)
+def test_narrow_floats(op: OpOverload) -> None:
+    """Within the rounding of the narrow dtype, as torch's kernels work in float32 too."""
+    x = torch.randn(4, 64).bfloat16()
+    args = (x, [64]) if op is aten.layer_norm.default else (x, 1)
+    made = registry.call_variant(op, 2, args, {})
+    torch.testing.assert_close(made, op(*args), rtol=2**-7, atol=2**-7)
+
+
+class Between(nn.Module):
+    """Something over the features that a layer cuts."""
+
+    def __init__(self, what: Callable[[Between, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.what = nn.Linear(64, 256), nn.Linear(256, 64), what
+        self.norm, self.rms, self.table = nn.LayerNorm(256), nn.RMSNorm(256), nn.Parameter(torch.randn(16, 8, 64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.what(self, self.up(x))
+
+
+LABELS = torch.arange(16) * 7 % 256
+MEAN, OUT = 64, 4096  # bytes: of a number for each of 16 lines, and of the result
+WITH_DOWN: dict[str, tuple[Callable[[Between, torch.Tensor], Any], list[int]]] = {
+    "layer norm": (lambda m, h: m.down(m.norm(h)), [MEAN, MEAN, OUT]),
+    "rms norm": (lambda m, h: m.down(m.rms(h)), [MEAN, OUT]),
+    "softmax": (lambda m, h: m.down(h.softmax(-1)), [MEAN, MEAN, OUT]),
+    "log softmax": (lambda m, h: m.down(h.log_softmax(-1)), [MEAN, MEAN, OUT]),
+    "a written column": (lambda m, h: m.down(torch.select_scatter(h, h.new_ones(2, 8), -1, 7)), [OUT]),
+    "written steps": (lambda m, h: m.down(torch.slice_scatter(h, h.new_ones(2, 8, 128), -1, 0, None, 2)), [OUT]),
+    "normalize": (lambda m, h: m.down(F.normalize(h, dim=-1)), [MEAN, OUT]),
+}
+ALONE: dict[str, tuple[Callable[[Between, torch.Tensor], Any], list[int]]] = {
+    "a column": (lambda m, h: h[..., 3], [MEAN]),
+    "argmax": (lambda m, h: h.argmax(-1), [MEAN, 2 * MEAN]),  # places are int64
+    "max": (lambda m, h: h.max(-1), [MEAN, 2 * MEAN]),
+    "min": (lambda m, h: h.min(-1, keepdim=True), [MEAN, 2 * MEAN]),
+    "var": (lambda m, h: h.var(-1), [MEAN, MEAN]),
+    "a norm of order 3": (lambda m, h: h.norm(3, dim=-1), [MEAN]),
+    "any": (lambda m, h: (h > 3).any(-1), [MEAN]),
+    "all": (lambda m, h: (h > -3).all(-1), [MEAN]),
+    "cross entropy": (lambda m, h: F.cross_entropy(h.flatten(0, 1), LABELS, reduction="sum"), [MEAN, MEAN, 4]),
+}
+
+
+@pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("name", [*WITH_DOWN, *ALONE])
+def test_what_one_number_a_line_does(name: str, mesh: Any) -> None:
+    what, sent = (WITH_DOWN | ALONE)[name]
+    program = converted(what, mesh, name in WITH_DOWN)
+    assert {c.kind for c in program.collectives()} == {"all_reduce"}
+    assert [c.payload_bytes for c in program.collectives()] == sent
+    assert all(c.why == "inherent" for c in program.collectives())
+
+
+@pytest.mark.parametrize("name", ["layer norm", "softmax", "log softmax"])
+def test_dynamic_batches(name: str) -> None:
+    program = converted(WITH_DOWN[name][0], 2, True, {0: Dim("batch")})
+    assert [c.kind for c in program.collectives()] == ["all_reduce"] * 3
+    assert program.verify((torch.randn(5, 8, 64),)).ok
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_best_of_the_best(world: int) -> None:
+    """Three candidates of every rank, with their places."""
+    program = converted(lambda m, h: h.topk(3, -1), world, False)
+    assert max(c.payload_bytes for c in program.collectives()) <= 16 * 3 * world * 8
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    ("what", "count"),
+    [
+        (lambda table: table[torch.arange(8), torch.arange(8) * 3 % 8], 8 * 64),  # one of two indices is of the cut dim
+        (lambda table: table[2:5, 2:5], 3 * 3 * 64),
+        (lambda table: table[3, -1], 64),
+    ],
+    ids=["several indices", "slices", "one"],
+)
+def test_a_few_rows_of_a_cut_weight(what: Callable[[torch.Tensor], torch.Tensor], count: int, dim: int) -> None:
+    net, x = randomise(Between(lambda m, h: what(m.table))), torch.randn(2, 8, 64)
+    program = tpcompiler.parallelize(export(net, (x,)), 2, {"table": f"S({dim})"})
+    assert [c.kind for c in program.collectives()] == ["all_reduce"]
+    assert program.collectives()[0].payload_bytes <= 4 * count * (8 if dim else 1)  # other dims may be cut afterwards
+    assert program.verify((x,)).ok
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_groups_that_are_cut(groups: int) -> None:
+    """Over 4 ranks, of one or two groups of channels: sums of each group's values and squares."""
+    net = nn.Sequential(nn.Conv2d(4, 16, 1), nn.GroupNorm(groups, 16), nn.ReLU(), nn.Conv2d(16, 4, 1))
+    x = torch.randn(2, 4, 8, 8)
+    program = tpcompiler.parallelize(export(randomise(net), (x,)), 4, {"0": "colwise", "3": "rowwise"})
+    assert [(c.kind, c.payload_bytes) for c in program.collectives()] == [
+        ("all_reduce", 8),
+        ("all_reduce", 8),
+        ("all_reduce", 2048),
+    ]
+    assert program.verify((x,)).ok
+
+
+def test_the_report_names_them() -> None:
+    program = converted(WITH_DOWN["softmax"][0], 2, True)
+    assert "in simpler ops, as a dim is cut that they need whole: softmax" in program.report()
+
+
+def converted(
+    what: Callable[[Between, torch.Tensor], Any], mesh: Any, has_down: bool, dynamic: Any = None
+) -> tpcompiler.ParallelProgram:
+    x = torch.randn(2, 8, 64)
+    exported = export(randomise(Between(what)), (x,), dynamic_shapes=dynamic and (dynamic,))
+    plan = {"up": "colwise", **({"down": "rowwise"} if has_down else {})}
+    program = tpcompiler.parallelize(exported, mesh, plan)
+    assert program.verify((x,)).ok
+    return program
+
+
+def test_an_op_that_nothing_cuts_stays_itself() -> None:
+    exported = export(Between(lambda m, h: m.down(h).softmax(-1)), (torch.randn(2, 8, 64),))
+    program = tpcompiler.parallelize(exported, 2, {"up": "colwise", "down": "rowwise"})
+    assert "softmax" in {
+        str(node.target).split(".")[1] for node in program.rank_program(0).graph.nodes if "aten" in str(node.target)
+    }

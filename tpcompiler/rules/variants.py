@@ -1,0 +1,268 @@
+"""Ops as functions of simpler ones, which work where a dim is cut that the rule of the op itself needs whole.
+
+A rank then works on its share and the ranks exchange one number for each line, or two: a maximum, a sum. The search
+takes a variant where that is cheaper than the op on the whole (`solver/variants.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tpcompiler._torch import aten
+from tpcompiler.rules.registry import op_variant
+
+Tensor = torch.Tensor
+
+
+@op_variant(aten.softmax.int)
+def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    given = x if dtype is None else x.to(dtype)
+    wide = _wide(given)
+    powers = (wide - wide.amax([dim], True)).exp()
+    return (powers / powers.sum([dim], True)).to(given.dtype)
+
+
+@op_variant(aten._softmax.default)
+def softmax_to_float(x: Tensor, dim: int, to_float: bool) -> Tensor:
+    return softmax(x, dim, torch.float32 if to_float else None)
+
+
+@op_variant(aten._safe_softmax.default)
+def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A line of -inf alone gives zeros."""
+    is_empty = x.amax([dim], True) == -math.inf
+    return softmax(x.masked_fill(is_empty, 0.0), dim, dtype).masked_fill(is_empty, 0.0)
+
+
+@op_variant(aten.log_softmax.int)
+def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    given = x if dtype is None else x.to(dtype)
+    wide = _wide(given)
+    apart = wide - wide.amax([dim], True)
+    return (apart - apart.exp().sum([dim], True).log()).to(given.dtype)
+
+
+@op_variant(aten._log_softmax.default)
+def log_softmax_to_float(x: Tensor, dim: int, to_float: bool) -> Tensor:
+    return log_softmax(x, dim, torch.float32 if to_float else None)
+
+
+@op_variant(aten.native_layer_norm.default)
+def native_layer_norm(
+    x: Tensor, shape: Sequence[Any], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = list(range(-len(shape), 0))
+    wide = _wide(x)
+    mean = wide.mean(dims, True)
+    apart = wide - mean
+    scale = ((apart * apart).mean(dims, True) + eps).rsqrt()
+    return _scaled(apart * scale, weight, bias).to(x.dtype), mean, scale
+
+
+@op_variant(aten.layer_norm.default)
+def layer_norm(
+    x: Tensor,
+    shape: Sequence[Any],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    return native_layer_norm(x, shape, weight, bias, eps)[0]
+
+
+@op_variant(aten.group_norm.default)
+def group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    parts = aten.unflatten.int(x, 1, [groups, -1])
+    normed = native_layer_norm(parts, parts.shape[2:], None, None, eps)[0].flatten(1, 2)
+    each = [-1] + [1] * (x.ndim - 2)
+    return _scaled(normed, *(value if value is None else value.view(each) for value in (weight, bias)))
+
+
+@op_variant(aten._fused_rms_norm.default)
+def fused_rms_norm(x: Tensor, shape: Sequence[Any], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    dims = list(range(-len(shape), 0))
+    wide = _wide(x)
+    least = torch.finfo(x.dtype).eps if eps is None else eps
+    scale = ((wide * wide).mean(dims, True) + least).rsqrt()
+    return _scaled(wide * scale, weight, None).to(x.dtype), scale
+
+
+@op_variant(aten.rms_norm.default)
+def rms_norm(x: Tensor, shape: Sequence[Any], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return fused_rms_norm(x, shape, weight, eps)[0]
+
+
+@op_variant(aten.var_mean.correction)
+def var_mean(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    """The sum of squares in a second pass, as small differences of large squares would cancel."""
+    dims = list(range(x.ndim)) if not dim else list(dim)
+    count = math.prod(x.shape[d] for d in dims)
+    left = count - (1 if correction is None else correction) if type(count) is int else 0
+    if left <= 0 or x.is_complex():
+        return NotImplemented
+    wide = _wide(x)
+    mean = wide.mean(dims, True)
+    apart = wide - mean
+    squares = (apart * apart).sum(dims, keepdim)
+    kept = mean if keepdim else mean.squeeze(dims)
+    return (squares / left).to(x.dtype), kept.to(x.dtype)
+
+
+@op_variant(aten.var.correction)
+def var(x: Tensor, dim: Sequence[int] | None = None, **named: Any) -> Any:
+    made = var_mean(x, dim, **named)
+    return made if made is NotImplemented else made[0]
+
+
+@op_variant(aten.linalg_vector_norm.default)
+def vector_norm(
+    x: Tensor,
+    ord: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """A root of a sum of powers; of orders that rules reduce, the rule has it."""
+    made = dtype or x.dtype
+    if made.is_complex or x.is_complex():
+        return NotImplemented
+    powers = _wide(x.to(made)).abs().pow(ord)
+    return powers.sum(list(range(x.ndim)) if dim is None else list(dim), keepdim).pow(1 / ord).to(made)
+
+
+@op_variant(aten.any.default, aten.any.dim, aten.any.dims)
+def any_of(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    """As a maximum of integers, which all backends reduce."""
+    made = x.ne(0).to(torch.int32).amax(_dims(dim), keepdim)
+    return made.to(torch.uint8 if x.dtype is torch.uint8 else torch.bool)
+
+
+@op_variant(aten.all.default, aten.all.dim, aten.all.dims)
+def all_of(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    made = x.ne(0).to(torch.int32).amin(_dims(dim), keepdim)
+    return made.to(torch.uint8 if x.dtype is torch.uint8 else torch.bool)
+
+
+@op_variant(aten.argmax.default)
+def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    made = _best(x, dim, keepdim, Tensor.amax)
+    return made if made is NotImplemented else made[1]
+
+
+@op_variant(aten.argmin.default)
+def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    made = _best(x, dim, keepdim, Tensor.amin)
+    return made if made is NotImplemented else made[1]
+
+
+@op_variant(aten.max.dim)
+def max_of_lines(x: Tensor, dim: int, keepdim: bool = False) -> Any:
+    return _best(x, dim, keepdim, Tensor.amax)
+
+
+@op_variant(aten.min.dim)
+def min_of_lines(x: Tensor, dim: int, keepdim: bool = False) -> Any:
+    return _best(x, dim, keepdim, Tensor.amin)
+
+
+def _best(x: Tensor, dim: int | None, keepdim: bool, extremum: Callable[..., Tensor]) -> Any:
+    """The extremum of each line, and where it is first; NaN is larger and smaller than all else, as torch has it."""
+    if (dim is None and x.ndim != 1) or type(size := x.shape[dim or 0]) is not int:
+        return NotImplemented
+    at, values = (dim or 0) % x.ndim, _ints(x)
+    best = extremum(values, [at], True)
+    is_best = values == best
+    if values.is_floating_point():
+        is_best = is_best | values.isnan()
+    places = _places(size, at, x)
+    where = torch.where(is_best, places, size).amin([at], keepdim)
+    return (best if keepdim else best.squeeze(at)).to(x.dtype), where
+
+
+@op_variant(aten.topk.default)
+def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, ordered: bool = True, *, pieces: int) -> Any:
+    """The best of the best of each piece."""
+    at = dim % x.ndim
+    if type(size := x.shape[at]) is not int or size % pieces or k > size // pieces:
+        return NotImplemented
+    parts = aten.unflatten.int(x, at, [pieces, size // pieces])
+    best, within = parts.topk(k, at + 1, largest, ordered)
+    places = within + _places(pieces, at, parts) * (size // pieces)
+    values, which = best.flatten(at, at + 1).topk(k, at, largest, ordered)
+    return values, places.flatten(at, at + 1).gather(at, which)
+
+
+def _places(count: int, dim: int, x: Tensor) -> Tensor:
+    """From 0 along one dim."""
+    return torch.arange(count, device=x.device).view([count if d == dim else 1 for d in range(x.ndim)])
+
+
+@op_variant(aten.select.int)
+def select(x: Tensor, dim: int, index: Any) -> Any:
+    """One look-up, of which the ranks sum what they find."""
+    size = x.shape[dim]
+    if type(size) is not int or type(index) is not int:
+        return NotImplemented
+    return x.index_select(dim, torch.arange(index % size, index % size + 1, device=x.device)).squeeze(dim)
+
+
+@op_variant(aten.slice.Tensor)
+def slice_(x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
+    size = x.shape[dim]
+    if any(type(each) is not int for each in (size, start or 0, end or 0, step)):
+        return NotImplemented
+    return x.index_select(dim, torch.arange(*slice(start, end, step).indices(size), device=x.device))
+
+
+@op_variant(aten.select_scatter.default)
+def select_scatter(x: Tensor, part: Tensor, dim: int, index: Any) -> Any:
+    return slice_scatter(x, part.unsqueeze(dim), dim, index, index + 1 or None)
+
+
+@op_variant(aten.slice_scatter.default)
+def slice_scatter(x: Tensor, part: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
+    """Every place takes of the part what belongs there, or stays."""
+    size = x.shape[dim]
+    if any(type(each) is not int for each in (size, start or 0, end or 0, step)):
+        return NotImplemented
+    first, behind, step = slice(start, end, step).indices(size)
+    places = torch.arange(size, device=x.device)
+    within = torch.div(places - first, step, rounding_mode="floor").clamp(0, max(part.shape[dim] - 1, 0))
+    is_written = (places >= first) & (places < behind) & ((places - first) % step == 0)
+    at = dim % x.ndim
+    is_written = is_written.view([size if d == at else 1 for d in range(x.ndim)])
+    return torch.where(is_written, part.index_select(dim, within), x)
+
+
+def _dims(dim: Any) -> list[int]:
+    return [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+
+
+def _ints(x: Tensor) -> Tensor:
+    """Not all backends reduce bools."""
+    return x.to(torch.int32) if x.dtype is torch.bool else x
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the dtype in which torch's own kernels work."""
+    return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    scaled = x if weight is None else x * weight
+    return scaled if bias is None else scaled + bias

@@ -1,0 +1,105 @@
+"""Ops in simpler ones (`rules/variants.py`), where an operand may be cut along a dim that the op itself needs whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import make_fx, tree_flatten
+from tpcompiler.ir import edit
+from tpcompiler.ir.local import fake_mode_of
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import PlannedProgram
+from tpcompiler.rules.infer import Refusal, follow
+from tpcompiler.rules.registry import call_variant, rule_of, variant_of
+from tpcompiler.solver.domain import Domain, shardings_of
+from tpcompiler.solver.stage import Choice
+from tpcompiler.solver.ways import to_cut
+
+
+def find_openings(domain: Domain) -> Iterator[tuple[fx.Node, int]]:
+    """Calls that have a variant and cannot take an operand as it may be cut; and which operand."""
+    stage = domain.stage
+    for node, ways in domain.ways.items():
+        if variant_of(node.target) is None:
+            continue
+        for index, operand in enumerate(domain.operands[node]):
+            term, cuts = ways.rule.pattern.inputs[index], to_cut(stage, shardings_of(domain, operand))
+            if any(isinstance(follow(ways.rule, term, cut, stage.mesh), Refusal) for cut in cuts):
+                yield node, index
+
+
+def write_variants(program: PlannedProgram, names: Collection[str]) -> tuple[PlannedProgram, dict[str, list[str]]]:
+    """Write calls as their variants, with no placements yet.
+
+    Before    softmax = softmax(x, -1)
+    After     amax = amax(x, [-1], True); exp = exp(x - amax); div = exp / sum(exp, [-1], True)
+
+    Returns:
+        The program, and by the name of each call that was written anew what it is now.
+    """
+    graph, written = edit.copy_graph(program.graph), dict[str, list[str]]()
+    for node in edit.calls(graph):
+        if node.name in names and (body := _body(node, program.mesh)) is not None:
+            name = node.name
+            made = edit.graft(node, body, edit.operands(node), {})
+            written[name] = [inner.name for inner in made]
+    return replace(program, graph=graph), written
+
+
+def find_needed(
+    program: PlannedProgram,
+    written: Mapping[str, Sequence[str]],
+    graph: fx.Graph,
+    choices: Mapping[fx.Node, Choice],
+    mesh: Mesh,
+) -> Iterator[str]:
+    """Of the calls that were written as variants, those that take a cut in the solution that the op cannot.
+
+    Args:
+        program: as it was before.
+        written: as `write_variants` returns it.
+        graph: that of the solution.
+    """
+    now = {node.name: node for node in graph.nodes}
+    for node in edit.calls(program.graph):
+        rule = rule_of(node) if node.name in written else None
+        terms = {} if rule is None else dict(zip(edit.operands(node), rule.pattern.inputs, strict=True))
+        names = {operand.name: term for operand, term in terms.items()}
+        taken = (
+            (operand.name, want)
+            for each in map(now.__getitem__, written.get(node.name, ()))
+            if each in choices
+            for operand, want in zip(edit.operands(each), choices[each].wants, strict=True)
+        )
+        if rule and any(
+            isinstance(follow(rule, names[name], want.settled(), mesh), Refusal)
+            for name, want in taken
+            if name in names
+        ):
+            yield node.name
+
+
+def _body(node: fx.Node, mesh: Mesh) -> fx.Graph | None:
+    """None for a call that its variant cannot do."""
+
+    def call(*values: Any) -> Any:
+        args, kwargs = edit.map_operands(node, lambda at, _: values[at])
+        made = call_variant(node.target, mesh.degree(mesh.model_axis), args, kwargs)
+        if made is NotImplemented:
+            raise NotImplementedError
+        return [made[user.args[1]] for user in node.users] if isinstance(made, tuple) else made  # type: ignore[index]
+
+    with fake_mode_of(node.graph), torch.no_grad():
+        values = [torch.empty_like(operand.meta["val"]) for operand in edit.operands(node)]
+        try:
+            body = make_fx(call, tracing_mode="real")(*values).graph
+        except NotImplementedError:
+            return None
+    body.eliminate_dead_code()
+    numbers = tree_flatten([(inner.args, inner.kwargs) for inner in body.nodes])[0]
+    return None if any(isinstance(number, torch.SymInt) for number in numbers) else body
