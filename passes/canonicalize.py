@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from typing import Any
@@ -63,6 +64,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
     with no_new_guards(graph):
         _draw_whole(graph)
         _slice_by_constants(CanonicalProgram(source, graph))
+        _count_by_dims(graph)
     remove_unused(graph)
     refuse_calls(source, graph)
     for node in graph.nodes:
@@ -182,3 +184,22 @@ def _slice_by_constants(program: CanonicalProgram) -> None:
                 part.meta["val"] = value.meta["val"].narrow(dim, first, 1 + len(rest))
             node.target, node.args = aten.clone.default, (part,)
             node.kwargs = {"memory_format": torch.contiguous_format}
+
+
+def _count_by_dims(graph: fx.Graph) -> None:
+    """How many elements there are is the product of the sizes: a rank that holds a share can read each of these."""
+    for node in edit.calls(graph):
+        if node.target is not aten.sym_numel.default:
+            continue
+        (value,) = edit.operands(node)
+        shape = value.meta["val"].shape
+        made: Any = math.prod(size for size in shape if isinstance(size, int))
+        for dim, size in enumerate(shape):
+            if not isinstance(size, int):
+                read = edit.insert_before(node, aten.sym_size.int, (value, dim), "size")
+                read.meta["val"] = size
+                count = size * (made.meta["val"] if isinstance(made, fx.Node) else made)
+                made = edit.insert_before(node, operator.mul, (read, made), "numel")
+                made.meta["val"] = count
+        node.replace_all_uses_with(made)
+        edit.erase(node)

@@ -115,7 +115,7 @@ def _mark(node: fx.Node, walk: _Walk) -> Mark:
         operands = edit.operands(node)
         seen = tuple(walk.settled[o] for o in operands)
         whole = tuple(Sharding.replicated(o.meta["val"].ndim) for o in operands)
-        mark = Mark((), (), seen if node.target in FREE else whole, "no tensor")
+        mark = Mark((), (), seen if node.target is FREE else whole, "no tensor")
     elif node.target is pin:
         choice = walk.found.choices[node]
         settled = (_settle(node, choice.made[0], walk),)

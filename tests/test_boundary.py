@@ -206,3 +206,42 @@ def test_further_calls_are_given_as_the_first_one(tmp_path: Path) -> None:
         assert str(program.verify((first,), then=then)) == str(both)
         assert str(verify_artifact(tmp_path / "out", rows, (first,), then=then)) == str(both)
     assert [d.name.partition(":")[0] for d in both.outputs] == ["call 1", "call 1", "call 2", "call 2"]
+
+
+class Merged(torch.nn.Module):
+    """A reshape that counts the elements of what is cut: torch writes their number over the other sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 12), torch.nn.Linear(3, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(self.up(x).transpose(0, 1).reshape(-1, 4, 3).softmax(1))
+        return made
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_number_of_elements_is_that_of_the_whole(world: int) -> None:
+    exported = torch.export.export(Merged(), (torch.randn(2, 5, 8),), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},))
+    program = tpcompiler.parallelize(exported, world, {"up": "colwise"})
+    assert program.verify((torch.randn(2, 5, 8),)).ok
+    assert program.verify((torch.randn(3, 7, 8),)).ok
+
+
+class Asserting(torch.nn.Module):
+    """A number that the data decide, and that the program asserts: the export takes it for known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(8, 12)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        torch._check((mask.sum() == 3).all().item())
+        made: torch.Tensor = self.up(x)
+        return made
+
+
+def test_what_is_asserted_is_known(tmp_path: Path) -> None:
+    exported = torch.export.export(Asserting(), (torch.randn(5, 8), torch.arange(4) < 3))
+    assert any("sym_ite" in str(node.target) for node in exported.graph.nodes)
+    tpcompiler.parallelize(exported, 2, {"up": "colwise"}).save(tmp_path / "out")  # checked

@@ -194,11 +194,11 @@ def error(*args: Any, **kwargs: Any) -> str:
 
 
 def test_a_planned_weight_is_never_gathered() -> None:
-    module = Call(lambda self, x: F.layer_norm(x, (4,), self.w), w=(4,))
+    module = Call(lambda self, x: x + self.w.sort()[0], w=(4,))
     assert_expected_inline(
         error(module, (X,), {"w": "S(0)"}),
         """\
-cannot shard 'w' on dim 0 of 4 by mesh axis 'tp' of 2 for aten.layer_norm.default: it needs the dim of 4 whole
+cannot shard 'w' on dim 0 of 4 by mesh axis 'tp' of 2 for aten.sort.default: it needs the dim of 4 whole
   help: pin 'w' to R in the plan
   asked by: the plan ("w": "S(0)")""",
     )

@@ -162,10 +162,11 @@ LLAVA = Case(
         "lm_head": "colwise_gather_output",
     },
     layers=(
-        Layers("model.vision_tower.encoder.layers.*", 2, {"all_reduce": 2}),
+        Layers("model.vision_tower.encoder.layers.0", 1, {"all_reduce": 2}),
+        Layers("model.vision_tower.encoder.layers.1", 1, {"all_reduce": 1}),  # of the MLP only what is taken is summed
         Layers("model.language_model.layers.*", 2, {"all_reduce": 2}),
     ),
-    outside={"all_reduce": 2, "all_gather": 2},  # the rows, the projector; the patches, the logits
+    outside={"all_reduce": 3, "all_gather": 2},  # the rows, what is taken, the projector; the patches, the logits
     cut=0.98,  # 2,560 of 157,824 numbers whole: positions and a token 1,152, norms 1,088, row-wise biases 320
     inert={
         "k_proj.bias": KEY_BIAS,

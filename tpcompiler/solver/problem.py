@@ -31,7 +31,7 @@ MOST_SETTLED = 20  # shardings that a value with several users may be turned int
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
 NEVER = numpy.inf
 UNIT = 1e-17  # seconds: prices are whole numbers of it, so that equal sums are equal whatever their order
-FREE = (aten.sym_size.int, aten.sym_numel.default)  # they read sizes, and take a value as it is
+FREE = aten.sym_size.int  # it takes a value as it is
 
 
 class Values(NamedTuple):
@@ -210,7 +210,7 @@ def _state(problem: Problem, domain: Domain) -> None:
     for node in program.user_inputs():
         problem.values[node] = Values(None, (stage.within(program.input_shardings[node.name], node.meta["val"]),))
     for node in edit.calls(program.graph):
-        if node.target in FREE or node.target is operator.getitem:
+        if node.target in (FREE, operator.getitem):
             continue
         choices = problem.choices[node] = _choices(problem, domain, node)
         variable = None

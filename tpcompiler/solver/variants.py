@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import make_fx, tree_flatten
+from tpcompiler._torch import enable_python_dispatcher, make_fx, tree_flatten
 from tpcompiler.ir import edit
-from tpcompiler.ir.local import fake_mode_of
+from tpcompiler.ir.local import KEY, fake_mode_of, is_contiguous, key, memory_order
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.rules.infer import Refusal, follow
@@ -44,11 +44,43 @@ def write_variants(program: PlannedProgram, names: Collection[str]) -> tuple[Pla
     """
     graph, written = edit.copy_graph(program.graph), dict[str, list[str]]()
     for node in edit.calls(graph):
-        if node.name in names and (body := _body(node, program.mesh)) is not None:
-            name = node.name
-            made = edit.graft(node, body, edit.operands(node), {})
-            written[name] = [inner.name for inner in made]
+        name = node.name
+        if name not in names or (body := _body(node, program.mesh)) is None:
+            continue
+        parts = [node] if edit.is_tensor(node) else list(node.users)
+        users = [(part.meta["val"], list(part.users)) for part in parts]
+        made = edit.graft(node, body, edit.operands(node), {})
+        written[name] = [inner.name for inner in made]
+        results = tree_flatten(body.output_node().args[0])[0]
+        changed = [
+            u for (was, own), now in zip(users, results, strict=True) if key(was) != key(now.meta["val"]) for u in own
+        ]
+        if not _run_anew(graph, changed):
+            return write_variants(program, set(names) - {name})
     return replace(program, graph=graph), written
+
+
+def _run_anew(graph: fx.Graph, changed: Collection[fx.Node]) -> bool:
+    """Give the values of these calls, and of those behind them, the strides that they have now; whether all can have
+    others: an output cannot.
+    """
+    stale, mode = set(changed), fake_mode_of(graph)
+    for node in graph.nodes if stale else ():
+        if node not in stale:
+            continue
+        if node.op == "output" or node.meta.get("unbacked_bindings"):
+            return False
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: used.meta["val"])
+        try:
+            with mode, torch.no_grad(), enable_python_dispatcher():
+                made = node.target(*args, **kwargs)
+        except Exception:  # a view of what lies otherwise in memory
+            return False
+        if key(made) != key(node.meta["val"]):
+            node.meta["val"] = made
+            node.meta.pop(KEY, None)
+            stale.update(node.users)
+    return True
 
 
 def find_needed(
@@ -92,10 +124,13 @@ def _body(node: fx.Node, mesh: Mesh) -> fx.Graph | None:
         made = call_variant(node.target, mesh.degree(mesh.model_axis), args, kwargs)
         if made is NotImplemented:
             raise NotImplementedError
-        return [made[user.args[1]] for user in node.users] if isinstance(made, tuple) else made  # type: ignore[index]
+        if isinstance(made, tuple):
+            return [_in_order(made[user.args[1]], user.meta["val"]) for user in node.users]  # type: ignore[index]
+        return _in_order(made, node.meta["val"])
 
     with fake_mode_of(node.graph), torch.no_grad():
-        values = [torch.empty_like(operand.meta["val"]) for operand in edit.operands(node)]
+        given = [operand.meta["val"] for operand in edit.operands(node)]
+        values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]
         try:
             body = make_fx(call, tracing_mode="real")(*values).graph
         except NotImplementedError:
@@ -103,3 +138,11 @@ def _body(node: fx.Node, mesh: Mesh) -> fx.Graph | None:
     body.eliminate_dead_code()
     numbers = tree_flatten([(inner.args, inner.kwargs) for inner in body.nodes])[0]
     return None if any(isinstance(number, torch.SymInt) for number in numbers) else body
+
+
+def _in_order(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """With its dims in memory in the order of another's, if that one is dense."""
+    order = memory_order(like)
+    if value.stride() == like.stride() or not is_contiguous(like.permute(order)):
+        return value
+    return value.permute(order).contiguous().permute([order.index(dim) for dim in range(value.ndim)])

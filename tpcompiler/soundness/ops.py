@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -171,8 +172,14 @@ def _check_number(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> None:
             raise Unsound(node, f"makes a number that the data decide, and is said to make {node.meta['val']}")
         return
     found = args[0].shape[args[1]] if node.target is aten.sym_size.int else node.target(*args, **kwargs)  # type: ignore[operator]
-    if not statically_equal(found, node.meta["val"]):
+    if not statically_equal(found, node.meta["val"]) and not _is_asserted(node):
         raise Unsound(node, f"makes {found}, and is said to make {node.meta['val']}")
+
+
+def _is_asserted(node: fx.Node) -> bool:
+    """Whether a run stops where the number is not what is recorded: the export has found that it must be."""
+    equal = [user for user in node.users if user.target is operator.eq and user.args == (node, node.meta["val"])]
+    return any(user.target is aten._assert_scalar.default for each in equal for user in each.users)
 
 
 def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) -> None:
