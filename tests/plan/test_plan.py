@@ -223,9 +223,9 @@ def test_a_pattern_is_text() -> None:
 
 def test_a_refused_style_names_its_entry() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        Plan.of({"*.norm": "sequence_parallel"})
+        Plan.of({"*.experts": "grouped_gemm"})
     assert str(caught.value) == (
-        "style 'sequence_parallel' is recognised but not supported yet\n"
+        "style 'grouped_gemm' is recognised but not supported yet\n"
         "  help: use 'replicate' meanwhile: every rank then holds and runs the whole layer\n"
-        '  asked by: the plan ("*.norm": "sequence_parallel")'
+        '  asked by: the plan ("*.experts": "grouped_gemm")'
     )

@@ -28,7 +28,7 @@ from tpcompiler.plan.styles import ALIASES, REFUSED, STYLES, read_style
 R, S0 = Replicate(), Shard(0)
 KNOWN = (
     "use one of colwise, colwise_gather_output, rowwise, rowwise_split_input, embedding_rowwise, packed_colwise, "
-    "packed_rowwise, replicate, gather, or a placement such as S(0) or R"
+    "packed_rowwise, replicate, sequence_parallel, gather, or a placement such as S(0) or R"
 )
 PLACEMENT = "write R, S(dim) such as S(0) or S(-1), or P(op) with op one of sum, avg, product, max, min"
 PIECES = "write the sizes of parts, such as S(0, parts 16 8 8r), or a unit or a block, such as S(0, unit 4)"
@@ -76,6 +76,7 @@ REPLICATED = Style("replicate", whole=True)
 GATHER = Style("gather", outputs=(R,))
 
 NAMES = {
+    "sequence_parallel": Style("sequence_parallel", whole=True, inputs=(Shard(1),), outputs=(Shard(1),)),
     "colwise": COLWISE,
     "local_colwise": COLWISE,
     "colwise_gather_output": GATHERED,
@@ -241,7 +242,6 @@ def test_data_is_what_a_user_would_write() -> None:
 
 
 REFUSALS = {
-    "sequence_parallel": WHOLE,
     "grouped_gemm": WHOLE,
     "moe_tp_experts": WHOLE,
     "moe_identity_expert": WHOLE,
@@ -262,10 +262,16 @@ def test_every_refused_name_is_tested() -> None:
     assert REFUSED.keys() <= REFUSALS.keys()
 
 
-@pytest.mark.parametrize("value", [SequenceParallel, SequenceParallel()])
-def test_torch_sequence_parallel_is_refused(value: object) -> None:
-    expected = words("style 'SequenceParallel' is recognised but not supported yet", WHOLE)
-    assert refusal(value) == (UnsupportedError, expected)
+@pytest.mark.parametrize("value", [SequenceParallel, SequenceParallel(), "sequence_parallel"])
+def test_sequence_parallel(value: object) -> None:
+    style = read_style(value, where="")
+    assert (style.whole, style.inputs, style.outputs) == (True, (Shard(1),), (Shard(1),))
+    assert read_style(style.to_data(), where="") == style
+
+
+def test_another_dim_of_the_sequence() -> None:
+    style = read_style(SequenceParallel(sequence_dim=2), where="")
+    assert style.to_data() == {"style": "sequence_parallel", "inputs": ["S(2)"], "outputs": ["S(2)"]}
 
 
 def test_inputs_by_keyword_are_refused() -> None:
@@ -283,7 +289,7 @@ class DoubledColwise(ColwiseParallel):
     [(DoubledColwise, "DoubledColwise"), (DoubledColwise(), "DoubledColwise"), (ParallelStyle, "ParallelStyle")],
 )
 def test_other_parallel_styles_are_refused(value: object, name: str) -> None:
-    help = "use ColwiseParallel, RowwiseParallel, PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput"
+    help = "use ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput"
     assert refusal(value) == (UnsupportedError, words(f"ParallelStyle '{name}' is not one of torch's own", help))
 
 

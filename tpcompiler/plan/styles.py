@@ -76,6 +76,7 @@ STYLES = {
         Style("packed_colwise", cut="out", packed=True),
         Style("packed_rowwise", cut="in", packed=True),
         Style("replicate", whole=True),
+        Style("sequence_parallel", whole=True, inputs=(Shard(1),), outputs=(Shard(1),)),
         Style("gather", outputs=(Replicate(),)),
     )
 }
@@ -100,7 +101,6 @@ _WHOLE = "use 'replicate' meanwhile: every rank then holds and runs the whole la
 
 # Recognised, refused by name: what to write instead.
 REFUSED = {
-    "sequence_parallel": _WHOLE,
     "grouped_gemm": _WHOLE,
     "moe_tp_experts": _WHOLE,
     "moe_identity_expert": _WHOLE,
@@ -118,7 +118,7 @@ def read_style(value: object, *, where: str) -> Style:
       `packed_colwise:64,16,16` in parts of these sizes
     - a placement, as text that tpcompiler prints (`S(0)`, `S(1, parts 48 48)`) or torch's own, or `{axis: placement}`
     - `{style: name, inputs: [placement or null], outputs: [...]}`, each part optional, with at least one list
-    - an instance of torch's ColwiseParallel, RowwiseParallel or PrepareModuleInput/Output/InputOutput, or one of these
+    - an instance of torch's ColwiseParallel, RowwiseParallel, SequenceParallel or PrepareModuleInput/Output/InputOutput, or one of these
       classes, which equals its instance without arguments. Their `input_layouts` (and PrepareModuleOutput's
       `output_layouts`) describe what arrives: the compiler knows that by itself, so they ask for nothing.
 
@@ -219,8 +219,6 @@ def _prepare(inputs: Layouts, outputs: Layouts, where: str) -> Style:
 
 def _read_torch_style(value: ParallelStyle | type[ParallelStyle], where: str) -> Style:
     kind = value if isinstance(value, type) else type(value)
-    if kind is SequenceParallel:
-        raise _unsupported(kind.__name__, _WHOLE, where)
     if kind not in _TORCH_STYLES:  # by class, not isinstance: a subclass may mean anything
         known = ", ".join(known.__name__ for known in _TORCH_STYLES)
         raise UnsupportedError(
@@ -228,7 +226,7 @@ def _read_torch_style(value: ParallelStyle | type[ParallelStyle], where: str) ->
         )
     if not isinstance(value, type):
         return _TORCH_STYLES[kind](value, where)
-    if kind in (ColwiseParallel, RowwiseParallel):
+    if kind in (ColwiseParallel, RowwiseParallel, SequenceParallel):
         return _TORCH_STYLES[kind](kind(), where)
     return _prepare((), (), where)  # without arguments the other classes ask for nothing
 
@@ -245,6 +243,11 @@ def _read_colwise(style: ColwiseParallel, where: str) -> Style:
 def _read_rowwise(style: RowwiseParallel, where: str) -> Style:
     outputs = _read_layouts(style.output_layouts, where)
     return STYLES["rowwise"] if outputs == (Replicate(),) else replace(STYLES["rowwise"], outputs=outputs)
+
+
+def _read_sequence(style: SequenceParallel, where: str) -> Style:
+    along = _read_layouts(style.sequence_sharding, where)
+    return replace(STYLES["sequence_parallel"], inputs=along, outputs=along)
 
 
 def _read_prepare_input(style: PrepareModuleInput, where: str) -> Style:
@@ -271,6 +274,7 @@ def _desired_inputs(style: PrepareModuleInput, where: str) -> Layouts:
 _TORCH_STYLES: dict[type[ParallelStyle], Callable[[Any, str], Style]] = {
     ColwiseParallel: _read_colwise,
     RowwiseParallel: _read_rowwise,
+    SequenceParallel: _read_sequence,
     PrepareModuleInput: _read_prepare_input,
     PrepareModuleOutput: _read_prepare_output,
     PrepareModuleInputOutput: _read_prepare_input_output,
