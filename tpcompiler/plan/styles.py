@@ -118,7 +118,7 @@ def read_style(value: object, *, where: str) -> Style:
       `packed_colwise:64,16,16` in parts of these sizes
     - a placement, as text that tpcompiler prints (`S(0)`, `S(1, parts 48 48)`) or torch's own, or `{axis: placement}`
     - `{style: name, inputs: [placement or null], outputs: [...]}`, each part optional, with at least one list
-    - an instance of torch's ColwiseParallel, RowwiseParallel, SequenceParallel or PrepareModuleInput/Output/InputOutput,
+    - an instance of torch's ColwiseParallel, RowwiseParallel, SequenceParallel or PrepareModuleInput/Output/InputOutput
       or one of these classes, which equals its instance without arguments. Their `input_layouts` (and
       PrepareModuleOutput's `output_layouts`) describe what arrives: the compiler knows that by itself, so they ask for
       nothing.
