@@ -254,3 +254,12 @@ def test_a_variant_of_ones_own() -> None:
     program = tpcompiler.parallelize(exported, 2, {"0": "colwise"}, outputs=["S(1)"])
     assert [(c.kind, c.payload_bytes) for c in program.collectives()] == [("all_reduce", 5 * 4)]
     assert program.verify((torch.randn(5, 8),)).ok
+
+
+def test_the_rule_of_an_op_of_transformers() -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    rows, experts, ends = torch.randn(9, 6), torch.randn(3, 6, 8), torch.tensor([2, 2, 9])
+    report = tpcompiler.check_rule("transformers::grouped_mm_fallback", [(rows.double(), experts.double(), ends)])
+    assert not report.missing
+    assert any("k cut" in ran for ran in report.ran)
+    assert any("n cut" in ran for ran in report.ran)

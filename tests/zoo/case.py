@@ -88,7 +88,7 @@ def hugging_face(model: torch.nn.Module) -> dict[str, object]:
         ValueError: it comes with none, or only with one for its head.
     """
     plan: dict[str, object] = dict(model.tp_plan)
-    names = [name for name, _ in model.named_modules()]
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     patterns = {entry: re.compile(re.escape(entry).replace(r"\*", r"\d+")) for entry in plan}
     present = {entry: plan[entry] for entry, made in patterns.items() if any(map(made.fullmatch, names))}
     if len(present) < 2:

@@ -78,6 +78,7 @@ STYLES = {
         Style("replicate", whole=True),
         Style("sequence_parallel", whole=True, inputs=(Shard(1),), outputs=(Shard(1),)),
         Style("gather", outputs=(Replicate(),)),
+        Style("moe_tp_experts"),  # its weights have entries of their own; pending sums are reduced where they are small
     )
 }
 
@@ -102,7 +103,6 @@ _WHOLE = "use 'replicate' meanwhile: every rank then holds and runs the whole la
 # Recognised, refused by name: what to write instead.
 REFUSED = {
     "grouped_gemm": _WHOLE,
-    "moe_tp_experts": _WHOLE,
     "moe_identity_expert": _WHOLE,
     "ep_router": _WHOLE,
     "ep_dispatch_experts": _WHOLE,

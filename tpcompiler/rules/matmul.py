@@ -11,7 +11,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.sizes import sym_quotient
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pointwise import broadcast
-from tpcompiler.rules.registry import op_rule
+from tpcompiler.rules.registry import foreign_rule, op_rule
 
 BILINEAR = ((0,), (1,))
 
@@ -103,6 +103,12 @@ def grouped_mm(node: fx.Node) -> RuleText | None:
         (2, 2): f"{m} t!, t! {n}, g! -> g! {m} {n}",
     }[left.ndim, right.ndim]
     return RuleText(text, factors={f"{f}_": unit for f in sizes}, linear=BILINEAR)
+
+
+@foreign_rule("transformers.grouped_mm_fallback.default", shards="any")
+def looped_mm(node: fx.Node) -> RuleText:
+    """ "t! k, g! k n, g! -> t! n": transformers' own, where torch's kernel does not fit; k and n are cut anywhere."""
+    return RuleText("t! k, g! k n, g! -> t! n", linear=BILINEAR)
 
 
 @op_rule(aten.matmul.default, shards="any")

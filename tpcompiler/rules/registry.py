@@ -35,6 +35,7 @@ class Entry:
 _RULES: dict[OpOverload, Entry] = {}
 _POINTWISE: list[Entry] = []
 _VARIANTS: dict[OpOverload, Function] = {}
+_FOREIGN: dict[str, Entry] = {}  # of ops that exist once another library is imported
 _KNOWN: WeakKeyDictionary[Any, dict[Any, Rule | None]] = WeakKeyDictionary()  # of each program's sizes, by layout
 
 
@@ -54,6 +55,16 @@ def op_rule(*targets: OpOverload, shards: Shards = "even", relayout: bool = Fals
             if target in _RULES:
                 raise RuleError(f"{target} has a rule already", help="change that one")
             _RULES[target] = Entry(write, shards, relayout)
+        return write
+
+    return register
+
+
+def foreign_rule(name: str, shards: Shards = "even") -> Callable[[W], W]:
+    """Register the rule of another library's op by its name, such as "mylib.op.default": it may not be imported yet."""
+
+    def register(write: W) -> W:
+        _FOREIGN[name] = Entry(write, shards, False)
         return write
 
     return register
@@ -101,7 +112,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     Raises:
         RuleError: the rule does not fit the node's operands.
     """
-    entry = _RULES.get(node.target) if isinstance(node.target, OpOverload) else None
+    entry = _RULES.get(node.target) or _FOREIGN.get(str(node.target)) if isinstance(node.target, OpOverload) else None
     if entry is None and isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
         entry = _POINTWISE[0]
     if entry is None or draws(node):
