@@ -119,6 +119,8 @@ def _seeds(
             if not features:  # what other layers' leaves alone make, such as learned queries, is an activation to this
                 own = computed_from_leaves(node.graph, set(inside.values()))
                 features = feature_dims(aliases[node.name], style.cut, own, layer)
+            if len(features) > 1 and name in leaves:  # of stacked experts: as Hugging Face counts the dims
+                features = features & {ndim - (2 if style.cut == "out" else 1)} or features
             if len(features) > 1:
                 raise PlanError(
                     f"style '{style.name}' is ambiguous for '{fqn}': its uses cut dims {sorted(features)}",

@@ -66,7 +66,7 @@ def test_a_layer_by_hand() -> None:
 
 # A decoder, parallel blocks, experts, an encoder with packed and blocked heads, caches, and one head of keys beside
 # the queries in one matrix; a state space whose one matrix can be cut in more ways than an op may have.
-BETTER = ["llama", "gpt_neox", "mixtral", "bert", "bloom", "gpt2", "llama_cached", "falcon_7b", "mamba2"]
+BETTER = ["llama", "gpt_neox", "qwen3_moe", "bert", "bloom", "gpt2", "llama_cached", "falcon_7b", "mamba2"]
 
 
 @pytest.mark.slow
