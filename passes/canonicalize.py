@@ -201,5 +201,5 @@ def _count_by_dims(graph: fx.Graph) -> None:
                 count = size * (made.meta["val"] if isinstance(made, fx.Node) else made)
                 made = edit.insert_before(node, operator.mul, (read, made), "numel")
                 made.meta["val"] = count
-        node.replace_all_uses_with(made)
+        edit.replace_uses(node, made)
         edit.erase(node)

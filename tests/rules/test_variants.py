@@ -63,6 +63,11 @@ def test_a_variant_makes_what_its_op_makes(op: OpOverload) -> None:
     assert sum(each.endswith("in simpler ops") for each in ran) >= len(SAMPLES[op])
 
 
+@pytest.mark.parametrize("order", [0, INF, -INF])
+def test_a_norm_that_its_rule_reduces_has_no_variant(order: float) -> None:
+    assert registry.call_variant(aten.linalg_vector_norm.default, 2, (X, order), {}) is NotImplemented
+
+
 def test_every_variant_has_samples() -> None:
     assert registry._VARIANTS.keys() == SAMPLES.keys()
 

@@ -139,7 +139,7 @@ def vector_norm(
 ) -> Any:
     """A root of a sum of powers; of orders that rules reduce, the rule has it."""
     made = dtype or x.dtype
-    if made.is_complex or x.is_complex():
+    if made.is_complex or x.is_complex() or ord == 0 or math.isinf(ord):
         return NotImplemented
     powers = _wide(x.to(made)).abs().pow(ord)
     return powers.sum(list(range(x.ndim)) if dim is None else list(dim), keepdim).pow(1 / ord).to(made)
@@ -198,7 +198,7 @@ def _best(x: Tensor, dim: int | None, keepdim: bool, extremum: Callable[..., Ten
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, ordered: bool = True, *, pieces: int) -> Any:
     """The best of the best of each piece."""
     at = dim % x.ndim
-    if type(size := x.shape[at]) is not int or size % pieces or k > size // pieces:
+    if type(size := x.shape[at]) is not int or type(k) is not int or size % pieces or k > size // pieces:
         return NotImplemented
     parts = aten.unflatten.int(x, at, [pieces, size // pieces])
     best, within = parts.topk(k, at + 1, largest, ordered)
