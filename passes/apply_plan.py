@@ -70,7 +70,8 @@ def apply_plan(
     _pin_outputs(planned, mesh, outputs)
     names = set(program.source.graph_signature.parameters)
     parameters = {fqn: node for fqn, node in leaves.items() if fqn in names}
-    notes = (*(Note("plan", text) for text in plan.notes), *_untouched(parameters, assigned, seeds))
+    said = {name for name, entry in assigned.items() if entry.style.places}
+    notes = (*(Note("plan", text) for text in plan.notes), *_untouched(parameters, said, seeds))
     return PlannedProgram(program.source, graph, mesh, seeds, shardings, notes)
 
 
@@ -348,16 +349,14 @@ def _pin_outputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> None
     output.args = (tuple(values),)
 
 
-def _untouched(
-    leaves: Mapping[str, fx.Node], assigned: Mapping[str, PlanEntry], seeds: Mapping[str, Seed]
-) -> tuple[Note, ...]:
+def _untouched(leaves: Mapping[str, fx.Node], said: Set[str], seeds: Mapping[str, Seed]) -> tuple[Note, ...]:
     """Layers with weights of two or more dims that no entry touches, not as a tied name either; `*` for repeated."""
     folded: dict[str, int] = {}
     for fqn, node in leaves.items():
         owner = fqn.rpartition(".")[0]
         parts = owner.split(".")
         around = {".".join(parts[: i + 1]) for i in range(len(parts))} | {fqn}
-        if node.meta["val"].ndim >= 2 and node.name not in seeds and not around & assigned.keys():
+        if node.meta["val"].ndim >= 2 and node.name not in seeds and not around & said:
             key = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", owner)
             folded[key] = folded.get(key, 0) + 1
     return tuple(Note("untouched", f"{key} x {n}" if n > 1 else key) for key, n in folded.items())

@@ -13,6 +13,7 @@ from tests.long import left_out
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for launched processes; torch has read its own already
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # is compiled sooner
 torch.set_num_threads(1)
 
 

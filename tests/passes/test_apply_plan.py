@@ -278,6 +278,14 @@ def test_layers_that_no_entry_touches_are_noted() -> None:
     ]
 
 
+def test_a_style_that_places_nothing_touches_no_layer() -> None:
+    """The experts' own weights have entries of their own, or are whole on every rank: the report says so."""
+    module = Call(lambda self, x: self.experts(x), experts=Call(lambda self, x: x @ self.w, w=(4, 4)))
+    (note,) = planned(module, (X,), {"experts": "moe_tp_experts"}).notes
+    assert (note.kind, note.text) == ("untouched", "experts")
+    assert not planned(module, (X,), {"experts": "moe_tp_experts", "experts.w": "S(1)"}).notes
+
+
 def error(module: nn.Module, args: tuple[Any, ...], plan: Mapping[str, object], **kwargs: Any) -> str:
     with pytest.raises(TpCompilerError) as caught:
         planned(module, args, plan, **kwargs)

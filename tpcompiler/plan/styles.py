@@ -46,6 +46,11 @@ class Style:
     sizes: tuple[int, ...] = ()  # of the parts; a single one counts equal parts; none: the uses show them
 
     @property
+    def places(self) -> bool:
+        """Whether it asks for a placement of anything."""
+        return bool(self.cut or self.whole or self.placement is not None or self.inputs or self.outputs)
+
+    @property
     def written(self) -> str:
         """The name as a plan has it, with the sizes."""
         return f"{self.name}:{','.join(map(str, self.sizes))}" if self.sizes else self.name
