@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.export.graph_signature import OutputKind
 
 from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.placements import PlacementSpec
 from tpcompiler.ir.program import PIN, CanonicalProgram, Note, PlannedProgram, Seed, pin, tied
 from tpcompiler.ir.sharding import Sharding
@@ -54,14 +55,18 @@ def apply_plan(
     written = {name for _, name in planned.mutations()}
     constant = computed_from_leaves(graph, {node for fqn, node in leaves.items() if fqn not in written})
     owned: dict[str, dict[str, fx.Node]] = {}
+    weights: dict[str, dict[str, fx.Node]] = {}
     for fqn, node in leaves.items():
-        owned.setdefault(_owner(fqn), {})[fqn] = node
+        owned.setdefault(layer_of(fqn), {})[fqn] = node
+        for name in {fqn, weight_of(fqn)}:
+            weights.setdefault(name, {})[fqn] = node
     aliases = _aliases(planned)
     assigned = plan.assign(names_of(planned))
     seeds: dict[str, Seed] = {}
     for name in sorted(assigned, key=lambda n: n.count(".")):  # inner names override outer ones
-        made = _seeds(name, assigned[name], leaves, owned.get(name, {}), aliases, constant, mesh)
-        for shared in () if name in leaves else seeds.keys() & made.keys():
+        weight = weights.get(name, {})
+        made = _seeds(name, assigned[name], leaves, weight, owned.get(name, {}), aliases, constant, mesh)
+        for shared in () if weight else seeds.keys() & made.keys():
             _refuse_two(seeds[shared], made[shared], next(f for f, node in leaves.items() if node.name == shared))
         seeds.update(made)
         _pin_module(graph, name, assigned[name], static, mesh)
@@ -78,7 +83,7 @@ def apply_plan(
 def names_of(program: CanonicalProgram) -> list[str]:
     """What a plan may name: leaves, and the modules that have them or made an op."""
     leaves = [fqn for _, fqn in program.leaves()]
-    names = dict.fromkeys(leaves)
+    names = dict.fromkeys((*leaves, *map(weight_of, leaves)))
     for fqn in leaves:
         while "." in fqn:
             fqn = fqn.rpartition(".")[0]
@@ -92,35 +97,38 @@ def _seeds(
     name: str,
     entry: PlanEntry,
     leaves: Mapping[str, fx.Node],
+    weight: Mapping[str, fx.Node],
     owned: Mapping[str, fx.Node],
     aliases: Mapping[str, list[fx.Node]],
     constant: Set[fx.Node],
     mesh: Mesh,
 ) -> dict[str, Seed]:
-    """What an entry says of a leaf, or of the leaves that a layer owns: by placeholder name."""
+    """What an entry says of a weight, a leaf or several, or of the leaves that a layer owns: by placeholder name."""
     style = entry.style
-    if name in leaves:
-        inside = {name: leaves[name]}
-    else:
-        inside = dict(owned)
+    inside = dict(weight or owned)
+    if not weight:
         if style.cut is not None and not any(node.users and node.meta["val"].ndim > 1 for node in inside.values()):
             inside |= _borrowed(name, leaves, constant, anywhere=not inside)
     found: dict[str, Seed] = {}
+    largest = max(weight, key=lambda fqn: weight[fqn].meta["val"].numel(), default="")
     for fqn, node in inside.items():
         ndim = node.meta["val"].ndim
         if style.placement is not None:
-            placed = Sharding.of(_over_axes(style.placement, mesh), mesh, ndim, f"'{fqn}'", entry.where)
+            spec = _over_axes(style.placement, mesh)
+            if len(weight) > 1 and fqn != largest:
+                spec = _of_part(spec, node.meta["val"])
+            placed = Sharding.of(spec, mesh, ndim, f"'{fqn}'", entry.where)
             placed = fitted(placed, node.meta["val"].shape, mesh, f"'{fqn}'", entry.where)
             found[node.name] = Seed(placed, entry.where)
         elif style.whole:
             found[node.name] = Seed(Sharding.replicated(ndim), entry.where)
         elif style.cut is not None:
-            layer = _owner(name) if name in leaves else name
+            layer = layer_of(fqn) if weight else name
             features = feature_dims(aliases[node.name], style.cut, constant, layer)
             if not features:  # what other layers' leaves alone make, such as learned queries, is an activation to this
                 own = computed_from_leaves(node.graph, set(inside.values()))
                 features = feature_dims(aliases[node.name], style.cut, own, layer)
-            if len(features) > 1 and name in leaves:  # of stacked experts: as Hugging Face counts the dims
+            if len(features) > 1 and weight:  # of stacked experts: as Hugging Face counts the dims
                 features = features & {ndim - (2 if style.cut == "out" else 1)} or features
             if len(features) > 1:
                 raise PlanError(
@@ -168,7 +176,7 @@ def _borrowed(name: str, leaves: Mapping[str, fx.Node], constant: Set[fx.Node], 
         fqn: node
         for fqn, node in leaves.items()
         if not fqn.startswith(f"{name}.")
-        and (anywhere or _owner(fqn) in _around(name))
+        and (anywhere or layer_of(fqn) in _around(name))
         and any(name == edit.module_path(user) for user in _uses(node, constant))
     }
 
@@ -187,9 +195,10 @@ def _uses(leaf: fx.Node, constant: Set[fx.Node]) -> list[fx.Node]:
     return found
 
 
-def _owner(fqn: str) -> str:
-    """The layer of a parameter, also of one that torch's parametrizations have split or that PEFT's adapters wrap."""
-    return re.sub(r"\.(parametrizations\.[^.]+|base_layer)$", "", fqn.rpartition(".")[0])
+def _of_part(spec: Mapping[str, Placement], part: torch.Tensor) -> Mapping[str, Placement]:
+    """What is asked of a weight, for a part of it: a scale that serves a whole dim of the weight stays whole."""
+    has = [isinstance(p, Shard) and -part.ndim <= p.dim < part.ndim and part.shape[p.dim] != 1 for p in spec.values()]
+    return {axis: p if cut else Replicate() for (axis, p), cut in zip(spec.items(), has, strict=True)}
 
 
 def _misfit(style: Style, inside: Mapping[str, Sequence[fx.Node]]) -> tuple[str, str]:

@@ -58,6 +58,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, safe_expand, stati
 from torch.fx.graph import CodeGen, _custom_builtins
 from torch.testing._internal.distributed import fake_pg
 from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper_subclass
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.functions import FloorDiv, Max, Min
@@ -149,6 +150,7 @@ __all__ = [
     "functional_op",
     "group_is_registered",
     "guards_of",
+    "is_wrapper_subclass",
     "make_fx",
     "map_symmetric",
     "op_overload",

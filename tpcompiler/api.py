@@ -22,6 +22,7 @@ from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.symm_mem import Collectives
+from tpcompiler.ir.unwrapped import unwrap_subclasses
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.pipeline import Conversion, finished_together
 from tpcompiler.plan import Plan
@@ -219,7 +220,8 @@ def check(
     if checkpoint is not None:
         original = original or read_original(directory, read_manifest(directory), trust=trust)
         original = with_weights(original, directory, checkpoint, trust=trust)
-    return check_artifact(directory, original=original, prepare=on_cpu, trust=trust)
+    plain = original and unwrap_subclasses(original)
+    return check_artifact(directory, original=plain, prepare=on_cpu, trust=trust)
 
 
 def _specs(given: Given, asked_by: str) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:

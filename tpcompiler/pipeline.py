@@ -28,6 +28,7 @@ from tpcompiler.ir.placements import format_spec
 from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, PlannedProgram, Program
 from tpcompiler.ir.symm_mem import Collectives, refuse_symm_mem
 from tpcompiler.ir.text import program_text
+from tpcompiler.ir.unwrapped import unwrap_subclasses
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.partition import Partition
 from tpcompiler.plan import Plan
@@ -68,7 +69,7 @@ class Conversion:
         dump: str | os.PathLike[str] | None,
         collectives: Collectives,
     ) -> Conversion:
-        after = Dump(dump)
+        after, exported = Dump(dump), unwrap_subclasses(exported)
         program = after(canonicalize(exported), "canonicalize")
         device, auto = device_type_for(program, device_type), plan is None
         plan = (plan or Plan()).fitted(names_of(program))

@@ -6,6 +6,7 @@ import torch
 
 from tests.rules.sample import call, ids, t
 
+aten = torch.ops.aten
 pt2e = torch.ops.quantized_decomposed
 
 BYTE = (-128, 127, torch.int8)
@@ -65,4 +66,21 @@ QUANTIZED = [
         text="d0 d1, d0, d0 -> d0 d1",
     ),
     call(pt2e.dequantize_per_channel.default, byte(5, 3), small(5), None, -2, *BYTE, text="d0 d1, d0 -> d0 d1"),
+    call(pt2e.choose_qparams.tensor, narrow(4, 6), *BYTE[:2], 1e-6, torch.int8, text="d0! d1! -> 1, 1"),
+    call(pt2e.choose_qparams_symmetric.tensor, narrow(5), *BYTE[:2], 1e-6, torch.int8, text="d0! -> 1, 1"),
+    call(
+        aten._weight_int8pack_mm.default,
+        (ids(4, 6, below=9) - 4).float(),
+        byte(5, 6),
+        small(5).exp2(),
+        text="m k, n k, n -> m n",
+    ),
+    call(
+        aten._weight_int4pack_mm_for_cpu.default,
+        (ids(3, 64, below=9) - 4).float(),
+        aten._convert_weight_to_int4pack_for_cpu(ids(192, 64, below=16).int(), 1),
+        32,
+        (ids(2, 192, 2, below=9) - 4).float(),
+        text="m k!, (n n_!) p!, g! (n n_!) s! -> m (n n_!)",
+    ),
 ]

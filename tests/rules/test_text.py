@@ -116,7 +116,8 @@ any shards; relayout; linear in 0; own body for f0; own body for f1
     squeeze.default squeeze.dims
 even shards
     _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional.default
-    _native_batch_norm_legit_no_training.default
+    _native_batch_norm_legit_no_training.default quantized_decomposed.choose_qparams.tensor
+    quantized_decomposed.choose_qparams_symmetric.tensor
 even shards; linear in 0
     flip.default roll.default
 nonempty shards
@@ -137,15 +138,18 @@ nonempty shards; leaves P(min)
     amin.default min.default
 nonempty shards; linear in 0
     _fft_c2c.default _fft_c2r.default _fft_r2c.default _upsample_bicubic2d_aa.default
-    _upsample_bilinear2d_aa.default avg_pool1d.default avg_pool2d.default avg_pool3d.default
-    cholesky_solve.default col2im.default grid_sampler_2d.default grid_sampler_3d.default
-    im2col.default unfold.default upsample_bicubic2d.default upsample_bilinear2d.default
-    upsample_bilinear2d.vec upsample_nearest2d.vec upsample_trilinear3d.default
+    _upsample_bilinear2d_aa.default _weight_int4pack_mm_for_cpu.default avg_pool1d.default
+    avg_pool2d.default avg_pool3d.default cholesky_solve.default col2im.default
+    grid_sampler_2d.default grid_sampler_3d.default im2col.default unfold.default
+    upsample_bicubic2d.default upsample_bilinear2d.default upsample_bilinear2d.vec
+    upsample_nearest2d.vec upsample_trilinear3d.default
 nonempty shards; linear in 0 or linear in 1
     _grouped_mm.default conv1d.default conv1d.padding conv2d.default conv3d.default conv3d.padding
     conv_tbc.default conv_transpose1d.default conv_transpose3d.input convolution.default
 nonempty shards; linear in 0 or linear in 1; counts groups
     conv2d.padding conv_transpose2d.input
+nonempty shards; linear in 0 or linear in 2
+    _weight_int8pack_mm.default
 nonempty shards; linear in 0; counts output_size
     _adaptive_avg_pool2d.default _adaptive_avg_pool3d.default
 nonempty shards; linear in 0; own body for d0; own body for d1

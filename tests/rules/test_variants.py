@@ -14,11 +14,12 @@ from torch.export import Dim, export
 import tpcompiler
 from tests.zoo.case import randomise
 from tpcompiler import check_rule
-from tpcompiler._torch import OpOverload
+from tpcompiler._torch import OpOverload  # its module defines PT2E's ops
 from tpcompiler.errors import RuleError
 from tpcompiler.rules import registry
 
-aten = torch.ops.aten
+aten, pt2e = torch.ops.aten, torch.ops.quantized_decomposed
+BYTE = (-128, 127, 1e-6, torch.int8)
 INF, NAN = float("inf"), float("nan")
 X = torch.randn(3, 24, dtype=torch.float64)
 TIES = torch.tensor([[1.0, 3, 3, 0], [NAN, 2, NAN, 1], [-INF, -INF, -INF, -INF], [0, 0, 0, INF]])
@@ -54,6 +55,8 @@ SAMPLES: dict[OpOverload, list[Any]] = {
     aten.select_scatter.default: [(X, W[:3], 1, 5), (X, W, 0, -1)],
     aten.slice_scatter.default: [(X, X[:, :5], 1, 2, 7), (X, X[:, :12], -1, 0, None, 2), (X, X[:, :4], 1, -7, 99, 2)],
     aten.topk.default: [(X, 3), (X, 2, 0), (X, 5, 1, False)],
+    pt2e.choose_qparams.tensor: [(X.float(), *BYTE), (X.float() - 99, *BYTE), (-TIES[:1], *BYTE), (TIES, *BYTE)],
+    pt2e.choose_qparams_symmetric.tensor: [(X.float(), *BYTE)],
 }  # fmt: skip
 
 

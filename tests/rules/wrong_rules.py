@@ -77,7 +77,7 @@ WRONG_ON_SPACE_AND_STRUCTURE = {
         RuleText("d0 d1! -> d0 p", linear=((0,),)),
     ),
     "one branch pending beside a whole one": (
-        call(aten.where.self, flags(4), t(4), t(4), text=""),
+        call(aten.where.self, torch.tensor([True, False, True, False]), t(4), t(4), text=""),
         RuleText("d0, d0, d0 -> d0", linear=((1,),)),
     ),
     "a number filled into each share": (

@@ -14,9 +14,11 @@ import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import Program, tied
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import DTYPES
+from tpcompiler.ir.unwrapped import unwrap_subclasses
 from tpcompiler.pipeline import find_styles
 from tpcompiler.plan.styles import STYLES
 from tpcompiler.printed import one_line
@@ -36,6 +38,7 @@ SKELETON_HEAD = f"""\
 
 def model_data(program: ExportedProgram) -> dict[str, Any]:
     """Modules, parameters, inputs, outputs and a plan skeleton of a single-device program, as JSON."""
+    program = unwrap_subclasses(program)
     read = Program(program, program.graph)
     kinds = {spec.target: spec.kind.name.lower() for _, spec in read.inputs()}
     names = {node.name: fqn for node, fqn in read.leaves()}
@@ -62,6 +65,7 @@ def plan_skeleton(program: ExportedProgram) -> str:
     styles = _found(program)
     types = _modules(program)
     weights: dict[str, list[str]] = {}  # what the plan names -> its weights
+    parts: dict[str, tuple[int, str]] = {}  # weight -> the largest of its parts: elements, shape
     read = Program(program, program.graph)
     first_of = tied(read)  # the plan names the first of tied ones, which places all of them
     parameters = dict.fromkeys(
@@ -69,15 +73,20 @@ def plan_skeleton(program: ExportedProgram) -> str:
         for node, spec in read.inputs()
         if spec.kind is InputKind.PARAMETER and first_of[node.name] == node.name
     )
+    layers = {weight_of(fqn): layer_of(fqn) for fqn in parameters}
     for fqn in parameters:
-        owner, _, name = fqn.rpartition(".")
         if (value := read.state(fqn)).ndim >= 2:
-            weights.setdefault(fqn if fqn in styles or not owner else owner, []).append(f"{name} {list(value.shape)}")
+            sized = (value.numel(), str(list(value.shape)))
+            parts[weight_of(fqn)] = max(parts.get(weight_of(fqn), sized), sized)
+    for weight, (_, shape) in parts.items():
+        owner = layers[weight]
+        named = f"{weight.rpartition('.')[2]} {shape}"
+        weights.setdefault(weight if weight in styles or not owner else owner, []).append(named)
     lines = []
     for pattern, names in folded({name: (types.get(name), *own, styles.get(name)) for name, own in weights.items()}):
-        kind = "parameter" if names[0] in parameters else types.get(names[0], "layer").rpartition(".")[2]
+        kind = "parameter" if names[0] in layers else types.get(names[0], "layer").rpartition(".")[2]
         times = f", {len(names)} times" if len(names) > 1 else ""
-        style = styles.get(names[0], "R" if names[0] in parameters else "replicate")
+        style = styles.get(names[0], "R" if names[0] in layers else "replicate")
         comment = f"{kind}: {', '.join(weights[names[0]])}{times}"
         lines.append((one_line(f"{json.dumps(pattern)}: {style}"), one_line(comment)))
     width = max((len(line) for line, _ in lines), default=0)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Literal
 
+import torch
 from torch import fx
 
+from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
+from tpcompiler.ir.draws import draws
 from tpcompiler.rules.notation import Rule, Term
 from tpcompiler.rules.registry import rule_of
 
@@ -37,7 +40,7 @@ def feature_dims(leaf: Sequence[fx.Node], side: Literal["out", "in"], static: Se
                 terms = [term for operand, term in pairs if operand is node]
                 source = {f: origin[d] for term in terms for d, dim in enumerate(term) for f in dim}
                 for made, term in _results(user, rule):
-                    stack.append((made, [_only({source.get(f) for f in dim}) for dim in term]))
+                    stack.append((made, [_only([source.get(f) for f in dim]) for dim in term]))
                 continue
             found = {at for d in _positions(node, user, rule, side, static) if (at := origin[d]) is not None}
             anywhere |= found
@@ -52,9 +55,11 @@ def _results(user: fx.Node, rule: Rule) -> list[tuple[fx.Node, Term]]:
     return [(part, rule.pattern.outputs[part.args[1]]) for part in user.users]  # type: ignore[index]
 
 
-def _only(dims: set[int | None]) -> int | None:
-    """The one dim of the leaf that a dim is made of; none where that is several, or not known."""
-    return dims.pop() if len(dims) == 1 else None
+def _only(dims: Sequence[int | None]) -> int | None:
+    """The dim of the leaf whose cuts are cuts of a dim: the one it is made of, or beside what is no dim of the leaf the
+    outer one, such as the rows that eight numbers each are unpacked from."""
+    known = {dim for dim in dims if dim is not None}
+    return dims[0] if len(known) == 1 else None
 
 
 def _positions(node: fx.Node, user: fx.Node, rule: Rule, side: str, static: Set[fx.Node]) -> set[int]:
@@ -67,10 +72,20 @@ def _positions(node: fx.Node, user: fx.Node, rule: Rule, side: str, static: Set[
 
 
 def computed_from_leaves(graph: fx.Graph, leaves: Set[fx.Node]) -> Set[fx.Node]:
-    """Leaves and what is computed from them alone: never an activation."""
-    static = set(leaves)
+    """Leaves and what is computed from them alone: never an activation.
+
+    What is made of nothing, such as the shifts that unpack eight numbers from one, counts for no activation either
+    where it meets a leaf element by element; to a look-up it is positions.
+    """
+    static, made_of_nothing = set(leaves), set[fx.Node]()
     for node in edit.calls(graph):
-        made_of = [value for value in node.all_input_nodes if edit.outputs(value)]  # a size is no activation
-        if made_of and static.issuperset(made_of):
+        made_of = {value for value in node.all_input_nodes if edit.outputs(value)}  # a size is no activation
+        if made_of <= made_of_nothing and not draws(node):
+            made_of_nothing.add(node)
+        elif static >= made_of - (made_of_nothing if _is_pointwise(node) else set()):
             static.add(node)
     return static
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags

@@ -14,6 +14,7 @@ from tpcompiler.rules.pointwise import broadcast
 from tpcompiler.rules.registry import foreign_rule, op_rule
 
 BILINEAR = ((0,), (1,))
+PACKED_ROWS = 64  # of 4-bit weights, that torch's kernel for CPUs reads together
 
 
 @op_rule(aten.linear.default, shards="any")
@@ -30,6 +31,20 @@ def linear(node: fx.Node) -> RuleText:
 def mm(node: fx.Node) -> RuleText:
     """m k, k n -> m n"""
     return RuleText("m k, k n -> m n", linear=BILINEAR)
+
+
+@op_rule(aten._weight_int8pack_mm.default, shards="nonempty")
+def int8pack_mm(node: fx.Node) -> RuleText:
+    """ "m k, n k, n -> m n": int8 weights, with a scale for each row of them."""
+    return RuleText("m k, n k, n -> m n", linear=((0,), (2,)))
+
+
+@op_rule(aten._weight_int4pack_mm_for_cpu.default, shards="nonempty")
+def int4pack_mm(node: fx.Node) -> RuleText:
+    """ "m k!, (n n_!) p!, g! (n n_!) 2! -> m (n n_!)": 64 rows of weights lie packed together, all of k in a row."""
+    rows = "(n n_!)" if sym_quotient(node.meta["val"].shape[1], PACKED_ROWS) is not None else "n!"
+    text = f"m k!, {rows} p!, g! {rows} s! -> m {rows}"
+    return RuleText(text, factors={"n_": PACKED_ROWS}, linear=((0,),))
 
 
 @op_rule(aten.bmm.default, shards="any")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import fx
 
 from tpcompiler._torch import quantized_decomposed as quantized
 from tpcompiler.ir import edit
 from tpcompiler.rules.pointwise import pointwise
-from tpcompiler.rules.registry import op_rule
+from tpcompiler.rules.registry import op_rule, op_variant
 
 
 @op_rule(
@@ -31,3 +34,27 @@ def per_channel(node: fx.Node) -> str:
     term = " ".join(f"d{d}" for d in range(ndim))
     channel = f"d{edit.bound(node)['axis'] % ndim}"
     return f"{', '.join([term, *[channel] * (len(edit.operands(node)) - 1)])} -> {term}"
+
+
+@op_rule(quantized.choose_qparams.tensor, quantized.choose_qparams_symmetric.tensor)
+def choose(node: fx.Node) -> str:
+    """ "d0! d1! -> 1, 1": one scale and one zero point for all of it."""
+    (x,) = edit.operands(node)
+    return f"{' '.join(f'd{d}!' for d in range(x.meta['val'].ndim))} -> 1, 1"
+
+
+@op_variant(quantized.choose_qparams.tensor)
+def choose_by_extremes(x: torch.Tensor, *rest: Any) -> Any:
+    """Of the least and the greatest number alone, which the ranks tell one another in one collective."""
+    return quantized.choose_qparams.tensor(_extremes(x), *rest)
+
+
+@op_variant(quantized.choose_qparams_symmetric.tensor)
+def choose_symmetric_by_extremes(x: torch.Tensor, *rest: Any) -> Any:
+    """As `choose_by_extremes`."""
+    return quantized.choose_qparams_symmetric.tensor(_extremes(x), *rest)
+
+
+def _extremes(x: torch.Tensor) -> torch.Tensor:
+    both = torch.stack([x.neg(), x]).amax(list(range(1, 1 + x.ndim)))
+    return torch.cat([both[:1].neg(), both[1:]])

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy
@@ -18,6 +19,7 @@ from tpcompiler.cost.objective import Objective, local_bytes
 from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
+from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import PlannedProgram, Seed, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.features import computed_from_leaves, feature_dims
@@ -168,15 +170,20 @@ def _add_layers(problem: Problem) -> None:
     for domain in problem.domains:
         program, leaves = domain.program, dict(domain.program.leaves())
         static = computed_from_leaves(program.graph, leaves.keys())
+        largest: dict[str, tuple[int, fx.Node]] = {}  # part of each weight: the scales of a quantised one follow it
+        for node, fqn in leaves.items():
+            value, weight = node.meta["val"], weight_of(fqn)
+            if value.ndim > 1 and problem.groups[node] == fqn:
+                largest[weight] = max(largest.get(weight, (0, node)), (value.numel(), node), key=itemgetter(0))
         weights = {
             node: fqn
-            for node, fqn in leaves.items()
-            if (value := node.meta["val"]).ndim > 1 and value.is_floating_point() and problem.groups[node] == fqn
-            if fqn not in problem.layers and not domain.leaves[node.name].shardings and "." in fqn
+            for _, node in largest.values()
+            if (fqn := leaves[node]) not in problem.layers and not domain.leaves[node.name].shardings
+            if layer_of(fqn)
         }
-        owned = Counter(fqn.rpartition(".")[0] for fqn in weights.values())
+        owned = Counter(map(layer_of, weights.values()))
         for node, fqn in weights.items():
-            owner = fqn.rpartition(".")[0]
+            owner = layer_of(fqn)
             nodes = [other for other in leaves if problem.groups[other] == fqn]
             sides = {
                 "colwise": feature_dims(nodes, "out", static, owner),
@@ -184,7 +191,7 @@ def _add_layers(problem: Problem) -> None:
             }
             if any(sides.values()):
                 styles = _styles_of(node.meta["val"], sides, problem.stage, owned[owner] == 1)
-                name = owner if "replicate" in styles else fqn
+                name = owner if "replicate" in styles else weight_of(fqn)
                 problem.layers[fqn] = Layer(name, problem.tables.variable(len(styles)), styles)
 
 
@@ -294,7 +301,7 @@ def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values) -> Non
     is_held = group in problem.held
     problem.held.add(group)
     held = [0.0 if is_held else _held(problem, leaf, want) for want in wanted.shardings]
-    if stage.free and not leaf.meta["val"].is_floating_point():
+    if stage.free and layer is None and weight_of(fqn) == fqn and not leaf.meta["val"].is_floating_point():
         held = [0.0 if want.is_replicated else NEVER for want in wanted.shardings]
     if layer is None:
         problem.price([wanted], in_units(held))
