@@ -20,9 +20,10 @@ from tpcompiler.ir.placements import PlacementSpec
 from tpcompiler.ir.program import PIN, CanonicalProgram, Note, PlannedProgram, Seed, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
+from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.ir.text import value_text
 from tpcompiler.plan import Plan, PlanEntry, Style
-from tpcompiler.rules.features import computed_from_leaves, feature_dims
+from tpcompiler.rules.features import feature_dims
 from tpcompiler.rules.registry import rule_of
 
 Boundary = Mapping[str, PlacementSpec] | Sequence[PlacementSpec | None] | None
@@ -63,12 +64,15 @@ def apply_plan(
     aliases = _aliases(planned)
     assigned = plan.assign(names_of(planned))
     seeds: dict[str, Seed] = {}
+    unseeded: dict[str, str] = {}
     for name in sorted(assigned, key=lambda n: n.count(".")):  # inner names override outer ones
         weight = weights.get(name, {})
         made = _seeds(name, assigned[name], leaves, weight, owned.get(name, {}), aliases, constant, mesh)
         for shared in () if weight else seeds.keys() & made.keys():
             _refuse_two(seeds[shared], made[shared], next(f for f, node in leaves.items() if node.name == shared))
         seeds.update(made)
+        if assigned[name].style.cut and not weight:
+            unseeded.update(dict.fromkeys((node.name for node in owned.get(name, {}).values()), assigned[name].where))
         _pin_module(graph, name, assigned[name], static, mesh)
     _tie(seeds, planned)
     shardings = _input_shardings(planned, mesh, inputs)
@@ -77,7 +81,8 @@ def apply_plan(
     parameters = {fqn: node for fqn, node in leaves.items() if fqn in names}
     said = {name for name, entry in assigned.items() if entry.style.places}
     notes = (*(Note("plan", text) for text in plan.notes), *_untouched(parameters, said, seeds))
-    return PlannedProgram(program.source, graph, mesh, seeds, shardings, notes)
+    unseeded = {name: where for name, where in unseeded.items() if name not in seeds}
+    return PlannedProgram(program.source, graph, mesh, seeds, shardings, notes, unseeded)
 
 
 def names_of(program: CanonicalProgram) -> list[str]:

@@ -15,7 +15,7 @@ from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import has_bodies
 from tpcompiler.ir.dim_sharding import WHOLE
-from tpcompiler.ir.notes import notes_of, shared_leaves
+from tpcompiler.ir.notes import notes_of, shared_leaves, whole_leaves
 from tpcompiler.ir.program import (
     MARK,
     PIN,
@@ -68,7 +68,7 @@ def mark_placements(program: PlannedProgram, found: Solution) -> MarkedProgram:
         del node.meta[MARK]
     marked = MarkedProgram(program.source, graph, program.mesh, program.notes)
     mark_output(marked)
-    notes = (*shared_leaves(program, marked), *walk.notes, *notes_of(marked))
+    notes = (*shared_leaves(program, marked), *whole_leaves(program, marked), *walk.notes, *notes_of(marked))
     return MarkedProgram(program.source, graph, program.mesh, (*program.notes, *notes))
 
 

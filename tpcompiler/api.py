@@ -18,11 +18,11 @@ from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.compared import on_cpu
 from tpcompiler.cost.machine import DEFAULT, Machine
 from tpcompiler.errors import MeshError, PlanError, ProgramError
+from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.symm_mem import Collectives
-from tpcompiler.ir.unwrapped import unwrap_subclasses
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.pipeline import Conversion, finished_together
 from tpcompiler.plan import Plan
@@ -220,7 +220,7 @@ def check(
     if checkpoint is not None:
         original = original or read_original(directory, read_manifest(directory), trust=trust)
         original = with_weights(original, directory, checkpoint, trust=trust)
-    plain = original and unwrap_subclasses(original)
+    plain = original and with_plain_weights(original)
     return check_artifact(directory, original=plain, prepare=on_cpu, trust=trust)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -21,14 +21,14 @@ from passes.mark_placements import mark_placements
 from tpcompiler._torch import FakeTensor
 from tpcompiler.errors import ProgramError, ShardingError
 from tpcompiler.explain.advice import Adviser
+from tpcompiler.frontend.plain_weights import drop_replaced, unwrap_subclasses
 from tpcompiler.ir.devices import device_type_for
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_spec
-from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, PlannedProgram, Program
+from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, Note, PlannedProgram, Program
 from tpcompiler.ir.symm_mem import Collectives, refuse_symm_mem
 from tpcompiler.ir.text import program_text
-from tpcompiler.ir.unwrapped import unwrap_subclasses
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.partition import Partition
 from tpcompiler.plan import Plan
@@ -56,6 +56,7 @@ class Conversion:
     device: str
     after: After
     collectives: Collectives
+    dropped: tuple[Note, ...] = ()
     auto: bool = False  # no plan was given: the search decides
 
     @classmethod
@@ -69,17 +70,19 @@ class Conversion:
         dump: str | os.PathLike[str] | None,
         collectives: Collectives,
     ) -> Conversion:
-        after, exported = Dump(dump), unwrap_subclasses(exported)
+        after = Dump(dump)
+        exported, dropped = drop_replaced(unwrap_subclasses(exported))
         program = after(canonicalize(exported), "canonicalize")
         device, auto = device_type_for(program, device_type), plan is None
         plan = (plan or Plan()).fitted(names_of(program))
         if collectives != "nccl":
             refuse_symm_mem(device)
-        return cls(exported, program, mesh, plan, boundary, device, after, collectives, auto)
+        return cls(exported, program, mesh, plan, boundary, device, after, collectives, dropped, auto)
 
     def planned(self, plan: Plan, after: After) -> PlannedProgram:
         with no_new_guards(self.program.graph):
             planned = after(apply_plan(self.program, plan, self.mesh, *self.boundary), "apply_plan")
+            planned = replace(planned, notes=(*planned.notes, *self.dropped))
             joined = after(join_branches(planned), "join_branches")
             return after(divide_sizes(joined), "divide_sizes")
 

@@ -18,11 +18,11 @@ from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.compared import compared_calls, layout_of
 from tpcompiler.errors import ArtifactError, InputsError
+from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh, groups_named
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.shares import row_sharding
-from tpcompiler.ir.unwrapped import unwrap_subclasses
 from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
 from tpcompiler.runtime.package import read_package
 from tpcompiler.runtime.rank_file import put_state, read_rank, taken_by
@@ -63,7 +63,7 @@ def verify_artifact(
         InputsError: arguments that the program does not take.
     """
     manifest = read_manifest(directory)
-    original = unwrap_subclasses(original)
+    original = with_plain_weights(original)
     own = bool(weightless_names(original)) and checkpoint is None
     subject = _subject_of(directory, manifest, original, checkpoint, trust)
     report = compared_calls({"": subject}, [("", args, kwargs or {}), *(("", *read_call(call)) for call in then)])

@@ -47,6 +47,14 @@ def test_scales_are_cut_with_their_weights(kind: type[nn.Module]) -> None:
     assert {name for name, sharding in placed(program).items() if sharding == "R"} == WHOLE[kind]
 
 
+def test_what_stays_whole_is_said() -> None:
+    program = tpcompiler.parallelize(export(Pair(Gptq), (X,)), 2, PLAN)
+    assert [note.text for note in program.notes if note.kind == "whole"] == [
+        "down.qzeros: i32[8, 16], 512 bytes",
+        "down.scales: f32[8, 128], 4,096 bytes",
+    ]
+
+
 @pytest.mark.parametrize("kind", [Gptq, Awq, BlockFp8])
 def test_groups_that_do_not_divide(kind: type[nn.Module]) -> None:
     """160 rows are five groups of 32: ranks hold whole groups, three and two; of GPTQ's, any rows."""

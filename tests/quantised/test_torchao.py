@@ -14,7 +14,7 @@ from torch.export import export
 import tpcompiler
 from tests.zoo.case import hugging_face, randomise
 from tpcompiler.errors import ShardingError, UnsupportedError
-from tpcompiler.ir.unwrapped import unwrap_subclasses
+from tpcompiler.frontend.plain_weights import unwrap_subclasses
 from tpcompiler.verify_files import verify_artifact
 
 quantization: Any = pytest.importorskip("torchao.quantization", reason="torchao is not there")

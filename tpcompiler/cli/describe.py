@@ -12,13 +12,13 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler.errors import TpCompilerError
+from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import Program, tied
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import DTYPES
-from tpcompiler.ir.unwrapped import unwrap_subclasses
 from tpcompiler.pipeline import find_styles
 from tpcompiler.plan.styles import STYLES
 from tpcompiler.printed import one_line
@@ -38,7 +38,7 @@ SKELETON_HEAD = f"""\
 
 def model_data(program: ExportedProgram) -> dict[str, Any]:
     """Modules, parameters, inputs, outputs and a plan skeleton of a single-device program, as JSON."""
-    program = unwrap_subclasses(program)
+    program = with_plain_weights(program)
     read = Program(program, program.graph)
     kinds = {spec.target: spec.kind.name.lower() for _, spec in read.inputs()}
     names = {node.name: fqn for node, fqn in read.leaves()}

@@ -13,7 +13,7 @@ from tpcompiler.ir.bodies import all_calls
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import MarkedProgram, Note, PlannedProgram, mark_of, tied
-from tpcompiler.ir.text import op_name
+from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.runtime.archive import has_pickled_examples
 
 
@@ -67,6 +67,17 @@ def shared_leaves(asked: PlannedProgram, program: MarkedProgram) -> tuple[Note, 
             if times > 1:
                 folded[f"{_repeated(fqn)}: {times} ranks hold the same share"] += 1
     return tuple(Note("shared", f"{text} (x {count})" if count > 1 else text) for text, count in folded.items())
+
+
+def whole_leaves(asked: PlannedProgram, program: MarkedProgram) -> tuple[Note, ...]:
+    """Matrices that are whole in layers that a style cuts, such as scales that are looked up by their group."""
+    folded: Counter[str] = Counter()
+    for leaf, fqn in program.leaves():
+        value = leaf.meta["val"]
+        is_matrix = sum(size != 1 for size in value.shape) > 1 and leaf.users
+        if leaf.name in asked.unseeded and is_matrix and mark_of(leaf).settled[0].is_replicated:
+            folded[f"{_repeated(fqn)}: {value_text(value)}, {value.numel() * value.element_size():,} bytes"] += 1
+    return tuple(Note("whole", f"{text} (x {count})" if count > 1 else text) for text, count in folded.items())
 
 
 def _repeated(fqn: str) -> str:

@@ -112,7 +112,19 @@ class Note:
     """What a pass declined, gave up or could not use, for the report."""
 
     kind: Literal[
-        "plan", "untouched", "no rule", "size", "random", "mesh", "shared", "cut", "examples", "collectives", "search"
+        "plan",
+        "untouched",
+        "whole",
+        "dropped",
+        "no rule",
+        "size",
+        "random",
+        "mesh",
+        "shared",
+        "cut",
+        "examples",
+        "collectives",
+        "search",
     ]
     text: str
 
@@ -185,12 +197,16 @@ class CanonicalProgram(Program):
 
 @dataclass(frozen=True)
 class PlannedProgram(Program):
-    """The plan resolved: seeds on leaves (by placeholder name), `pin` nodes on values."""
+    """The plan resolved: seeds on leaves (by placeholder name), `pin` nodes on values.
+
+    `unseeded`: leaves of layers that a style cuts, for which it found no dim to cut; who asked. Their uses may.
+    """
 
     mesh: Mesh
     seeds: Mapping[str, Seed]
     input_shardings: Mapping[str, Sharding]
     notes: tuple[Note, ...]
+    unseeded: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

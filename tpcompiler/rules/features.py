@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Literal
 
-import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
-from tpcompiler.ir.draws import draws
 from tpcompiler.rules.notation import Rule, Term
 from tpcompiler.rules.registry import rule_of
 
@@ -69,23 +66,3 @@ def _positions(node: fx.Node, user: fx.Node, rule: Rule, side: str, static: Set[
     made = {f for term in rule.pattern.outputs for dim in term for f in dim}
     wanted = rule.reduced - rule.pattern.whole if side == "in" else made - active
     return {d for operand, term in pairs if operand is node for d, dim in enumerate(term) if wanted.intersection(dim)}
-
-
-def computed_from_leaves(graph: fx.Graph, leaves: Set[fx.Node]) -> Set[fx.Node]:
-    """Leaves and what is computed from them alone: never an activation.
-
-    What is made of nothing, such as the shifts that unpack eight numbers from one, counts for no activation either
-    where it meets a leaf element by element; to a look-up it is positions.
-    """
-    static, made_of_nothing = set(leaves), set[fx.Node]()
-    for node in edit.calls(graph):
-        made_of = {value for value in node.all_input_nodes if edit.outputs(value)}  # a size is no activation
-        if made_of <= made_of_nothing and not draws(node):
-            made_of_nothing.add(node)
-        elif static >= made_of - (made_of_nothing if _is_pointwise(node) else set()):
-            static.add(node)
-    return static
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags

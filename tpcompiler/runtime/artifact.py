@@ -27,6 +27,8 @@ MODEL = "model.pt2"  # what was converted, without its weights
 NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
     "plan": "plan entries that are left out",
     "untouched": "layers that no plan entry touches",
+    "whole": "weights that stay whole in a layer that is cut",
+    "dropped": "weights that no op uses any more, left out",
     "no rule": "ops without a rule",
     "size": "dynamic sizes that the mesh must divide",
     "random": "ops that draw random numbers",

@@ -14,7 +14,7 @@ from torch import fx
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.rules.features import computed_from_leaves
+from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.stage import Choice, Leaf, Stage

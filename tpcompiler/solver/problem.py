@@ -22,7 +22,8 @@ from tpcompiler.ir.local import key
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import PlannedProgram, Seed, pin, tied
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.rules.features import computed_from_leaves, feature_dims
+from tpcompiler.ir.static import computed_from_leaves
+from tpcompiler.rules.features import feature_dims
 from tpcompiler.rules.notation import Rule
 from tpcompiler.solver.domain import Domain, find_domain, pin_choices, results
 from tpcompiler.solver.eliminate import Tables

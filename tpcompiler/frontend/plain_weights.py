@@ -1,4 +1,4 @@
-"""Weights that are tensor subclasses, such as torchao's quantised ones, as the plain tensors that they consist of."""
+"""What quantisers leave behind: weights that are tensor subclasses, and weights that nothing uses any more."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
 from tpcompiler.ir.local import fake_mode_of
+from tpcompiler.ir.names import layer_of, weight_of
+from tpcompiler.ir.program import Note, Program, tied
 from tpcompiler.ir.rebuilt import copy_signature, rebuilt
+from tpcompiler.ir.static import computed_from_leaves
 
 READ = "export.access_subclass_inner_tensor.default"
+
+
+def with_plain_weights(program: ExportedProgram) -> ExportedProgram:
+    """The program as it is converted, and as what is converted is compared with: see the two functions below."""
+    return drop_replaced(unwrap_subclasses(program))[0]
 
 
 def unwrap_subclasses(program: ExportedProgram) -> ExportedProgram:
@@ -93,3 +101,48 @@ def _take_parts(node: fx.Node, path: tuple[str, ...], parts: dict[tuple[str, ...
             )
         _take_parts(user, (*path, str(user.args[1])), parts)
     edit.erase(node)
+
+
+def drop_replaced(program: ExportedProgram) -> tuple[ExportedProgram, tuple[Note, ...]]:
+    """The program without the weights in whose place their layers use others, and what is said of them.
+
+    Before    up.weight f32[256, 128], _frozen_param0 i8[256, 128]      as PT2E leaves them
+              linear(x, dequantize_per_channel(_frozen_param0, ..))     in the module up
+    After     _frozen_param0 i8[256, 128]
+
+    Parts of a weight that is in parts are such too, like zero points that are always zero. A parameter that is not used
+    for another reason stays: a checkpoint of the model has it.
+    """
+    read = Program(program, program.graph)
+    dropped = {node.name: fqn for node, fqn in _replaced(read)}
+    if not dropped:
+        return program, ()
+    graph, names = edit.copy_graph(program.graph), set(dropped.values())
+    read_bodies(graph, program.graph_module)
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name in dropped:
+            edit.erase(node)
+    signature = copy_signature(program.graph_signature)
+    specs = [spec for spec in signature.input_specs if spec.target not in names]
+    state, constants = ({n: v for n, v in h.items() if n not in names} for h in (program.state_dict, program.constants))
+    made = rebuilt(program, graph, ExportGraphSignature(specs, signature.output_specs), constants, state)
+    sizes = {fqn: read.state(fqn).numel() * read.state(fqn).element_size() for fqn in dropped.values()}
+    return made, tuple(Note("dropped", f"{fqn}: {size:,} bytes") for fqn, size in sizes.items())
+
+
+def _replaced(program: Program) -> Iterator[tuple[fx.Node, str]]:
+    leaves, first_of = dict(program.leaves()), tied(program)
+    used = {node: fqn for node, fqn in leaves.items() if node.users}
+    tied_to_used = {first_of[node.name] for node in used}
+    unused = {node: fqn for node, fqn in leaves.items() if first_of[node.name] not in tied_to_used}
+    if not unused:
+        return
+    static = computed_from_leaves(program.graph, leaves.keys())
+    takers = [n for n in edit.calls(program.graph) if n not in static and any(o in static for o in edit.operands(n))]
+    weights = {weight_of(fqn) for fqn in used.values()}
+    own = {layer_of(fqn) for node, fqn in used.items() if node.meta["val"].ndim > 1}
+    served = {path for node in takers for path in edit.module_paths(node)} - own  # by others' weights
+    for node, fqn in unused.items():
+        is_part = weight_of(fqn) != fqn and weight_of(fqn) in weights
+        if is_part or (layer_of(fqn) in served and node.meta["val"].ndim > 1):
+            yield node, fqn
