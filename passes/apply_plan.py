@@ -119,7 +119,8 @@ def _seeds(
     for fqn, node in inside.items():
         ndim = node.meta["val"].ndim
         if style.placement is not None:
-            spec = _over_axes(style.placement, mesh)
+            axis = style.axis if style.axis in mesh.names else mesh.model_axis
+            spec = style.placement if isinstance(style.placement, Mapping) else {axis: style.placement}
             if len(weight) > 1 and fqn != largest:
                 spec = _of_part(spec, node.meta["val"])
             placed = Sharding.of(spec, mesh, ndim, f"'{fqn}'", entry.where)

@@ -120,7 +120,7 @@ a plan to begin with (save it as plan.yaml):
 #   rowwise                cut input features: the results are summed over the ranks
 #   colwise_gather_output  cut output features, and gather them right away
 #   embedding_rowwise      cut the vocabulary of an embedding
-# Also: rowwise_split_input, packed_colwise, packed_rowwise, sequence_parallel, gather, moe_tp_experts; for one parameter a placement, such as S(0).
+# Also: rowwise_split_input, packed_colwise, packed_rowwise, sequence_parallel, gather, moe_tp_experts, grouped_gemm; for one parameter a placement, such as S(0).
 "layers.*.up": replicate    # Linear: weight [16, 8], 2 times
 "layers.*.down": replicate  # Linear: weight [8, 16], 2 times
 "head": replicate           # Linear: weight [4, 8]

@@ -18,6 +18,7 @@ from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
 from passes.join_branches import join_branches
 from passes.mark_placements import mark_placements
+from passes.spread_experts import spread_experts
 from tpcompiler._torch import FakeTensor
 from tpcompiler.errors import ProgramError, ShardingError
 from tpcompiler.explain.advice import Adviser
@@ -84,7 +85,8 @@ class Conversion:
             planned = after(apply_plan(self.program, plan, self.mesh, *self.boundary), "apply_plan")
             planned = replace(planned, notes=(*planned.notes, *self.dropped))
             joined = after(join_branches(planned), "join_branches")
-            return after(divide_sizes(joined), "divide_sizes")
+            spread = after(spread_experts(joined), "spread_experts")
+            return after(divide_sizes(spread), "divide_sizes")
 
     def finished(self, marked: MarkedProgram, styles: Mapping[str, str], adviser: Adviser) -> ParallelProgram:
         """All passes from a marked program up to the program for all ranks."""

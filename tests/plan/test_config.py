@@ -115,7 +115,7 @@ def test_styles_of_experts() -> None:
     """What a plan cuts inside of experts is taken; which rank has which expert has no style yet."""
     own = MixtralConfig().base_model_tp_plan
     assert set(Plan.of(MixtralConfig()).to_data()) == own.keys()  # type: ignore[arg-type]
-    plan = {**own, "layers.*.mlp.experts": "grouped_gemm"}
+    plan = {**own, "layers.*.mlp.experts": "megamoe_experts"}
     with pytest.raises(UnsupportedError) as raised:
         Plan.of(plan)
-    assert str(raised.value).splitlines()[0] == ("style 'grouped_gemm' is recognised but not supported yet")
+    assert str(raised.value).splitlines()[0] == ("style 'megamoe_experts' is recognised but not supported yet")

@@ -223,9 +223,9 @@ def test_a_pattern_is_text() -> None:
 
 def test_a_refused_style_names_its_entry() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        Plan.of({"*.experts": "grouped_gemm"})
+        Plan.of({"*.experts": "megamoe_experts"})
     assert str(caught.value) == (
-        "style 'grouped_gemm' is recognised but not supported yet\n"
+        "style 'megamoe_experts' is recognised but not supported yet\n"
         "  help: use 'replicate' meanwhile: every rank then holds and runs the whole layer\n"
-        '  asked by: the plan ("*.experts": "grouped_gemm")'
+        '  asked by: the plan ("*.experts": "megamoe_experts")'
     )

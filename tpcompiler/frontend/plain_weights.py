@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, TensorArgument
 
 from tpcompiler._torch import LEAF_KINDS, is_wrapper_subclass
-from tpcompiler.errors import UnsupportedError
+from tpcompiler.frontend.refused import refuse_others
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
 from tpcompiler.ir.local import fake_mode_of
@@ -38,14 +38,19 @@ def unwrap_subclasses(program: ExportedProgram) -> ExportedProgram:
               s = up.parametrizations.weight.original1
 
     Torch itself, where it decomposes such a program, and torchao's `unwrap_tensor_subclass` give the same names.
+    What an op takes as a whole stays, for torch to take apart.
 
     Raises:
-        UnsupportedError: a subclass that an op takes as a whole.
+        ProgramError: no exported program.
     """
+    refuse_others(program)
     held = {**program.constants, **program.state_dict}
     kept = program.graph_signature.input_specs
     wrapped = {
-        spec.target for spec in kept if spec.kind in LEAF_KINDS and is_wrapper_subclass(held.get(str(spec.target)))
+        spec.target
+        for node, spec in zip(program.graph.find_nodes(op="placeholder"), kept, strict=True)
+        if spec.kind in LEAF_KINDS and is_wrapper_subclass(value := held.get(str(spec.target)))
+        if _is_read_alone(node, value)
     }
     if not wrapped:
         return program
@@ -93,14 +98,15 @@ def _take_parts(node: fx.Node, path: tuple[str, ...], parts: dict[tuple[str, ...
     if path in parts:
         edit.replace_uses(node, parts[path])
     for user in list(node.users):
-        if str(user.target) != READ:
-            raise UnsupportedError(
-                f"'{user.name}' ({user.target}) takes a weight that is a tensor subclass as a whole",
-                help="unwrap the weights before the export: torchao.utils.unwrap_tensor_subclass(model)",
-                used_at=edit.source_line(user),
-            )
         _take_parts(user, (*path, str(user.args[1])), parts)
     edit.erase(node)
+
+
+def _is_read_alone(node: fx.Node, value: Any) -> bool:
+    """Whether all that takes a subclass reads an attribute of it."""
+    return not is_wrapper_subclass(value) or all(
+        str(user.target) == READ and _is_read_alone(user, getattr(value, str(user.args[1]))) for user in node.users
+    )
 
 
 def drop_replaced(program: ExportedProgram) -> tuple[ExportedProgram, tuple[Note, ...]]:
@@ -113,7 +119,9 @@ def drop_replaced(program: ExportedProgram) -> tuple[ExportedProgram, tuple[Note
     Parts of a weight that is in parts are such too, like zero points that are always zero. A parameter that is not used
     for another reason stays: a checkpoint of the model has it.
     """
-    read = Program(program, program.graph)
+    read, held = Program(program, program.graph), {**program.constants, **program.state_dict}
+    if any(fqn not in held for _, fqn in read.leaves()):
+        return program, ()  # which is refused later
     dropped = {node.name: fqn for node, fqn in _replaced(read)}
     if not dropped:
         return program, ()

@@ -18,18 +18,26 @@ from tpcompiler.runtime.weightless import weightless_names
 QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
-def refuse_values(program: ExportedProgram) -> None:
-    """Check what came from outside, before torch works on it: the state, and what kinds of tensors there are.
+def refuse_others(program: object) -> None:
+    """Check that it is an exported program.
 
     Raises:
-        ProgramError: no exported program, its state is not the one that the graph was exported with, or one of which
-            torch's Python computes something else.
-        UnsupportedError: sparse or quantised tensors, tensor subclasses as inputs.
+        ProgramError: it is none.
     """
     if not isinstance(program, ExportedProgram):
         raise ProgramError(
             f"{type(program).__qualname__} is not an exported program", help="pass what torch.export.export returned"
         )
+
+
+def refuse_values(program: ExportedProgram) -> None:
+    """Check what came from outside, before torch works on it: the state, and what kinds of tensors there are.
+
+    Raises:
+        ProgramError: its state is not the one that the graph was exported with, or one of which
+            torch's Python computes something else.
+        UnsupportedError: sparse or quantised tensors, tensor subclasses as inputs.
+    """
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     inputs = {name for name, spec in specs.items() if spec.kind is InputKind.USER_INPUT}
     for node in program.graph.nodes:

@@ -268,7 +268,7 @@ def tied(program: Program) -> dict[str, str]:
     for node, fqn in program.leaves():
         value = program.state(fqn)
         key: object = id(value)
-        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel():
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and value.numel():
             key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride())
         out[node.name] = first.setdefault(key, node.name)
     return out

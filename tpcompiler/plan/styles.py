@@ -42,6 +42,7 @@ class Style:
     inputs: Layouts = field(default=(), hash=False)  # wanted of the layer's inputs, in order; None = as it comes
     outputs: Layouts = field(default=(), hash=False)  # that the layer's outputs are pinned to; None = as it comes
     placement: PlacementSpec | None = field(default=None, hash=False)  # explicit, of a parameter or buffer
+    axis: str = ""  # that the placement is over, where the mesh has it; else over the one that splits layers
     packed: bool = False  # what is cut are parts in a row, each of them by itself
     sizes: tuple[int, ...] = ()  # of the parts; a single one counts equal parts; none: the uses show them
 
@@ -57,11 +58,11 @@ class Style:
 
     def to_data(self) -> str | dict[str, object]:
         """The style as plain JSON data, from which `read_style` makes an equal one."""
+        if self.name in STYLES and replace(self, sizes=()) == STYLES[self.name]:
+            return self.written
         if self.placement is not None:
             written = format_spec(self.placement)
             return written if isinstance(written, str) else {**written}
-        if self.name in STYLES and replace(self, sizes=()) == STYLES[self.name]:
-            return self.written
         data: dict[str, object] = {"style": self.written} if self.name in STYLES else {}
         for part, layouts in (("inputs", self.inputs), ("outputs", self.outputs)):
             if layouts:
@@ -84,6 +85,7 @@ STYLES = {
         Style("sequence_parallel", whole=True, inputs=(Shard(1),), outputs=(Shard(1),)),
         Style("gather", outputs=(Replicate(),)),
         Style("moe_tp_experts"),  # its weights have entries of their own; pending sums are reduced where they are small
+        Style("grouped_gemm", placement=Shard(0), axis="ep"),  # each rank holds some experts
     )
 }
 
@@ -101,16 +103,16 @@ ALIASES = {
     "isolated": "replicate",
     "mla_kv_a_proj": "replicate",
     "all_reduce": "gather",
+    # Where the tokens go follows from where the experts' weights are.
+    "ep_router": "moe_tp_experts",
+    "ep_dispatch_experts": "moe_tp_experts",
+    "moe_identity_expert": "moe_tp_experts",
 }
 
 _WHOLE = "use 'replicate' meanwhile: every rank then holds and runs the whole layer"
 
 # Recognised, refused by name: what to write instead.
 REFUSED = {
-    "grouped_gemm": _WHOLE,
-    "moe_identity_expert": _WHOLE,
-    "ep_router": _WHOLE,
-    "ep_dispatch_experts": _WHOLE,
     "megamoe_experts": _WHOLE,
     "megamoe_router": _WHOLE,
 }

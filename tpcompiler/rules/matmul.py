@@ -8,6 +8,7 @@ from torch import fx
 
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
+from tpcompiler.ir.experts import BY_BLOCK, multiply_own_blocks
 from tpcompiler.ir.sizes import sym_quotient
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pointwise import broadcast
@@ -124,6 +125,13 @@ def grouped_mm(node: fx.Node) -> RuleText | None:
 def looped_mm(node: fx.Node) -> RuleText:
     """ "t! k, g! k n, g! -> t! n": transformers' own, where torch's kernel does not fit; k and n are cut anywhere."""
     return RuleText("t! k, g! k n, g! -> t! n", linear=BILINEAR)
+
+
+@op_rule(BY_BLOCK, shards="any")
+def blocks(node: fx.Node) -> RuleText:
+    """ "d s! k, (d g!) k n, d g! -> d s! n": a rank with some of the blocks runs plain grouped matmuls."""
+    body = {"d": multiply_own_blocks}
+    return RuleText("d s! k, (d g!) k n, d g! -> d s! n", linear=BILINEAR, local=body)
 
 
 @op_rule(aten.matmul.default, shards="any")

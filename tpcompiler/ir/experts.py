@@ -1,0 +1,51 @@
+"""A grouped matmul of which every rank does the groups that it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tpcompiler._torch import OpOverload
+
+LIBRARY: Any = vars(torch.library)["Library"]("tpcompiler", "DEF")  # it has no types
+LIBRARY.define("grouped_mm_by_block(Tensor x, Tensor weight, Tensor ends, str kernel) -> Tensor")
+
+
+def multiply_blocks(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, kernel: str) -> torch.Tensor:
+    """A grouped matmul for each block; rows behind a block's last group are zeros.
+
+    Args:
+        x: [blocks, rows, k], each block's rows in the order of its groups.
+        weight: [blocks x groups, k, n].
+        ends: [blocks, groups], int32: where in its block a group ends.
+        kernel: the op that does one block.
+    """
+    own = weight.reshape(*ends.shape, *weight.shape[1:])
+    rows = torch.ones_like(x[0, :, 0], dtype=torch.int32).cumsum(0)  # from 1; of a dynamic number
+    made = [_kernel(kernel)(x[block], own[block], ends[block]) for block in range(ends.shape[0])]
+    kept = [part.masked_fill((rows > ends[block, -1]).unsqueeze(-1), 0) for block, part in enumerate(made)]
+    return torch.stack(kept)
+
+
+def multiply_own_blocks(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, kernel: str, *, shard: Any
+) -> torch.Tensor:
+    """What a rank does for the blocks that it holds."""
+    return multiply_blocks(x, weight, ends, kernel)
+
+
+def _kernel(name: str) -> OpOverload:
+    namespace, packet, overload = name.split(".")
+    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    assert isinstance(found, OpOverload)
+    return found
+
+
+def _fake(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, kernel: str) -> torch.Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], weight.shape[2])
+
+
+LIBRARY.impl("grouped_mm_by_block", multiply_blocks, "CompositeExplicitAutograd")
+torch.library.register_fake("tpcompiler::grouped_mm_by_block", _fake, lib=LIBRARY)
+BY_BLOCK: OpOverload = torch.ops.tpcompiler.grouped_mm_by_block.default
