@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import fx
 
+from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.rules.notation import Rule, Term
 from tpcompiler.rules.registry import rule_of
@@ -32,7 +33,7 @@ def feature_dims(leaf: Sequence[fx.Node], side: Literal["out", "in"], static: Se
             rule = rule_of(user) if user.op == "call_function" and edit.outputs(user) else None
             if rule is None:
                 continue
-            if user in static:  # a view, a split, a cast, a scale of an int8 weight
+            if user in static or _chooses_weights(user, node):  # a view, a split, a cast, a scale of an int8 weight
                 pairs = zip(edit.operands(user), rule.pattern.inputs, strict=True)
                 terms = [term for operand, term in pairs if operand is node]
                 source = {f: origin[d] for term in terms for d, dim in enumerate(term) for f in dim}
@@ -43,6 +44,11 @@ def feature_dims(leaf: Sequence[fx.Node], side: Literal["out", "in"], static: Se
             anywhere |= found
             inside |= found if module in edit.module_paths(user) else set()
     return inside or anywhere
+
+
+def _chooses_weights(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a look-up takes a matrix for each row, such as an expert's: what it makes is a weight still."""
+    return user.target is aten.index.Tensor and user.args[0] is node and node.meta["val"].ndim > 2
 
 
 def _results(user: fx.Node, rule: Rule) -> list[tuple[fx.Node, Term]]:
@@ -62,7 +68,8 @@ def _only(dims: Sequence[int | None]) -> int | None:
 def _positions(node: fx.Node, user: fx.Node, rule: Rule, side: str, static: Set[fx.Node]) -> set[int]:
     """The dims of operand `node` that are features of that side for the op."""
     pairs = list(zip(edit.operands(user), rule.pattern.inputs, strict=True))
-    active = {f for operand, term in pairs if operand not in static for dim in term for f in dim}
+    others = [term for operand, term in pairs if operand not in static and operand is not node]
+    active = {f for term in others for dim in term for f in dim}
     made = {f for term in rule.pattern.outputs for dim in term for f in dim}
     wanted = rule.reduced - rule.pattern.whole if side == "in" else made - active
     return {d for operand, term in pairs if operand is node for d, dim in enumerate(term) if wanted.intersection(dim)}

@@ -31,6 +31,10 @@ MOST_CLASSES = 8
 MOST_REPEATED = 1 << 26  # bytes
 NAMED_CLASS = re.compile(rb'\\"type\\": ?\\"(transformers(?:\.\w+)+)\.(\w+)\\"')
 KNOWN_MODULES = re.compile(r"transformers\.(modeling_outputs|cache_utils|models\.(\w+)\.modeling_\2)")
+KNOWN_OPS = {  # namespace of ops -> what registers them
+    b"torch.ops.transformers.": "transformers.integrations.moe",
+    b"torch.ops.torchao.": "torchao.quantization",
+}
 EXPORT_SUPPORT = "transformers.integrations.executorch"
 EXPORT = "export the model and write it with torch.export.save(exported_program, path)"
 
@@ -52,22 +56,33 @@ def import_modules(names: Sequence[str]) -> None:
             ) from error
 
 
-def import_known_classes(file: Opened) -> None:
-    """Import the modules of transformers that define what the program takes and returns, by the names in the file.
+def import_known_modules(file: Opened) -> None:
+    """Import what a file names of two libraries: classes of transformers that it takes and returns, and their ops.
 
-    Nothing else is imported for a file: other classes need `--import`.
+    Nothing else is imported for a file: other classes and ops need `--import`.
     """
     with contextlib.suppress(zipfile.BadZipFile, OSError), zipfile.ZipFile(file) as archive:
         for entry in archive.namelist():
             if re.fullmatch(r"[^/]+/models/model\.json", entry) or entry == OLD_FORMAT:
-                trees = b"".join(TREE.findall(archive.read(entry)))
+                text = archive.read(entry)
+                trees = b"".join(TREE.findall(text))
                 found = {(module.decode(), name.decode()) for module, name in NAMED_CLASS.findall(trees)}
                 for module, name in sorted(found)[:MOST_CLASSES]:
-                    if KNOWN_MODULES.fullmatch(module) and importlib.util.find_spec("transformers") is not None:
-                        with contextlib.suppress(ArtifactError):  # torch says which class it lacks
-                            import_modules([module])
+                    if KNOWN_MODULES.fullmatch(module) and _import_installed(module):
                         if name == "DynamicCache" and not is_registered_class(f"{module}.{name}"):
                             importlib.import_module(EXPORT_SUPPORT).register_dynamic_cache_export_support()
+                for namespace, module in KNOWN_OPS.items():
+                    if namespace in text:
+                        _import_installed(module)
+
+
+def _import_installed(module: str) -> bool:
+    """Whether the library is there. What its module lacks, torch says."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return False
+    with contextlib.suppress(ArtifactError):
+        import_modules([module])
+    return True
 
 
 def _is_only_here(name: str) -> bool:
@@ -119,7 +134,7 @@ def _refuse_repeated(program: ExportedProgram, file: Opened) -> None:
 
 def load_opened(file: Opened) -> ExportedProgram:
     """The program in what `open_model` gave."""
-    import_known_classes(file)
+    import_known_modules(file)
     file.seek(0)
     with quick_files():
         program = torch.export.load(cast(Any, file))
