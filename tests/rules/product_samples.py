@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.rules.sample import call, ids, t
+from tpcompiler.ir.experts import BY_BLOCK
 
 aten = torch.ops.aten
 einsum, tensordot = aten.einsum.default, aten.tensordot.default
@@ -33,6 +34,14 @@ PRODUCTS_2 = [
         [1, 2],
         [2, 3],
         text="d0 d2, d1 d2 d3, d0 d3 -> d0 d1",
+    ),
+    call(
+        BY_BLOCK,
+        small(4, 5, 16),
+        small(8, 16, 8),
+        torch.tensor([[1, 3], [0, 5], [4, 4], [0, 0]], dtype=torch.int32),
+        "aten._grouped_mm.default",
+        text="d s! (k k_!), (d g!) (k k_!) (n n_!), d g! -> d s! (n n_!)",
     ),
     call(
         aten._grouped_mm.default,

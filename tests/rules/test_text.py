@@ -148,6 +148,8 @@ nonempty shards; linear in 0 or linear in 1
     conv_tbc.default conv_transpose1d.default conv_transpose3d.input convolution.default
 nonempty shards; linear in 0 or linear in 1; counts groups
     conv2d.padding conv_transpose2d.input
+nonempty shards; linear in 0 or linear in 1; own body for d
+    tpcompiler.grouped_mm_by_block.default
 nonempty shards; linear in 0 or linear in 2
     _weight_int8pack_mm.default
 nonempty shards; linear in 0; counts output_size

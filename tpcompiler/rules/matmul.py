@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
+from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.experts import BY_BLOCK, multiply_own_blocks
 from tpcompiler.ir.sizes import sym_quotient
 from tpcompiler.rules.notation import RuleText
@@ -110,15 +111,14 @@ def grouped_mm(node: fx.Node) -> RuleText | None:
     if edit.bound(node)["bias"] is not None:
         return None
     unit = 16 // left.element_size()
-    sizes = {"m": left.shape[-2], "k": left.shape[-1], "n": right.shape[-1]}
-    m, k, n = (f"({f} {f}_!)" if sym_quotient(size, unit) is not None else f"{f}!" for f, size in sizes.items())
+    m, k, n = _in_units({"m": left.shape[-2], "k": left.shape[-1], "n": right.shape[-1]}, unit)
     text = {
         (3, 3): f"g {m} {k}, g {k} {n} -> g {m} {n}",
         (2, 3): f"t! {k}, g! {k} {n}, g! -> t! {n}",
         (3, 2): f"g! {m} {k}, {k} t!, g! -> {m} t!",
         (2, 2): f"{m} t!, t! {n}, g! -> g! {m} {n}",
     }[left.ndim, right.ndim]
-    return RuleText(text, factors={f"{f}_": unit for f in sizes}, linear=BILINEAR)
+    return RuleText(text, factors={"m_": unit, "k_": unit, "n_": unit}, linear=BILINEAR)
 
 
 @foreign_rule("transformers.grouped_mm_fallback.default", shards="any")
@@ -127,11 +127,19 @@ def looped_mm(node: fx.Node) -> RuleText:
     return RuleText("t! k, g! k n, g! -> t! n", linear=BILINEAR)
 
 
-@op_rule(BY_BLOCK, shards="any")
+@op_rule(BY_BLOCK, shards="nonempty")
 def blocks(node: fx.Node) -> RuleText:
-    """ "d s! k, (d g!) k n, d g! -> d s! n": a rank with some of the blocks runs plain grouped matmuls."""
-    body = {"d": multiply_own_blocks}
-    return RuleText("d s! k, (d g!) k n, d g! -> d s! n", linear=BILINEAR, local=body)
+    """ "d s! (k k_!), (d g!) (k k_!) (n n_!), d g! -> d s! (n n_!)": a rank runs those of its own blocks."""
+    x, weight, _ = (operand.meta["val"] for operand in edit.operands(node))
+    unit = 16 // x.element_size() if edit.bound(node)["kernel"].startswith("aten") else 1
+    k, n = _in_units({"k": x.shape[-1], "n": weight.shape[-1]}, unit)
+    text = f"d s! {k}, (d g!) {k} {n}, d g! -> d s! {n}"
+    return RuleText(text, factors={"k_": unit, "n_": unit}, linear=BILINEAR, local={"d": multiply_own_blocks})
+
+
+def _in_units(sizes: Mapping[str, Size], unit: int) -> list[str]:
+    """Factors that are cut between multiples of a unit, whole where they are no multiple of it."""
+    return [f"({f} {f}_!)" if sym_quotient(size, unit) is not None else f"{f}!" for f, size in sizes.items()]
 
 
 @op_rule(aten.matmul.default, shards="any")
