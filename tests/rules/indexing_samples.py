@@ -46,7 +46,8 @@ INDEXING = [
     call(aten._unsafe_index_put.default, t(5, 6), [distinct(4)], t(4, 6), text="d0! d1, i0!, i0! d1 -> d0! d1"),
     call(aten.index_select.default, t(5, 6), 1, ids(4, below=6), text="d0 d1, i -> d0 i"),
     call(aten.index_select.default, t(5, 6), -2, ids(4, below=5), text="d0 d1, i -> i d1"),
-    call(aten.index_copy.default, t(5, 6, 4), 1, distinct(3), t(5, 3, 4), text="d0 d1! d2, i!, d0 i! d2 -> d0 d1! d2"),
+    call(aten.index_copy.default, t(5, 6, 4), 1, distinct(3), t(5, 3, 4), text="d0 d1 d2, i!, d0 i! d2 -> d0 d1 d2"),
+    call(aten.index_copy.default, t(3, 8), -1, distinct(1), t(3, 1), text="d0 d1, i!, d0 i! -> d0 d1"),
     call(
         aten.index_put.default,
         t(5, 6),

@@ -25,6 +25,7 @@ X = torch.randn(3, 24, dtype=torch.float64)
 TIES = torch.tensor([[1.0, 3, 3, 0], [NAN, 2, NAN, 1], [-INF, -INF, -INF, -INF], [0, 0, 0, INF]])
 LINES = torch.tensor([[1.0, 3, -INF, 0], [-INF] * 4])
 W = torch.randn(24, dtype=torch.float64)
+HEADS = torch.randn(2, 4, 3, 8, dtype=torch.float64)
 
 SAMPLES: dict[OpOverload, list[Any]] = {
     aten.softmax.int: [(X, 1), (X, 0), (TIES, 1), (X.half(), -1, torch.float32)],
@@ -46,6 +47,13 @@ SAMPLES: dict[OpOverload, list[Any]] = {
     aten.all.default: [(X < 9,), (TIES,)],
     aten.all.dim: [(X < 1, 1)],
     aten.all.dims: [(X < 1, [0], True)],
+    aten.scaled_dot_product_attention.default: [
+        (HEADS, HEADS.cos(), HEADS.sin()),
+        (HEADS, HEADS.cos(), HEADS.sin(), HEADS[..., :3] > -0.5),
+        (HEADS[:, :, :1], HEADS.cos(), HEADS.sin(), torch.tensor([[0.0, -INF, -3.0]])),
+        (HEADS[..., :1, :], HEADS.cos(), HEADS.sin(), torch.tensor([[False, False, False]])),
+        ((HEADS, HEADS[:, :2].cos(), HEADS[:, :2].sin()), {"enable_gqa": True, "scale": 0.3}),
+    ],
     aten.argmax.default: [(X, 1), (TIES, 1), (TIES, 0, True), (W,)],
     aten.argmin.default: [(X, 1), (TIES, 1), (TIES.nan_to_num(), 0)],
     aten.max.dim: [(X, 1), (TIES, 1), (TIES, 0, True), (X > 0, 1)],

@@ -151,9 +151,10 @@ def index_select(node: fx.Node) -> RuleText | None:
 
 @op_rule(aten.index_copy.default, aten.index_add.default, aten.index_reduce.default, shards="any")
 def index_copy(node: fx.Node) -> RuleText | None:
-    """ "d0 d1! d2, i!, d0 i! d2 -> d0 d1! d2", or "+d0 d1! d2, i, d0 i d2 -> d0 d1! d2" where it is added.
+    """ "d0 d1 d2, i!, d0 i! d2 -> d0 d1 d2", or "+d0 d1! d2, i, d0 i d2 -> d0 d1! d2" where it is added.
 
-    Jointly linear in both tensors, but for the reductions of `index_reduce`: products, means, extrema.
+    A rank that has some of the positions, such as a cache's steps, writes those. Jointly linear in both tensors, but
+    for the reductions of `index_reduce`: products, means, extrema.
     """
     ndim = node.meta["val"].ndim
     if not ndim or not edit.operands(node)[2].meta["val"].ndim:
@@ -162,9 +163,28 @@ def index_copy(node: fx.Node) -> RuleText | None:
     adds = node.target is aten.index_add.default
     positions = "i" if adds else "i!"
     source = " ".join(positions if d == dim else f"d{d}" for d in range(ndim))
-    text = dims_text(ndim, {dim})
+    told = node.target is aten.index_copy.default and isinstance(node.meta["val"].shape[dim], int)
+    text = dims_text(ndim, set() if told else {dim})
     linear = () if node.target is aten.index_reduce.default else FIRST_AND_LAST
-    return RuleText(f"{'+' * adds}{text}, {positions}, {source} -> {text}", linear=linear)
+    local = {f"d{dim}": _copy_own} if told else {}
+    return RuleText(f"{'+' * adds}{text}, {positions}, {source} -> {text}", linear=linear, local=local)
+
+
+def _copy_own(
+    value: torch.Tensor, dim: int, positions: torch.Tensor, source: torch.Tensor, *, shard: ShardRange
+) -> torch.Tensor:
+    """What is written at the positions that this shard has."""
+    local = positions - shard.offset
+    inner = [1] * (value.ndim - dim % value.ndim - 1)
+    if isinstance(local.shape[0], int) and local.shape[0] == 1:  # a step of decoding: one row is written, or kept
+        own = (local >= 0) & (local < shard.size)
+        row = torch.where(own, local, 0)
+        written = torch.where(own.view(-1, *inner), source, value.index_select(dim, row))
+        return value.index_copy(dim, row, written)
+    slots, count = torch.arange(value.shape[dim], device=value.device), torch.ones_like(local).cumsum(0)
+    last = ((slots.unsqueeze(-1) == local) * count).amax(-1)  # of those that are written there; 0: none
+    written = source.index_select(dim, (last - 1).clamp(min=0))
+    return torch.where((last > 0).view(-1, *inner), written, value)
 
 
 @op_rule(aten.gather.default, shards="any")

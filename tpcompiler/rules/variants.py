@@ -51,6 +51,41 @@ def log_softmax_to_float(x: Tensor, dim: int, to_float: bool) -> Tensor:
     return log_softmax(x, dim, torch.float32 if to_float else None)
 
 
+@op_variant(aten.scaled_dot_product_attention.default)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Keys and values by steps: of each query the greatest score, then a sum and the weighted sum of the values.
+
+    A rank that sees no key adds nothing; a query that sees none at all gives zeros.
+    """
+    if dropout or is_causal:
+        return NotImplemented
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if enable_gqa:  # the queries of a kv head beside one another
+        count = k.shape[-3]
+        q, k, v = aten.unflatten.int(q, -3, [count, -1]), k.unsqueeze(-3), v.unsqueeze(-3)
+        if mask is not None and mask.ndim > 2:
+            mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else aten.unflatten.int(mask, -3, [count, -1])
+    scores = _wide(q) @ _wide(k).transpose(-1, -2) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    greatest = scores.amax([-1], True)
+    powers = (scores - greatest.masked_fill(greatest == -math.inf, 0.0)).exp()
+    both = torch.cat([powers @ _wide(v), powers.sum([-1], True)], -1)  # in one collective
+    total = both[..., -1:]
+    made = (both[..., :-1] / total.masked_fill(total == 0, 1.0)).to(q.dtype)
+    return made.flatten(-4, -3) if enable_gqa else made
+
+
 @op_variant(aten.native_layer_norm.default)
 def native_layer_norm(
     x: Tensor, shape: Sequence[Any], weight: Tensor | None, bias: Tensor | None, eps: float

@@ -135,6 +135,10 @@ def _body(node: fx.Node, mesh: Mesh) -> fx.Graph | None:
             body = make_fx(call, tracing_mode="real")(*values).graph
         except NotImplementedError:
             return None
+        except RuntimeError:
+            if any(isinstance(size, torch.SymInt) for value in values for size in value.shape):
+                return None  # it needs such a size as a number
+            raise
     body.eliminate_dead_code()
     numbers = tree_flatten([(inner.args, inner.kwargs) for inner in body.nodes])[0]
     return None if any(isinstance(number, torch.SymInt) for number in numbers) else body
