@@ -77,6 +77,11 @@ def test_the_prefix_is_that_of_the_names(prefix: str) -> None:
     assert not plan.notes
 
 
+def test_a_name_with_any_beginning_is_no_whole_name() -> None:
+    plan = Plan.of({**LLAMA, "**.layers.*.norm": "replicate"}).fitted([*names("model."), "model.layers.0.norm"])
+    assert set(plan.to_data()) == {*(f"model.{pattern}" for pattern in LLAMA), "**.layers.*.norm"}
+
+
 def test_the_prefix_that_most_entries_fit() -> None:
     """A draft model, and a vision tower with some layers of the same names."""
     few = {pattern: style for pattern, style in LLAMA.items() if "self_attn" in pattern}

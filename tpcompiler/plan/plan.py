@@ -134,14 +134,16 @@ class Plan:
     def fitted(self, names: Iterable[str]) -> Plan:
         """The plan in the names of a program, whose own names may begin with more than the plan's, such as `model.`.
 
-        The prefix is the one that most entries fit. Entries of a config that fit nothing are left out, and noted.
+        The prefix is the one that most entries fit; those that begin with `**` fit any. Entries of a config that fit
+        nothing are left out, and noted.
 
         Raises:
             PlanError: prefixes that as many entries fit.
         """
         names = list(names)
         loose = [entry for entry in self.entries if not any(map(entry.matches, names))]
-        if not loose or not (self.of_config or len(loose) == len(self.entries)):
+        anchored = [entry for entry in self.entries if not entry.pattern.startswith("**")]
+        if not loose or not (self.of_config or loose == anchored):
             return self
         fits: dict[str, set[PlanEntry]] = {}
         for name in dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "0", name) for name in names):
