@@ -30,9 +30,9 @@ from tpcompiler.verify.simulate import simulate
 
 WORLDS = (2, 4)
 FALLBACK = "fallback"
-# The judge allows 8 times a model's float32 noise, which is about 1e-6; a dropped all_reduce gives about 1. A tolerance
-# above this bound would say that the case is too ill-conditioned to judge by.
-LOOSEST = 2e-5
+# The judge allows 8 times a model's float32 noise, which is about 1e-6, and 4.5e-6 of a state-space scan on some CPUs; a
+# dropped all_reduce gives about 1. A tolerance above this bound would say that the case is too ill-conditioned to judge by.
+LOOSEST = 5e-5
 
 
 def _attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: object, **kwargs: object) -> int:
@@ -234,8 +234,8 @@ def unseen_parameters(case: Case) -> set[str]:
                 parameter.copy_(kept.roll(parameter.shape[dim] // 2, dim))
                 got = _tensors(model(**inputs))
                 pairs = zip(got, expected, strict=True)
-                # A hundred times what the judge may allow.
-                if not any((a - b).abs().max() > 100 * LOOSEST * b.abs().max() for a, b in pairs):
+                # Forty times what the judge may allow.
+                if not any((a - b).abs().max() > 40 * LOOSEST * b.abs().max() for a, b in pairs):
                     unseen.add(fqn)
             parameter.copy_(kept)
     return unseen ^ {fqn for fqn, _ in model.named_parameters() if fqn.endswith(tuple(case.inert))}
