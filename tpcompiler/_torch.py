@@ -74,6 +74,8 @@ OLDEST, NEWEST = (2, 11), (2, 15)  # that this was run with: docs/compat.md
 LEAF_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 WRITTEN_KINDS = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION)
 GONE = {"aten::cholesky": (2, 14)}  # ops that a rule names, and the version since when torch lacks them
+OWN = "tpcompiler"  # the namespace of this project's own ops
+_LIBRARIES: list[Any] = []
 MISSING: set[str] = set()  # ops that were looked up and that this torch does not have
 
 
@@ -103,6 +105,22 @@ NAMED_BY_TORCH = frozenset(_custom_builtins)  # in the Python of a graph: `inf`,
 WRAPPERS = {_Ops("higher_order").wrap_with_set_grad_enabled: 2}
 quantized_decomposed = _Ops("quantized_decomposed")  # PT2E's
 symm_mem = _Ops("symm_mem")
+
+
+def define_op(schema: str, run: Any, fake: Any) -> OpOverload:
+    """Register an op of this project's own; `schema` is without the namespace."""
+    library: Any = vars(torch.library)["Library"](OWN, "FRAGMENT")  # it has no types
+    name = library.define(schema)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{OWN}::{name}", fake, lib=library)
+    _LIBRARIES.append(library)  # the op goes with it
+    return cast(OpOverload, getattr(getattr(torch.ops, OWN), name).default)
+
+
+def find_op(name: str) -> OpOverload:
+    """The op of this name, such as `aten.mm.default`."""
+    namespace, packet, overload = name.split(".")
+    return cast(OpOverload, getattr(getattr(getattr(torch.ops, namespace), packet), overload))
 
 
 def warn_of_newer(version: str) -> None:
@@ -141,10 +159,12 @@ __all__ = [
     "calls_others",
     "decomposed",
     "decomposing",
+    "define_op",
     "divided_range",
     "divided_sizes",
     "enable_python_dispatcher",
     "fake_group",
+    "find_op",
     "forget_index",
     "functional_copy",
     "functional_op",

@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 
-from tpcompiler._torch import OpOverload
-
-LIBRARY: Any = vars(torch.library)["Library"]("tpcompiler", "DEF")  # it has no types
-LIBRARY.define("grouped_mm_by_block(Tensor x, Tensor weight, Tensor ends, str kernel) -> Tensor")
+from tpcompiler._torch import define_op, find_op
 
 
 def multiply_blocks(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, kernel: str) -> torch.Tensor:
@@ -23,7 +20,7 @@ def multiply_blocks(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, k
     """
     own = weight.reshape(*ends.shape, *weight.shape[1:])
     rows = torch.ones_like(x[0, :, 0], dtype=torch.int32).cumsum(0)  # from 1; of a dynamic number
-    made = [_kernel(kernel)(x[block], own[block], ends[block]) for block in range(ends.shape[0])]
+    made = [find_op(kernel)(x[block], own[block], ends[block]) for block in range(ends.shape[0])]
     kept = [part.masked_fill((rows > ends[block, -1]).unsqueeze(-1), 0) for block, part in enumerate(made)]
     return torch.stack(kept)
 
@@ -35,17 +32,10 @@ def multiply_own_blocks(
     return multiply_blocks(x, weight, ends, kernel)
 
 
-def _kernel(name: str) -> OpOverload:
-    namespace, packet, overload = name.split(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    assert isinstance(found, OpOverload)
-    return found
-
-
 def _fake(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, kernel: str) -> torch.Tensor:
     return x.new_empty(x.shape[0], x.shape[1], weight.shape[2])
 
 
-LIBRARY.impl("grouped_mm_by_block", multiply_blocks, "CompositeExplicitAutograd")
-torch.library.register_fake("tpcompiler::grouped_mm_by_block", _fake, lib=LIBRARY)
-BY_BLOCK: OpOverload = torch.ops.tpcompiler.grouped_mm_by_block.default
+BY_BLOCK = define_op(
+    "grouped_mm_by_block(Tensor x, Tensor weight, Tensor ends, str kernel) -> Tensor", multiply_blocks, _fake
+)

@@ -32,8 +32,8 @@ MOST_REPEATED = 1 << 26  # bytes
 NAMED_CLASS = re.compile(rb'\\"type\\": ?\\"(transformers(?:\.\w+)+)\.(\w+)\\"')
 KNOWN_MODULES = re.compile(r"transformers\.(modeling_outputs|cache_utils|models\.(\w+)\.modeling_\2)")
 KNOWN_OPS = {  # namespace of ops -> what registers them
-    b"torch.ops.transformers.": "transformers.integrations.moe",
-    b"torch.ops.torchao.": "torchao.quantization",
+    "transformers": "transformers.integrations.moe",
+    "torchao": "torchao.quantization",
 }
 EXPORT_SUPPORT = "transformers.integrations.executorch"
 EXPORT = "export the model and write it with torch.export.save(exported_program, path)"
@@ -72,7 +72,7 @@ def import_known_modules(file: Opened) -> None:
                         if name == "DynamicCache" and not is_registered_class(f"{module}.{name}"):
                             importlib.import_module(EXPORT_SUPPORT).register_dynamic_cache_export_support()
                 for namespace, module in KNOWN_OPS.items():
-                    if namespace in text:
+                    if f"torch.ops.{namespace}.".encode() in text:
                         _import_installed(module)
 
 
