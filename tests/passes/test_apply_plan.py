@@ -278,22 +278,6 @@ def test_layers_that_no_entry_touches_are_noted() -> None:
     ]
 
 
-@pytest.mark.parametrize(("style", "dim"), [("colwise", 1), ("rowwise", 2)])
-def test_a_style_means_the_features_of_experts_that_are_looked_up(style: str, dim: int) -> None:
-    """Not which of them: that is how `rowwise` reads a table of vectors, an embedding."""
-    module = Call(lambda self, x: torch.bmm(self.w[x[:, 0].long().abs() % 3], x.unsqueeze(-1)), w=(3, 8, 4))
-    program = planned(module, (X,), {"w": style})
-    assert [seed.sharding.text(program.mesh) for seed in program.seeds.values()] == [f"S({dim})"]
-
-
-def test_a_style_that_places_nothing_touches_no_layer() -> None:
-    """The experts' own weights have entries of their own, or are whole on every rank: the report says so."""
-    module = Call(lambda self, x: self.experts(x), experts=Call(lambda self, x: x @ self.w, w=(4, 4)))
-    (note,) = planned(module, (X,), {"experts": "moe_tp_experts"}).notes
-    assert (note.kind, note.text) == ("untouched", "experts")
-    assert not planned(module, (X,), {"experts": "moe_tp_experts", "experts.w": "S(1)"}).notes
-
-
 def error(module: nn.Module, args: tuple[Any, ...], plan: Mapping[str, object], **kwargs: Any) -> str:
     with pytest.raises(TpCompilerError) as caught:
         planned(module, args, plan, **kwargs)

@@ -23,6 +23,7 @@ from tpcompiler.ir.text import program_text
 
 X = torch.randn(6, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
 PLAN = {"up": "grouped_gemm", "down": "grouped_gemm"}
+V = torch.randn(2, 4)
 T_H = 6 * 16 * 2  # bytes of the result
 
 
@@ -197,3 +198,19 @@ def test_rows_behind_a_block_are_zeros() -> None:
     for block, row, expert in [(0, 0, 0), (0, 1, 2), (0, 2, 2), (0, 3, 2), (1, 0, 4), (1, 1, 4), (1, 2, 5)]:
         by_hand[block, row] = x[block, row] @ weight[expert]
     torch.testing.assert_close(made, by_hand)
+
+
+@pytest.mark.parametrize(("style", "dim"), [("colwise", 1), ("rowwise", 2)])
+def test_a_style_means_the_features_of_experts_that_are_looked_up(style: str, dim: int) -> None:
+    """Not which of them: that is how `rowwise` reads a table of vectors, an embedding."""
+    module = Call(lambda self, x: torch.bmm(self.w[x[:, 0].long().abs() % 3], x.unsqueeze(-1)), w=(3, 8, 4))
+    program = planned(module, (V,), {"w": style})
+    assert [seed.sharding.text(program.mesh) for seed in program.seeds.values()] == [f"S({dim})"]
+
+
+def test_a_style_that_places_nothing_touches_no_layer() -> None:
+    """The experts' own weights have entries of their own, or are whole on every rank: the report says so."""
+    module = Call(lambda self, x: self.experts(x), experts=Call(lambda self, x: x @ self.w, w=(4, 4)))
+    (note,) = planned(module, (V,), {"experts": "moe_tp_experts"}).notes
+    assert (note.kind, note.text) == ("untouched", "experts")
+    assert not planned(module, (V,), {"experts": "moe_tp_experts", "experts.w": "S(1)"}).notes

@@ -16,8 +16,9 @@ from rich.table import Table
 
 from tpcompiler.checkpoint.leaves import leaves_of
 from tpcompiler.errors import ArtifactError
+from tpcompiler.explain.report import NOTE_TITLES
 from tpcompiler.printed import one_line
-from tpcompiler.runtime.artifact import NOTE_TITLES, Manifest, lacks_weights
+from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.target import replacing
 
 FEW = 1 << 30  # bytes of weights

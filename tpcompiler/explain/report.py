@@ -16,8 +16,22 @@ from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import RESHARD, LocalProgram, Note, Reshard
-from tpcompiler.runtime.artifact import NOTE_TITLES
 
+NOTE_TITLES = {  # kinds of `Note`, as people read them
+    "plan": "plan entries that are left out",
+    "untouched": "layers that no plan entry touches",
+    "whole": "weights that stay whole in a layer that is cut",
+    "dropped": "weights that no op uses any more, left out",
+    "no rule": "ops without a rule",
+    "size": "dynamic sizes that the mesh must divide",
+    "random": "ops that draw random numbers",
+    "mesh": "axes that run as two",
+    "shared": "weights that several ranks share",
+    "examples": "example inputs",
+    "collectives": "collectives over symmetric memory",
+    "search": "the search for placements",
+    "cut": "weights cut in parts, blocks or whole heads, or unevenly",
+}
 KIND_OF = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",

@@ -24,21 +24,6 @@ VERSION = "0.1.0"
 FORMAT = 2
 VALUES = "values.safetensors"
 MODEL = "model.pt2"  # what was converted, without its weights
-NOTE_TITLES = {  # kinds of `Manifest.notes`, as people read them
-    "plan": "plan entries that are left out",
-    "untouched": "layers that no plan entry touches",
-    "whole": "weights that stay whole in a layer that is cut",
-    "dropped": "weights that no op uses any more, left out",
-    "no rule": "ops without a rule",
-    "size": "dynamic sizes that the mesh must divide",
-    "random": "ops that draw random numbers",
-    "mesh": "axes that run as two",
-    "shared": "weights that several ranks share",
-    "examples": "example inputs",
-    "collectives": "collectives over symmetric memory",
-    "search": "the search for placements",
-    "cut": "weights cut in parts, blocks or whole heads, or unevenly",
-}
 
 
 @dataclasses.dataclass(frozen=True)
