@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler
+from tests.trust.small import Decode
 from tests.zoo.case import hugging_face, randomise
 
 X = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(1))
@@ -71,21 +72,6 @@ def test_a_whole_model_by_the_boundary() -> None:
     inside = Counter((c.kind, c.axis, c.payload_bytes) for c in program.collectives() if ".layers." in c.module)
     half = 2 * 16 * 64 * 4  # of the tokens, in bytes
     assert inside == {("all_reduce", "tp", half): 4, ("all_gather", "cp", 2 * 32 * 16 * 4): 4}
-
-
-class Decode(nn.Module):
-    """A step of decoding with a cache of 64 steps, 2 heads of keys and values for 4 of queries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("keys", torch.randn(2, 2, 64, 16))
-        self.register_buffer("values", torch.randn(2, 2, 64, 16))
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        self.keys.index_copy_(2, at, k)
-        self.values.index_copy_(2, at, v)
-        seen = torch.arange(64) <= at[-1]
-        return F.scaled_dot_product_attention(q, self.keys, self.values, seen.view(1, 1, 1, 64), enable_gqa=True)
 
 
 def calls(steps: int, *first: int) -> list[tuple[torch.Tensor, ...]]:

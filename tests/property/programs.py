@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
-from tests.property.steps import KINDS, ROWS, Draw, Shape
+from tests.property.steps import KINDS, ROWS, Draw, Int8, Shape
 from tpcompiler._torch import functional_copy, symbols_of
 
 Spec = str | dict[str, str] | None
@@ -190,7 +190,7 @@ STYLES = ("colwise", "rowwise", "colwise_gather_output", "replicate")
 def _plan(draw: Draw, net: Net, mesh: dict[str, int]) -> dict[str, Any]:
     plan: dict[str, Any] = {}
     for name, module in net.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d):
+        if isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | Int8):
             usual = "rowwise" if name.endswith((".down", ".o")) else "colwise"
             style = draw(st.sampled_from([usual, usual, *STYLES, "", *_packed(net, name)]))
             if style:

@@ -79,6 +79,18 @@ class Rows(nn.Module):
         return self.kept * 2
 
 
+class Int8(nn.Module):
+    """A layer over whole numbers, with a scale for each row of them."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randint(-9, 9, (inner, width), dtype=torch.int8))
+        self.register_buffer("scale", torch.rand(inner, 1) / 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight * self.scale)
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a step runs, `run(*operands, its weights if any, *args)`.
@@ -229,6 +241,7 @@ def _flags(value: torch.Tensor) -> torch.Tensor:
 KINDS = {
     "linear": Kind(_layer, lambda d, s: (d(WIDTHS), d(st.booleans())), lambda s, w, b: nn.Linear(s[-1], w, b), ndim=2),
     "mlp": Kind(_layer, _width, lambda s, w: Mlp(s[-1], w), ndim=2),
+    "int8": Kind(_layer, _width, lambda s, w: Int8(s[-1], w), ndim=2),
     "attention": Kind(_layer, _heads, lambda s, *how: Attention(s[-1], *how), ndim=3),
     "embedding": Kind(_layer, _width, lambda s, w: nn.Embedding(ROWS, w), takes="ids"),
     "layer_norm": Kind(_layer, own=lambda s: nn.LayerNorm(s[-1]), ndim=2),

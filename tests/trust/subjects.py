@@ -1,4 +1,4 @@
-"""The models that are damaged: ten of the zoo, as unlike as it has them, and a small one on two axes."""
+"""The models that are damaged: eleven of the zoo, as unlike as it has them, and small ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 import tpcompiler
+from tests.quantised.layers import Awq, Pair
 from tests.trust import small
 from tests.trust.damage import Artifact
 from tests.zoo.case import randomise
@@ -118,6 +119,20 @@ def _choose() -> Subject:
     return _subject(exported, {"tp": 2}, {"up": "colwise", "down": "rowwise"}, [((x,), {})])
 
 
+def _quantised() -> Subject:
+    x = _noise(4, 128)
+    exported = torch.export.export(Pair(Awq), (x,))
+    return _subject(exported, {"tp": 2}, {"up": "colwise", "down": "rowwise"}, [((x,), {})])
+
+
+def _cache_by_steps() -> Subject:
+    calls: list[Call] = [
+        ((_noise(2, 4, 1, 16), _noise(2, 2, 1, 16), _noise(2, 2, 1, 16) + 1, torch.tensor([at])), {}) for at in (5, 14)
+    ]
+    exported = torch.export.export(small.Decode(), calls[0][0])
+    return _subject(exported, {"tp": 2}, {"keys": "S(2)", "values": "S(2)"}, calls)
+
+
 def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -130,6 +145,8 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "images": _images,
     "uneven": _uneven,
     "choose": _choose,
+    "quantised": _quantised,
+    "cache by steps": _cache_by_steps,
     "llama": _of_zoo("llama", 2),
     "llama, dynamic": _of_zoo("llama", 2, dynamic=True),
     "gpt2": _of_zoo("gpt2", 2),
@@ -141,6 +158,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "mixtral": _of_zoo("mixtral", 2),
     "vit": _of_zoo("vit", 2),
     "dlrm": _of_zoo("dlrm", 2),
+    "gpt_oss": _of_zoo("gpt_oss", 2),
 }
 
 

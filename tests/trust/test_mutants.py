@@ -53,7 +53,7 @@ def test_every_kind_is_noticed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SMALL, "rows, 4 ranks", "choose"])
+@pytest.mark.parametrize("name", [*SMALL, "rows, 4 ranks", "choose", "quantised", "cache by steps"])
 def test_what_is_sound_is_accepted(name: str) -> None:
     assert judged(subject(name), subject(name).sound) == (frozenset(), "")
 
