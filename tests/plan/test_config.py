@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MixtralConfig
+from transformers import GptOssConfig, LlamaConfig, MixtralConfig
 
 from tpcompiler.errors import PlanError, UnsupportedError
 from tpcompiler.plan import Plan
@@ -114,6 +114,13 @@ def test_a_slip_in_a_plan_of_ones_own_is_an_error() -> None:
     plan = {"model.layers.*.self_attn.q_proj": "colwise", "layers.*.mlp.up_proj": "colwise"}
     with pytest.raises(PlanError, match=r"^plan entry 'layers.\*.mlp.up_proj' matches nothing"):
         Plan.of(plan).fitted(names("model.")).assign(names("model."))
+
+
+@pytest.mark.parametrize("config", [GptOssConfig(), GptOssConfig().to_dict()], ids=["config", "its data"])
+def test_a_plan_for_experts_alone(config: Any) -> None:
+    plan = Plan.of(config).to_data()
+    assert plan["layers.*.mlp.experts.down_proj_bias"] == "grouped_gemm"
+    assert len(plan) == 5
 
 
 def test_styles_of_experts() -> None:

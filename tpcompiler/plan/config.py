@@ -1,4 +1,7 @@
-"""The plan that a Hugging Face config brings: `base_model_tp_plan`, in the names of the base model."""
+"""The plan that a Hugging Face config brings, in the names of the base model.
+
+It is `base_model_tp_plan`, or the one for expert parallelism where there is no other.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 from tpcompiler.errors import PlanError
 
-FIELD = "base_model_tp_plan"
+FIELD, OF_EXPERTS = "base_model_tp_plan", "base_model_ep_plan"
 PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")  # configs of their own, in a config
 
 
@@ -24,7 +27,7 @@ def config_plan(config: Any, name: str) -> dict[str, str]:
         PlanError: there is none, it is no mapping, or transformers is not installed.
     """
     if not isinstance(config, Mapping):
-        config = {**config.to_dict(), FIELD: getattr(config, FIELD)}
+        config = {**config.to_dict(), FIELD: getattr(config, FIELD) or getattr(config, OF_EXPERTS, None)}
     types = [str(config["model_type"])]
     found = _written(config, name) or _known(types[0])
     for part in (config.get(key) for key in PARTS):
@@ -57,4 +60,7 @@ def _known(model_type: str) -> dict[str, str]:
             f"the plan for {model_type!r} is in transformers, which is not installed",
             help='install transformers, or write the plan as a file, such as "layers.*.mlp.up_proj": colwise',
         ) from error
-    return dict(getattr(configs[model_type], FIELD, None) or {}) if model_type in configs else {}
+    if model_type not in configs:
+        return {}
+    found = configs[model_type]
+    return dict(getattr(found, FIELD, None) or getattr(found, OF_EXPERTS, None) or {})
