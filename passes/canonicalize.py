@@ -62,6 +62,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
         if node.target is aten._assert_tensor_metadata.default:
             edit.erase(node)  # it states sizes that no shard has
     with no_new_guards(graph):
+        _join_extrema(graph)
         _draw_whole(graph)
         _slice_by_constants(CanonicalProgram(source, graph))
         _count_by_dims(graph)
@@ -112,6 +113,26 @@ def _attention(q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, *
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask.logical_not(), -torch.inf)
     return math(q, k, v, mask, dropout, *rest, **named)[0]
+
+
+def _join_extrema(graph: fx.Graph) -> None:
+    """The least and the greatest of the same numbers, as quantisers ask for both: of ranks, one collective has them."""
+    for least in edit.calls(graph):
+        if least.target is not aten.amin.default or not least.meta["val"].is_floating_point():
+            continue
+        (value,), asked = edit.operands(least), edit.bound(least)
+        same = (u for u in value.users if u.target is aten.amax.default and {**edit.bound(u)} == asked)
+        greatest = next(same, None)
+        if greatest is None or len(asked["dim"]) != 1:
+            continue
+        both = edit.insert_before(min(least, greatest), aten.aminmax.default, (value,), "aminmax")
+        both.kwargs = {"dim": asked["dim"][0], "keepdim": asked["keepdim"]}
+        both.meta["val"] = (least.meta["val"], greatest.meta["val"])
+        for part, node in enumerate((least, greatest)):
+            made = edit.insert_before(node, operator.getitem, (both, part), node.name)
+            made.meta["val"] = node.meta["val"]
+            edit.replace_uses(node, made)
+            edit.erase(node)
 
 
 def _draw_whole(graph: fx.Graph) -> None:

@@ -25,11 +25,11 @@ CONFIGS: dict[str, tuple[Callable[[], Any], list[int]]] = {  # and the bytes of 
     "int8 weights": (quantization.Int8WeightOnlyConfig, [2048]),
     "float8 weights": (quantization.Float8WeightOnlyConfig, [2048]),
     "int4 weights": (lambda: quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=GROUP), [2048]),
-    # The least and the greatest number of each row are those of all ranks.
-    "int8 activations": (quantization.Int8DynamicActivationInt8WeightConfig, [16, 16, 2048]),
+    # The least and the greatest number of each row are those of all ranks, in one collective.
+    "int8 activations": (quantization.Int8DynamicActivationInt8WeightConfig, [32, 2048]),
     "int8 activations, int4 weights": (
         lambda: quantization.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=GROUP),
-        [16, 16, 2048],
+        [32, 2048],
     ),
 }
 X = torch.randn(4, 128, generator=torch.Generator().manual_seed(1))

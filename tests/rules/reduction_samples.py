@@ -28,6 +28,8 @@ REDUCTIONS = [
     call(aten.prod.dim_int, distinct(3, 5), 0, True, text="d0 d1 -> 1 d1"),
     call(aten.prod.dim_int, t(), 0, text="->"),
     call(aten.amax.default, t(4, 5, 6), [0, 1], True, text="d0 d1 d2 -> 1 1 d2"),
+    call(aten.aminmax.default, t(4, 5, 6), dim=1, keepdim=True, text="d0 d1! d2 -> d0 1 d2, d0 1 d2"),
+    call(aten.aminmax.default, t(4, 6), text="d0! d1! ->,"),
     call(aten.amin.default, t(4, 5), [-1], text="d0 d1 -> d0"),
     call(aten.amax.default, flags(4, 6), [1], text="d0 d1! -> d0"),
     call(aten.max.default, t(4, 5), text="d0 d1 ->"),

@@ -66,7 +66,6 @@ CASES = {
     "log of a sum over a cut dim": Case(lambda self, x: x.logsumexp(0), [SUM, SUM]),
     "deviation": Case(lambda self, x: torch.std_mean(x, 1)[0], [OUT]),
     "counts": Case(lambda self, x: ((x > 0).count_nonzero(0), x.nansum(0)), [SUM, SUM]),
-    "extrema": Case(lambda self, x: torch.aminmax(x), [SUM, SUM]),
     "a product": Case(lambda self, x: x.prod(0), [SUM]),
     "length 1": Case(lambda self, x: F.normalize(x), [OUT]),
     "lines by length": Case(lambda self, x: x.norm(dim=1).argsort(), [FALLBACK]),

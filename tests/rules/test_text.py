@@ -126,7 +126,7 @@ nonempty shards
     _cdist_forward.default _linalg_det.default _linalg_eigh.default _linalg_eigvals.default
     _linalg_slogdet.default _linalg_solve_ex.default _linalg_svd.default
     _scaled_dot_product_flash_attention_for_cpu.default adaptive_max_pool2d.default
-    adaptive_max_pool3d.default cholesky.default cholesky_inverse.default
+    adaptive_max_pool3d.default aminmax.default cholesky.default cholesky_inverse.default
     fractional_max_pool2d.default fractional_max_pool3d.default geqrf.default
     linalg_cholesky_ex.default linalg_eig.default linalg_householder_product.default
     linalg_inv_ex.default linalg_ldl_factor_ex.default linalg_lu.default linalg_lu_factor_ex.default

@@ -54,6 +54,7 @@ SAMPLES: dict[OpOverload, list[Any]] = {
         (HEADS[..., :1, :], HEADS.cos(), HEADS.sin(), torch.tensor([[False, False, False]])),
         ((HEADS, HEADS[:, :2].cos(), HEADS[:, :2].sin()), {"enable_gqa": True, "scale": 0.3}),
     ],
+    aten.aminmax.default: [(X,), ((X,), {"dim": 1}), ((TIES,), {"dim": 0, "keepdim": True}), ((W,), {"dim": -1})],
     aten.argmax.default: [(X, 1), (TIES, 1), (TIES, 0, True), (W,)],
     aten.argmin.default: [(X, 1), (TIES, 1), (TIES.nan_to_num(), 0)],
     aten.max.dim: [(X, 1), (TIES, 1), (TIES, 0, True), (X > 0, 1)],

@@ -75,6 +75,12 @@ def extremum(node: fx.Node) -> RuleText:
     return RuleText(_reduced(node)[0], reduce="max" if largest else "min")
 
 
+@op_rule(aten.aminmax.default, shards="nonempty")
+def extrema(node: fx.Node) -> str:
+    """ "d0 d1! -> d0, d0": both are of the whole dim, or exchanged in one collective by the variant."""
+    return _reduced(node, "!")[0]
+
+
 @op_rule(aten.linalg_vector_norm.default, shards="nonempty")
 def vector_norm(node: fx.Node) -> RuleText:
     """Norms that a reduction makes of shards' norms; whole for a root of a sum. Never linear: |a + b| < |a| + |b|."""

@@ -163,6 +163,16 @@ def var(x: Tensor, dim: Sequence[int] | None = None, **named: Any) -> Any:
     return made if made is NotImplemented else made[0]
 
 
+@op_variant(aten.aminmax.default)
+def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The greatest of the numbers and of their negatives, which are reduced together."""
+    if not x.is_floating_point():
+        return NotImplemented  # the least integer has no negative
+    dims = range(x.ndim) if dim is None else [dim % x.ndim]
+    both = torch.stack([x.neg(), x]).amax([1 + d for d in dims], keepdim)
+    return both[0].neg(), both[1]
+
+
 @op_variant(aten.linalg_vector_norm.default)
 def vector_norm(
     x: Tensor,
