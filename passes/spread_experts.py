@@ -38,7 +38,7 @@ def spread_experts(program: PlannedProgram) -> PlannedProgram:
     graph = edit.copy_graph(program.graph)
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in edit.calls(graph):
-        if str(node.target) in GROUPED and len(edit.operands(node)) == 3:
+        if str(node.target) in GROUPED and [o.meta["val"].ndim for o in edit.operands(node)] == [2, 3, 1]:
             groups.setdefault(edit.operands(node)[2], []).append(node)
     with no_new_guards(graph):
         for ends, calls in groups.items():
@@ -114,13 +114,11 @@ class _Region:
             rule, given = rule_of(node), edit.operands(node)
             if rule is None:
                 return None
-            terms = dict(zip(given, rule.pattern.inputs, strict=True))
-            rows = {terms[operand][0] for operand in given if operand in inner}
-            if len(rows) != 1 or {term[0] for term in rule.pattern.outputs} != rows:
+            first = {operand: term[:1] for operand, term in zip(given, rule.pattern.inputs, strict=True)}
+            rows, *others = {*(first[each] for each in given if each in inner), *(t[:1] for t in rule.pattern.outputs)}
+            if others or not rows or rule.pattern.whole.intersection(*rows):
                 return None
-            if rule.pattern.whole.intersection(*rows):
-                return None
-            rowwise |= {each: None for each in given if each not in inner and terms[each] and terms[each][0] in rows}
+            rowwise |= {each: None for each in given if each not in inner and first[each] == rows}
         tables: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         for node in rowwise:
             indices: Any = edit.bound(node)["indices"] if node.target is aten.index.Tensor else ()
