@@ -107,3 +107,15 @@ class Pair(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.down(torch.relu(self.up(x)))
         return made
+
+
+class Mlp(nn.Module):
+    """For what quantises a model of floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return made

@@ -11,6 +11,7 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
+from tests.quantised.layers import Mlp
 from tests.zoo.case import randomise
 from tpcompiler.frontend.plain_weights import drop_replaced
 from tpcompiler.verify_files import verify_artifact
@@ -19,16 +20,6 @@ pt2e: Any = pytest.importorskip("torchao.quantization.pt2e.quantize_pt2e", reaso
 x86: Any = pytest.importorskip("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
 
 X = torch.randn(4, 128, generator=torch.Generator().manual_seed(1))
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.down(torch.relu(self.up(x)))
-        return made
 
 
 def quantised(is_dynamic: bool) -> ExportedProgram:

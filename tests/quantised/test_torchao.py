@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler
+from tests.quantised.layers import Mlp
 from tests.zoo.case import hugging_face, randomise
 from tpcompiler.errors import ShardingError
 from tpcompiler.frontend.plain_weights import unwrap_subclasses
@@ -34,16 +35,6 @@ CONFIGS: dict[str, tuple[Callable[[], Any], list[int]]] = {  # and the bytes of 
 }
 X = torch.randn(4, 128, generator=torch.Generator().manual_seed(1))
 PLAN = {"up": "colwise", "down": "rowwise"}
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.down(torch.relu(self.up(x)))
-        return made
 
 
 def quantised(name: str, model: nn.Module | None = None) -> nn.Module:

@@ -11,6 +11,7 @@ from tpcompiler._torch import quantized_decomposed as quantized
 from tpcompiler.ir import edit
 from tpcompiler.rules.pointwise import pointwise
 from tpcompiler.rules.registry import op_rule, op_variant
+from tpcompiler.rules.variants import aminmax
 
 
 @op_rule(
@@ -46,15 +47,10 @@ def choose(node: fx.Node) -> str:
 @op_variant(quantized.choose_qparams.tensor)
 def choose_by_extremes(x: torch.Tensor, *rest: Any) -> Any:
     """Of the least and the greatest number alone, which the ranks tell one another in one collective."""
-    return quantized.choose_qparams.tensor(_extremes(x), *rest)
+    return quantized.choose_qparams.tensor(torch.stack(aminmax(x)), *rest)
 
 
 @op_variant(quantized.choose_qparams_symmetric.tensor)
 def choose_symmetric_by_extremes(x: torch.Tensor, *rest: Any) -> Any:
     """As `choose_by_extremes`."""
-    return quantized.choose_qparams_symmetric.tensor(_extremes(x), *rest)
-
-
-def _extremes(x: torch.Tensor) -> torch.Tensor:
-    both = torch.stack([x.neg(), x]).amax(list(range(1, 1 + x.ndim)))
-    return torch.cat([both[:1].neg(), both[1:]])
+    return quantized.choose_qparams_symmetric.tensor(torch.stack(aminmax(x)), *rest)

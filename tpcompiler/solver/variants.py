@@ -123,7 +123,7 @@ def _body(node: fx.Node, mesh: Mesh) -> fx.Graph | None:
         args, kwargs = edit.map_operands(node, lambda at, _: values[at])
         made = call_variant(node.target, mesh.degree(mesh.model_axis), args, kwargs)
         if made is NotImplemented:
-            raise NotImplementedError
+            raise _Declined
         if isinstance(made, tuple):
             return [_in_order(made[user.args[1]], user.meta["val"]) for user in node.users]  # type: ignore[index]
         return _in_order(made, node.meta["val"])
@@ -133,7 +133,7 @@ def _body(node: fx.Node, mesh: Mesh) -> fx.Graph | None:
         values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]
         try:
             body = make_fx(call, tracing_mode="real")(*values).graph
-        except NotImplementedError:
+        except _Declined:
             return None
         except RuntimeError:
             if any(isinstance(size, torch.SymInt) for value in values for size in value.shape):
@@ -142,6 +142,10 @@ def _body(node: fx.Node, mesh: Mesh) -> fx.Graph | None:
     body.eliminate_dead_code()
     numbers = tree_flatten([(inner.args, inner.kwargs) for inner in body.nodes])[0]
     return None if any(isinstance(number, torch.SymInt) for number in numbers) else body
+
+
+class _Declined(Exception):
+    """A call that its variant cannot do."""
 
 
 def _in_order(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
