@@ -782,7 +782,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     new, seen = fx.Graph(), dict[fx.Node, fx.Node]()
     names, map_arg, made_of = new._graph_namespace, fx.node.map_arg, seen.__getitem__
     for node in graph.nodes:
-        args, kwargs = map_arg(node.args, made_of), node.kwargs and map_arg(node.kwargs, made_of)
+        args, kwargs = map_arg(node._args, made_of), node._kwargs and map_arg(node._kwargs, made_of)
         made = seen[node] = fx.Node(new, node.name, node.op, node.target, args, kwargs, node.type)
         made.meta.update(node.meta)
         base, _, number = node.name.rpartition("_")

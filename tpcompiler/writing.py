@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,6 +17,7 @@ from tpcompiler._torch import forget_index, save_program, with_state
 from tpcompiler.errors import TpCompilerWarning, UnsupportedError
 from tpcompiler.frontend.refused import refuse_hollow, refuse_unwritable
 from tpcompiler.ir.calling import tree_text
+from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.devices import values
 from tpcompiler.ir.plain_outputs import odd_keys, plain_outputs
 from tpcompiler.manifest import Converted, manifest_of
@@ -118,7 +119,10 @@ def _write_rank(written: _Written, rank: int, path: Path, *, shared: bool = Fals
         program.example_inputs = None  # so that the file is read without trust
     refuse_full_disk(path, _bytes_in_file(program))
     held = {**program.constants, **program.state_dict}
-    _save(lambda: save_marked(program, path, all_of, held) if shared else save_program(program, path))
+    if shared:
+        _save_without_weights(program, path, all_of, held)
+    else:
+        _save(lambda: save_program(program, path))
     if rank == 0 and (reason := why_not_read(path)):
         warnings.warn(f"these files are only read with --trust (trust=True): {reason}", TpCompilerWarning, stacklevel=2)
 
@@ -165,9 +169,14 @@ def _model_writer(written: _Written) -> Callable[[Path], None]:
             graph,
             None if has_pickled_examples(original) else original.example_inputs,
         )
-        _save(lambda: save_marked(program, path, names, {**program.constants, **program.state_dict}))
+        _save_without_weights(program, path, names, {**program.constants, **program.state_dict})
 
     return write
+
+
+@collector_rests()  # with weights it may not: other ranks' programs are garbage by now
+def _save_without_weights(program: ExportedProgram, path: Path, names: Collection[str], held: dict[str, Any]) -> None:
+    _save(lambda: save_marked(program, path, names, held))
 
 
 def _save(save: Callable[[], None]) -> None:

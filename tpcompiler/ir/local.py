@@ -91,10 +91,10 @@ def local_value(
 
 def key(value: Any) -> Any:
     """A hashable description of an argument: tensors by layout, sizes by expression, nodes by their values."""
-    if value is None or isinstance(value, (int, str)):
-        return (type(value).__name__, value)
     if isinstance(value, fx.Node):
         return _key_of(value)
+    if value is None or isinstance(value, (int, str)):
+        return (type(value).__name__, value)
     if isinstance(value, torch.Tensor):
         sizes: tuple[Any, Any] = value.shape, value.stride()
         if value._has_symbolic_sizes_strides:

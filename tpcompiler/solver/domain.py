@@ -50,9 +50,8 @@ def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf
     one of that dim. Without one, every factor of every rule is cut, but for samples and tokens of the inputs.
     """
     domain = Domain(program, stage, leaves)
-    calls = [node for node in edit.calls(program.graph) if node.target is not operator.getitem]
-    domain.operands = {node: edit.operands(node) for node in calls}
-    domain.rules = {node: rule_of(node) for node in calls if node.target is not pin and edit.outputs(node)}
+    domain.operands, domain.rules = stage.read.once(program.graph, partial(_read_calls, program.graph))
+    calls = list(domain.operands)
     ruled = [node for node, rule in domain.rules.items() if rule is not None]
     if stage.free:
         _find_tokens(domain)
@@ -74,6 +73,13 @@ def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf
     if not stage.free:
         _let_leaves_be_whole(domain)
     return domain
+
+
+def _read_calls(graph: fx.Graph) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, Rule | None]]:
+    """The operands and the rules of all calls."""
+    calls = [node for node in edit.calls(graph) if node.target is not operator.getitem]
+    rules = {node: rule_of(node) for node in calls if node.target is not pin and edit.outputs(node)}
+    return {node: edit.operands(node) for node in calls}, rules
 
 
 def _write_back(domain: Domain) -> None:

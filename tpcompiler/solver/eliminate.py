@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy
 
@@ -104,7 +105,8 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
     """The least cost, and a value of every variable that gives it.
 
     Exact: bucket elimination (Dechter, "Bucket elimination: a unifying framework for reasoning", 1999), the variable
-    with the smallest table next. Of values that cost the same the first one is taken.
+    with the smallest table next. Of values that cost the same the first one is taken. Layers alike have the very same
+    tables, whose sums are found once.
 
     Raises:
         UnsupportedError: a table with more cells than `most`.
@@ -119,6 +121,7 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
     queue = [(_cells(near[v], tables.sizes), v) for v in range(len(tables.sizes))]
     heapq.heapify(queue)
     left, steps, total, fresh = set(range(len(tables.sizes))), [], tables.constant, len(factors)
+    known: dict[Any, tuple[numpy.ndarray, numpy.ndarray, Any]] = {}
     while queue:
         cells, v = heapq.heappop(queue)
         if v not in left:
@@ -131,12 +134,17 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
         left.remove(v)
         taken = [factors.pop(number) for number in sorted(of[v])]
         others = sorted(near[v] - {v})
-        both = _sum(taken, (*others, v), tables.sizes)
+        place = {u: at for at, u in enumerate((*others, v))}
+        parts = [(tuple(map(place.__getitem__, variables)), table) for variables, table in taken]
+        alike = tuple((axes, id(table)) for axes, table in parts)
+        if alike not in known:
+            both = _sum(parts, [tables.sizes[u] for u in place])
+            known[alike] = both.argmin(-1), both.min(-1), parts  # which keeps the tables, and so their ids
+        best, made, _ = known[alike]
         for number in list(of[v]):
             for u in others:
                 of[u].discard(number)
-        steps.append((v, others, both.argmin(-1)))
-        made = both.min(-1)
+        steps.append((v, others, best))
         if others:
             factors[fresh] = (tuple(others), made)
             for u in others:
@@ -157,12 +165,10 @@ def _cells(variables: Collection[int], sizes: Sequence[int]) -> int:
     return math.prod(map(sizes.__getitem__, variables))
 
 
-def _sum(
-    taken: Sequence[tuple[tuple[int, ...], numpy.ndarray]], order: tuple[int, ...], sizes: Sequence[int]
-) -> numpy.ndarray:
-    total = numpy.zeros([1] * len(order))
-    for variables, table in taken:
-        axes = sorted(range(len(variables)), key=lambda at: order.index(variables[at]))
-        shape = [sizes[v] if v in variables else 1 for v in order]
-        total = total + table.transpose(axes).reshape(shape)
+def _sum(parts: Sequence[tuple[tuple[int, ...], numpy.ndarray]], sizes: Sequence[int]) -> numpy.ndarray:
+    """The sum of tables over variables of these sizes; each says which of them its axes are."""
+    total = numpy.zeros([1] * len(sizes))
+    for axes, table in parts:
+        shape = [size if at in axes else 1 for at, size in enumerate(sizes)]
+        total = total + table.transpose(sorted(range(len(axes)), key=axes.__getitem__)).reshape(shape)
     return total

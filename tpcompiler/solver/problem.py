@@ -94,8 +94,11 @@ class Problem:
     def price(self, axes: Sequence[Values], units: numpy.ndarray) -> None:
         """Add a table (`in_units`), an axis for each of the values, those without a variable too."""
         kept = [values.variable for values in axes if values.variable is not None]
-        index = tuple(slice(None) if values.variable is not None else 0 for values in axes)
-        self.tables.price(kept, units[index])
+        if len(kept) < len(axes):
+            fixed = tuple(values.variable is None for values in axes)
+            known = "of", id(units), fixed  # kept beside what is found, so that no other table gets its id
+            _, units = self.known.once(known, lambda: (units, units[tuple(0 if one else slice(None) for one in fixed)]))
+        self.tables.price(kept, units)
 
     def variable(self, shardings: tuple[Sharding, ...]) -> Values:
         return Values(self.tables.variable(len(shardings)) if len(shardings) > 1 else None, shardings)
@@ -286,13 +289,18 @@ def _weights(domain: Domain) -> Set[fx.Node]:
 def _add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
     if leaf.group not in problem.leaves and leaf.shardings:
         values = problem.leaves[leaf.group] = problem.variable(tuple(leaf.shardings))
-        problem.price([values], in_units([_held(problem, node, each) for each in values.shardings]))
+        problem.price([values], _held_units(problem, node, values.shardings))
     if leaf.group in problem.leaves:
         problem.values[node] = problem.leaves[leaf.group]
 
 
-def _held(problem: Problem, node: fx.Node, sharding: Sharding) -> float:
-    return problem.objective.held_seconds(local_bytes(node.meta["val"], sharding, problem.stage.mesh))
+def _held_units(problem: Problem, node: fx.Node, shardings: Sequence[Sharding]) -> numpy.ndarray:
+    """What it costs to hold a leaf in each of these."""
+    value, mesh, price = node.meta["val"], problem.stage.mesh, problem.objective.held_seconds
+    known = "held", key(node), shardings
+    return problem.known.once(  # type: ignore[no-any-return]
+        known, lambda: in_units([price(local_bytes(value, each, mesh)) for each in shardings])
+    )
 
 
 def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values) -> None:
@@ -301,20 +309,26 @@ def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values) -> Non
     layer = problem.layers.get(group)
     is_held = group in problem.held
     problem.held.add(group)
-    held = [0.0 if is_held else _held(problem, leaf, want) for want in wanted.shardings]
-    if stage.free and layer is None and weight_of(fqn) == fqn and not leaf.meta["val"].is_floating_point():
-        held = [0.0 if want.is_replicated else NEVER for want in wanted.shardings]
-    if layer is None:
-        problem.price([wanted], in_units(held))
-        return
-    table = numpy.full((len(layer.styles), len(wanted.shardings)), NEVER)
-    for row, dim in enumerate(layer.styles.values()):
-        dims = [] if dim is None else [dim]
-        for column, want in enumerate(wanted.shardings):
-            own = want.only(stage.axis)
-            if [at for at, how in enumerate(own.dims) if how.axes] == dims and not own.partial:
-                table[row, column] = held[column]
-    problem.price([Values(layer.variable, ()), wanted], in_units(table))
+    is_fixed = stage.free and layer is None and weight_of(fqn) == fqn and not leaf.meta["val"].is_floating_point()
+    styles = None if layer is None else tuple(layer.styles.values())
+
+    def find() -> numpy.ndarray:
+        units = _held_units(problem, leaf, wanted.shardings) * (0 if is_held else 1)
+        if is_fixed:
+            units = numpy.where([want.is_replicated for want in wanted.shardings], 0.0, NEVER)
+        if styles is None:
+            return units
+        fits = [[_is_cut(want.only(stage.axis), dim) for want in wanted.shardings] for dim in styles]
+        return numpy.where(fits, units, NEVER)
+
+    units = problem.known.once(("use", key(leaf), wanted.shardings, is_held, is_fixed, styles), find)
+    problem.price([wanted] if layer is None else [Values(layer.variable, ()), wanted], units)
+
+
+def _is_cut(sharding: Sharding, dim: int | None) -> bool:
+    """Whether a sharding cuts this dim alone, or none."""
+    dims = [] if dim is None else [dim]
+    return [at for at, how in enumerate(sharding.dims) if how.axes] == dims and not sharding.partial
 
 
 def _price_value(problem: Problem, value: fx.Node, uses: Sequence[Values], is_weight: bool) -> None:

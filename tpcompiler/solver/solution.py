@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
 from tpcompiler.cost.objective import Objective
-from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import on_split_axis
-from tpcompiler.solver.domain import find_shared_heads
+from tpcompiler.solver.domain import Domain, find_shared_heads
 from tpcompiler.solver.eliminate import solve
 from tpcompiler.solver.problem import UNIT, Problem, Values, pose
-from tpcompiler.solver.stage import Choice, Stage
+from tpcompiler.solver.stage import Choice, Known, Stage
 from tpcompiler.solver.variants import find_needed, find_openings, write_variants
 
 REFUSED = 0.05  # seconds for a weight that would be gathered, where nothing else can be: more than all else
@@ -68,10 +69,10 @@ def search(
         UnsupportedError: as `solve`.
     """
     best = _on_any_mesh(programs, objective, free, gathers)
-    openings = best.openings
+    openings, bodies = best.openings, Known()
     while openings:
         pairs = [
-            write_variants(program, {name for at, name in openings if at == own})
+            write_variants(program, {name for at, name in openings if at == own}, bodies)
             for own, program in enumerate(programs)
         ]
         found = _on_any_mesh([program for program, _ in pairs], objective, free, gathers)
@@ -105,12 +106,13 @@ def _over_all_axes(
 ) -> tuple[Solution, list[tuple[str, int]]]:
     """The solution over the `model` axes, then over the others; and how many heads ranks could share, by axis."""
     mesh, found, heads = programs[0].mesh, Solution(programs), list[tuple[str, int]]()
-    groups: dict[str, Sharding] = {}
+    groups, read = dict[str, Sharding](), Known()
     order = [*model, *(axis for axis in mesh.names if axis not in model)]  # what the first cut, others reduce less of
     for at, axis in enumerate(order):
         if mesh.degree(axis) == 1 and (found.choices or axis != order[-1]):
             continue
-        stage = Stage(mesh, tuple(order[: at + 1]), found.choices, free and axis in model, gathers and axis in model)
+        is_model = axis in model
+        stage = Stage(mesh, tuple(order[: at + 1]), found.choices, free and is_model, gathers and is_model, read)
         is_given = any(axis in s.axes for program in programs for s in program.input_shardings.values())
         counted = objective.keeping_cuts() if is_given else objective  # what comes in cut stays so
         problem = pose(programs, stage, counted, groups)
@@ -139,8 +141,8 @@ def _read(
     }
     groups = {group: _chosen(values, found) for group, values in problem.leaves.items()}
     wishes: dict[str, set[Sharding]] = {}
-    for node, choice in choices.items():
-        for operand, want in zip(edit.operands(node), choice.wants, strict=True):
+    for domain in problem.domains:
+        for operand, want in _wanted(domain, choices):
             if operand in problem.groups and problem.groups[operand] not in groups:
                 wishes.setdefault(problem.groups[operand], set()).add(want)
     for node, group in problem.groups.items():  # cutting a leaf where it is used is a local slice
@@ -164,12 +166,58 @@ def _chosen(values: Values, found: Sequence[int]) -> Sharding:
 
 
 def _openings(problem: Problem, choices: Mapping[fx.Node, Choice], found: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Without a plan, where nearly everything may be cut, those that gather what is cut in the solution."""
+    """The calls that might do with less than what the solution gathers or reduces.
+
+    Without a plan, where nearly everything may be cut, those whose operand is gathered for them. With one, those for
+    which something is paid on the way from the weights that the plan names.
+    """
     axis = problem.stage.axis
     for at, domain in enumerate(problem.domains):
-        for node, index in find_openings(domain):
+        openings = list(find_openings(domain))
+        paid = _paid(problem, domain, choices, found) if openings else set()
+        for node, index in openings:
             operand = domain.operands[node][index]
-            made = problem.values.get(operand)
-            gathers = made is not None and axis in _chosen(made, found).cut_axes
-            if not problem.stage.free or (gathers and axis not in choices[node].wants[index].cut_axes):
+            if not problem.stage.free:
+                is_open = _comes_of(domain, operand, paid)
+            else:
+                is_cut = operand in problem.values and axis in _chosen(problem.values[operand], found).cut_axes
+                is_open = is_cut and axis not in choices[node].wants[index].cut_axes
+            if is_open:
                 yield at, node.name
+
+
+def _paid(problem: Problem, domain: Domain, choices: Mapping[fx.Node, Choice], found: Sequence[int]) -> Set[fx.Node]:
+    """The values that are gathered or reduced over the axis."""
+    axis, paid = problem.stage.axis, set[fx.Node]()
+    for operand, want in _wanted(domain, choices):
+        have = _chosen(problem.values[operand], found) if operand in problem.values else want
+        if have != want and axis in have.axes and have.only(axis) != want.only(axis):
+            paid.add(operand)
+    return paid
+
+
+def _wanted(domain: Domain, choices: Mapping[fx.Node, Choice]) -> Iterator[tuple[fx.Node, Sharding]]:
+    """Every operand of every call, and what it must be."""
+    for node, operands in domain.operands.items():
+        if node in choices:
+            yield from zip(operands, choices[node].wants, strict=True)
+
+
+def _comes_of(domain: Domain, value: fx.Node, paid: Set[fx.Node]) -> bool:
+    """Whether one of `paid` lies between a value and what the nearest planned weights are used with."""
+    ahead, seen = [value], set[fx.Node]()
+    while ahead:
+        value = ahead.pop()
+        if value in paid:
+            return True
+        if value in seen or value.op == "placeholder":
+            continue
+        seen.add(value)
+        source: Any = value.args[0] if value.target is operator.getitem else value
+        operands = domain.operands[source]
+        if any(o.name in domain.leaves and domain.leaves[o.name].seed is not None for o in operands):
+            if not paid.isdisjoint(operands):
+                return True
+        else:
+            ahead += operands
+    return False

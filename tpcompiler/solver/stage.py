@@ -43,7 +43,7 @@ class Stage:
     """The search over one axis.
 
     `axes`: this one after those that are decided. `before`: the choices over these. `free`: without a plan. `gathers`:
-    weights may be gathered, and the batch may be cut.
+    weights may be gathered, and the batch may be cut. `read`: what the graphs say, over all axes.
     """
 
     mesh: Mesh
@@ -51,6 +51,7 @@ class Stage:
     before: Mapping[fx.Node, Choice]
     free: bool
     gathers: bool = False
+    read: Known = field(default_factory=Known)
     known: Known = field(default_factory=Known)  # calls alike have one rule
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.rules.infer import Refusal, follow
 from tpcompiler.rules.registry import call_variant, rule_of, variant_of
 from tpcompiler.solver.domain import Domain, shardings_of
-from tpcompiler.solver.stage import Choice
+from tpcompiler.solver.stage import Choice, Known
 from tpcompiler.solver.ways import to_cut
 
 
@@ -33,11 +34,16 @@ def find_openings(domain: Domain) -> Iterator[tuple[fx.Node, int]]:
                 yield node, index
 
 
-def write_variants(program: PlannedProgram, names: Collection[str]) -> tuple[PlannedProgram, dict[str, list[str]]]:
+def write_variants(
+    program: PlannedProgram, names: Collection[str], bodies: Known
+) -> tuple[PlannedProgram, dict[str, list[str]]]:
     """Write calls as their variants, with no placements yet.
 
     Before    softmax = softmax(x, -1)
     After     amax = amax(x, [-1], True); exp = exp(x - amax); div = exp / sum(exp, [-1], True)
+
+    Args:
+        bodies: what was traced before, for calls alike.
 
     Returns:
         The program, and by the name of each call that was written anew what it is now.
@@ -45,18 +51,23 @@ def write_variants(program: PlannedProgram, names: Collection[str]) -> tuple[Pla
     graph, written = edit.copy_graph(program.graph), dict[str, list[str]]()
     for node in edit.calls(graph):
         name = node.name
-        if name not in names or (body := _body(node, program.mesh)) is None:
+        if name not in names:
+            continue
+        results = () if edit.is_tensor(node) else tuple(user.args[1] for user in node.users)
+        alike = node.target, key(node.args), key(node.kwargs), key(node), results
+        body = bodies.once(alike, partial(_body, node, program.mesh))
+        if body is None:
             continue
         parts = [node] if edit.is_tensor(node) else list(node.users)
         users = [(part.meta["val"], list(part.users)) for part in parts]
         made = edit.graft(node, body, edit.operands(node), {})
         written[name] = [inner.name for inner in made]
-        results = tree_flatten(body.output_node().args[0])[0]
+        returned = tree_flatten(body.output_node().args[0])[0]
         changed = [
-            u for (was, own), now in zip(users, results, strict=True) if key(was) != key(now.meta["val"]) for u in own
+            u for (was, own), now in zip(users, returned, strict=True) if key(was) != key(now.meta["val"]) for u in own
         ]
         if not _run_anew(graph, changed):
-            return write_variants(program, set(names) - {name})
+            return write_variants(program, set(names) - {name}, bodies)
     return replace(program, graph=graph), written
 
 

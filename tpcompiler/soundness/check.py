@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import quiet_torch
 from tpcompiler.ir import edit
+from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.printed import one_line
@@ -52,6 +53,7 @@ class CheckReport:
         )
 
 
+@collector_rests()
 def check_artifact(
     directory: str | os.PathLike[str],
     *,
@@ -159,18 +161,18 @@ def _check_agreement(
     ranks: Sequence[Folded], rows: Sequence[Sequence[int]], findings: list[str], counts: Counter[str]
 ) -> None:
     """All ranks fold to one program, and what they do together, each with its own row of numbers, is what it claims."""
-    texts = {id(each): whole_text(each) for each in ranks}
-    first = texts[id(ranks[0])]
-    for rank, each in enumerate(ranks):
-        apart = [(a, b) for a, b in zip(first, texts[id(each)], strict=False) if a != b]
-        if apart or len(first) != len(texts[id(each)]):
-            a, b = apart[0] if apart else (f"{len(first)} values", f"{len(texts[id(each)])} values")
+    own = {id(each): (rank, each) for rank, each in reversed(list(enumerate(ranks)))}  # what several have, once
+    first = whole_text(ranks[0])
+    for rank, each in reversed(own.values()):
+        text = whole_text(each)
+        apart = [(a, b) for a, b in zip(first, text, strict=False) if a != b]
+        if apart or len(first) != len(text):
+            a, b = apart[0] if apart else (f"{len(first)} values", f"{len(text)} values")
             findings.append(f"ranks 0 and {rank} have shares of different programs: {a}, and {b}")
             return
     taken: dict[tuple[str, ...], tuple[int, set[str]]] = {}
-    cuts = {id(each): cuts_of(each) for each in ranks}
-    for rank, each in enumerate(ranks):
-        for key, here in cuts[id(each)].items():
+    for rank, each in reversed(own.values()):
+        for key, here in cuts_of(each).items():
             other, there = taken.setdefault(key, (rank, here))
             if there != here:
                 one, two = (" and ".join(sorted(found)) for found in (there, here))
