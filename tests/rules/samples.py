@@ -16,6 +16,7 @@ from tests.rules.norm_samples import BAGS, GROUPED, TRIANGLES
 from tests.rules.pointwise_samples import ELEMENTWISE
 from tests.rules.product_samples import CONTRACTIONS, PRODUCTS_2
 from tests.rules.quantized_samples import QUANTIZED
+from tests.rules.recurrent_samples import RECURRENT
 from tests.rules.reduction_samples import ORDERED, REDUCTIONS
 from tests.rules.sample import call, distinct, flags, ids, t
 from tests.rules.space_samples import POOLING, RESIZING, WINDOWS
@@ -191,6 +192,7 @@ SAMPLES = [
     *FRACTIONAL,
     *VIEWS,
     *VIEWS_2,
+    *RECURRENT,
 ]
 
 

@@ -127,13 +127,13 @@ nonempty shards
     _linalg_slogdet.default _linalg_solve_ex.default _linalg_svd.default
     _scaled_dot_product_flash_attention_for_cpu.default adaptive_max_pool2d.default
     adaptive_max_pool3d.default aminmax.default cholesky.default cholesky_inverse.default
-    fractional_max_pool2d.default fractional_max_pool3d.default geqrf.default
+    fractional_max_pool2d.default fractional_max_pool3d.default geqrf.default gru.input
     linalg_cholesky_ex.default linalg_eig.default linalg_householder_product.default
     linalg_inv_ex.default linalg_ldl_factor_ex.default linalg_lu.default linalg_lu_factor_ex.default
     linalg_matrix_exp.default linalg_pinv.atol_rtol_tensor linalg_qr.default
-    linalg_vector_norm.default lu_unpack.default max_pool1d.default max_pool2d.default
+    linalg_vector_norm.default lstm.input lu_unpack.default max_pool1d.default max_pool2d.default
     max_pool2d_with_indices.default max_pool3d.default max_pool3d_with_indices.default
-    triangular_solve.default
+    rnn_relu.input rnn_tanh.input triangular_solve.default
 nonempty shards; leaves P(max)
     amax.default max.default
 nonempty shards; leaves P(min)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler
+from tests.rules.recurrent_samples import RECURRENT
+from tests.rules.sample import Sample, node_of
 from tests.zoo.case import randomise
 from tpcompiler import check_rule
 from tpcompiler._torch import OpOverload  # its module defines PT2E's ops
 from tpcompiler.errors import RuleError
 from tpcompiler.rules import registry
+from tpcompiler.verify.run_on_shards import check_variant
 
 aten, pt2e = torch.ops.aten, torch.ops.quantized_decomposed
 BYTE = (-128, 127, 1e-6, torch.int8)
@@ -75,13 +79,20 @@ def test_a_variant_makes_what_its_op_makes(op: OpOverload) -> None:
     assert sum(each.endswith("in simpler ops") for each in ran) >= len(SAMPLES[op])
 
 
+@pytest.mark.parametrize("sample", RECURRENT, ids=str)
+def test_a_recurrent_layer_step_by_step(sample: Sample) -> None:
+    """`check_rule` also tries placements that the kernel of an LSTM reads beyond."""
+    for degree in (2, 3):
+        assert check_variant(node_of(sample), degree, sample.args, {}) == ["in simpler ops"]
+
+
 @pytest.mark.parametrize("order", [0, INF, -INF])
 def test_a_norm_that_its_rule_reduces_has_no_variant(order: float) -> None:
     assert registry.call_variant(aten.linalg_vector_norm.default, 2, (X, order), {}) is NotImplemented
 
 
 def test_every_variant_has_samples() -> None:
-    assert registry._VARIANTS.keys() == SAMPLES.keys()
+    assert registry._VARIANTS.keys() == SAMPLES.keys() | {sample.target for sample in RECURRENT}
 
 
 def test_one_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +201,49 @@ def test_groups_that_are_cut(groups: int) -> None:
         ("all_reduce", 8),
         ("all_reduce", 2048),
     ]
+    assert program.verify((x,)).ok
+
+
+class Read(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], **how: Any) -> None:
+        super().__init__()
+        self.layer = kind(24, 40, **how)
+        self.out = nn.Linear(40 * (1 + self.layer.bidirectional), 11)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layer(x)[0])  # type: ignore[no-any-return]
+
+
+STEPS = 6
+
+
+@pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "how", "gathers"),
+    [
+        (nn.LSTM, {"num_layers": 2, "bidirectional": True}, 2 * STEPS + 2 * (STEPS - 1)),
+        (nn.GRU, {"bias": False}, STEPS - 1),
+        (nn.RNN, {"nonlinearity": "relu", "batch_first": True}, STEPS - 1),
+    ],
+)
+def test_recurrent_layers(kind: type[nn.RNNBase], how: dict[str, Any], gathers: int, mesh: Any) -> None:
+    """Each state is gathered once: for the next step, and for the layer above if there is one."""
+    net, samples = randomise(Read(kind, **how)), 0 if how.get("batch_first") else 1
+    x, sizes = torch.randn(4, STEPS, 24).transpose(0, samples).contiguous(), ({samples: Dim("samples")},)
+    program = tpcompiler.parallelize(
+        export(net, (x,), dynamic_shapes=sizes), mesh, {"layer": "colwise", "out": "rowwise"}
+    )
+    found = Counter(c.kind for c in program.collectives())
+    assert found == {"all_gather": gathers, "all_reduce": 1}
+    assert not [c for c in program.collectives() if c.why == "fallback"]
+    assert program.parameter_bytes()[1][0] < 0.52 * program.parameter_bytes()[0] or mesh == 4
+    assert program.verify((x,)).ok
+
+
+def test_samples_of_a_recurrent_layer_are_independent() -> None:
+    net, x = randomise(Read(nn.LSTM)), torch.randn(5, STEPS, 24)
+    program = tpcompiler.parallelize(export(net, (x,)), 2, {}, inputs=["S(1)"], outputs=["S(1)"])
+    assert not program.collectives()
     assert program.verify((x,)).ok
 
 
