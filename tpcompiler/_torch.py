@@ -235,6 +235,16 @@ def decomposing(
         yield how, others
 
 
+@contextlib.contextmanager
+def keeping_whole(*ops: OpOverload) -> Iterator[None]:
+    """In this block a trace leaves these composite ops as they are."""
+    with (
+        enable_python_dispatcher(),
+        _override_composite_implicit_decomp(dict.fromkeys(ops, _special_op_to_preserve_cia)),
+    ):
+        yield
+
+
 def stays_whole(op: OpOverload, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> bool:
     """Whether a trace in `decomposing` leaves an op as it is: it need not be traced."""
     if op in how:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.export import export
+from torch.export import Dim, export
 
 import tpcompiler
 from tests.trust.small import Decode
@@ -36,13 +36,16 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_queries_by_steps_gather_keys_and_values(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_queries_by_steps_gather_keys_and_values(dynamic: bool, world: int, tmp_path: Path) -> None:
     """Of two heads of keys and values, where these are fewer than the features of a token."""
-    exported = export(randomise(Attention(2)), (X,))
+    sizes = ({0: Dim("batch"), 1: Dim("steps")},) if dynamic else None
+    exported = export(randomise(Attention(2)), (X,), dynamic_shapes=sizes)
     program = tpcompiler.parallelize(exported, world, WHOLE, inputs=["S(1)"], outputs=["S(1)"])
     sent = [("all_gather", 2 * 32 * 32 * 4)] * 2
     assert [(c.kind, c.payload_bytes) for c in program.collectives()] == sent
     assert program.verify((X,)).ok
+    assert not dynamic or program.verify((torch.randn(3, 20, 64),)).ok
     program.save(tmp_path / "out")
     assert tpcompiler.check(tmp_path / "out", exported).ok
 

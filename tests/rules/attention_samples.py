@@ -27,7 +27,7 @@ ATTENTION = [
         0.0,
         True,
         scale=0.3,
-        text="h s d!, h t! d!, h t! e -> h s e",
+        text="h s! d!, h t! d!, h t! e -> h s! e",
     ),
     call(sdpa, t(4, 8), t(6, 8), t(6, 8), text="s d!, t! d!, t! e -> s e"),
     call(sdpa, t(4, 8), t(6, 8), t(6, 8), t(4, 6), text="s d!, t! d!, t! e, s t! -> s e"),

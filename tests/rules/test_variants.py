@@ -57,6 +57,7 @@ SAMPLES: dict[OpOverload, list[Any]] = {
         (HEADS[:, :, :1], HEADS.cos(), HEADS.sin(), torch.tensor([[0.0, -INF, -3.0]])),
         (HEADS[..., :1, :], HEADS.cos(), HEADS.sin(), torch.tensor([[False, False, False]])),
         ((HEADS, HEADS[:, :2].cos(), HEADS[:, :2].sin()), {"enable_gqa": True, "scale": 0.3}),
+        ((HEADS, HEADS[:, :2].cos(), HEADS[:, :2].sin(), None, 0.0, True), {"enable_gqa": True, "scale": 0.3}),
     ],
     aten.aminmax.default: [(X,), ((X,), {"dim": 1}), ((TIES,), {"dim": 0, "keepdim": True}), ((W,), {"dim": -1})],
     aten.argmax.default: [(X, 1), (TIES, 1), (TIES, 0, True), (W,)],

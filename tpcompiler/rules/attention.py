@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import fx
 
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
-from tpcompiler.rules.notation import RuleText, ShardRange
+from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pointwise import broadcast, is_one
 from tpcompiler.rules.registry import op_rule
 
@@ -26,9 +23,8 @@ KERNELS = (
 def attention(node: fx.Node) -> RuleText | None:
     """ "b0 (h g) s d!, b0 h t! d!, b0 h t! e -> b0 (h g) s e": grouped queries share a kv head; linear in the values.
 
-    Batch dims and heads of one element broadcast, and a mask to [.., heads, s, t]. Under is_causal a rank that has some
-    of the queries is told where they begin, for their position counts; of a dynamic number they are whole. A kernel's
-    form also gives the sums of its rows, padded, and wants e as d.
+    Batch dims and heads of one element broadcast, and a mask to [.., heads, s, t]. Under is_causal the position of a
+    query counts, so they are whole. A kernel's form also gives the sums of its rows, padded, and wants e as d.
     """
     args = edit.bound(node)
     if args["dropout_p"] or args.get("return_debug_mask"):
@@ -51,8 +47,7 @@ def attention(node: fx.Node) -> RuleText | None:
             factors = {"i": times}
             names = ["(h i g)", *("(h i)" if statically_equal(size, several) else "h" for size in (k[-3], v[-3]))]
         queries, keys, values = ([*heads[:-1], name] for name in names)
-    told = {"s": _own_queries} if args["is_causal"] and not kernel and isinstance(out.shape[-2], int) else {}
-    s, e = "s!" if kernel or (args["is_causal"] and not told) else "s", "e!" if kernel else "e"
+    s, e = "s!" if kernel or args["is_causal"] else "s", "e!" if kernel else "e"
     terms = [
         broadcast(q, [*queries, s, "d!"], [*out.shape[:-1], q[-1]]),
         broadcast(k, [*keys, "t!", "d!"], [*kv[0], *k[-2:]]),
@@ -64,21 +59,4 @@ def attention(node: fx.Node) -> RuleText | None:
         rest = [f"x{i}{d}!" for d in range(value.ndim - len(queries))]
         made.append(" ".join([*queries, *rest] if i == 0 else [f"x{i}{d}!" for d in range(value.ndim)]))
     text = f"{', '.join(terms)} -> {', '.join(made)}"
-    return RuleText(text, factors=factors, linear=() if kernel else ((2,),), local=told)
-
-
-def _own_queries(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = True,
-    *,
-    shard: ShardRange,
-    **rest: Any,
-) -> torch.Tensor:
-    """Queries that begin at an offset see the keys up to their own: `is_causal` would count them from the first key."""
-    queries, keys = (torch.arange(value.shape[-2], device=value.device) for value in (q, k))
-    seen = keys <= queries.unsqueeze(-1) + shard.offset
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, dropout_p, **rest)
+    return RuleText(text, factors=factors, linear=() if kernel else ((2,),))

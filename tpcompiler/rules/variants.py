@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from tpcompiler._torch import aten
 from tpcompiler.rules.registry import op_variant
@@ -65,10 +66,15 @@ def attention(
 ) -> Any:
     """Keys and values by steps: of each query the greatest score, then a sum and the weighted sum of the values.
 
-    A rank that sees no key adds nothing; a query that sees none at all gives zeros.
+    A rank that sees no key adds nothing; a query that sees none at all gives zeros. Causal attention with the keys that
+    each query sees in a mask: it takes queries by steps.
     """
-    if dropout or is_causal:
+    if dropout:
         return NotImplemented
+    if is_causal:
+        queries, keys = (torch.arange(value.shape[-2], device=value.device) for value in (q, k))
+        seen = keys <= queries.unsqueeze(-1)
+        return F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if enable_gqa:  # the queries of a kv head beside one another
         count = k.shape[-3]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import enable_python_dispatcher, make_fx, tree_flatten
+from tpcompiler._torch import aten, enable_python_dispatcher, keeping_whole, make_fx, tree_flatten
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import KEY, fake_mode_of, is_contiguous, key, memory_order
 from tpcompiler.ir.mesh import Mesh
@@ -130,16 +130,20 @@ def find_needed(
 def _body(node: fx.Node, mesh: Mesh) -> fx.Graph | None:
     """None for a call that its variant cannot do."""
 
+    parts = [node] if edit.is_tensor(node) else node.users
+    orders = [_order_of(part.meta["val"]) for part in parts]  # a tracer does not know the sizes of these values
+
     def call(*values: Any) -> Any:
         args, kwargs = edit.map_operands(node, lambda at, _: values[at])
         made = call_variant(node.target, mesh.degree(mesh.model_axis), args, kwargs)
         if made is NotImplemented:
             raise _Declined
         if isinstance(made, tuple):
-            return [_in_order(made[user.args[1]], user.meta["val"]) for user in node.users]  # type: ignore[index]
-        return _in_order(made, node.meta["val"])
+            made = [made[user.args[1]] for user in node.users]  # type: ignore[index]
+            return [_in_order(value, order) for value, order in zip(made, orders, strict=True)]
+        return _in_order(made, orders[0])
 
-    with fake_mode_of(node.graph), torch.no_grad():
+    with fake_mode_of(node.graph), torch.no_grad(), keeping_whole(aten.scaled_dot_product_attention.default):
         given = [operand.meta["val"] for operand in edit.operands(node)]
         values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]
         try:
@@ -159,9 +163,14 @@ class _Declined(Exception):
     """A call that its variant cannot do."""
 
 
-def _in_order(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """With its dims in memory in the order of another's, if that one is dense."""
-    order = memory_order(like)
-    if value.stride() == like.stride() or not is_contiguous(like.permute(order)):
+def _order_of(value: torch.Tensor) -> list[int] | None:
+    """The order of the dims of a dense value in memory."""
+    order = memory_order(value)
+    return order if is_contiguous(value.permute(order)) else None
+
+
+def _in_order(value: torch.Tensor, order: list[int] | None) -> torch.Tensor:
+    """With its dims in memory in this order."""
+    if order is None or is_contiguous(value.permute(order)):
         return value
     return value.permute(order).contiguous().permute([order.index(dim) for dim in range(value.ndim)])
