@@ -24,6 +24,7 @@ def test_show_an_artifact(out: Path) -> None:
     dot = right("show", out, "--format", "dot", "--rank", 1)
     assert dot.startswith(("digraph", "//"))
     assert "all_reduce" in dot
+    assert right("show", out, "--format", "html").startswith("<!doctype html>\n")
     assert refused("show", out, "--rank", 2).startswith("rank 2 is outside the artifact's world of 2\n")
 
 

@@ -52,6 +52,7 @@ class _Layout(str, Enum):
 
 
 class _Format(str, Enum):
+    html = "html"
     svg = "svg"
     dot = "dot"
     text = "text"
@@ -292,6 +293,7 @@ def show(
     Example:
       tpcompiler show out
       tpcompiler show out -o out.svg
+      tpcompiler show out -o out.html
     """
     with progress(f"reading {directory}"):
         from tpcompiler.cli import printing
@@ -309,7 +311,7 @@ def show(
 
 
 def _format(asked: _Format | None, file: Path | None) -> _Format:
-    by_suffix = {".svg": _Format.svg, ".dot": _Format.dot, ".gv": _Format.dot}
+    by_suffix = {".html": _Format.html, ".svg": _Format.svg, ".dot": _Format.dot, ".gv": _Format.dot}
     return asked or by_suffix.get(file.suffix if file else "", _Format.text)
 
 

@@ -131,11 +131,15 @@ class Picture(NamedTuple):
 
 
 def picture(directory: Path, format: str, file: Path | None, rank: int, *, trust: bool = False) -> Picture:
-    """A rank's program as text, dot or svg. Without Graphviz's `dot` an svg becomes dot, with a note."""
+    """A rank's program as text, html, dot or svg. Without Graphviz's `dot` an svg becomes dot, with a note."""
     if format == "text":
         from tpcompiler.views.table import artifact_text
 
         return Picture(artifact_text(directory, rank, trust=trust), file)
+    if format == "html":
+        from tpcompiler.views.html import artifact_html
+
+        return Picture(artifact_html(directory, rank, trust=trust), file)
     import graphviz
 
     from tpcompiler.views.dot import artifact_dot

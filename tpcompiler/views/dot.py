@@ -5,30 +5,29 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import re
 import textwrap
 from html import escape
 
 import graphviz
 
 from tpcompiler.printed import one_line
-from tpcompiler.views.items import Item, seen_from
-from tpcompiler.views.outline import Group, Outline, counted, outline_of, wire
+from tpcompiler.views.items import Item, color_of, seen_from
+from tpcompiler.views.outline import Group, Outline, counted, legend_of, outline_of, wire
 
 LONGEST = 400  # letters of a text
 FONT = "Helvetica"
 INK, FAINT, FRAME = "#1f2933", "#52606d", "#9aa5b1"
 COLLECTIVE = "#b3123f"
-WHOLE = ("#eceff1", "#546e7a")  # fill, border
-PENDING = ("#ffe0b2", "#b34700")
-UNKNOWN = ("#ffffff", "#9aa5b1")
-CUTS = [  # by tensor dim
-    ("#cfe3fb", "#1565c0"),
-    ("#d3efd6", "#2e7d32"),
-    ("#e6d9f5", "#6a1b9a"),
-    ("#c9eeee", "#00838f"),
-    ("#f7d6e6", "#ad1457"),
-]
+COLORS = {  # fill, border
+    "whole": ("#eceff1", "#546e7a"),
+    "cut 0": ("#cfe3fb", "#1565c0"),
+    "cut 1": ("#d3efd6", "#2e7d32"),
+    "cut 2": ("#e6d9f5", "#6a1b9a"),
+    "cut 3": ("#c9eeee", "#00838f"),
+    "cut 4": ("#f7d6e6", "#ad1457"),
+    "pending": ("#ffe0b2", "#b34700"),
+    "unknown": ("#ffffff", "#9aa5b1"),
+}
 
 
 def artifact_dot(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> graphviz.Digraph:
@@ -151,13 +150,8 @@ def _title(outline: Outline) -> str:
         _beside(f"mesh {outline.mesh}, rank {outline.rank} of {manifest.world_size}", here),
         f"per call: {counted(records)}, {_bytes(wire(records))} on the wire",
     ]
-    found: dict[tuple[str, str], set[str]] = {}
-    for item in outline.root.items():
-        for sharding in (item.sharding, *(leaf.sharding for leaf in item.leaves)):
-            if item.kind != "collective" and sharding:
-                found.setdefault(_colors(sharding), set()).add(sharding)
-    meanings = {WHOLE: "whole", **dict.fromkeys(CUTS, "cut"), PENDING: "pending"}
-    cells = [_cell(f"{' '.join(sorted(found[c]))} {word}", *c) for c, word in meanings.items() if c in found]
+    found = legend_of(outline.root)
+    cells = [_cell(f"{' '.join(found[c])} {c.split()[0]}", *COLORS[c]) for c in COLORS if c in found]
     reasons = {record["why"] for record in records}
     if reasons - {"fallback"}:
         cells.append(_cell("collective", COLLECTIVE, COLLECTIVE, "#ffffff"))
@@ -174,12 +168,7 @@ def _cell(text: str, fill: str, border: str, ink: str = INK, style: str = "solid
 
 
 def _colors(sharding: str) -> tuple[str, str]:
-    """(fill, border) by what the sharding says first beside R: a dim, or a pending reduction."""
-    if found := re.search(r"S\((\d+)", sharding):
-        return CUTS[int(found[1]) % len(CUTS)]
-    if "P(" in sharding:
-        return PENDING
-    return WHOLE if sharding else UNKNOWN
+    return COLORS[color_of(sharding)]
 
 
 def _border(item: Item) -> str:

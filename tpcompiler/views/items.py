@@ -21,6 +21,7 @@ from tpcompiler.runtime.artifact import Manifest
 
 # They move values and compute nothing; so does every op whose schema returns a view.
 COPIES = frozenset(("_to_copy", "_unsafe_view", "clone", "getitem", "lift_fresh_copy", "repeat", "wait_tensor"))
+CUT_COLORS = 5  # that tell the dims that are cut apart
 # Beside the pointwise ops, what is not worth a box of its own where it stands among others of its kind.
 SMALL = frozenset(
     (
@@ -70,6 +71,7 @@ class Item:
         record: a collective's record in the manifest.
         note: the reason and the user's line of code.
         small: whether it may join its neighbours.
+        joined: the nodes of those that have joined it.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Item:
     record: Mapping[str, Any] | None = None
     note: str = ""
     small: bool = False
+    joined: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
@@ -241,6 +244,7 @@ def _joined(items: list[Item]) -> list[Item]:
             out[-1] = replace(
                 last,
                 ops=last.ops + item.ops,
+                joined=(*last.joined, item.name),
                 value=item.value,
                 sources=tuple(dict.fromkeys((*last.sources, *sources))),
                 leaves=tuple(dict.fromkeys(last.leaves + item.leaves)),
@@ -259,6 +263,13 @@ def _is_layout(node: fx.Node) -> bool:
     returns = node.target._schema.returns if isinstance(node.target, OpOverload) else []
     is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
     return is_view or op_name(node) in COPIES
+
+
+def color_of(sharding: str) -> str:
+    """What a sharding is drawn as: by what it says first beside R, `cut 0` to `cut 4` for a dim, or `pending`."""
+    if found := re.search(r"S\((\d+)", sharding):
+        return f"cut {int(found[1]) % CUT_COLORS}"
+    return "pending" if "P(" in sharding else "whole" if sharding else "unknown"
 
 
 def seen_from(module: str, name: str) -> str:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.export import ExportedProgram
 
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import Manifest, read_manifest
 from tpcompiler.runtime.rank_file import read_rank
-from tpcompiler.views.items import Item, Module, items_of, seen_from
+from tpcompiler.views.items import Item, Module, color_of, items_of, seen_from
 
 FEWEST = 4  # ops that are worth a frame of their own
 
@@ -64,6 +65,9 @@ class Outline:
         bytes_here: of this rank's parameters, buffers and constants; tied tensors count once.
         bytes_whole: of the same on one device.
         root: inputs, the tree of modules, outputs; sources name items that are in it.
+        program: of the rank, as it is read.
+        items: all of them, each layer's own.
+        drawn: the name of each of these -> of the one in `root` that stands for it.
     """
 
     manifest: Manifest
@@ -71,6 +75,9 @@ class Outline:
     bytes_here: int
     bytes_whole: int
     root: Group
+    program: ExportedProgram
+    items: tuple[Item, ...]
+    drawn: Mapping[str, str]
 
     @property
     def mesh(self) -> str:
@@ -78,19 +85,37 @@ class Outline:
 
 
 def outline_of(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> Outline:
-    """Read the outline of one rank's program from the files of an artifact.
+    """Read the outline of one rank's program from the files of an artifact, whose weights need not be cut yet.
 
     Raises:
         ArtifactError: no artifact, a damaged one, one that needs a module imported, or a rank outside its world.
     """
     manifest = read_manifest(directory)
-    exported = expand_collectives(read_rank(directory, manifest, rank, trust=trust))
+    exported = expand_collectives(read_rank(directory, manifest, rank, trust=trust, weights=_numbers))
     items = items_of(exported, manifest)
     stands: Stands = {}
     root = _folded(_tree(items), stands)
     root = _merged_ends(root, items, stands)
     root = _flattened(_redirected(root, stands))
-    return Outline(manifest, rank, *_bytes(exported, manifest), root)
+    drawn = {item.name: _stand(item.name, stands) for item in items}
+    return Outline(manifest, rank, *_bytes(exported, manifest), root, exported, tuple(items), drawn)
+
+
+def _numbers(
+    directory: str | os.PathLike[str], manifest: Manifest, rank: int, program: ExportedProgram
+) -> dict[str, torch.Tensor]:
+    """All the values that a view needs of a rank whose weights are not cut yet."""
+    return {name: torch.tensor([rows[rank]]) for name, rows in manifest.rank_numbers.items()}
+
+
+def legend_of(root: Group) -> dict[str, list[str]]:
+    """The colours that a view uses, each with the shardings that have it, sorted."""
+    found: dict[str, set[str]] = {}
+    for item in root.items():
+        for sharding in (item.sharding, *(leaf.sharding for leaf in item.leaves)):
+            if item.kind != "collective" and sharding:
+                found.setdefault(color_of(sharding), set()).add(sharding)
+    return {color: sorted(shardings) for color, shardings in found.items()}
 
 
 def counted(records: Sequence[Any]) -> str:
@@ -133,10 +158,10 @@ def _folded(group: Group, stands: Stands) -> Group:
                 members[-1] = replace(last, count=last.count + 1, calls=calls)
                 continue
         members.append(member)
-    lists = Counter(_numbered(m.path)[0] for m in members if isinstance(m, Group))
+    lists = Counter(numbered(m.path)[0] for m in members if isinstance(m, Group))
     for at, member in enumerate(members):
         if isinstance(member, Group) and member.count > 1:
-            members[at] = replace(member, title=_title(member, whole=lists[_numbered(member.path)[0]] == 1))
+            members[at] = replace(member, title=_title(member, whole=lists[numbered(member.path)[0]] == 1))
     return replace(group, members=tuple(members))
 
 
@@ -144,19 +169,19 @@ def _calls(first: Group, after: Group) -> int:
     """1 where `after` is the layer that follows `first`, the number of calls where it is the same one again, else 0."""
     if first.path == after.path:
         return first.calls + 1 if first.calls == first.count else 0
-    (name, number), (other, following) = _numbered(first.path), _numbered(after.path)
+    (name, number), (other, following) = numbered(first.path), numbered(after.path)
     return int(first.calls == 1 and name == other and 0 <= number == following - first.count)
 
 
 def _title(group: Group, whole: bool) -> str:
     if group.calls > 1:
         return f"{group.path}, called {group.calls} times"
-    name, first = _numbered(group.path)
+    name, first = numbered(group.path)
     which = "*" if whole else f"{first}-{first + group.count - 1}"
     return f"{name}.{which} x {group.count}".removeprefix(".")
 
 
-def _numbered(path: str) -> tuple[str, int]:
+def numbered(path: str) -> tuple[str, int]:
     """`encoder.layer.3` as ("encoder.layer", 3); -1 where the last part is not a number."""
     name, _, number = path.rpartition(".")
     return (name, int(number)) if number.isdecimal() else (path, -1)
@@ -241,7 +266,7 @@ def _flattened(group: Group, framed: bool = False) -> Group:
 
 
 def _is_layer(group: Group) -> bool:
-    return group.count > 1 or (_numbered(group.path)[1] >= 0 and _size(group) > 1)
+    return group.count > 1 or (numbered(group.path)[1] >= 0 and _size(group) > 1)
 
 
 def _size(group: Group) -> int:

@@ -1,0 +1,228 @@
+"""The page of an artifact in a browser: clicks, keys, search, at three widths, without a word on the console."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from tests.views.artifacts import LAYERS, Mixed, Tower, ids, saved
+from tpcompiler.views.html import artifact_html
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (BROWSER and DRIVER), reason="a browser is not installed (Debian: chromium and chromium-driver)"
+)
+WIDTHS = [360, 900, 1600]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(BROWSER)
+    for word in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(str(DRIVER)))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tower.html`, `mixed.html`, and `hostile.html`, of which the manifest has tags in a text."""
+    folder = tmp_path_factory.mktemp("pages")
+    saved(folder / "tower", Tower(), ids(), LAYERS)
+    saved(folder / "mixed", Mixed(), torch.zeros(4, 8), {"up": "colwise", "out": "colwise_gather_output"})
+    shutil.copytree(folder / "mixed", folder / "hostile")
+    manifest = json.loads((folder / "hostile/manifest.json").read_text())
+    manifest["collectives"][0]["reason"] = HOSTILE
+    (folder / "hostile/manifest.json").write_text(json.dumps(manifest))
+    for name in ("tower", "mixed", "hostile"):
+        (folder / f"{name}.html").write_text(artifact_html(folder / name), encoding="utf-8")
+    return folder
+
+
+HOSTILE = '</script><script>document.title = "run"</script><img src=x onerror="document.title = 1"><!--'
+
+
+class Page:
+    def __init__(self, driver: webdriver.Chrome, file: Path, width: int, scheme: str = "light") -> None:
+        self.driver = driver
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        driver.get(file.as_uri())
+
+    def text(self, id: str) -> str:
+        return self.driver.find_element(By.ID, id).text
+
+    def click(self, id: str) -> None:
+        self.driver.find_element(By.ID, id).click()
+
+    def node(self, words: str) -> str:
+        """The id of the one node of the graph whose label has these words."""
+        script = (
+            "return cy.nodes().filter((node) => node.data('label').includes(arguments[0])).map((node) => node.id())"
+        )
+        (found,) = self.driver.execute_script(script, words)
+        return str(found)
+
+    def click_node(self, words: str) -> None:
+        script = """
+            const [node, graph] = [cy.getElementById(arguments[0]), document.getElementById("graph")];
+            reveal(node);
+            graph.scrollIntoView({ block: "center" });
+            const { x, y } = node.renderedPosition();
+            return [x - graph.clientWidth / 2, y - graph.clientHeight / 2].map(Math.round);
+        """
+        x, y = self.driver.execute_script(script, self.node(words))
+        graph = self.driver.find_element(By.ID, "graph")
+        ActionChains(self.driver).move_to_element_with_offset(graph, x, y).click().perform()
+
+    def press(self, *keys: str) -> None:
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    @property
+    def nodes(self) -> int:
+        return int(self.driver.execute_script("return cy.nodes().length"))
+
+    @property
+    def focus(self) -> str:
+        return str(self.driver.switch_to.active_element.get_attribute("id"))
+
+
+@pytest.fixture(autouse=True)
+def quiet(chromium: webdriver.Chrome) -> Iterator[None]:
+    yield
+    assert chromium.get_log("browser") == []  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_click_and_unfold(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
+    page = Page(chromium, pages / "tower.html", width)
+    folded = page.nodes
+    page.click_node("layers.* x 3")
+    assert page.text("details").startswith("layers.* x 3\n")
+    assert page.nodes == folded + 5
+    page.click_node("all_reduce  P(sum)")
+    details = page.text("details")
+    for words in (
+        "all_reduce over tp",
+        "inherent: a pending sum",
+        'asked by the plan ("layers.*.down": "rowwise")',
+        "384 bytes that each rank sends",
+        "artifacts.py:",
+        "Stands for 3 calls",
+    ):
+        assert words in details
+    page.driver.find_element(By.CSS_SELECTOR, "#details .link").click()  # of the op that it was placed by
+    assert page.text("details").startswith("layers.0.down: linear\n")
+    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
+    page.click("fold")
+    assert page.nodes == folded
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_search_by_keys(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
+    page = Page(chromium, pages / "tower.html", width)
+    page.press("/")
+    assert page.focus == "search"
+    page.press("layers.2.down weight")
+    assert page.text("found") == "parameter layers.2.down.weight"
+    page.press(Keys.ENTER)
+    details = page.text("details")
+    assert details.startswith("layers.2.down.weight\n")
+    assert "Global\nf32[8, 16]\nOn rank 0\nf32[8, 8]" in details
+    assert "rank 1 [8, 8] [:, 8:16]" in details
+    drawn = page.driver.find_elements(By.CSS_SELECTOR, "#details .slabs rect")
+    assert [(rect.get_attribute("x"), rect.get_attribute("width")) for rect in drawn] == [("0", "130"), ("130", "130")]
+    assert page.driver.execute_script("return cy.$('.current').data('label')").startswith("down  linear")
+    page.press("/", "collective layers.1", Keys.ARROW_UP, Keys.ENTER)
+    assert "Node\nall_reduce_1" in page.text("details")
+    page.press("/", "no such thing")
+    assert page.text("found") == "nothing found"
+    page.press(Keys.ESCAPE)
+    assert (page.focus, page.text("found")) == ("graph", "")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_keys_reach_all_of_it(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
+    page = Page(chromium, pages / "tower.html", width)
+    for _ in range(10):
+        page.press(Keys.TAB)
+        if page.focus == "graph":
+            break
+    page.press(Keys.ARROW_DOWN)
+    assert page.text("details").startswith("input: ids") or page.text("details").startswith("ids\n")
+    page.press(Keys.ARROW_DOWN, Keys.ARROW_DOWN)
+    said = page.driver.find_element(By.ID, "said").get_attribute("textContent")
+    assert said == "folded layers.* x 3, each: 1 all_reduce, 384 B on the wire"
+    folded = page.nodes
+    page.press(Keys.ENTER)
+    assert page.nodes == folded + 5
+    page.press(Keys.ENTER)
+    assert page.nodes == folded
+    page.press(Keys.ARROW_UP, Keys.ENTER)
+    assert page.focus == "details"
+    page.press(Keys.ESCAPE)
+    assert page.focus == "graph"
+    page.press(Keys.ESCAPE)
+    assert page.text("details").startswith("Details\n")
+    before = page.driver.execute_script("return cy.zoom()")
+    page.press("+")
+    assert page.driver.execute_script("return cy.zoom()") > before
+    page.driver.find_element(By.ID, "tab-details").send_keys(Keys.ARROW_RIGHT)
+    assert (page.focus, page.text("bill").splitlines()[1]) == (
+        "tab-bill",
+        "3 all_reduce. Each rank sends 1,152 bytes (1.13 KiB).",
+    )
+    page.press(Keys.ARROW_RIGHT)
+    assert "Machine h100" in page.text("timeline")
+    assert len(page.driver.find_elements(By.CSS_SELECTOR, "#timeline .bar")) == 2
+
+
+def test_everything_has_a_name(chromium: webdriver.Chrome, pages: Path) -> None:
+    page = Page(chromium, pages / "tower.html", 900)
+    page.click_node("head")
+    controls = page.driver.find_elements(By.CSS_SELECTOR, "button, input, [role], svg")
+    assert len(controls) > 15
+    assert [
+        c.get_attribute("outerHTML") for c in controls if c.is_displayed() and not (c.accessible_name or c.text)
+    ] == []
+
+
+def test_a_fallback_says_why(chromium: webdriver.Chrome, pages: Path) -> None:
+    page = Page(chromium, pages / "mixed.html", 900)
+    assert page.text("legend").splitlines() == ["S(0) cut", "S(1) cut", "R whole", "collective", "fallback collective", "critical path"]  # fmt: skip
+    page.click_node("fallback: softmax")
+    assert "fallback: an op needs something whole" in page.text("details")
+    assert "Reason\nsoftmax: it needs the dim of 4 whole" in page.text("details")
+
+
+def test_texts_of_files_stay_texts(chromium: webdriver.Chrome, pages: Path) -> None:
+    page = Page(chromium, pages / "hostile.html", 900)
+    page.click_node("fallback")
+    assert HOSTILE in page.text("details")
+    assert page.driver.title == "hostile: mesh tp=2, rank 0"
+    assert page.driver.find_elements(By.TAG_NAME, "img") == []
+
+
+def test_dark_where_the_reader_likes_it_dark(chromium: webdriver.Chrome, pages: Path) -> None:
+    shades = []
+    for scheme in ("light", "dark"):
+        page = Page(chromium, pages / "tower.html", 900, scheme)
+        page_color = page.driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+        shades.append((page_color, page.driver.execute_script("return cy.nodes()[0].style('color')")))
+    (page_light, ink_light), (page_dark, ink_dark) = shades
+    assert (page_light, ink_light) == ("rgb(255, 255, 255)", "rgb(31,41,51)")
+    assert (page_dark, ink_dark) == ("rgb(20, 24, 29)", "rgb(230,235,240)")

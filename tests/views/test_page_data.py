@@ -1,0 +1,168 @@
+"""What the page of an artifact shows, against the files and numbers counted by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+import tpcompiler
+from tests.ir.drawn import GRID, Cut, cuts
+from tests.views.artifacts import LAYERS, Mixed, Mlp, Tower, ids, saved
+from tpcompiler.cost.machine import Link, Machine
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import cut_dim
+from tpcompiler.runtime.artifact import read_manifest
+from tpcompiler.runtime.weightless import weightless
+from tpcompiler.views.page_data import page_data
+from tpcompiler.views.slices import slices_of
+from tpcompiler.views.table import artifact_text
+from tpcompiler.views.timeline import predict_times
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("tower") / "artifact", Tower(), ids(), LAYERS, inputs=["S(0)"])
+
+
+def test_every_collective_is_there(tower: Path) -> None:
+    data = page_data(tower)
+    added = ("item", "layer")
+    assert [{k: v for k, v in row.items() if k not in added} for row in data["records"]] == read_manifest(
+        tower
+    ).collectives
+    items = [data["items"][row["item"]] for row in data["records"]]
+    assert [item["label"] for item in items] == [row["kind"] for row in data["records"]]
+    assert all(item["kind"] == "collective" for item in items)
+
+
+def test_the_bill_is_the_reports(tower: Path) -> None:
+    data, records = page_data(tower), read_manifest(tower).collectives
+    for rows in data["bill"].values():
+        assert sum(row["layers"] * row["count"] for row in rows) == len(records)
+        for name in ("wire_bytes", "payload_bytes"):
+            assert sum(row["layers"] * row[name] for row in rows) == sum(record[name] for record in records)
+    assert [(row["layer"], row["layers"], row["count"]) for row in data["bill"]["layers"]] == [
+        ("embed", 1, 1),
+        ("layers.0-2", 3, 1),
+    ]
+    assert f"{data['wire']:,} wire bytes" in artifact_text(tower)
+
+
+def test_items_stand_for_all_layers(tower: Path) -> None:
+    data = page_data(tower)
+    names = {row["name"]: row for row in data["tensors"]}
+    assert {row["name"] for row in read_manifest(tower).tensors} == set(names)
+    assert names["layers.2.down.bias"]["item"] == names["layers.0.down.weight"]["item"]
+    assert data["items"][names["layers.1.up.weight"]["item"]]["module"] == "layers.0.up"
+
+
+@given(cuts())
+def test_slices_are_what_ranks_hold(drawn: Cut) -> None:
+    size, by = drawn
+    found: dict[int, tuple[list[int], list[int]]] = {}
+    for holder in slices_of([size], Sharding((by,)), GRID)["holders"]:
+        held = [at for start, stop in holder["runs"][0] for at in range(start, stop)]
+        found |= dict.fromkeys(holder["ranks"], (held, holder["local"]))
+    for rank in range(6):
+        held = cut_dim(torch.arange(size), 0, by, GRID, GRID.coordinate(rank)).tolist()
+        assert found[rank] == (held, [len(held)])
+
+
+def test_a_symbolic_dim_is_cut_in_shares() -> None:
+    mesh = Mesh.of(2)
+    assert slices_of(["s0", 4], Sharding.of("S(0)", mesh, 2, "x"), mesh)["holders"] == [
+        {"ranks": [0], "local": ["s0*1/2", 4], "runs": [[(0, 1)], [(0, 4)]]},
+        {"ranks": [1], "local": ["s0*1/2", 4], "runs": [[(1, 2)], [(0, 4)]]},
+    ]
+
+
+def test_tensors_have_the_shapes_of_the_ranks_files(tower: Path) -> None:
+    data = page_data(tower)
+    for rank in range(2):
+        state = torch.export.load(tower / f"rank_{rank}.pt2").state_dict
+        for row in data["tensors"]:
+            (local,) = [h["local"] for h in data["slices"][row["slices"]]["holders"] if rank in h["ranks"]]
+            assert local == list(state[row["name"]].shape)
+
+
+def value(data: dict[str, Any], label: str) -> Any:
+    (item,) = [item for item in data["items"] if item["label"] == label and item["slices"] is not None]
+    return data["slices"][item["slices"]]
+
+
+def test_values_have_their_global_shape(tower: Path, tmp_path: Path) -> None:
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    shared = saved(tmp_path / "shared", Tower(), ids(), plan)
+    assert value(page_data(shared), "relu")["shape"] == [2, 6, 16]
+    assert value(page_data(tower), "ids")["shape"] == [2, 6]  # of which a rank has [1, 6]
+
+
+def test_values_of_ranks_that_differ_are_not_guessed(tmp_path: Path) -> None:
+    uneven = nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 8))
+    data = page_data(saved(tmp_path / "out", uneven, torch.zeros(4, 8), {"0": "colwise", "2": "rowwise"}))
+    slices = {item["label"]: item["slices"] for item in data["items"]}
+    assert slices["relu"] is None
+    (weight,) = [row for row in data["tensors"] if row["name"] == "0.weight"]
+    assert [h["local"] for h in data["slices"][weight["slices"]]["holders"]] == [[8, 8], [7, 8]]
+
+
+SLOW = Machine(flops=1.0, memory_bandwidth=1e6, memory=1e9, links={("", 0): Link(latency=0.5, bandwidth=64.0)})
+
+
+def test_times_are_the_rooflines_and_the_links(tmp_path: Path) -> None:
+    exported = torch.export.export(Mlp().eval(), (torch.zeros(4, 8),))
+    program = tpcompiler.parallelize(exported, 2, {"up": "colwise", "down": "rowwise"})
+    records = {row["node"]: row for row in program.manifest().collectives}
+    times = predict_times(program.rank_program(0), records, SLOW, Mesh.of(2))
+    product = 2.0 * 4 * 8 * 8
+    assert [(step.node, step.compute, step.sent) for step in times.steps] == [
+        ("linear", product, 0.0),
+        ("linear_1", product, 0.0),
+        ("all_reduce", 0.0, 0.5 + 128 / 64),
+    ]
+    assert all(step.critical for step in times.steps)
+    narrow = SLOW.__class__(1e9, 1.0, 1e9, SLOW.links)
+    bytes_of_linear = 4 * (4 * 8 + 8 * 8 + 8 + 4 * 8)
+    assert predict_times(program.rank_program(0), records, narrow, Mesh.of(2)).steps[0].compute == bytes_of_linear
+
+
+def test_the_critical_path_is_the_longer_branch(tmp_path: Path) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.short, self.long = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(self.short(x), self.long(x), x)
+
+    directory = saved(tmp_path / "out", Branches(), torch.zeros(1, 4, 8), {"short": "replicate"})
+    data = page_data(directory)
+    labels = [(data["items"][a]["module"], data["items"][b]["module"]) for a, b in data["chain"]]
+    assert labels[:2] == [("", "long.0"), ("long.0", "long.1")]
+    rows = {row["layer"]: row for row in data["timeline"]}
+    assert (rows["short"]["compute"] > 0, rows["short"]["critical"]) == (True, 0.0)
+    assert rows["outside of modules"]["critical"] > 0  # attention
+
+
+def test_weights_need_not_be_cut(tmp_path: Path) -> None:
+    with weightless():
+        exported = torch.export.export(Tower().eval(), (ids(),))
+    tpcompiler.parallelize(exported, 2, LAYERS).save(tmp_path / "uncut")
+    assert artifact_text(tmp_path / "uncut") == artifact_text(saved(tmp_path / "cut", Tower(), ids(), LAYERS))
+    data = page_data(tmp_path / "uncut")
+    assert value(data, "relu")["shape"] == [2, 6, 16]
+
+
+def test_texts_of_files_are_printable(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "out", Mixed(), torch.zeros(4, 8), {"up": "colwise"})
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["collectives"][0]["reason"] = "one\u202etwo\x1b[0m"
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    assert page_data(directory)["records"][0]["reason"] == "one\\u202etwo\\x1b[0m"

@@ -1,0 +1,60 @@
+"""The page of an artifact: one HTML file with everything in it, which opens without a network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from html import escape
+from pathlib import Path
+from string import Template
+
+from tpcompiler.views.page_data import page_data
+
+HERE = Path(__file__).parent
+SCRIPTS = (
+    "vendor/cytoscape.min.js",
+    "vendor/cytoscape-dagre.min.js",
+    "page/graph.js",
+    "page/panel.js",
+    "page/page.js",
+)
+STYLE = "page/page.css"
+
+
+def artifact_html(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> str:
+    """The program of one rank as a page: the graph, folded; slices of tensors; the bill; predicted times.
+
+    Nothing but the scripts and the style that stand in the page can run or be fetched (Content-Security-Policy), and
+    what comes from files is one block of JSON, in which no tag can end.
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, or a rank outside its world.
+    """
+    data = page_data(directory, rank, trust=trust)
+    scripts, style = [_text(name) for name in SCRIPTS], _text(STYLE)
+    policy = (
+        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return Template(_text("page/page.html")).substitute(
+        policy=escape(policy),
+        title=escape(f"{data['name']}: mesh {data['mesh']}, rank {data['rank']}"),
+        style=style,
+        data=_json(data),
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+    )
+
+
+def _json(data: object) -> str:
+    """JSON that HTML reads as plain text."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _text(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")

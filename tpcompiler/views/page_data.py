@@ -1,0 +1,227 @@
+"""What the page of an artifact shows, as one JSON object."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from tpcompiler.cost.machine import DEFAULT, Machine
+from tpcompiler.errors import ShardingError
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import read_sharding, row_sharding
+from tpcompiler.printed import one_line
+from tpcompiler.runtime.artifact import Manifest, inside, rank_file
+from tpcompiler.views.items import Item, color_of, seen_from
+from tpcompiler.views.outline import Group, counted, legend_of, numbered, outline_of, wire
+from tpcompiler.views.slices import slices_of
+from tpcompiler.views.timeline import Times, predict_times
+
+GRAPH = "/models/model.json"  # the entry of torch's archive that is the graph, without values
+
+Row = TypeVar("Row")
+
+
+def page_data(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> dict[str, Any]:
+    """Everything that the page shows; rows name each other by their place in their list.
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, or a rank outside its world.
+    """
+    outline = outline_of(directory, rank, trust=trust)
+    manifest, mesh, machine = outline.manifest, Mesh.of(outline.manifest.mesh), Machine.read()
+    names = [item.name for item in outline.items if item.record is not None]
+    times = predict_times(outline.program, dict(zip(names, manifest.collectives, strict=True)), machine, mesh)
+    slices = _Slices(mesh, alike=_run_one_graph(directory, manifest))
+    items = list(outline.root.items())
+    place = {item.name: at for at, item in enumerate(items)}
+    tensors = {row["name"]: at for at, row in enumerate(manifest.tensors)}
+    drawn = {node: place[outline.drawn[item.name]] for item in outline.items for node in (item.name, *item.joined)}
+    holder = {leaf.name: drawn[item.name] for item in reversed(outline.items) for leaf in item.leaves}
+    records = [
+        {**record, "item": drawn[name], "layer": _layer(record["module"])}
+        for name, record in zip(names, manifest.collectives, strict=True)
+    ]
+    data = {
+        "name": os.path.basename(os.path.abspath(directory)),
+        "mesh": outline.mesh,
+        "rank": rank,
+        "world": mesh.world_size,
+        "device": manifest.device_type,
+        "held": outline.bytes_here,
+        "whole": outline.bytes_whole,
+        "counted": counted(records),
+        "wire": wire(records),
+        "legend": legend_of(outline.root),
+        "members": _members(outline.root, place),
+        "records": records,
+        "tensors": [
+            {**row, "item": holder.get(row["name"]), "slices": slices.of(row["shape"], row_sharding(row, mesh))}
+            for row in manifest.tensors
+        ],
+        "bill": {"layers": _bill(records, "layer"), "kinds": _bill(records, "kind")},
+        "timeline": _timeline(times),
+        "machine": {"name": DEFAULT, "flops": machine.flops, "memory_bandwidth": machine.memory_bandwidth,
+                    "link_bandwidth": machine.plain_link.bandwidth},
+        "chain": _chain(times, items, drawn),
+    }  # fmt: skip
+    data["items"] = [_item(item, place, tensors, slices, manifest) for item in items]
+    data["slices"] = slices.rows
+    return _printable(data)  # type: ignore[no-any-return]
+
+
+class _Slices:
+    """The slices of each layout that occurs, once. `alike`: all ranks have the same local shapes."""
+
+    def __init__(self, mesh: Mesh, alike: bool) -> None:
+        self.mesh, self.alike = mesh, alike
+        self.rows: list[dict[str, Any]] = []
+        self._known: dict[Any, int] = {}
+
+    def of(self, shape: Sequence[int | str], sharding: Sharding) -> int:
+        key = (tuple(shape), sharding)
+        if key not in self._known:
+            self._known[key] = len(self.rows)
+            self.rows.append(slices_of(shape, sharding, self.mesh))
+        return self._known[key]
+
+    def of_value(self, text: str, value: str) -> int | None:
+        """Of what an op makes, `f32[2, 8]` here; None where the ranks' shapes differ, or no one tensor is made."""
+        shaped = re.fullmatch(r"[\w.]+\[([^\[\]]*)\]", value)
+        if not shaped or not text or not self.alike:
+            return None
+        local = [int(size) if size.isdecimal() else size for size in shaped[1].split(", ") if size]
+        try:
+            sharding = read_sharding(text, self.mesh, len(local))
+        except (ShardingError, ValueError):
+            return None
+        shape: list[int | str] = []
+        for size, by in zip(local, sharding.dims, strict=True):
+            times = self.mesh.size(by.axes)
+            whole = sum(part for part, _ in by.parts) or (
+                size * times if isinstance(size, int) else f"{times}*({size})"
+            )
+            shape.append(size if not by.axes else whole)
+        return self.of(shape, sharding)
+
+
+def _run_one_graph(directory: str | os.PathLike[str], manifest: Manifest) -> bool:
+    """Whether the ranks' programs are one, so that their local shapes are equal."""
+    if manifest.programs:
+        return len(manifest.programs) == 1
+    found = set()
+    try:
+        for rank in range(manifest.world_size):
+            with zipfile.ZipFile(inside(directory, rank_file(rank))) as archive:
+                found |= {(e.CRC, e.file_size) for e in archive.infolist() if e.filename.endswith(GRAPH)}
+    except (OSError, zipfile.BadZipFile):
+        return False
+    return len(found) == 1
+
+
+def _members(group: Group, place: Mapping[str, int]) -> list[Any]:
+    """Items by their place, and groups."""
+    return [
+        place[member.name]
+        if isinstance(member, Item)
+        else {
+            "path": member.path,
+            "title": seen_from(group.path, member.title),
+            "count": member.count,
+            "counted": counted(member.records()),
+            "wire": wire(member.records()),
+            "members": _members(member, place),
+        }
+        for member in group.members
+    ]
+
+
+def _item(
+    item: Item, place: Mapping[str, int], tensors: Mapping[str, int], slices: _Slices, manifest: Manifest
+) -> dict[str, Any]:
+    sharding = item.sharding.rpartition(" -> ")[2]
+    rows = {"input": manifest.inputs, "output": manifest.outputs}.get(item.kind, [])
+    row = next((row for row in rows if row["name"] == item.ops[0]), None)
+    return {
+        "name": item.name,
+        "kind": item.kind,
+        "label": item.label,
+        "ops": item.detail,
+        "module": item.module,
+        "sharding": item.sharding,
+        "color": color_of(item.sharding),
+        "value": item.value,
+        "slices": slices.of(row["shape"], row_sharding(row, slices.mesh))
+        if row
+        else slices.of_value(sharding, item.value),
+        "sources": [place[source] for source in item.sources],
+        "tensors": [tensors[leaf.name] for leaf in item.leaves],
+        "note": item.note.split("\n"),
+    }
+
+
+def _layer(module: str) -> str:
+    """`layers.3` for what is in it; elsewhere the module itself."""
+    numbered = re.match(r"(.*?(?:^|\.)\d+)(?:\.|$)", module)
+    return numbered[1] if numbered else module or "outside of modules"
+
+
+def _bill(records: Iterable[Mapping[str, Any]], by: str) -> list[dict[str, Any]]:
+    """Count and bytes by `layer` or by `kind`, beside the reason; layers alike that follow each other once."""
+    rows: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    for record in records:
+        kinds = rows.setdefault(record[by], {})
+        row = kinds.setdefault((record["kind"], record["why"]), {"count": 0, "payload_bytes": 0, "wire_bytes": 0})
+        row["count"] += 1
+        for name in ("payload_bytes", "wire_bytes"):
+            row[name] += record[name]
+    return [
+        {by: title, "layers": layers, "kind": kind, "why": why, **row}
+        for title, layers, kinds in _folded(rows)
+        for (kind, why), row in kinds.items()
+    ]
+
+
+def _timeline(times: Times) -> list[dict[str, Any]]:
+    """Seconds by layer in program order, of all steps and of the critical ones; layers alike once, as in the bill."""
+    rows: dict[str, dict[str, float]] = {}
+    for step in times.steps:
+        row = rows.setdefault(_layer(step.module), dict.fromkeys(("compute", "sent", "critical"), 0.0))
+        row["compute"] += step.compute
+        row["sent"] += step.sent
+        row["critical"] += (step.compute + step.sent) * step.critical
+    return [{"layer": title, "layers": layers, **row} for title, layers, row in _folded(rows)]
+
+
+def _chain(times: Times, items: Sequence[Item], drawn: Mapping[str, int]) -> list[tuple[int, int]]:
+    """The edges of the critical path between the items that are drawn."""
+    stops = [drawn[node] for node in times.chain if node in drawn]
+    pairs = dict.fromkeys(itertools.pairwise(stops))
+    return [(source, target) for source, target in pairs if items[source].name in items[target].sources]
+
+
+def _folded(rows: Mapping[str, Row]) -> Iterator[tuple[str, int, Row]]:
+    """(title, how many, what they have) of layers that follow each other and have the same."""
+    runs: list[tuple[str, int, Row]] = []
+    for layer, row in rows.items():
+        first, layers, same = runs[-1] if runs else ("", 0, None)
+        (name, number), (other, following) = numbered(first), numbered(layer)
+        if row == same and name == other and 0 <= number == following - layers:
+            runs[-1] = (first, layers + 1, row)
+        else:
+            runs.append((layer, 1, row))
+    for first, layers, row in runs:
+        yield (f"{first}-{numbered(first)[1] + layers - 1}" if layers > 1 else first), layers, row
+
+
+def _printable(value: Any) -> Any:
+    """Texts without unseen characters: files choose their own names."""
+    if isinstance(value, str):
+        return one_line(value)
+    if isinstance(value, Mapping):
+        return {one_line(str(key)): _printable(each) for key, each in value.items()}
+    return [_printable(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,79 @@
+"""Which rank holds which slice of a tensor, as plain numbers that can be drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tpcompiler.ir.dim_sharding import DimSharding, chunk
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+
+MOST_RUNS = 64  # of one dim and rank; a merged dim of batch * heads may have thousands
+
+Run = tuple[int, int]  # the first element, and the one after the last
+
+
+def slices_of(shape: Sequence[int | str], sharding: Sharding, mesh: Mesh) -> dict[str, Any]:
+    """The slices of a global tensor, equal ones once.
+
+    `shape`: the global sizes; `of`: what the runs of each dim count, which are elements, or, of a symbolic size, equal
+    shares. `holders`: `ranks`, their `local` shape, and of each dim the `runs` that they hold, at most `MOST_RUNS`.
+    """
+    counts = [
+        size if isinstance(size, int) else mesh.size(by.axes) for size, by in zip(shape, sharding.dims, strict=True)
+    ]
+    holders: dict[Any, list[int]] = {}
+    for rank in range(mesh.world_size):
+        here = mesh.coordinate(rank)
+        dims = zip(sharding.dims, counts, strict=True)
+        held = tuple(tuple(_joined(_runs(by, 0, count, mesh, here))) for by, count in dims)
+        holders.setdefault(held, []).append(rank)
+    return {
+        "shape": list(shape),
+        "of": counts,
+        "sharding": sharding.text(mesh),
+        "pending": [list(each) for each in sharding.partial],
+        "holders": [
+            {"ranks": ranks, "local": _local(shape, counts, runs), "runs": [dim[:MOST_RUNS] for dim in runs]}
+            for runs, ranks in holders.items()
+        ],
+    }
+
+
+def _runs(by: DimSharding, start: int, size: int, mesh: Mesh, here: Mapping[str, int]) -> Iterator[Run]:
+    """What a coordinate holds of the `size` elements from `start` on, in order."""
+    if by.parts:
+        for length, how in by.parts:
+            yield from _runs(how, start, length, mesh, here)
+            start += length
+        return
+    if not by.levels:
+        yield start, start + size
+        return
+    axis, block, unit = by.levels[0]
+    inner = DimSharding(by.levels[1:])
+    for first in range(start, start + size, block or max(size, 1)):
+        offset, length = chunk(block or size, mesh.degree(axis), here[axis], unit)
+        yield from _runs(inner, first + offset, length, mesh, here)
+
+
+def _joined(runs: Iterator[Run]) -> Iterator[Run]:
+    """Runs that follow each other as one, without empty ones."""
+    begin = end = 0
+    for start, stop in runs:
+        if start == stop:
+            continue
+        if start != end and end > begin:
+            yield begin, end
+        begin, end = (begin if start == end and end > begin else start), stop
+    if end > begin:
+        yield begin, end
+
+
+def _local(shape: Sequence[int | str], counts: Sequence[int], runs: Sequence[Sequence[Run]]) -> list[int | str]:
+    held = [sum(stop - start for start, stop in dim) for dim in runs]
+    return [
+        own if isinstance(size, int) else size if own == count else f"{size}*{own}/{count}"
+        for size, count, own in zip(shape, counts, held, strict=True)
+    ]

@@ -1,0 +1,106 @@
+"""How long a call is predicted to take, layer by layer: compute by the roofline, communication by the links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from tpcompiler._torch import OpOverload, calls_others, sym_hint
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.objective import SEARCHED
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+
+
+class Step(NamedTuple):
+    """A node that takes time, in seconds; `critical`: it is on the chain of dependences that takes longest."""
+
+    node: str
+    module: str
+    compute: float
+    sent: float
+    critical: bool
+
+
+class Times(NamedTuple):
+    """Predicted times of one call on one rank.
+
+    Attributes:
+        steps: products of matrices and collectives, in order; all else counts as fused with them and takes no time.
+        chain: the critical path: the nodes of the chain of dependences that takes longest, in order.
+    """
+
+    steps: tuple[Step, ...]
+    chain: tuple[str, ...]
+
+
+def predict_times(
+    exported: ExportedProgram, records: Mapping[str, Mapping[str, Any]], machine: Machine, mesh: Mesh
+) -> Times:
+    """Predict what each product and collective of a rank's program takes, with the sizes of the example.
+
+    The prices are those of the search for placements. FLOPs are what torch's counter says of the rank's own shapes.
+
+    Args:
+        records: the manifest's record of each collective, by node.
+    """
+    objective = SEARCHED._replace(machine=machine)
+    compute, sent = dict[fx.Node, float](), dict[fx.Node, float]()
+    for node in edit.calls(exported.graph):
+        if node.name in records:
+            record = records[node.name]
+            sent[node] = machine.link(record["kind"], record["group_size"]).seconds(record["wire_bytes"])
+        elif flops := _flops(node):
+            values = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
+            local = [(value, Sharding.replicated(value.ndim)) for value in values]
+            compute[node] = objective.compute_seconds(flops, local, mesh)
+    chain = _longest_chain(exported.graph, compute | sent)
+    steps = (
+        Step(node.name, edit.module_path(node), compute.get(node, 0.0), sent.get(node, 0.0), node in chain)
+        for node in exported.graph.nodes
+        if node in compute or node in sent
+    )
+    return Times(tuple(steps), tuple(node.name for node in chain))
+
+
+def _flops(node: fx.Node) -> int:
+    """By torch's counter, which sees what an op that is made of others calls. A product has two operands or more."""
+    op = node.target
+    if not isinstance(op, OpOverload) or len(edit.operands(node)) < 2:
+        return 0
+    if not calls_others(op) and op.overloadpacket not in flop_registry:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: _example(operand.meta["val"]))
+    with FlopCounterMode(display=False) as counter:
+        op(*args, **kwargs)
+    return counter.get_total_flops()
+
+
+def _example(value: Any) -> Any:
+    """A value with the sizes of the example, without memory."""
+    if isinstance(value, torch.Tensor):
+        shape = [sym_hint(size) for size in value.shape]
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+    if isinstance(value, torch.SymInt):
+        return sym_hint(value)
+    return [_example(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _longest_chain(graph: fx.Graph, seconds: Mapping[fx.Node, float]) -> dict[fx.Node, None]:
+    """Its nodes in order."""
+    ends: dict[fx.Node, float] = {}
+    before: dict[fx.Node, fx.Node | None] = {}
+    for node in graph.nodes:
+        before[node] = max(node.all_input_nodes, key=lambda operand: ends[operand], default=None)
+        ends[node] = seconds.get(node, 0.0) + ends.get(before[node], 0.0)  # type: ignore[arg-type]
+    chain, last = list[fx.Node](), max(ends, key=lambda node: ends[node], default=None)
+    while last is not None:
+        chain.append(last)
+        last = before[last]
+    return dict.fromkeys(reversed(chain))
