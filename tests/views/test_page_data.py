@@ -15,6 +15,7 @@ import tpcompiler
 from tests.ir.drawn import GRID, Cut, cuts
 from tests.views.artifacts import LAYERS, Mixed, Mlp, Tower, ids, saved
 from tpcompiler.cost.machine import Link, Machine
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut_dim
@@ -28,7 +29,7 @@ from tpcompiler.views.timeline import predict_times
 
 @pytest.fixture(scope="module")
 def tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("tower") / "artifact", Tower(), ids(), LAYERS, inputs=["S(0)"])
+    return saved(tmp_path_factory.mktemp("tower") / "artifact", Tower(), ids(), LAYERS)
 
 
 def test_every_collective_is_there(tower: Path) -> None:
@@ -48,10 +49,8 @@ def test_the_bill_is_the_reports(tower: Path) -> None:
         assert sum(row["layers"] * row["count"] for row in rows) == len(records)
         for name in ("wire_bytes", "payload_bytes"):
             assert sum(row["layers"] * row[name] for row in rows) == sum(record[name] for record in records)
-    assert [(row["layer"], row["layers"], row["count"]) for row in data["bill"]["layers"]] == [
-        ("embed", 1, 1),
-        ("layers.0-2", 3, 1),
-    ]
+    (row,) = data["bill"]["layers"]
+    assert (row["layer"], row["layers"], row["count"], row["wire_bytes"]) == ("layers.0-2", 3, 1, 384)
     assert f"{data['wire']:,} wire bytes" in artifact_text(tower)
 
 
@@ -77,9 +76,9 @@ def test_slices_are_what_ranks_hold(drawn: Cut) -> None:
 
 def test_a_symbolic_dim_is_cut_in_shares() -> None:
     mesh = Mesh.of(2)
-    assert slices_of(["s0", 4], Sharding.of("S(0)", mesh, 2, "x"), mesh)["holders"] == [
-        {"ranks": [0], "local": ["s0*1/2", 4], "runs": [[(0, 1)], [(0, 4)]]},
-        {"ranks": [1], "local": ["s0*1/2", 4], "runs": [[(1, 2)], [(0, 4)]]},
+    assert slices_of(["s0", 4], Sharding((DimSharding.by("tp"), WHOLE)), mesh)["holders"] == [
+        {"ranks": [0], "local": ["s0*1/2", 4], "runs": [((0, 1),), ((0, 4),)]},
+        {"ranks": [1], "local": ["s0*1/2", 4], "runs": [((1, 2),), ((0, 4),)]},
     ]
 
 
@@ -98,10 +97,9 @@ def value(data: dict[str, Any], label: str) -> Any:
 
 
 def test_values_have_their_global_shape(tower: Path, tmp_path: Path) -> None:
-    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
-    shared = saved(tmp_path / "shared", Tower(), ids(), plan)
-    assert value(page_data(shared), "relu")["shape"] == [2, 6, 16]
-    assert value(page_data(tower), "ids")["shape"] == [2, 6]  # of which a rank has [1, 6]
+    assert value(page_data(tower), "relu")["shape"] == [2, 6, 16]
+    by_rows = saved(tmp_path / "rows", Tower(), ids(), LAYERS, inputs=["S(0)"])
+    assert value(page_data(by_rows), "ids")["shape"] == [2, 6]  # of which a rank has [1, 6]
 
 
 def test_values_of_ranks_that_differ_are_not_guessed(tmp_path: Path) -> None:
@@ -137,7 +135,7 @@ def test_the_critical_path_is_the_longer_branch(tmp_path: Path) -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.short, self.long = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            self.short, self.long = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return nn.functional.scaled_dot_product_attention(self.short(x), self.long(x), x)

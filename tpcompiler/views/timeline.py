@@ -79,7 +79,7 @@ def _flops(node: fx.Node) -> int:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: _example(operand.meta["val"]))
     with FlopCounterMode(display=False) as counter:
         op(*args, **kwargs)
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 def _example(value: Any) -> Any:
