@@ -131,6 +131,22 @@ def test_times_are_the_rooflines_and_the_links(tmp_path: Path) -> None:
     assert predict_times(program.rank_program(0), records, narrow, Mesh.of(2)).steps[0].compute == bytes_of_linear
 
 
+def test_rows_of_experts_are_multiplied_once(tmp_path: Path) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stacked = nn.Parameter(torch.zeros(3, 16, 32, dtype=torch.bfloat16))
+
+        def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            return torch.ops.aten._grouped_mm(rows, self.stacked, ends)  # type: ignore[no-any-return]
+
+    example = torch.zeros(24, 16, dtype=torch.bfloat16), torch.tensor([8, 16, 24], dtype=torch.int32)
+    exported = torch.export.export(Experts().eval(), example)
+    program = tpcompiler.parallelize(exported, 2, {"stacked": "R"})
+    (step,) = predict_times(program.rank_program(0), {}, SLOW, Mesh.of(2)).steps
+    assert step.compute == 2 * 24 * 16 * 32
+
+
 def test_the_critical_path_is_the_longer_branch(tmp_path: Path) -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

@@ -91,7 +91,7 @@ class _Slices:
 
     def of_value(self, text: str, value: str) -> int | None:
         """Of what an op makes, `f32[2, 8]` here; None where the ranks' shapes differ, or no one tensor is made."""
-        shaped = re.fullmatch(r"[\w.]+\[([^\[\]]*)\]", value)
+        shaped = re.fullmatch(r"[\w.]+\[([^\[\]()]*)\]", value)
         if not shaped or not text or not self.alike:
             return None
         local = [int(size) if size.isdecimal() else size for size in shaped[1].split(", ") if size]

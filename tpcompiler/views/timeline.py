@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,10 @@ from tpcompiler.cost.objective import SEARCHED
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.text import op_name
+
+# Each row times one of the stacked matrices; torch's counter does not know them.
+GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))
 
 
 class Step(NamedTuple):
@@ -71,14 +76,17 @@ def predict_times(
 
 def _flops(node: fx.Node) -> int:
     """By torch's counter, which sees what an op that is made of others calls. A product has two operands or more."""
-    op = node.target
-    if not isinstance(op, OpOverload) or len(edit.operands(node)) < 2:
+    op, operands = node.target, edit.operands(node)
+    if not isinstance(op, OpOverload) or len(operands) < 2:
         return 0
+    if op_name(node) in GROUPED:
+        rows, matrices = (_example(operand.meta["val"]) for operand in operands[:2])
+        return int(2 * rows.numel() * matrices.shape[-1])
     if not calls_others(op) and op.overloadpacket not in flop_registry:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: _example(operand.meta["val"]))
-    with FlopCounterMode(display=False) as counter:
-        op(*args, **kwargs)
+    with FlopCounterMode(display=False) as counter, contextlib.suppress(NotImplementedError):
+        op(*args, **kwargs)  # not where sizes depend on values
     return int(counter.get_total_flops())
 
 

@@ -51,9 +51,8 @@ const pen = document.createElement("canvas").getContext("2d");
 pen.font = FONT;
 
 function box(lines, extra) {
-  const label = lines.map(shortened);
-  const width = Math.max(...label.map((line) => pen.measureText(line).width));
-  return { label: label.join("\n"), width: width + extra, height: label.length * LINE + 12 };
+  const width = Math.max(...lines.map((line) => pen.measureText(line).width));
+  return { label: lines.join("\n"), width: width + extra, height: lines.length * LINE + 12 };
 }
 
 data.items.forEach((item, at) => {
@@ -62,7 +61,7 @@ data.items.forEach((item, at) => {
 data.items.forEach((item) => {
   item.classes = `item ${item.kind} ${item.color.replace(" ", "-")}`;
   if (item.kind === "collective") item.classes += ` ${recordsOf(item)[0].why}`;
-  item.box = box(linesOf(item), item.kind === "collective" ? 56 : 24);
+  item.box = box(linesOf(item).map(shortened), item.kind === "collective" ? 56 : 24);
 });
 
 // The id of what stands in the graph for an item: itself, or the outermost folded group around it.
@@ -83,7 +82,7 @@ function elements() {
       }
       const id = `g${member.at}`;
       const each = member.count > 1 ? "each: " : "";
-      const lines = [`${unfolded.has(member.at) ? "▾" : "▸"} ${member.title}`, `${each}${member.counted}, ${bytes(member.wire)} on the wire`];
+      const lines = [`${unfolded.has(member.at) ? "▾" : "▸"} ${shortened(member.title)}`, `${each}${member.counted}, ${bytes(member.wire)} on the wire`];
       if (unfolded.has(member.at)) {
         found.push({ data: { id, parent, ...box([lines.join("   ")], 0) }, classes: "group unfolded" });
         walk(member.members, id);

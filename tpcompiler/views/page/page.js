@@ -168,9 +168,8 @@ byId("fold").addEventListener("click", () => redraw(() => unfolded.clear()));
 byId("name").textContent = data.name;
 byId("summary").textContent = `mesh ${data.mesh}, rank ${data.rank} of ${data.world}, ${data.device}. ${bytes(data.held)} of ${bytes(data.whole)} held. Per call: ${data.counted}, ${bytes(data.wire)} on the wire.`;
 const key = (name, text) => make("li", {}, make("span", { class: `swatch ${name}` }), text);
-const words = { whole: "whole", cut: "cut", pending: "pending" };
 byId("legend").append(
-  ...Object.entries(data.legend).sort().map(([color, shardings]) => key(color.replace(" ", "-"), `${shardings.slice(0, 3).join(" ")}${shardings.length > 3 ? " …" : ""} ${words[color.split(" ")[0]]}`)),
+  ...Object.entries(data.legend).sort().map(([color, shardings]) => key(color.replace(" ", "-"), `${shardings.slice(0, 3).join(" ")}${shardings.length > 3 ? " …" : ""} ${color.split(" ")[0]}`)),
   ...(data.records.some((record) => record.why !== "fallback") ? [key("collective", "collective")] : []),
   ...(data.records.some((record) => record.why === "fallback") ? [key("fallback", "fallback collective")] : []),
   ...(data.chain.length ? [key("critical", "critical path")] : []));

@@ -196,5 +196,5 @@ function showTimeline() {
     make("p", {}, `One step after the other: ${seconds(all)}. The critical path, which is the longest chain of steps that need each other, takes ${seconds(critical)}; the graph draws it with thick lines.`),
     make("p", {}, `A prediction, not a measurement. Machine ${name}, by its data sheet: ${flops / 1e12} TFLOP/s, memory ${memory_bandwidth / 1e12} TB/s, links ${link_bandwidth / 1e9} GB/s a rank without latency. Products take the roofline's time with the rank's own shapes, at the sizes of the example; other ops count as fused with them.`),
     make("p", { class: "key" }, make("span", { class: "compute" }), "compute ", make("span", { class: "sent" }), "communication"),
-    table("By layer, each of them", [["Layer", ""], ["", "number"], ["Time", "time"], ["Compute", "number"], ["Communication", "number"], ["Critical", "number"]], bars));
+    table("By layer; times are those of each", [["Layer", ""], ["", "number"], ["Time", "time"], ["Compute", "number"], ["Communication", "number"], ["Critical", "number"]], bars));
 }
