@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tpcompiler.checkpoint.load import load as load
     from tpcompiler.elastic import merge as merge
     from tpcompiler.elastic import reshard as reshard
+    from tpcompiler.explain.explanation import Explanation as Explanation
+    from tpcompiler.explain.explanation import explain_artifact as explain_artifact
     from tpcompiler.explain.report import Collective as Collective
     from tpcompiler.ir.mesh import Mesh as Mesh
     from tpcompiler.packaging import package as package
@@ -59,6 +61,8 @@ _HOME = {
     "register_rule": "tpcompiler.rules.register",
     "RuleText": "tpcompiler.rules.notation",
     "Collective": "tpcompiler.explain.report",
+    "explain_artifact": "tpcompiler.explain.explanation",
+    "Explanation": "tpcompiler.explain.explanation",
     "Mesh": "tpcompiler.ir.mesh",
     "ParallelProgram": "tpcompiler.parallel_program",
     "Plan": "tpcompiler.plan",

@@ -19,7 +19,7 @@ from tpcompiler.checkpoint.fill import fill_weights, read_original
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.placements import parse_placement
+from tpcompiler.pipeline import asked_boundary
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
 from tpcompiler.runtime.target import free_target, in_place_of, reason, refuse_full_disk, replacing
@@ -66,7 +66,7 @@ def reshard(
     plan = Plan.of(first.plan)
     how: Any = {"device_type": first.device_type, "collectives": first.asked.get("collectives", "nccl")}
     asked: Any = {
-        at: {name: _boundary(manifest, at) for name, manifest in manifests.items()} for at in ("inputs", "outputs")
+        at: {name: asked_boundary(manifest, at) for name, manifest in manifests.items()} for at in ("inputs", "outputs")
     }
     with in_place_of(target, force=force) as temporary:
         temporary.rmdir()
@@ -77,20 +77,6 @@ def reshard(
         hollow = [weightless_names(each) for each in (programs.values() if names else [programs])]
         if any(hollow):
             cut_checkpoint(temporary, source, partial=True, progress=progress)
-
-
-def _boundary(manifest: Manifest, at: str) -> Any:
-    """The placements of inputs or outputs that were asked for."""
-    said = manifest.asked.get(at)
-    if isinstance(said, dict):
-        return {name: _spec(spec) for name, spec in said.items()}
-    return said and [spec and _spec(spec) for spec in said]
-
-
-def _spec(said: Any) -> Any:
-    if isinstance(said, dict):
-        return {axis: parse_placement(each) for axis, each in said.items()}
-    return parse_placement(said)
 
 
 def merge(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch.export import ExportedProgram
 
@@ -26,14 +26,16 @@ from tpcompiler.frontend.plain_weights import drop_replaced, unwrap_subclasses
 from tpcompiler.ir.devices import device_type_for
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.placements import format_spec
+from tpcompiler.ir.placements import format_spec, parse_placement
 from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, Note, PlannedProgram, Program
 from tpcompiler.ir.symm_mem import Collectives, refuse_symm_mem
 from tpcompiler.ir.text import program_text
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.partition import Partition
 from tpcompiler.plan import Plan
+from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.solver.place import UNLIMITED, Aim, place
+from tpcompiler.solver.solution import Solution
 from tpcompiler.verify.invariants import check_invariants
 
 P = TypeVar("P", bound=Program)
@@ -88,7 +90,9 @@ class Conversion:
             spread = after(spread_experts(joined), "spread_experts")
             return after(divide_sizes(spread), "divide_sizes")
 
-    def finished(self, marked: MarkedProgram, styles: Mapping[str, str], adviser: Adviser) -> ParallelProgram:
+    def finished(
+        self, marked: MarkedProgram, styles: Mapping[str, str], adviser: Adviser, gathers: bool
+    ) -> ParallelProgram:
         """All passes from a marked program up to the program for all ranks."""
         with no_new_guards(marked.graph):
             resharded = self.after(insert_reshards(marked), "insert_reshards")
@@ -97,6 +101,8 @@ class Conversion:
         asked = {"mesh": dict(self.mesh.axes), "inputs": inputs, "outputs": outputs}
         if self.collectives != "nccl":
             asked["collectives"] = self.collectives
+        if self.auto:
+            asked["plan"] = "auto:free" if gathers else "auto"
         made = ParallelProgram(
             self.exported,
             Partition(folded, self.device, self.collectives),
@@ -132,7 +138,10 @@ def finished_together(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITE
         if first.auto:
             raise
         raise next(iter(advisers.values())).advise_error(error) from None
-    return {name: conversion.finished(marked[name], styles, advisers[name]) for name, conversion in conversions.items()}
+    return {
+        name: conversion.finished(marked[name], styles, advisers[name], aim.gathers)
+        for name, conversion in conversions.items()
+    }
 
 
 def find_styles(exported: ExportedProgram, mesh: Mesh) -> dict[str, str]:
@@ -141,9 +150,20 @@ def find_styles(exported: ExportedProgram, mesh: Mesh) -> dict[str, str]:
     Raises:
         ShardingError, ProgramError, UnsupportedError: as `tpcompiler.parallelize`.
     """
-    conversion = Conversion.of(exported, mesh, None, (None, None), None, None, "nccl")
-    with no_new_guards(conversion.program.graph):
-        return dict(place([conversion.planned(conversion.plan, _unseen)], auto=True)[1].styles)
+    return dict(
+        find_placements([Conversion.of(exported, mesh, None, (None, None), None, None, "nccl")], UNLIMITED).styles
+    )
+
+
+def find_placements(conversions: Sequence[Conversion], aim: Aim) -> Solution:
+    """What the search finds for programs that are converted together.
+
+    Raises:
+        ShardingError: no placement suits all programs.
+    """
+    planned = [conversion.planned(conversion.plan, _unseen) for conversion in conversions]
+    with no_new_guards(*(program.graph for program in planned)):
+        return place(planned, conversions[0].auto, aim)[1]
 
 
 def _marked(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[dict[str, MarkedProgram], dict[str, str]]:
@@ -168,6 +188,20 @@ def _said(boundary: Boundary) -> Any:
     if isinstance(boundary, Mapping):
         return {name: format_spec(spec) for name, spec in boundary.items()}
     return [spec and format_spec(spec) for spec in boundary]
+
+
+def asked_boundary(manifest: Manifest, at: Literal["inputs", "outputs"]) -> Any:
+    """The placements of inputs or outputs that an artifact was asked for, as `parallelize` takes them."""
+    said = manifest.asked.get(at)
+    if isinstance(said, dict):
+        return {name: _spec(spec) for name, spec in said.items()}
+    return said and [spec and _spec(spec) for spec in said]
+
+
+def _spec(said: Any) -> Any:
+    if isinstance(said, dict):
+        return {axis: parse_placement(each) for axis, each in said.items()}
+    return parse_placement(said)
 
 
 def _same_leaves(conversions: Mapping[str, Conversion]) -> None:

@@ -15,6 +15,7 @@ from tests.bad_input import (
     rows_machines,
     rows_packages,
     rows_plans,
+    rows_reasons,
     rows_weights,
 )
 from tests.bad_input.row import Row
@@ -32,6 +33,7 @@ TABLE: dict[str, list[Row]] = {
     "Inputs": rows_files.INPUTS,
     "Artifacts": rows_artifacts.ARTIFACTS,
     "Manifests": rows_artifacts.MANIFESTS,
+    "Reasons": rows_reasons.REASONS,
     "Weights": rows_weights.WEIGHTS,
     "Checkpoints": rows_checkpoints.CHECKPOINTS,
     "Packages": rows_packages.PACKAGES,

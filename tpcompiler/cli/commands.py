@@ -15,6 +15,7 @@ import typer
 from rich.text import Text
 
 import tpcompiler.cli.judge
+import tpcompiler.cli.reasons
 import tpcompiler.cli.run
 import tpcompiler.cli.weights  # noqa: F401  (registers its commands, as do those above)
 from tpcompiler.cli.options import (
@@ -22,6 +23,7 @@ from tpcompiler.cli.options import (
     Artifact,
     Imports,
     Json,
+    MachineOption,
     MeshOption,
     Tp,
     Trust,
@@ -189,9 +191,7 @@ def convert(
         _Collectives,
         typer.Option("--collectives", help="What sends, on GPUs: symm_mem where it fits, auto where it should gain."),
     ] = _Collectives.nccl,
-    machine: Annotated[
-        str, typer.Option("--machine", metavar="FILE", help="What the devices can do: a YAML file, or a known name.")
-    ] = "h100",
+    machine: MachineOption = "h100",
     memory: Annotated[
         float | None, typer.Option("--memory", metavar="GB", help="The most that a rank may hold, in 10^9 bytes.")
     ] = None,

@@ -70,6 +70,9 @@ Imports = Annotated[
 ]
 Trust = Annotated[bool, typer.Option("--trust", help="Read files too that can run code: only from who you trust.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+MachineOption = Annotated[
+    str, typer.Option("--machine", metavar="FILE", help="What the devices can do: a YAML file, or a known name.")
+]
 Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that tpcompiler convert wrote.")]
 
 

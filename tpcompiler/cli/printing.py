@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -20,6 +20,9 @@ from tpcompiler.explain.report import NOTE_TITLES
 from tpcompiler.printed import one_line
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.target import replacing
+
+if TYPE_CHECKING:
+    from tpcompiler.explain.explanation import Explanation
 
 FEW = 1 << 30  # bytes of weights
 MOST_RANKS = 16  # that a table lists one by one
@@ -120,6 +123,47 @@ def _alike(per_rank: Sequence[int]) -> Iterator[tuple[str, int]]:
 
 def print_outputs(rows: Iterable[Sequence[str]]) -> None:
     _table(console(), "outputs", ("name", "shape", "dtype", "mean", "largest magnitude"), rows)
+
+
+def print_explanation(said: Explanation, machine: str) -> None:
+    out = console()
+    where = "".join(filter(None, (said.module and f" of {said.module}", said.source and f" at {said.source}")))
+    lines = [
+        f"{said.name}: {said.what}{where}",
+        f"  {said.type}: {', '.join(said.sharding)}",
+        f"  why: {said.reason}",
+        *([f"  read by: {', '.join(said.users)}"] if said.users else []),
+    ]
+    print("\n".join(map(one_line, lines)), end="\n\n")
+    slices = [(" ".join(map(str, each.ranks)), each.shape, each.indices) for each in said.slices]
+    _table(out, "what ranks hold", ("ranks", "shape", "indices"), slices)
+    operands = [(each.name, each.sharding, each.needed) for each in said.operands]
+    _table(out, "operands", ("name", "sharding", "needed"), operands)
+    rows = [
+        (
+            row["node"],
+            row["kind"],
+            f"{row['payload_bytes']:,}",
+            f"{row['wire_bytes']:,}",
+            f"{row['why']}: {row['reason']}",
+        )
+        for row in said.collectives
+    ]
+    _table(out, "collectives", ("name", "kind", "bytes", "wire bytes", "why"), rows)
+    least = "" if said.seconds is None else f" (least total {said.seconds * 1e6:,.3f} us on {machine})"
+    notes = {(True, False): "the artifact's", (False, True): "a tie"}
+    choices = [
+        (
+            ", ".join(each.makes),
+            ", ".join(each.needs),
+            "never" if each.seconds is None else f"{each.seconds * 1e6:+,.3f}",
+            *("" if count is None else f"{count:+,}" for count in (each.wire_bytes, each.held_bytes)),
+            notes.get((each.is_chosen, each.is_tied), ""),
+        )
+        for each in said.alternatives
+    ]
+    headers = ("makes" if any(each.needs for each in said.alternatives) else "sharding", "needs", "us")
+    _table(out, one_line(f"alternatives{least}"), (*headers, "wire bytes", "held bytes", ""), choices)
 
 
 class Picture(NamedTuple):
@@ -227,7 +271,7 @@ def _table(out: Console, title: str, headers: Sequence[str], rows: Iterable[Sequ
     used = [i for i, header in enumerate(headers) if header or any(row[i] for row in rows)]
     table = Table(box=None, pad_edge=False)
     for i in used:
-        numbers = "bytes" in headers[i] or headers[i] in ("count", "share", "mean", "largest magnitude")
+        numbers = "bytes" in headers[i] or headers[i] in ("count", "us", "share", "mean", "largest magnitude")
         table.add_column(headers[i], justify="right" if numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*(one_line(row[i]) for i in used))

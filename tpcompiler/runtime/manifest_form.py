@@ -154,6 +154,7 @@ PACKAGE: dict[str, Form] = {
 }
 PACKED: Form = lambda value: value == {} or row(PACKAGE)(value)  # noqa: E731
 ASKED: dict[str, Form] = {"mesh": mesh, "inputs": boundaries, "outputs": boundaries}
+ASKED_TOO: dict[str, Form] = {"collectives": one_of("auto", "symm_mem"), "plan": one_of("auto", "auto:free")}
 FIELDS: dict[str, Form] = {
     "mesh": mesh,
     "groups": table(text, some(some(number))),
@@ -167,7 +168,7 @@ FIELDS: dict[str, Form] = {
     "rank_numbers": table(text, some(some(number))),
     "symm_mem": table(text, text),
     "programs": table(lambda name: text(name) and bool(re.fullmatch(r"program(_\d+)?\.pt2", name)), some(number)),
-    "asked": lambda value: value == {} or row(ASKED, {"collectives": one_of("auto", "symm_mem")})(value),
+    "asked": lambda value: value == {} or row(ASKED, ASKED_TOO)(value),
     "compiled": PACKED,
     "notes": some(row({"kind": text, "text": text})),
     "output_type": lambda value: value is None or text(value),

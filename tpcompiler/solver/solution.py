@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
 from torch import fx
 
 from tpcompiler.cost.objective import Objective
@@ -17,10 +18,12 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import on_split_axis
 from tpcompiler.solver.domain import Domain, find_shared_heads
 from tpcompiler.solver.eliminate import solve
-from tpcompiler.solver.problem import UNIT, Problem, Values, pose
+from tpcompiler.solver.problem import NEVER, UNIT, Problem, Values, pose
 from tpcompiler.solver.stage import Choice, Known, Stage
 from tpcompiler.solver.variants import find_needed, find_openings, write_variants
 
+# Variables of a problem, and which of its values each may take.
+Held = Callable[[Problem], Iterable[tuple[int, Sequence[bool]]]]
 REFUSED = 0.05  # seconds for a weight that would be gathered, where nothing else can be: more than all else
 
 
@@ -36,6 +39,7 @@ class Solution:
         capped: ops and values that had more choices than were looked at.
         openings: the calls, by program and name, that could be cut more freely in simpler ops.
         simpler: the names of those that are in simpler ops.
+        model: the axes over which layers are cut, in order.
     """
 
     programs: Sequence[PlannedProgram]
@@ -47,6 +51,7 @@ class Solution:
     capped: int = 0
     openings: Set[tuple[int, str]] = frozenset()
     simpler: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -92,20 +97,29 @@ def search(
 
 def _on_any_mesh(programs: Sequence[PlannedProgram], objective: Objective, free: bool, gathers: bool) -> Solution:
     model = (programs[0].mesh.model_axis,)
-    best, heads = _over_all_axes(programs, objective, model, free, gathers)
+    best, heads = search_over(programs, objective, model, free, gathers)
     for axis, outer in heads:
         split = [on_split_axis(program, axis, outer) for program in programs]
         halves = tuple(half for each in model for half in ((f"{each}_0", f"{each}_1") if each == axis else (each,)))
-        found, _ = _over_all_axes(split, objective, halves, free, gathers)
+        found, _ = search_over(split, objective, halves, free, gathers)
         best = min(best, found, key=lambda solution: solution.seconds)
     return best
 
 
-def _over_all_axes(
-    programs: Sequence[PlannedProgram], objective: Objective, model: tuple[str, ...], free: bool, gathers: bool
+def search_over(
+    programs: Sequence[PlannedProgram],
+    objective: Objective,
+    model: tuple[str, ...],
+    free: bool,
+    gathers: bool,
+    held: Held | None = None,
 ) -> tuple[Solution, list[tuple[str, int]]]:
-    """The solution over the `model` axes, then over the others; and how many heads ranks could share, by axis."""
-    mesh, found, heads = programs[0].mesh, Solution(programs), list[tuple[str, int]]()
+    """The solution over the `model` axes, then over the others; and how many heads ranks could share, by axis.
+
+    Args:
+        held: what some variables of the first axis may be; then no weight is gathered, whatever it is for.
+    """
+    mesh, found, heads = programs[0].mesh, Solution(programs, model=model), list[tuple[str, int]]()
     groups, read = dict[str, Sharding](), Known()
     order = [*model, *(axis for axis in mesh.names if axis not in model)]  # what the first cut, others reduce less of
     for at, axis in enumerate(order):
@@ -116,8 +130,10 @@ def _over_all_axes(
         is_given = any(axis in s.axes for program in programs for s in program.input_shardings.values())
         counted = objective.keeping_cuts() if is_given else objective  # what comes in cut stays so
         problem = pose(programs, stage, counted, groups)
+        for variable, allowed in held(problem) if held and not found.choices else ():
+            problem.tables.price([variable], numpy.where(allowed, 0.0, NEVER))
         values = _solved(problem)
-        if values is None and not stage.free:
+        if values is None and not stage.free and held is None:
             problem = pose(programs, stage, counted, groups, REFUSED)
             values = _solved(problem)
         if values is None:
@@ -157,6 +173,7 @@ def _read(
         seconds,
         before.capped + problem.capped,
         before.openings | set(_openings(problem, choices, found)),
+        model=before.model,
     )
     return solution, groups
 

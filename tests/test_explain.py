@@ -1,0 +1,189 @@
+"""`tpcompiler explain`: what the files say of a value, and what its other choices cost."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+import tpcompiler
+from passes.apply_plan import apply_plan
+from passes.canonicalize import canonicalize
+from tests.runtime.commands import right
+from tests.runtime.models import PLAN, export_mlp
+from tests.solver.test_auto import mlp
+from tpcompiler import Mesh, Plan, explain_artifact
+from tpcompiler.cost.objective import SEARCHED
+from tpcompiler.explain.written import Written
+from tpcompiler.solver.otherwise import price_otherwise
+from tpcompiler.solver.problem import UNIT, pose
+from tpcompiler.solver.solution import search
+from tpcompiler.solver.stage import Stage
+
+PAGE = Path(__file__).parents[1] / "docs" / "auto.md"
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The layer of docs/auto.md, with a plan and without."""
+    path = tmp_path_factory.mktemp("by_hand")
+    tpcompiler.parallelize(mlp(), 2, "auto").save(path / "auto")
+    tpcompiler.parallelize(mlp(), 2, {"up": "colwise", "down": "rowwise"}).save(path / "plan")
+    return path
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("explain") / "out"
+    tpcompiler.parallelize(export_mlp(), 2, PLAN).save(path)
+    return path
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
+@pytest.mark.parametrize("kind", ["auto", "plan"])
+def test_the_prices_of_the_layer_by_hand(by_hand: Path, kind: str) -> None:
+    said = re.findall(r"^\| (.*?) \|.*\| ([\d.]+) ns \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    nanoseconds = {choice: float(total) for choice, total in said}
+    least, other = nanoseconds["`up` colwise, `down` rowwise"], nanoseconds["both colwise"]
+    for name in ("down.weight", "linear_1", "all_reduce"):
+        found = explain_artifact(by_hand / kind, name)
+        assert found.seconds is not None
+        assert found.seconds * 1e9 == pytest.approx(least, abs=0.05)
+        chosen, colwise, *_ = found.alternatives
+        assert (chosen.is_chosen, chosen.seconds, chosen.wire_bytes) == (True, 0, 0)
+        assert colwise.makes == (("S(0)",) if name == "down.weight" else ("S(2)",))
+        assert colwise.seconds is not None
+        assert colwise.seconds * 1e9 == pytest.approx(other - least, abs=0.1)
+        assert colwise.wire_bytes == (16_384 + 4_096) // 2 - 4_096
+        assert colwise.held_bytes == 0
+
+
+def test_prices_are_the_least_of_all_assignments() -> None:
+    """Every assignment of the variables of the whole problem, tried one by one."""
+    program = apply_plan(canonicalize(mlp()), Plan(), Mesh.of(2))
+    found = search([program], SEARCHED, free=True)
+    problem = pose([program], Stage(program.mesh, ("tp",), {}, True), SEARCHED, {})
+    tables = problem.tables
+    totals = numpy.full(tables.sizes, tables.constant)
+    for variables, table in tables.factors:
+        shape = [size if at in variables else 1 for at, size in enumerate(tables.sizes)]
+        order = sorted(range(len(variables)), key=variables.__getitem__)
+        totals = totals + table.transpose(order).reshape(shape)
+    assert totals.size > 500
+    for node, variable in problem.variables.items():
+        others = tuple(at for at in range(len(tables.sizes)) if at != variable)
+        least = totals.min(others) * UNIT
+        prices = price_otherwise(found, node, SEARCHED, free=True)
+        assert [each.solution.seconds for each in prices] == pytest.approx(list(least))
+        assert min(least) == found.seconds
+        assert sum(map(math.isfinite, least)) > 1
+
+
+@pytest.mark.parametrize("mesh", [2, {"dp": 2, "tp": 2}])
+def test_what_the_search_found_is_the_cheapest(tmp_path: Path, mesh: int | dict[str, int]) -> None:
+    """Of every value and parameter, and no other choice is the artifact's."""
+    tpcompiler.parallelize(export_mlp(), mesh, "auto").save(tmp_path / "out")
+    names = Written.read(tmp_path / "out").names()
+    assert {"layers.0.up.weight", "x", "linear", "relu_1"} <= set(names)
+    for name in names:
+        alternatives = explain_artifact(tmp_path / "out", name).alternatives
+        assert [each.seconds for each in alternatives if each.is_chosen] == [0.0] * bool(alternatives), name
+        assert all(each.seconds is None or each.seconds >= 0 for each in alternatives)
+
+
+def test_choices_that_cost_the_same_are_ties(tmp_path: Path) -> None:
+    """A sum may be reduced before it is negated, or after."""
+
+    class Negated(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return -super().forward(x)
+
+    program = torch.export.export(Negated(nn.Linear(8, 6, bias=False)), (torch.randn(2, 8),))
+    tpcompiler.parallelize(program, 2, {"0": "rowwise"}).save(tmp_path / "out")
+    found = explain_artifact(tmp_path / "out", "neg").alternatives
+    assert [(each.makes, each.is_chosen, each.is_tied) for each in found] == [
+        (("R",), True, False),
+        (("P(sum)",), False, True),
+    ]
+
+
+def test_a_planned_layer(out: Path) -> None:
+    assert_expected_inline(
+        right("explain", out, "linear_1"),
+        """\
+linear_1: linear of layers.0.down at models.py:28, in forward
+  f32[3, 8]: P(sum)
+  why: k is cut by tp, asked by the plan ("layers.*.down": "rowwise")
+
+what ranks hold
+ranks  shape   indices
+0 1    [3, 8]  [:, :], a sum pending over tp
+
+operands
+name                  sharding  needed
+relu                  S(1)      S(1)
+layers.0.down.weight  S(1)      S(1)
+layers.0.down.bias    P(sum)    P(sum)
+
+collectives
+name        kind        bytes  wire bytes  why
+all_reduce  all_reduce     96          96  inherent: 'linear_1' is a pending reduction
+
+alternatives (least total 0.014 us on h100)
+makes   needs                   us  wire bytes  held bytes
+P(sum)  S(1), S(1), P(sum)  +0.000          +0          +0  the artifact's
+R       R, R, R             +0.001          +0        +256
+S(1)    R, S(0), S(0)       +0.005         +48         -16
+
+""",
+    )
+    assert_expected_inline(
+        right("explain", out, "layers.0.down.bias"),
+        """\
+layers.0.down.bias: parameter of layers.0.down
+  f32[8]: P(sum)
+  why: as its uses want it (linear_1: k is cut by tp, asked by the plan ("layers.*.down": "rowwise"))
+  read by: linear_1
+
+what ranks hold
+ranks  shape  indices
+0 1    [8]    [:], a sum pending over tp
+
+operands: none
+
+collectives
+name        kind        bytes  wire bytes  why
+all_reduce  all_reduce     96          96  inherent: 'linear_1' is a pending reduction
+
+alternatives (least total 0.014 us on h100)
+sharding  needs      us  wire bytes  held bytes
+P(sum)           +0.000          +0          +0  the artifact's
+R                +0.001          +0        +256
+S(0)             +0.005         +48         -16
+
+""",
+    )
+
+
+def test_a_collective_as_json(out: Path) -> None:
+    data = json.loads(right("explain", out, "all_reduce_1", "--json"))
+    assert (data["kind"], data["what"], data["module"]) == ("collective", "all_reduce over tp", "layers.1.down")
+    assert data["sharding"] == ["P(sum) -> R"]
+    assert [row["node"] for row in data["collectives"]] == ["all_reduce_1"]
+    assert [each["makes"] for each in data["alternatives"] if each["is_chosen"]] == [["P(sum)"]]
+
+
+def test_programs_that_share_weights_are_searched_together(tmp_path: Path, out: Path) -> None:
+    """What is sent counts for both, what is held once."""
+    tpcompiler.parallelize({"a": export_mlp(), "b": export_mlp()}, 2, PLAN).save(tmp_path / "out")
+    alone, both = explain_artifact(out, "linear_1"), explain_artifact(tmp_path / "out" / "b", "linear_1")
+    assert alone.seconds is not None
+    assert both.seconds is not None
+    assert alone.seconds < both.seconds < 2 * alone.seconds

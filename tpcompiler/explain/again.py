@@ -1,0 +1,117 @@
+"""The search for an artifact's placements, posed again from its own files, and what other choices would cost."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import fx
+
+from passes.mark_placements import mark_placements
+from tpcompiler.checkpoint.fill import read_original
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.objective import SEARCHED
+from tpcompiler.errors import TpCompilerError
+from tpcompiler.explain.advice import held_bytes, wire_bytes
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
+from tpcompiler.ir.local import no_new_guards
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import layer_of
+from tpcompiler.ir.program import PlannedProgram, Seed
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.pipeline import Conversion, asked_boundary, find_placements
+from tpcompiler.plan import Plan
+from tpcompiler.runtime.artifact import programs_in, read_manifest
+from tpcompiler.solver.otherwise import Otherwise, price_otherwise
+from tpcompiler.solver.place import Aim
+from tpcompiler.solver.solution import Solution
+
+
+class Price(NamedTuple):
+    """A choice, and what the whole program comes to with it: `wire_bytes` of a call and `held_bytes` of weights, of one
+    rank, and `seconds` as docs/auto.md counts them. None of these where no placement has it.
+    """
+
+    wants: tuple[Sharding, ...]
+    made: tuple[Sharding, ...]
+    wire_bytes: int | None
+    held_bytes: int | None
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Again:
+    """What the search finds for an artifact, with the programs beside it that share its weights.
+
+    `plan`: "auto" or "auto:free" where there was none.
+    """
+
+    found: Solution
+    at: int  # which of the programs the artifact's is
+    machine: Machine
+    plan: str
+
+    @property
+    def program(self) -> PlannedProgram:
+        return self.found.programs[self.at]
+
+    def prices(self, value: fx.Node, layers: Collection[str]) -> list[Price]:
+        """Of every choice of a call or a leaf, all else free to follow; of these `layers` a plan says nothing then."""
+        programs = [_opened(program, self.found.model, layers) for program in self.found.programs]
+        objective = SEARCHED._replace(machine=self.machine)
+        with no_new_guards(*(program.graph for program in programs)):
+            choices = price_otherwise(
+                replace(self.found, programs=programs), value, objective, self.plan != "", self.plan == "auto:free"
+            )
+            return [self._price(each) for each in choices]
+
+    def _price(self, choice: Otherwise) -> Price:
+        if math.isinf(choice.solution.seconds):
+            return Price(choice.wants, choice.made, None, None, None)
+        try:
+            marked = mark_placements(choice.solution.programs[self.at], choice.solution)
+        except TpCompilerError:  # such as a packed style whose uses show no parts then
+            return Price(choice.wants, choice.made, None, None, None)
+        return Price(choice.wants, choice.made, wire_bytes(marked), held_bytes(marked), choice.solution.seconds)
+
+
+def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: bool = False) -> Again:
+    """Convert the program in an artifact, and those beside it, up to the placements.
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
+    """
+    path = Path(directory).resolve()
+    names = programs_in(path.parent) if path.parent != path else []
+    paths = [path.parent / name for name in names] if path.name in names else [path]
+    conversions = []
+    for each in paths:
+        manifest = read_manifest(each)
+        plan = None if "plan" in manifest.asked else Plan.of(manifest.plan)
+        boundary = asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")
+        program, mesh = read_original(each, manifest, trust=trust), Mesh.of(manifest.asked.get("mesh", manifest.mesh))
+        conversions.append(Conversion.of(program, mesh, plan, boundary, manifest.device_type, None, "nccl"))
+    said = str(manifest.asked.get("plan", ""))
+    found = find_placements(conversions, Aim(machine, gathers=said == "auto:free"))
+    return Again(found, paths.index(path), machine, said)
+
+
+def _opened(program: PlannedProgram, model: tuple[str, ...], layers: Collection[str]) -> PlannedProgram:
+    """The program with the weights of these layers cut along any dim, or whole; what lies beside them follows."""
+    seeds = dict[str, Seed]()
+    for node, fqn in program.leaves():
+        if (seed := program.seeds.get(node.name)) is None:
+            continue
+        ndim = node.meta["val"].ndim
+        if layer_of(fqn) not in layers:
+            seeds[node.name] = seed
+        elif ndim > 1:
+            cut = DimSharding.by(*model)
+            each = [Sharding((*(WHOLE,) * dim, cut, *(WHOLE,) * (ndim - dim - 1))) for dim in range(ndim)]
+            others = (*each, Sharding.replicated(ndim))
+            seeds[node.name] = replace(seed, others=others, loose=True, packed=False)
+    return replace(program, seeds=seeds)

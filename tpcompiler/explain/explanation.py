@@ -1,0 +1,302 @@
+"""Why a value, a parameter or a collective of an artifact is what it is, and what else it could have been."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import sym_hint
+from tpcompiler.cost.machine import DEFAULT, Machine
+from tpcompiler.errors import ArtifactError, TpCompilerError
+from tpcompiler.explain.again import Again, Price, search_again
+from tpcompiler.explain.written import Operand, Written
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import layer_of, weight_of
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import cut_dim, read_sharding
+from tpcompiler.ir.text import op_name, value_text
+from tpcompiler.runtime.artifact import MODEL
+
+Kind = Literal["op", "parameter", "collective", "input"]
+MOST_RUNS = 4  # of elements that a rank holds of a dim, that are listed
+EQUAL = 1e-15  # seconds: of equals the search takes the first, by less than that
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What ranks hold: the local shape, and the indices of each dim (`0:128`), beside what is still to be reduced."""
+
+    ranks: tuple[int, ...]
+    shape: str
+    indices: str
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A choice and its price: the least that the whole program comes to with it, above the least of all choices.
+
+    Attributes:
+        needs: of an op, the shardings of its operands.
+        makes: the sharding of the op's results, or of the parameter.
+        seconds: of a call on the machine, as docs/auto.md counts them: what is sent, multiplied, and the price of the
+            weights that are held. None where the plan, the boundary or the ops leave no placement with this choice.
+        wire_bytes: that a rank sends in a call, above those of the artifact's choice or below.
+        held_bytes: of weights that a rank holds, likewise.
+        is_chosen: whether it is the artifact's.
+        is_tied: whether it is another one of the same seconds as the artifact's.
+    """
+
+    needs: tuple[str, ...]
+    makes: tuple[str, ...]
+    seconds: float | None
+    wire_bytes: int | None
+    held_bytes: int | None
+    is_chosen: bool
+    is_tied: bool
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What an artifact does with one value, and why.
+
+    Attributes:
+        name: of the node of the single-device program, the parameter or the collective.
+        what: the op, or the kind of parameter or of collective.
+        type: dtype and global shape.
+        sharding: one for each result; of a collective what it changes, `P(sum) -> R`.
+        reason: the plan line, the rule or the search that placed it.
+        slices: which ranks hold what of the first result; sizes that are dynamic are as in the example.
+        users: of a parameter, the ops that read it.
+        collectives: those that change what it reads or makes, as in the manifest.
+        seconds: the least total of a call with any of the alternatives.
+    """
+
+    name: str
+    kind: Kind
+    what: str
+    module: str
+    source: str
+    type: str
+    sharding: list[str]
+    reason: str
+    slices: list[Slice]
+    operands: list[Operand]
+    users: list[str]
+    collectives: list[dict[str, Any]]
+    seconds: float | None
+    alternatives: list[Alternative]
+
+
+def explain_artifact(
+    directory: str | os.PathLike[str],
+    name: str,
+    *,
+    machine: str | os.PathLike[str] = DEFAULT,
+    trust: bool = False,
+) -> Explanation:
+    """Say why a value, a parameter or a collective of an artifact is placed as it is, and price what else it could be.
+
+    What is said of the artifact is read from its files. The prices come of the search, posed again from the `model.pt2`
+    in it with every choice of this op or parameter in turn, the rest of the plan held and everything else free to
+    follow. Of a layer whose weights are asked about (themselves or by their op) the plan is left open. A price is the
+    least total with that choice, minus the least of all; that of the artifact's own is above 0 where a plan, another
+    machine or a limit on memory decided. On a mesh of several axes a choice is one over the axis that cuts layers.
+
+    Args:
+        directory: what `ParallelProgram.save` or `tpcompiler convert` wrote; of several programs, one's.
+        name: of a node of the single-device program (`tpcompiler show` and the reports name them), of a parameter, a
+            buffer or an input, or of a collective.
+        machine: the devices and links that prices are for, as of `parallelize`.
+        trust: read files too that need a pickle or could run code (docs/security.md).
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, one of no such name, or one whose files could run code.
+        MachineError: the description of the machine cannot be read.
+    """
+    described = Machine.read(machine)
+    written = Written.read(directory, trust=trust)
+    known = written.names()
+    if name not in known:
+        nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
+        raise ArtifactError(
+            f"{os.fspath(directory)} has no node, parameter or collective {name!r}",
+            help=f"did you mean {', '.join(nearest)}? tpcompiler show {os.fspath(directory)} shows all",
+        )
+    again = search_again(directory, described, trust=trust)
+    record = next((each for each in written.manifest.collectives if each["node"] == name), None)
+    if record is not None:
+        return _of_collective(written, again, record)
+    leaf = next((node for node, fqn in again.program.leaves() if fqn == name), None)
+    if leaf is not None:
+        return _of_leaf(written, again, leaf, name)
+    return _of_value(written, again, name)
+
+
+def _of_collective(written: Written, again: Again, record: Any) -> Explanation:
+    changed = written.change(record)
+    node, leaves = _node(again, changed.name), dict(again.program.leaves())
+    found = _of_leaf(written, again, node, leaves[node]) if node in leaves else _of_value(written, again, changed.name)
+    mesh, value = Mesh.of(written.manifest.mesh), node.meta["val"]
+    return replace(
+        found,
+        name=record["node"],
+        kind="collective",
+        what=f"{record['kind']} over {record['axis']}",
+        module=record["module"],
+        source=record["source"],
+        sharding=[f"{changed.sharding} -> {changed.needed}"],
+        reason=f"{record['why']}: {record['reason']}",
+        slices=list(_slices(value, _sharding(changed.needed, mesh, value), mesh)),
+        operands=[changed],
+        users=[],
+        collectives=[record],
+    )
+
+
+def _of_value(written: Written, again: Again, name: str) -> Explanation:
+    mesh, node = Mesh.of(written.manifest.mesh), _node(again, name)
+    is_input = node.op == "placeholder"
+    rows = [row["sharding"] for row in written.manifest.inputs if row["name"] == name]
+    shardings, reason = (rows, "an input") if is_input else written.placed(name)
+    tensors = edit.outputs(node)
+    placed = [_sharding(text, mesh, value) for text, value in zip(shardings, tensors, strict=False)]
+    layers = {layer_of(fqn) for leaf, fqn in again.program.leaves() if leaf in edit.operands(node)}
+    is_call = node in again.found.choices
+    prices = again.prices(node, layers) if is_call else []
+    chosen = again.found.choices[node].wants if is_call else ()
+    least, alternatives = _priced(prices, placed, chosen, again, tensors)
+    return Explanation(
+        name=name,
+        kind="input" if is_input else "op",
+        what="input" if is_input else op_name(node),
+        module=edit.module_path(node),
+        source=edit.source_line(node),
+        type=", ".join(map(value_text, tensors)),
+        sharding=shardings,
+        reason=reason,
+        slices=list(_slices(tensors[0], placed[0], mesh)) if placed else [],
+        operands=written.operands(name),
+        users=[],
+        collectives=[dict(record) for record in written.sent(name)],
+        seconds=least,
+        alternatives=alternatives,
+    )
+
+
+def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explanation:
+    mesh, value = Mesh.of(written.manifest.mesh), node.meta["val"]
+    row = next(row for row in written.manifest.tensors if row["name"] == name)
+    placed, users = _sharding(row["sharding"], mesh, value), written.users(name)
+    sent = {record["node"]: dict(record) for user in users for record in written.sent(user)}
+    least, alternatives = _priced(again.prices(node, {layer_of(name)}), [placed], (), again, [value])
+    return Explanation(
+        name=name,
+        kind="parameter",
+        what=row["kind"],
+        module=layer_of(name),
+        source="",
+        type=value_text(value),
+        sharding=[row["sharding"]],
+        reason=_why(again, node, name, users, written),
+        slices=list(_slices(value, placed, mesh)),
+        operands=[],
+        users=users,
+        collectives=list(sent.values()),
+        seconds=least,
+        alternatives=alternatives,
+    )
+
+
+def _why(again: Again, node: fx.Node, name: str, users: Sequence[str], written: Written) -> str:
+    if seed := again.program.seeds.get(node.name):
+        return seed.asked_by
+    found = again.found.styles
+    style = found.get(layer_of(name)) or found.get(weight_of(name))
+    uses = "; ".join(f"{user}: {written.placed(user)[1]}" for user in users)
+    return f"the search: {style}" if style else f"as its uses want it ({uses})"
+
+
+def _node(again: Again, name: str) -> fx.Node:
+    found: fx.Node | None = next((node for node in again.program.graph.nodes if node.name == name), None)
+    if found is None:
+        raise ArtifactError(
+            f"{MODEL} has no value {name!r}, which a rank's program names", help="convert the model again"
+        )
+    return found
+
+
+def _sharding(text: str, mesh: Mesh, value: torch.Tensor) -> Sharding:
+    try:
+        return read_sharding(text, mesh, value.ndim)
+    except (TpCompilerError, ValueError) as error:
+        said = f"a value of {value_text(value)} is {text!r}"
+        raise ArtifactError(f"a rank's program says that {said}", help="convert the model again") from error
+
+
+def _priced(
+    prices: Sequence[Price],
+    placed: Sequence[Sharding],
+    wants: tuple[Sharding, ...],
+    again: Again,
+    values: Sequence[torch.Tensor],
+) -> tuple[float | None, list[Alternative]]:
+    """The least total, and the alternatives, the cheapest first. `placed` and `wants`: what the artifact does."""
+    first, mesh = again.found.model[:1], again.found.mesh
+    own = tuple(each.within(first, value.shape, mesh) for each, value in zip(placed, values, strict=False))
+    alike = [price for price in prices if price.made == own]
+    needs = [price for price in alike if not price.wants or price.wants == tuple(w.only(first[0]) for w in wants)]
+    chosen = next(iter(needs or alike), None)
+    least = min((price.seconds for price in prices if price.seconds is not None), default=None)
+
+    at = chosen.seconds if chosen else None
+
+    def told(price: Price) -> Alternative:
+        is_tied = at is not None and price.seconds is not None and abs(price.seconds - at) < EQUAL
+        return Alternative(
+            tuple(each.text(mesh) for each in price.wants),
+            tuple(each.text(mesh) for each in price.made),
+            None if price.seconds is None or least is None else price.seconds - least,
+            _minus(price.wire_bytes, chosen and chosen.wire_bytes),
+            _minus(price.held_bytes, chosen and chosen.held_bytes),
+            is_chosen=price is chosen,
+            is_tied=is_tied and price is not chosen,
+        )
+
+    def place(price: Price) -> tuple[float, bool]:
+        return math.inf if price.seconds is None else price.seconds, price is not chosen
+
+    return least, [told(price) for price in sorted(prices, key=place)]
+
+
+def _minus(count: int | None, other: int | None) -> int | None:
+    return None if count is None or other is None else count - other
+
+
+def _slices(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> Iterator[Slice]:
+    held: dict[tuple[str, str], list[int]] = {}
+    for rank in range(mesh.world_size):
+        here = mesh.coordinate(rank)
+        shape = ", ".join(map(str, sharding.local_shape(value.shape, mesh, here)))
+        dims = (
+            _runs(cut_dim(torch.arange(sym_hint(size)), 0, by, mesh, here)) if by.axes else ":"
+            for size, by in zip(value.shape, sharding.dims, strict=True)
+        )
+        pending = "".join(f", a {op} pending over {axis}" for axis, op in sharding.partial)
+        held.setdefault((f"[{shape}]", f"[{', '.join(dims)}]{pending}"), []).append(rank)
+    yield from (Slice(tuple(ranks), *both) for both, ranks in held.items())
+
+
+def _runs(indices: torch.Tensor) -> str:
+    """`0:4 8:12`."""
+    ends = (indices.diff() != 1).nonzero().flatten().tolist()
+    runs = torch.tensor_split(indices, [end + 1 for end in ends])
+    told = [f"{int(run[0])}:{int(run[-1]) + 1}" for run in runs[:MOST_RUNS] if run.numel()]
+    return " ".join(told or ["none"]) + (" .." if len(runs) > MOST_RUNS else "")

@@ -1,0 +1,128 @@
+"""What the files of an artifact say of one value: how it is placed and why, what is read for it and what is sent."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+from torch.export import ExportedProgram
+
+from tpcompiler.ir import edit
+from tpcompiler.ir.claims import Claim, read_claim
+from tpcompiler.ir.symm_mem import expand_collectives
+from tpcompiler.runtime.artifact import Manifest, read_manifest
+from tpcompiler.runtime.rank_file import load_rank, open_rank
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What an op reads: the value or the leaf, what that is, and what the op needs it to be."""
+
+    name: str
+    sharding: str
+    needed: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """The program of rank 0 by the names of the single-device program's values."""
+
+    manifest: Manifest
+    exported: ExportedProgram
+
+    @classmethod
+    def read(cls, directory: str | os.PathLike[str], *, trust: bool = False) -> Written:
+        """From the files of an artifact, whose weights need not be there.
+
+        Raises:
+            ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
+        """
+        manifest = read_manifest(directory)
+        with open_rank(directory, manifest, 0, trust=trust) as file:
+            return cls(manifest, expand_collectives(load_rank(file, manifest)))
+
+    @cached_property
+    def claims(self) -> dict[fx.Node, Claim]:
+        return {node: claim for node in edit.calls(self.exported.graph) if (claim := read_claim(node))}
+
+    @cached_property
+    def leaves(self) -> dict[str, Record]:
+        """Parameters, buffers and constants by the name of their placeholder."""
+        rows = {row["name"]: row for row in self.manifest.tensors}
+        specs = self.exported.graph_signature.input_specs
+        return {spec.arg.name: rows[spec.target] for spec in specs if spec.target in rows}
+
+    def ops(self, name: str) -> list[fx.Node]:
+        """The nodes that do a rank's share of an op."""
+        return [node for node, claim in self.claims.items() if claim.get("origin") == name and "reshard" not in claim]
+
+    def names(self) -> list[str]:
+        """All that can be asked for."""
+        ops = (claim["origin"] for claim in self.claims.values() if claim.get("sharding") and "origin" in claim)
+        leaves = (row["name"] for row in self.manifest.tensors)
+        inputs = (row["name"] for row in self.manifest.inputs)
+        sent = (record["node"] for record in self.manifest.collectives)
+        return list(dict.fromkeys([*leaves, *inputs, *sent, *(op for op in ops if op not in self.leaves)]))
+
+    def placed(self, name: str) -> tuple[list[str], str]:
+        """The shardings that an op makes, and the reason."""
+        made = [self.claims[node] for node in self.ops(name) if "sharding" in self.claims[node]]
+        claim = next((claim for claim in made if claim.get("reason")), made[-1] if made else Claim())
+        return list(claim.get("sharding", [])), claim.get("reason", "")
+
+    def operands(self, name: str) -> list[Operand]:
+        """What an op reads that is placed, once each."""
+        own = self.ops(name)
+        read = (value for node in own for value in node.all_input_nodes if value not in own)
+        return list(dict.fromkeys(each for value in read for each in self._operand(value)))
+
+    def _operand(self, value: fx.Node) -> Iterator[Operand]:
+        claim = self.claims.get(value, Claim())
+        if "change" in claim:
+            source, _, target = claim["change"].partition(" -> ")
+            yield Operand(self._called(claim.get("origin", value.name)), source, target)
+        elif claim.get("sharding"):
+            texts = claim["sharding"]
+            at: Any = value.args[1] if value.target is operator.getitem else 0
+            text = texts[at if at < len(texts) else 0]
+            yield Operand(claim.get("origin", value.name), text, text)
+        elif value.op == "placeholder":
+            rows = {row["name"]: row for row in self.manifest.inputs} | self.leaves
+            if row := rows.get(value.name):
+                yield Operand(str(row["name"]), str(row["sharding"]), str(row["sharding"]))
+
+    def _called(self, name: str) -> str:
+        """The name of a leaf behind that of its placeholder."""
+        return str(self.leaves[name]["name"]) if name in self.leaves else name
+
+    def sent(self, name: str) -> list[Record]:
+        """The collectives that change what an op reads or makes, in order."""
+        own = self.ops(name)
+        nodes = [*(value for node in own for value in node.all_input_nodes), *own]
+        reshards = {self.claims[node]["reshard"] for node in nodes if "reshard" in self.claims.get(node, ())}
+        reshards |= {c["reshard"] for c in self.claims.values() if c.get("origin") == name and "reshard" in c}
+        return [record for record in self.manifest.collectives if record["reshard"] in reshards]
+
+    def change(self, record: Record) -> Operand:
+        """The value that a collective changes."""
+        found = (c for c in self.claims.values() if c.get("reshard") == record["reshard"] and "sharding" in c)
+        claim = next(found, Claim())
+        source, _, target = claim.get("change", "").partition(" -> ")
+        return Operand(claim.get("origin", ""), source, target)
+
+    def users(self, leaf: str) -> list[str]:
+        """The ops that read a leaf."""
+        names = {placeholder for placeholder, row in self.leaves.items() if leaf in (row["name"], row.get("tied_to"))}
+        found = list[str]()
+        for node, claim in self.claims.items():
+            if "origin" in claim and "reshard" not in claim:
+                read = {self.claims.get(value, {}).get("origin", value.name) for value in node.all_input_nodes}
+                found += [claim["origin"]] if names & read else []
+        return list(dict.fromkeys(found))

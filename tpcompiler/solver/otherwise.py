@@ -1,0 +1,87 @@
+"""What everything costs where one op, or one leaf, is otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import fx
+
+from tpcompiler.cost.objective import Objective
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.solver.problem import Problem
+from tpcompiler.solver.solution import Held, Solution, search_over
+
+
+class Otherwise(NamedTuple):
+    """One way in which a call may run, or one sharding of a leaf (`wants` is empty), over the first axis of layers.
+
+    `solution`: the cheapest of all programs that has it; of infinite seconds where there is none.
+    """
+
+    wants: tuple[Sharding, ...]
+    made: tuple[Sharding, ...]
+    solution: Solution
+
+
+class _Option(NamedTuple):
+    wants: tuple[Sharding, ...]
+    made: tuple[Sharding, ...]
+    held: list[tuple[int, list[bool]]]
+
+
+def price_otherwise(
+    found: Solution, value: fx.Node, objective: Objective, free: bool, gathers: bool = False
+) -> list[Otherwise]:
+    """Every choice of a call or a leaf of `found.programs`, each with the least total that it leaves.
+
+    Exact, as the search is: the variable is held to each of its values in turn, and the rest is solved again. Axes are
+    solved one after the other, the choice is one of the first that cuts layers, and the later ones follow. Axes that
+    run as two, and ops in simpler ones, stay as they are in `found`.
+    """
+    options: list[_Option] = []
+
+    def note_options(problem: Problem) -> list[tuple[int, list[bool]]]:
+        options.extend(_of_leaf(problem, value) if value in problem.groups else _of_call(problem, value))
+        return []
+
+    def solve(held: Held) -> Solution:
+        return search_over(found.programs, objective, found.model, free, gathers, held)[0]
+
+    def holding(option: _Option) -> Held:
+        return lambda problem: option.held
+
+    solve(note_options)
+    return [Otherwise(each.wants, each.made, solve(holding(each))) for each in options]
+
+
+def _of_call(problem: Problem, call: fx.Node) -> Iterator[_Option]:
+    each = problem.choices[call].each
+    for at, choice in enumerate(each):
+        held = [(problem.variables[call], [i == at for i in range(len(each))])] if len(each) > 1 else []
+        yield _Option(choice.wants, choice.made, held)
+
+
+def _of_leaf(problem: Problem, leaf: fx.Node) -> Iterator[_Option]:
+    """Of one without a say: what its uses want, all of them alike."""
+    if (group := problem.groups[leaf]) in problem.leaves:
+        variable, shardings = problem.leaves[group]
+        for at, sharding in enumerate(shardings):
+            own = [] if variable is None else [(variable, [i == at for i in range(len(shardings))])]
+            yield _Option((), (sharding,), own)
+        return
+    uses = [
+        (problem.variables.get(call), problem.choices[call].wants[index])
+        for domain in problem.domains
+        for call, operands in domain.operands.items()
+        for index, operand in enumerate(operands)
+        if problem.groups.get(operand) == group and call in problem.choices
+    ]
+    for sharding in dict.fromkeys(each for _, wants in uses for each in wants):
+        held = [(variable, _equal(wants, sharding)) for variable, wants in uses if variable is not None]
+        if all(any(_equal(wants, sharding)) for _, wants in uses):
+            yield _Option((), (sharding,), held)
+
+
+def _equal(wants: Sequence[Sharding], sharding: Sharding) -> list[bool]:
+    return [want == sharding for want in wants]
