@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tpcompiler.checkpoint.load import load as load
     from tpcompiler.elastic import merge as merge
     from tpcompiler.elastic import reshard as reshard
+    from tpcompiler.explain.difference import ArtifactDifference as ArtifactDifference
+    from tpcompiler.explain.difference import diff_artifacts as diff_artifacts
     from tpcompiler.explain.explanation import Explanation as Explanation
     from tpcompiler.explain.explanation import explain_artifact as explain_artifact
     from tpcompiler.explain.report import Collective as Collective
@@ -61,6 +63,8 @@ _HOME = {
     "register_rule": "tpcompiler.rules.register",
     "RuleText": "tpcompiler.rules.notation",
     "Collective": "tpcompiler.explain.report",
+    "diff_artifacts": "tpcompiler.explain.difference",
+    "ArtifactDifference": "tpcompiler.explain.difference",
     "explain_artifact": "tpcompiler.explain.explanation",
     "Explanation": "tpcompiler.explain.explanation",
     "Mesh": "tpcompiler.ir.mesh",

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.bad_input.row import Row
+from tests.runtime.models import export_conv
+from tpcompiler import parallelize
+
+
+def convert_other(patch: pytest.MonkeyPatch) -> None:
+    parallelize(export_conv(), 2, {}).save("other")
+
 
 REASONS = [
     Row(
@@ -16,5 +25,12 @@ REASONS = [
         "tpcompiler explain out linear --machine h1000",
         "machine 'h1000' cannot be read: No such file or directory",
         "give h100, or the path of a YAML file",
+    ),
+    Row(
+        "artifacts of two models",
+        "tpcompiler diff out other",
+        "two models: tensor 'layers.0.up.weight' is f32[16, 8] in out and none in other",
+        "compare artifacts that are made of one model",
+        spoil=convert_other,
     ),
 ]

@@ -33,13 +33,14 @@ def leaves_of(manifest: Manifest) -> list[Leaf]:
         if "tied_to" in row:
             names.setdefault(row["tied_to"], []).append(row["name"])
     return [
-        Leaf(row["name"], _dtype(row["dtype"]), tuple(row["shape"]), tuple(names.get(row["name"], ())))
+        Leaf(row["name"], dtype_of(row["dtype"]), tuple(row["shape"]), tuple(names.get(row["name"], ())))
         for row in manifest.tensors
         if "tied_to" not in row and "stored_in" not in row
     ]
 
 
-def _dtype(text: str) -> torch.dtype:
+def dtype_of(text: str) -> torch.dtype:
+    """The dtype that a manifest calls so."""
     found: Any = LONG.get(text) or getattr(torch, text.removeprefix("torch."))
     assert isinstance(found, torch.dtype)
     return found

@@ -22,6 +22,7 @@ from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.target import replacing
 
 if TYPE_CHECKING:
+    from tpcompiler.explain.difference import ArtifactDifference
     from tpcompiler.explain.explanation import Explanation
 
 FEW = 1 << 30  # bytes of weights
@@ -164,6 +165,36 @@ def print_explanation(said: Explanation, machine: str) -> None:
     ]
     headers = ("makes" if any(each.needs for each in said.alternatives) else "sharding", "needs", "us")
     _table(out, one_line(f"alternatives{least}"), (*headers, "wire bytes", "held bytes", ""), choices)
+
+
+def print_difference(found: ArtifactDifference, machine: str) -> None:
+    from tpcompiler.cli.describe import folded
+
+    out = console()
+    if found.equal:
+        out.print("equal: the same mesh, placements, collectives and bytes (weights are not compared)")
+        return
+    axes = (",".join(f"{axis}={degree}" for axis, degree in mesh.items()) for mesh in found.meshes)
+    held = (f"{max(own):,}" for own in found.held_bytes)
+    totals = [
+        ("mesh", *axes),
+        ("device", *found.device_types),
+        ("bytes held by the rank that holds most", *held),
+        ("wire bytes of a rank and call", *(f"{count:,}" for count in found.wire_bytes)),
+        (f"us of the collectives on {machine}", *(f"{seconds * 1e6:,.3f}" for seconds in found.sent_seconds)),
+    ]
+    _table(out, "in all", ("", "first", "second"), totals)
+    placed = {each.name: (each.what, each.first, each.second) for each in found.placements}
+    rows = [(pattern, *placed[names[0]], _times(names)) for pattern, names in folded(placed)]
+    _table(out, "placements that differ", ("name", "kind", "first", "second", ""), rows)
+    sent: dict[str, tuple[tuple[str, ...], ...]] = {}
+    for each in found.collectives:
+        pairs = (f"{a:,} -> {b:,}" for a, b in zip(each.first, each.second, strict=True))
+        sent[each.module] = (*sent.get(each.module, ()), (each.kind, each.why, *pairs))
+    traffic = [(pattern, *row, _times(names)) for pattern, names in folded(sent) for row in sent[names[0]]]
+    _table(
+        out, "collectives that differ, in each module", ("module", "kind", "why", "count", "wire bytes", ""), traffic
+    )
 
 
 class Picture(NamedTuple):

@@ -1,13 +1,14 @@
-"""The commands that say why a program communicates: `explain` of one value."""
+"""The commands that say why a program communicates: `explain` of one value, `diff` of two artifacts."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tpcompiler.cli.options import Artifact, Imports, Json, MachineOption, Trust, app, progress
+from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, MachineOption, Trust, app, progress
 
 
 @app.command()
@@ -44,3 +45,33 @@ def explain(
         printing.print_json(dataclasses.asdict(said))
     else:
         printing.print_explanation(said, machine)
+
+
+@app.command()
+def diff(
+    first: Artifact,
+    second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another one, of the same model.")],
+    machine: MachineOption = "h100",
+    trust: Trust = False,
+    json: Json = False,
+) -> None:
+    """Show what differs between two artifacts of one model.
+
+    Placements, collectives and their bytes, what ranks hold, and the time that the collectives take. Exits with 1
+    where something differs. Weights are not compared.
+
+    \b
+    Example:
+      tpcompiler diff out other
+    """
+    with progress(f"reading {first}"):
+        from tpcompiler.cli import printing
+        from tpcompiler.explain.difference import diff_artifacts
+
+        found = diff_artifacts(first, second, machine=machine, trust=trust)
+    if json:
+        printing.print_json(found.to_data())
+    else:
+        printing.print_difference(found, machine)
+    if not found.equal:
+        raise typer.Exit(NOT_EQUAL)

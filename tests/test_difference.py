@@ -1,0 +1,97 @@
+"""`tpcompiler diff`: what differs between artifacts of one model, in numbers that are the artifacts' own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+import tpcompiler
+from tests.runtime.commands import call, right
+from tests.runtime.models import PLAN, export_mlp
+from tpcompiler import diff_artifacts
+from tpcompiler.errors import ArtifactError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("difference")
+    plans = {"out": PLAN, "gathered": {"layers.*.up": "colwise_gather_output"}, "whole": {}}
+    for name, plan in plans.items():
+        tpcompiler.parallelize(export_mlp(), 2, plan).save(path / name)
+    tpcompiler.parallelize(export_mlp(seed=5), 2, PLAN).save(path / "trained", layout="shared")
+    tpcompiler.parallelize(export_mlp(), 4, PLAN).save(path / "four")
+    return path
+
+
+def test_equal_artifacts(folder: Path) -> None:
+    said = "equal: the same mesh, placements, collectives and bytes (weights are not compared)\n"
+    assert right("diff", folder / "out", folder / "trained") == said
+    assert json.loads(right("diff", folder / "out", folder / "out", "--json"))["equal"]
+
+
+def test_layers_that_differ_alike_are_folded(folder: Path) -> None:
+    result = call("diff", folder / "out", folder / "whole")
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert_expected_inline(
+        result.stdout,
+        """\
+in all
+                                        first  second
+mesh                                    tp=2   tp=2
+device                                  cpu    cpu
+bytes held by the rank that holds most  1,296  2,384
+wire bytes of a rank and call           192    0
+us of the collectives on h100           0.000  0.000
+
+placements that differ
+name                  kind       first   second
+layers.*.up.weight    parameter  S(0)    R       x 2
+layers.*.up.bias      parameter  S(0)    R       x 2
+layers.*.down.weight  parameter  S(1)    R       x 2
+layers.*.down.bias    parameter  P(sum)  R       x 2
+
+collectives that differ, in each module
+module         kind        why        count  wire bytes
+layers.*.down  all_reduce  inherent  1 -> 0     96 -> 0  x 2
+
+""",
+    )
+
+
+def test_what_is_gathered_besides(folder: Path) -> None:
+    found = diff_artifacts(folder / "whole", folder / "gathered")
+    assert {(each.name[9:], each.first, each.second) for each in found.placements} == {
+        ("up.weight", "R", "S(0)"),
+        ("up.bias", "R", "S(0)"),
+    }
+    assert [tuple(each) for each in found.collectives] == [
+        (f"layers.{layer}.up", "all_gather", "plan-demanded", (0, 0), (1, 3 * 16 * 4 // 2)) for layer in range(2)
+    ]
+    first, second = found.wire_bytes
+    assert second - first == 2 * 3 * 16 * 4 // 2
+    assert found.sent_seconds[1] - found.sent_seconds[0] == pytest.approx((second - first) / 450e9)
+
+
+def test_another_number_of_ranks(folder: Path) -> None:
+    found = diff_artifacts(folder / "out", folder / "four")
+    assert not found.equal
+    assert (found.placements, found.meshes) == ([], ({"tp": 2}, {"tp": 4}))
+    for held, ranks in zip(found.held_bytes, (2, 4), strict=True):
+        program = tpcompiler.parallelize(export_mlp(), ranks, PLAN)
+        assert held == program.parameter_bytes()[1]
+
+
+def test_two_models(tmp_path: Path) -> None:
+    """Of other weights, and of the same weights and other ops."""
+    for name, layer in {"relu": nn.ReLU(), "gelu": nn.GELU(), "wide": nn.Linear(4, 4)}.items():
+        program = torch.export.export(nn.Sequential(nn.Linear(4, 4), layer), (torch.randn(2, 4),))
+        tpcompiler.parallelize(program, 2, {}).save(tmp_path / name)
+    with pytest.raises(ArtifactError, match=r"two models: call 'relu' is relu in .*relu and none in .*gelu"):
+        diff_artifacts(tmp_path / "relu", tmp_path / "gelu")
+    with pytest.raises(ArtifactError, match=r"two models: tensor '1.weight' is none in .*relu and f32\[4, 4\] in "):
+        diff_artifacts(tmp_path / "relu", tmp_path / "wide")

@@ -1,0 +1,35 @@
+"""What a manifest comes to in numbers: bytes that ranks hold, and seconds that collectives take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tpcompiler.checkpoint.leaves import dtype_of
+from tpcompiler.cost.machine import Machine
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.shares import row_sharding
+from tpcompiler.runtime.artifact import Manifest
+
+
+def held_per_rank(manifest: Manifest) -> list[int]:
+    """Bytes of parameters, buffers and constants of every rank; a tied tensor counts once.
+
+    Raises:
+        ArtifactError: a tensor cannot have its sharding.
+    """
+    mesh = Mesh.of(manifest.mesh)
+    total = [0] * mesh.world_size
+    for row in manifest.tensors:
+        if "tied_to" not in row:
+            sharding, itemsize = row_sharding(row, mesh), dtype_of(row["dtype"]).itemsize
+            for rank in range(mesh.world_size):
+                shape = sharding.local_shape(row["shape"], mesh, mesh.coordinate(rank))
+                total[rank] += math.prod(shape) * itemsize
+    return total
+
+
+def sent_seconds(records: Iterable[Mapping[str, Any]], machine: Machine) -> float:
+    """Seconds that collectives take one after the other, on the links of a machine; nothing overlaps."""
+    return sum(machine.link(row["kind"], row["group_size"]).seconds(row["wire_bytes"]) for row in records)

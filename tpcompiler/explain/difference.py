@@ -1,0 +1,164 @@
+"""What differs between two artifacts of one model."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from tpcompiler.checkpoint.fill import read_original
+from tpcompiler.cost.machine import DEFAULT, Machine
+from tpcompiler.errors import ArtifactError
+from tpcompiler.explain.counts import held_per_rank, sent_seconds
+from tpcompiler.ir import edit
+from tpcompiler.ir.text import op_name
+from tpcompiler.runtime.artifact import MODEL, Manifest, read_manifest
+
+
+class Placement(NamedTuple):
+    """A parameter, a buffer, an input or an output, and what it is in either artifact."""
+
+    name: str
+    what: str
+    first: str
+    second: str
+
+
+class Traffic(NamedTuple):
+    """Collectives of one kind and cause in a module: how many, and their wire bytes of a call and rank, in either."""
+
+    module: str
+    kind: str
+    why: str
+    first: tuple[int, int]
+    second: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ArtifactDifference:
+    """What differs between two artifacts, and what both come to.
+
+    Attributes:
+        meshes: of the first and of the second, as of all pairs here.
+        device_types: "cpu" or "cuda".
+        placements: those that differ.
+        collectives: those that differ in number or bytes.
+        wire_bytes: of one call, of a rank.
+        held_bytes: of parameters, buffers and constants, by rank.
+        sent_seconds: of one call's collectives on the machine, one after the other.
+    """
+
+    meshes: tuple[dict[str, int], dict[str, int]]
+    device_types: tuple[str, str]
+    placements: list[Placement]
+    collectives: list[Traffic]
+    wire_bytes: tuple[int, int]
+    held_bytes: tuple[list[int], list[int]]
+    sent_seconds: tuple[float, float]
+
+    @property
+    def equal(self) -> bool:
+        pairs = (self.meshes, self.device_types, self.held_bytes, self.wire_bytes)
+        return not self.placements and not self.collectives and all(first == second for first, second in pairs)
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON."""
+        named = {name: [each._asdict() for each in getattr(self, name)] for name in ("placements", "collectives")}
+        return {"equal": self.equal, **asdict(self), **named}
+
+
+def diff_artifacts(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    *,
+    machine: str | os.PathLike[str] = DEFAULT,
+    trust: bool = False,
+) -> ArtifactDifference:
+    """Compare how two artifacts of one model are placed, and what they send and hold. Weights are not compared.
+
+    Args:
+        first, second: what `ParallelProgram.save` or `tpcompiler convert` wrote, for any two meshes.
+        machine: the devices and links that seconds are for, as of `parallelize`.
+        trust: read files too that need a pickle or could run code (docs/security.md).
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, or artifacts of two models.
+        MachineError: the description of the machine cannot be read.
+    """
+    described = Machine.read(machine)
+    both = read_manifest(first), read_manifest(second)
+    _refuse_other_model((first, second), both, trust)
+    a, b = both
+    placed, sent = (_placements(a), _placements(b)), (_traffic(a), _traffic(b))
+    return ArtifactDifference(
+        meshes=(a.mesh, b.mesh),
+        device_types=(a.device_type, b.device_type),
+        placements=[
+            Placement(name, what, placed[0][what, name], placed[1][what, name])
+            for what, name in placed[0]
+            if placed[0][what, name] != placed[1][what, name]
+        ],
+        collectives=[
+            Traffic(*key, sent[0][key], sent[1][key])
+            for key in dict.fromkeys([*sent[0], *sent[1]])
+            if sent[0][key] != sent[1][key]
+        ],
+        wire_bytes=(_wire_bytes(a), _wire_bytes(b)),
+        held_bytes=(held_per_rank(a), held_per_rank(b)),
+        sent_seconds=(sent_seconds(a.collectives, described), sent_seconds(b.collectives, described)),
+    )
+
+
+def _refuse_other_model(
+    paths: tuple[str | os.PathLike[str], ...], both: tuple[Manifest, Manifest], trust: bool
+) -> None:
+    described = [_described(manifest) for manifest in both]
+    names = [name for name in {**described[0], **described[1]} if described[0].get(name) != described[1].get(name)]
+    if not names and len({manifest.files.get(MODEL) for manifest in both}) > 1:
+        described = [_calls(path, manifest, trust) for path, manifest in zip(paths, both, strict=True)]
+        names = [name for name in {**described[0], **described[1]} if described[0].get(name) != described[1].get(name)]
+    if names:
+        said = " and ".join(
+            f"{each.get(names[0], 'none')} in {os.fspath(path)}" for each, path in zip(described, paths, strict=True)
+        )
+        raise ArtifactError(f"two models: {names[0]} is {said}", help="compare artifacts that are made of one model")
+
+
+def _described(manifest: Manifest) -> dict[str, str]:
+    """What a model takes, holds and returns; a dynamic size is `*`, for what ranks divide has another symbol."""
+    return {
+        f"{what} '{row['name']}'": f"{row['dtype']}[{', '.join(map(_size, row['shape']))}]"
+        for what, rows in (("tensor", manifest.tensors), ("input", manifest.inputs), ("output", manifest.outputs))
+        for row in rows
+    }
+
+
+def _size(size: int | str) -> str:
+    return str(size) if isinstance(size, int) else "*"
+
+
+def _calls(path: str | os.PathLike[str], manifest: Manifest, trust: bool) -> dict[str, str]:
+    return {
+        f"call '{node.name}'": op_name(node) for node in edit.calls(read_original(path, manifest, trust=trust).graph)
+    }
+
+
+def _placements(manifest: Manifest) -> dict[tuple[str, str], str]:
+    parts = (("input", manifest.inputs), ("output", manifest.outputs))
+    tensors = {(row["kind"], row["name"]): row["sharding"] for row in manifest.tensors}
+    return tensors | {(what, row["name"]): row["sharding"] for what, rows in parts for row in rows}
+
+
+def _traffic(manifest: Manifest) -> Mapping[tuple[str, str, str], tuple[int, int]]:
+    found: dict[tuple[str, str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for row in manifest.collectives:
+        key = row["module"], row["kind"], row["why"]
+        count, sent = found[key]
+        found[key] = count + 1, sent + row["wire_bytes"]
+    return found
+
+
+def _wire_bytes(manifest: Manifest) -> int:
+    return sum(row["wire_bytes"] for row in manifest.collectives)
