@@ -12,6 +12,7 @@ from tpcompiler.runtime.artifact import VERSION as __version__
 
 if TYPE_CHECKING:
     from tpcompiler.api import check as check
+    from tpcompiler.api import check_budget as check_budget
     from tpcompiler.api import parallelize as parallelize
     from tpcompiler.api import tensor_parallel_transformation as tensor_parallel_transformation
     from tpcompiler.checkpoint.cut import cut_checkpoint as cut_checkpoint
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "check": "tpcompiler.api",
+    "check_budget": "tpcompiler.api",
     "CheckReport": "tpcompiler.soundness.check",
     "parallelize": "tpcompiler.api",
     "tensor_parallel_transformation": "tpcompiler.api",
@@ -80,6 +82,7 @@ _HOME = {
 } | dict.fromkeys(
     (
         "ArtifactError",
+        "BudgetError",
         "InputsError",
         "InternalError",
         "LaunchError",

@@ -18,6 +18,7 @@ from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.compared import on_cpu
 from tpcompiler.cost.machine import DEFAULT, Machine
 from tpcompiler.errors import MeshError, PlanError, ProgramError
+from tpcompiler.explain.budget import Budget
 from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
@@ -27,7 +28,7 @@ from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.pipeline import Conversion, finished_together
 from tpcompiler.plan import Plan
 from tpcompiler.program_set import ProgramSet
-from tpcompiler.runtime.artifact import read_manifest
+from tpcompiler.runtime.artifact import programs_in, read_manifest
 from tpcompiler.runtime.place import place_state
 from tpcompiler.solver.place import Aim
 from tpcompiler.soundness.check import CheckReport, check_artifact
@@ -222,6 +223,37 @@ def check(
         original = with_weights(original, directory, checkpoint, trust=trust)
     plain = original and with_plain_weights(original)
     return check_artifact(directory, original=plain, prepare=on_cpu, trust=trust)
+
+
+def check_budget(
+    made: ParallelProgram | ProgramSet | str | os.PathLike[str],
+    limits: Sequence[str] = (),
+    *,
+    max_wire_bytes: int | None = None,
+    max_memory: int | str | None = None,
+) -> None:
+    """Hold a conversion, or an artifact, to what it may send and hold.
+
+    Args:
+        made: what `parallelize` gives, or the directory of an artifact; of several programs each is held to all of it.
+        limits: such as "2 all_reduce/layer" (in each repeated module), "1 all_gather" (in all) or "0 fallbacks".
+        max_wire_bytes: that a rank sends in one call.
+        max_memory: bytes (or "24GB") of parameters, buffers and constants that a rank holds. Unlike `memory=` of
+            `parallelize` it is no limit of the search, and leaves activations out, which are estimated.
+
+    Raises:
+        BudgetError: it does more: what, where, and by how much; or a limit in no known form.
+        ArtifactError: no artifact, or a damaged one.
+    """
+    budget = Budget.read(limits, max_wire_bytes, max_memory)
+    if isinstance(made, ParallelProgram):
+        manifests = {"": made.manifest()}
+    elif isinstance(made, ProgramSet):
+        manifests = {name: program.manifest() for name, program in made.items()}
+    else:
+        manifests = {name: read_manifest(Path(made) / name) for name in programs_in(made) or [""]}
+    for name, manifest in manifests.items():
+        budget.check(manifest, name or "the program")
 
 
 def _specs(given: Given, asked_by: str) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:

@@ -67,6 +67,10 @@ class ArtifactError(TpCompilerError):
     """A file or directory is missing, damaged, of another kind, or in the way."""
 
 
+class BudgetError(TpCompilerError):
+    """A program sends or holds more than it may, or what it may is not said in a known form."""
+
+
 class InputsError(TpCompilerError):
     """Inputs do not match what the program takes."""
 

@@ -8,6 +8,9 @@ from tests.bad_input.row import Row
 from tests.runtime.models import export_conv
 from tpcompiler import parallelize
 
+CONVERT = "tpcompiler convert model.pt2 --tp 2 --plan plan.yaml -o new"
+ALLOW = "change the plan (tpcompiler explain says why each is there), or allow as much"
+
 
 def convert_other(patch: pytest.MonkeyPatch) -> None:
     parallelize(export_conv(), 2, {}).save("other")
@@ -32,5 +35,40 @@ REASONS = [
         "two models: tensor 'layers.0.up.weight' is f32[16, 8] in out and none in other",
         "compare artifacts that are made of one model",
         spoil=convert_other,
+    ),
+    Row(
+        "a budget that is no limit",
+        f"{CONVERT} --budget 'two all_reduce'",
+        "budget 'two all_reduce' says no limit",
+        'write "2 all_reduce/layer", or "0 fallbacks" of the whole model; of all_reduce, all_gather, reduce_scatter, '
+        "all_to_all, collectives, fallbacks",
+    ),
+    Row(
+        "a size in no unit",
+        f"{CONVERT} --max-memory 24gigs",
+        "'24gigs' is no number of bytes",
+        "write 24GB, 22.5GiB, or bytes",
+    ),
+    Row(
+        "a budget below nothing",
+        f"{CONVERT} --max-wire-bytes -1",
+        "a budget of -1 wire bytes is below 0",
+        "give a number of bytes from 0",
+    ),
+    Row(
+        "a conversion that is over its budget",
+        f"{CONVERT} --budget '0 all_reduce/layer' --max-wire-bytes 100 --max-memory 1kB",
+        "model.pt2 is over its budget: layers.0 and 1 more like it: 1 all_reduce, 1 more than 0 all_reduce/layer "
+        "('all_reduce' in layers.0.down); 192 wire bytes, 92 more than 100 ('all_reduce' in layers.0.down, "
+        "'all_reduce_1' in layers.1.down); rank 0 holds 1,296 bytes of parameters, buffers and constants, 296 more "
+        "than 1,000",
+        ALLOW,
+    ),
+    Row(
+        "an artifact that is over its budget",
+        "tpcompiler check out --budget '1 collectives'",
+        "the program is over its budget: 2 collectives, 1 more than 1 collectives ('all_reduce' in layers.0.down, "
+        "'all_reduce_1' in layers.1.down)",
+        ALLOW,
     ),
 ]

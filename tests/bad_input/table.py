@@ -46,7 +46,7 @@ TOP = """# Bad input
 Written by `python -m tests.bad_input.table`; do not edit. Each row is a test (`tests/bad_input/test_table.py`): the message is
 all that is said, no traceback is shown, and no file is written or changed.
 
-Exit codes: 1 not equal (`verify`) or not sound (`check`), 2 bad input. From Python the same messages are exceptions, here by their
+Exit codes: 1 not equal (`verify`) or not sound (`check`), 2 bad input or over a budget. From Python the same messages are exceptions, here by their
 names. `<torch>` and `<tpcompiler>` are versions, `<hash>` is the beginning of a SHA-256,
 `<reason>` what the library says that reads the file.
 """

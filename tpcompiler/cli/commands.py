@@ -23,7 +23,10 @@ from tpcompiler.cli.options import (
     Artifact,
     Imports,
     Json,
+    Limits,
     MachineOption,
+    MaxMemory,
+    MaxWireBytes,
     MeshOption,
     Tp,
     Trust,
@@ -79,7 +82,8 @@ def _options(
 ) -> None:
     """Turn a single-device torch.export program into one ordinary exported program per rank.
 
-    Exit codes: 0 right, 1 not equal (verify) or not sound (check), 2 bad input, 3 a defect of tpcompiler.
+    Exit codes: 0 right, 1 not equal (verify, diff) or not sound (check), 2 bad input or over a budget, 3 a defect of
+    tpcompiler.
 
     \b
     Example:
@@ -193,8 +197,11 @@ def convert(
     ] = _Collectives.nccl,
     machine: MachineOption = "h100",
     memory: Annotated[
-        float | None, typer.Option("--memory", metavar="GB", help="The most that a rank may hold, in 10^9 bytes.")
+        float | None, typer.Option("--memory", metavar="GB", help="Search for what holds no more, in 10^9 bytes.")
     ] = None,
+    budget: Limits = None,
+    max_wire_bytes: MaxWireBytes = None,
+    max_memory: MaxMemory = None,
     json: Json = False,
 ) -> None:
     """Write one program per rank.
@@ -206,6 +213,7 @@ def convert(
       tpcompiler convert model.pt2 --tp 2 --plan plan.yaml -o out
       tpcompiler convert model.pt2 --mesh dp=2,tp=4 --plan plan.yaml --input "x=dp:S(0)" --dry-run
       tpcompiler convert model.pt2 --tp 8 --plan plan.yaml --device cuda -o out
+      tpcompiler convert model.pt2 --tp 8 --plan plan.yaml -o out --budget "2 all_reduce/layer" --budget "0 fallbacks"
       tpcompiler convert weightless.pt2 --tp 2 --plan DIR/config.json --checkpoint DIR -o out
       tpcompiler convert prefill.pt2 decode.pt2 --tp 2 --plan DIR/config.json -o out
     """
@@ -216,12 +224,13 @@ def convert(
         from tpcompiler.api import parallelize
         from tpcompiler.checkpoint.cut import refuse_other_checkpoint
         from tpcompiler.cli import describe, printing
+        from tpcompiler.explain.budget import Budget
         from tpcompiler.plan import Plan
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.model_file import read_model
         from tpcompiler.runtime.target import free_target
 
-        over = read_mesh(tp, mesh)
+        over, allowed = read_mesh(tp, mesh), Budget.read(budget or (), max_wire_bytes, max_memory)
         chosen: Any = (
             str(plan) if str(plan) in ("auto", "auto:free") else Plan.of(plan, skip_unsupported=skip_unsupported)
         )
@@ -250,6 +259,8 @@ def convert(
             memory=None if memory is None else int(memory * 1e9),
         )
         each: dict[str, Any] = dict(made) if names else {"": made}
+        for name, one in each.items() if allowed != Budget() else ():
+            allowed.check(one.manifest(), name or str(models[0]))
         if out is not None and not dry_run:
             status.update(Text(one_line(f"writing {over.world_size} ranks' programs to {out}")))
             if checkpoint is not None:

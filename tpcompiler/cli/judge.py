@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
-from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Trust, app, progress
+from tpcompiler.cli.options import (
+    NOT_EQUAL,
+    Artifact,
+    Imports,
+    Json,
+    Limits,
+    MaxMemory,
+    MaxWireBytes,
+    Trust,
+    app,
+    progress,
+)
 from tpcompiler.errors import InputsError
 
 
@@ -106,6 +117,9 @@ def check(
         Path | None,
         typer.Option("--checkpoint", metavar="DIR", help="The same with the weights in these safetensors."),
     ] = None,
+    budget: Limits = None,
+    max_wire_bytes: MaxWireBytes = None,
+    max_memory: MaxMemory = None,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -129,6 +143,7 @@ def check(
 
         if not programs_in(directory):
             read_manifest(directory)  # its errors come before the model is read
+        api.check_budget(directory, budget or (), max_wire_bytes=max_wire_bytes, max_memory=max_memory)
         import_modules(imports or ())
         model = read_model(original, trust=trust) if original else None
         status.update("checking all ranks")

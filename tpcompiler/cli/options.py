@@ -73,6 +73,21 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 MachineOption = Annotated[
     str, typer.Option("--machine", metavar="FILE", help="What the devices can do: a YAML file, or a known name.")
 ]
+Limits = Annotated[
+    list[str] | None,
+    typer.Option("--budget", metavar="LIMIT", help='The most that it may send: "2 all_reduce/layer", "0 fallbacks".'),
+]
+MaxWireBytes = Annotated[
+    int | None, typer.Option("--max-wire-bytes", metavar="N", help="The most bytes that a rank may send in a call.")
+]
+MaxMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--max-memory",
+        metavar="BYTES",
+        help="The most that a rank's parameters, buffers and constants may take, such as 24GB. Fails where it is more.",
+    ),
+]
 Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that tpcompiler convert wrote.")]
 
 

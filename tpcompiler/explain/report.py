@@ -132,12 +132,18 @@ def report_text(
     return "\n".join(lines)
 
 
+def split_layer(module: str) -> tuple[str, str] | None:
+    """`layers.` and `0` of what lies in `layers.0`: the first number in a path; None where there is none."""
+    found = re.match(r"(.*?)(?:^|(?<=\.))(\d+)(?=\.)", module)
+    return (found[1], found[2]) if found else None
+
+
 def _by_layer(collectives: Sequence[Collective]) -> list[str]:
     """`layers.*: 2 all_reduce in each of 6`: collectives counted per repeated layer."""
     counts: dict[tuple[str, str], Counter[str]] = {}
     for collective in collectives:
-        numbered = re.match(r"(.*?)(?:^|(?<=\.))(\d+)(?=\.)", collective.module)
-        owner, number = (f"{numbered[1]}*", numbered[2]) if numbered else (collective.module or "the model", "")
+        split = split_layer(collective.module)
+        owner, number = (f"{split[0]}*", split[1]) if split else (collective.module or "the model", "")
         counts.setdefault((owner, collective.kind), Counter())[number] += 1
     lines = []
     for (owner, kind), per_layer in counts.items():

@@ -1,0 +1,110 @@
+"""Budgets: what a program may send and hold, at conversion, of an artifact and from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tpcompiler
+from tests.runtime.commands import call, refused, right
+from tests.runtime.models import PLAN, PLAN_TEXT, export_mlp
+from tpcompiler import ParallelProgram, check_budget
+from tpcompiler.errors import BudgetError
+
+GATHERED = {**PLAN, "head": "colwise_gather_output"}
+SENT, HELD = 2 * 96 + 24, 2 * (8 * 8 + 8 + 8 * 8 + 8) * 4 + (2 * 8 + 2) * 4  # bytes of a rank
+
+
+@pytest.fixture(scope="module")
+def program() -> ParallelProgram:
+    made = tpcompiler.parallelize(export_mlp(), 2, GATHERED)
+    assert [c.module for c in made.collectives()] == ["layers.0.down", "layers.1.down", "head"]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("limits", "rest"),
+    [
+        (["1 all_reduce/layer", "2 all_reduce", "1 all_gather", "0 all_gather/layer", "0 all_to_all"], {}),
+        (["3 collectives", "0 fallbacks"], {}),
+        ([], {"max_wire_bytes": SENT, "max_memory": HELD}),
+        ([], {"max_memory": f"{HELD / 1000}kB"}),
+        ([], {"max_memory": "24GB"}),
+    ],
+)
+def test_within(program: ParallelProgram, limits: Sequence[str], rest: dict[str, Any]) -> None:
+    check_budget(program, limits, **rest)
+
+
+@pytest.mark.parametrize(
+    ("limits", "rest", "said"),
+    [
+        (
+            ["0 all_reduce/layer"],
+            {},
+            "layers.0 and 1 more like it: 1 all_reduce, 1 more than 0 all_reduce/layer ('all_reduce' in layers.0.down)",
+        ),
+        (
+            ["1 collectives"],
+            {},
+            "3 collectives, 2 more than 1 collectives ('all_reduce' in layers.0.down, 'all_reduce_1' in layers.1.down, "
+            "'all_gather_into_tensor' in head)",
+        ),
+        (
+            [],
+            {"max_wire_bytes": SENT - 1},
+            f"{SENT} wire bytes, 1 more than {SENT - 1} ('all_reduce' in layers.0.down, 'all_reduce_1' in "
+            "layers.1.down, 'all_gather_into_tensor' in head)",
+        ),
+        (
+            [],
+            {"max_memory": "1kB"},
+            f"rank 0 holds {HELD:,} bytes of parameters, buffers and constants, {HELD - 1000:,} more than 1,000",
+        ),
+    ],
+)
+def test_over(program: ParallelProgram, limits: Sequence[str], rest: dict[str, Any], said: str) -> None:
+    with pytest.raises(BudgetError) as raised:
+        check_budget(program, limits, **rest)
+    assert raised.value.message == f"the program is over its budget: {said}"
+
+
+def test_fallbacks() -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Softmax(-1), torch.nn.Linear(6, 6))
+    made = tpcompiler.parallelize(torch.export.export(layers, (torch.randn(2, 4),)), 2, {"0": "colwise"})
+    said = r"1 fallbacks, 1 more than 0 fallbacks \('all_gather_into_tensor' in 1\)"
+    with pytest.raises(BudgetError, match=said):
+        check_budget(made, ["0 fallbacks"])
+
+
+def test_all_that_is_over_is_said_at_once(program: ParallelProgram) -> None:
+    with pytest.raises(BudgetError, match=r"3 collectives, 1 more .*; \d+ wire bytes.*; rank 0 holds"):
+        check_budget(program, ["2 collectives", "1 all_gather"], max_wire_bytes=0, max_memory=0)
+
+
+def test_each_of_several_programs(tmp_path: Path) -> None:
+    made = tpcompiler.parallelize({"a": export_mlp(), "b": export_mlp()}, 2, PLAN)
+    made.save(tmp_path / "out")
+    for subject in (made, tmp_path / "out"):
+        check_budget(subject, ["2 all_reduce"])
+        with pytest.raises(BudgetError, match="a is over its budget: 2 all_reduce, 1 more than 1 all_reduce"):
+            check_budget(subject, ["1 all_reduce"])
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    """Nothing is written of a conversion that is over; what is right is written, and can be checked."""
+    model, plan, out = tmp_path / "model.pt2", tmp_path / "plan.yaml", tmp_path / "out"
+    torch.export.save(export_mlp(), model)
+    plan.write_text(PLAN_TEXT)
+    words = ["convert", model, "--tp", 2, "--plan", plan, "-o", out]
+    over = refused(*words, "--budget", "0 fallbacks", "--budget", "1 all_reduce")
+    assert f"{model} is over its budget: 2 all_reduce, 1 more than 1 all_reduce" in over
+    assert refused(*words, "--max-memory", "1kB", "--dry-run").startswith(f"{model} is over its budget: rank 0 holds")
+    assert not out.exists()
+    right(*words, "--budget", "1 all_reduce/layer", "--max-wire-bytes", 192, "--max-memory", "1.5kB")
+    assert "sound" in right("check", out, "--budget", "1 all_reduce/layer")
+    assert call("check", out, "--max-wire-bytes", 191).exit_code == 2
