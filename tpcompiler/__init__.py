@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tpcompiler.checkpoint.load import load as load
     from tpcompiler.elastic import merge as merge
     from tpcompiler.elastic import reshard as reshard
+    from tpcompiler.explain.costs import CostTable as CostTable
+    from tpcompiler.explain.costs import cost_artifact as cost_artifact
     from tpcompiler.explain.difference import ArtifactDifference as ArtifactDifference
     from tpcompiler.explain.difference import diff_artifacts as diff_artifacts
     from tpcompiler.explain.explanation import Explanation as Explanation
@@ -65,6 +67,8 @@ _HOME = {
     "register_rule": "tpcompiler.rules.register",
     "RuleText": "tpcompiler.rules.notation",
     "Collective": "tpcompiler.explain.report",
+    "cost_artifact": "tpcompiler.explain.costs",
+    "CostTable": "tpcompiler.explain.costs",
     "diff_artifacts": "tpcompiler.explain.difference",
     "ArtifactDifference": "tpcompiler.explain.difference",
     "explain_artifact": "tpcompiler.explain.explanation",

@@ -489,6 +489,11 @@ def sym_hint(size: Any) -> int:
     return int(expr.subs(dict.fromkeys(expr.free_symbols, UNKNOWN_SIZE)) if hint is None else hint)
 
 
+def sym_expr(size: Any) -> Any:
+    """A size as a sympy expression of the program's symbols."""
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
+
+
 def op_overload(op: object) -> OpOverload | None:
     """The op that is meant by itself, by its packet, by what `torch.library.custom_op` returns, or by its name.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.bad_input.row import Row
 from tests.runtime.models import export_conv
@@ -14,6 +15,12 @@ ALLOW = "change the plan (tpcompiler explain says why each is there), or allow a
 
 def convert_other(patch: pytest.MonkeyPatch) -> None:
     parallelize(export_conv(), 2, {}).save("other")
+
+
+def convert_dynamic(patch: pytest.MonkeyPatch) -> None:
+    dims = {0: torch.export.Dim("rows", min=4, max=64)}
+    program = torch.export.export(torch.nn.Linear(4, 4), (torch.randn(6, 4),), dynamic_shapes=(dims,))
+    parallelize(program, 2, {}, inputs=["S(0)"]).save("dynamic")
 
 
 REASONS = [
@@ -70,5 +77,38 @@ REASONS = [
         "the program is over its budget: 2 collectives, 1 more than 1 collectives ('all_reduce' in layers.0.down, "
         "'all_reduce_1' in layers.1.down)",
         ALLOW,
+    ),
+    Row(
+        "sizes that are no sizes",
+        "tpcompiler cost out --at batch=many",
+        "--at 'batch=many' gives no sizes",
+        "write name=size, such as --at batch=8,sequence=4096",
+    ),
+    Row(
+        "a size of a program that has none",
+        "tpcompiler cost out --at batch=8",
+        "the program has no dynamic size 'batch'",
+        "all of its sizes are fixed: leave --at out",
+    ),
+    Row(
+        "an unknown size",
+        "tpcompiler cost dynamic --at rows=8",
+        "the program has no dynamic size 'rows'",
+        "its sizes are batch",
+        spoil=convert_dynamic,
+    ),
+    Row(
+        "a size out of its range",
+        "tpcompiler cost dynamic --at batch=65",
+        "batch is 65, and dim 0 of 'input' can be from 4 to 64 in steps of 2",
+        "give --at batch=N with such a number",
+        spoil=convert_dynamic,
+    ),
+    Row(
+        "a size that the ranks do not divide",
+        "tpcompiler cost dynamic --at batch=7",
+        "batch is 7, and dim 0 of 'input' can be from 4 to 64 in steps of 2",
+        "give --at batch=N with such a number",
+        spoil=convert_dynamic,
     ),
 ]

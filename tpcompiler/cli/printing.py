@@ -22,6 +22,7 @@ from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.target import replacing
 
 if TYPE_CHECKING:
+    from tpcompiler.explain.costs import CostTable
     from tpcompiler.explain.difference import ArtifactDifference
     from tpcompiler.explain.explanation import Explanation
 
@@ -195,6 +196,26 @@ def print_difference(found: ArtifactDifference, machine: str) -> None:
     _table(
         out, "collectives that differ, in each module", ("module", "kind", "why", "count", "wire bytes", ""), traffic
     )
+
+
+def print_costs(table: CostTable, machine: str) -> None:
+    from tpcompiler.cli.describe import folded
+
+    out = console()
+    sizes = []
+    for size in table.sizes:
+        ends = f"{size.least} to {'any' if size.most is None else size.most}"
+        sizes.append((size.name, size.input, str(size.dim), ends, str(size.step), str(size.value)))
+    _table(out, "dynamic sizes", ("name", "input", "dim", "range", "step", "value"), sizes)
+    layers: dict[str, tuple[tuple[str, ...], ...]] = {}
+    for each in table.costs:
+        row = (each.kind, str(each.count), each.formula, f"{each.wire_bytes:,}", f"{each.seconds * 1e6:,.3f}")
+        layers[each.layer] = (*layers.get(each.layer, ()), row)
+    rows = [(pattern, *row, _times(names)) for pattern, names in folded(layers) for row in layers[names[0]]]
+    count = sum(each.count for each in table.costs)
+    rows.append(("in all", "", str(count), table.formula, f"{table.wire_bytes:,}", f"{table.seconds * 1e6:,.3f}", ""))
+    headers = ("layer", "kind", "count", "formula", "wire bytes", "us", "")
+    _table(out, one_line(f"collectives of one call of a rank, us on {machine}"), headers, rows)
 
 
 class Picture(NamedTuple):

@@ -1,14 +1,17 @@
-"""The commands that say why a program communicates: `explain` of one value, `diff` of two artifacts."""
+"""The commands that say why a program communicates: `explain` of one value, `diff` of two artifacts, `cost`
+of the collectives of one."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, MachineOption, Trust, app, progress
+from tpcompiler.errors import InputsError
 
 
 @app.command()
@@ -75,3 +78,46 @@ def diff(
         printing.print_difference(found, machine)
     if not found.equal:
         raise typer.Exit(NOT_EQUAL)
+
+
+@app.command()
+def cost(
+    directory: Artifact,
+    at: Annotated[
+        str | None,
+        typer.Option("--at", metavar="NAME=N,..", help="Dynamic sizes that numbers are for: batch=8,sequence=4096."),
+    ] = None,
+    machine: MachineOption = "h100",
+    trust: Trust = False,
+    json: Json = False,
+) -> None:
+    """Show what the collectives cost.
+
+    By layer and kind: how many, wire bytes as a formula in the dynamic sizes and at the values given, and the seconds
+    that they take.
+
+    \b
+    Example:
+      tpcompiler cost out
+      tpcompiler cost out --at batch=8,sequence=4096 --machine my.yaml
+    """
+    sizes = _read_sizes(at)
+    with progress(f"reading {directory}"):
+        from tpcompiler.cli import printing
+        from tpcompiler.explain.costs import cost_artifact
+
+        table = cost_artifact(directory, sizes, machine=machine, trust=trust)
+    if json:
+        printing.print_json(dataclasses.asdict(table))
+    else:
+        printing.print_costs(table, machine)
+
+
+def _read_sizes(text: str | None) -> dict[str, int]:
+    pairs = [part.partition("=") for part in text.split(",")] if text else []
+    for name, _, value in pairs:
+        if not name.strip() or not re.fullmatch(r"\s*\d{1,18}\s*", value, re.ASCII):
+            raise InputsError(
+                f"--at {text!r} gives no sizes", help="write name=size, such as --at batch=8,sequence=4096"
+            )
+    return {name.strip(): int(value) for name, _, value in pairs}

@@ -89,7 +89,7 @@ def traffic(node: fx.Node, mesh: Mesh) -> dict[str, Any]:
     """What a collective sends: `kind`, `axis`, `payload_bytes`, `group_size` and `wire_bytes` of its record."""
     kind = KIND_OF[str(node.target).split(".")[1]]
     axes = mesh.axes_of(str(node.args[-1]))
-    payload, size = _bytes((node if kind == "all_gather" else edit.operands(node)[0]).meta["val"]), mesh.size(axes)
+    payload, size = _bytes(sent_value(node).meta["val"]), mesh.size(axes)
     return {
         "kind": kind,
         "axis": ".".join(axes),
@@ -97,6 +97,11 @@ def traffic(node: fx.Node, mesh: Mesh) -> dict[str, Any]:
         "group_size": size,
         "wire_bytes": wire_bytes(kind, payload, size),
     }
+
+
+def sent_value(node: fx.Node) -> fx.Node:
+    """The value whose bytes are a collective's payload: what is gathered in all, or what is taken."""
+    return node if "all_gather" in str(node.target) else edit.operands(node)[0]
 
 
 def report_text(

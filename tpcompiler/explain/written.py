@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import Claim, read_claim
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import Manifest, read_manifest
 from tpcompiler.runtime.rank_file import load_rank, open_rank
@@ -58,6 +63,31 @@ class Written:
         rows = {row["name"]: row for row in self.manifest.tensors}
         specs = self.exported.graph_signature.input_specs
         return {spec.arg.name: rows[spec.target] for spec in specs if spec.target in rows}
+
+    def inputs(self) -> Iterator[tuple[str, torch.Tensor, Sharding]]:
+        """The tensors that the user gives: rank 0's fake value of each, and how it is cut.
+
+        Raises:
+            ArtifactError: one cannot have its sharding.
+        """
+        rows, mesh = {row["name"]: row for row in self.manifest.inputs}, Mesh.of(self.manifest.mesh)
+        for node in self.exported.graph.nodes:
+            if node.op == "placeholder" and node.name in rows:
+                yield node.name, node.meta["val"], row_sharding(rows[node.name], mesh)
+
+    def collectives(self) -> Iterator[tuple[fx.Node, Record]]:
+        """Each beside its record in the manifest.
+
+        Raises:
+            ArtifactError: there are more or fewer than the manifest records.
+        """
+        nodes = [node for node in edit.calls(self.exported.graph) if edit.is_collective(node)]
+        if len(nodes) != len(self.manifest.collectives):
+            raise ArtifactError(
+                f"the program calls {len(nodes)} collectives, the manifest records {len(self.manifest.collectives)}",
+                help="convert the model again",
+            )
+        yield from zip(nodes, self.manifest.collectives, strict=True)
 
     def ops(self, name: str) -> list[fx.Node]:
         """The nodes that do a rank's share of an op."""
