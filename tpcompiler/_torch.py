@@ -58,6 +58,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, safe_expand, stati
 from torch.fx.graph import CodeGen, _custom_builtins
 from torch.testing._internal.distributed import fake_pg
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper_subclass
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 from torch.utils._sympy import functions as sympy_functions
@@ -153,6 +154,7 @@ __all__ = [
     "Min",
     "OpOverload",
     "OpOverloadPacket",
+    "TorchDispatchMode",
     "TreeSpec",
     "aten",
     "c10d_functional",

@@ -111,4 +111,9 @@ REASONS = [
         "give --at batch=N with such a number",
         spoil=convert_dynamic,
     ),
+    Row(
+        "a package whose calls are to be counted",
+        "tpcompiler run out --inputs in.safetensors --compiled --count",
+        "Error: Invalid value for --count: a package is machine code, whose calls are not seen",
+    ),
 ]

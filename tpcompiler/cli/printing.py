@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tpcompiler.explain.costs import CostTable
     from tpcompiler.explain.difference import ArtifactDifference
     from tpcompiler.explain.explanation import Explanation
+    from tpcompiler.explain.measured import Counted
 
 FEW = 1 << 30  # bytes of weights
 MOST_RANKS = 16  # that a table lists one by one
@@ -216,6 +217,18 @@ def print_costs(table: CostTable, machine: str) -> None:
     rows.append(("in all", "", str(count), table.formula, f"{table.wire_bytes:,}", f"{table.seconds * 1e6:,.3f}", ""))
     headers = ("layer", "kind", "count", "formula", "wire bytes", "us", "")
     _table(out, one_line(f"collectives of one call of a rank, us on {machine}"), headers, rows)
+
+
+def print_counts(rows: Sequence[Counted]) -> None:
+    from tpcompiler.cli.describe import folded
+
+    layers: dict[str, tuple[tuple[str, ...], ...]] = {}
+    for each in rows:
+        pair = (f"{each.count} / {each.called}", f"{each.wire_bytes:,} / {each.called_bytes:,}")
+        layers[each.layer] = (*layers.get(each.layer, ()), (each.kind, *pair, "" if each.agrees else "NOT EQUAL"))
+    shown = [(pattern, *row, _times(names)) for pattern, names in folded(layers) for row in layers[names[0]]]
+    headers = ("layer", "kind", "count", "wire bytes", "", "")
+    _table(console(), "collectives of rank 0, as its files say / as it called them", headers, shown)
 
 
 class Picture(NamedTuple):

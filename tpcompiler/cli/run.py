@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from enum import Enum
 from pathlib import Path
@@ -82,23 +83,32 @@ def run(
         _Backend | None,
         typer.Option("--backend", help="Of the collectives. By default NCCL on GPUs.", show_default=False),
     ] = None,
+    count: Annotated[
+        bool,
+        typer.Option(
+            "--count", help="Count the collectives that are called, beside those that the files say. No package."
+        ),
+    ] = False,
     imports: Imports = None,
     trust: Trust = False,
 ) -> None:
     """Run the programs under torchrun.
 
-    One process per rank; rank 0 prints the outputs, and writes them where asked.
+    One process per rank; rank 0 prints the outputs, and writes them where asked. With --count it exits with 1 when it
+    called other collectives than its files say.
 
     \b
     Example:
       torchrun --nproc-per-node 2 -m tpcompiler.cli run out --inputs in.safetensors
       torchrun --nproc-per-node 2 --no-python tpcompiler run out --inputs in.safetensors --outputs out.safetensors
     """
+    if count and compiled:
+        raise typer.BadParameter("a package is machine code, whose calls are not seen", param_hint="--count")
     import torch.distributed as dist
 
     from tpcompiler.cli import printing
     from tpcompiler.runtime.artifact import read_manifest
-    from tpcompiler.runtime.inputs import write_tensors
+    from tpcompiler.runtime.inputs import read_tensors, write_tensors
     from tpcompiler.runtime.load import load
     from tpcompiler.runtime.model_file import import_modules
     from tpcompiler.runtime.run import refuse_sharded_boundary, run_file, summarize
@@ -108,10 +118,23 @@ def run(
     if outputs is not None and not os.path.isdir(outputs.parent):
         raise ArtifactError(f"cannot write {outputs}: {outputs.parent} is no directory", help="make it first")
     import_modules(imports or ())
+    compiled = False if count else compiled
     module = load(directory, trust=trust, compiled=compiled, backend=backend.value if backend else None)
-    named = run_file(module, manifest, inputs)
+    with contextlib.ExitStack() as stack:
+        if count:
+            from tpcompiler.explain.measured import compare_counts, watched_collectives
+
+            calls = stack.enter_context(watched_collectives())
+        named = run_file(module, manifest, inputs)
+    agrees = True
     if dist.get_rank() == 0:
         printing.print_outputs(summarize(named))
+        if count:
+            rows = compare_counts(directory, calls, read_tensors(inputs), trust=trust)
+            printing.print_counts(rows)
+            agrees = all(row.agrees for row in rows)
         if outputs is not None:
             write_tensors(outputs, named)
     dist.destroy_process_group()  # as NCCL asks for
+    if not agrees:
+        raise typer.Exit(NOT_EQUAL)

@@ -16,7 +16,7 @@ from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.cost.machine import DEFAULT, Machine
 from tpcompiler.errors import InputsError
 from tpcompiler.explain.report import sent_value, split_layer
-from tpcompiler.explain.written import Written
+from tpcompiler.explain.written import Record, Written
 from tpcompiler.ir.mesh import Mesh
 
 NAMES = ("batch", "sequence")  # of dims 0 and 1 of the first input that is dynamic there
@@ -96,8 +96,16 @@ def cost_artifact(
         MachineError: the description of the machine cannot be read.
     """
     described = Machine.read(machine)
-    written = Written.read(directory, trust=trust)
-    sizes, meant = _sizes(written, dict(at or {}))
+    return count_costs(Written.read(directory, trust=trust), at or {}, described)
+
+
+def count_costs(written: Written, at: Mapping[str, int], machine: Machine) -> CostTable:
+    """As `cost_artifact`, of an artifact that was read.
+
+    Raises:
+        InputsError: as `cost_artifact`.
+    """
+    sizes, meant = _sizes(written, dict(at))
     values = {sympy.Symbol(size.name): size.value for size in sizes}
     found: dict[tuple[str, str], list[tuple[Expr, int, float]]] = {}
     for node, record in written.collectives():
@@ -107,17 +115,21 @@ def cost_artifact(
         is_known = payload.free_symbols <= values.keys()  # what depends on data is as in the example
         sent = wire_bytes(record["kind"], int(payload.xreplace(values)) if is_known else record["payload_bytes"], ranks)
         share = payload * sympy.Rational(ranks - 1, ranks) * (2 if record["kind"] == "all_reduce" else 1)
-        split = split_layer(f"{record['module']}.")
-        layer = "".join(split) if split else record["module"] or "the model"
-        seconds = described.link(record["kind"], ranks).seconds(sent)
-        found.setdefault((layer, record["kind"]), []).append((share, sent, seconds))
+        seconds = machine.link(record["kind"], ranks).seconds(sent)
+        found.setdefault((layer_of_record(record), record["kind"]), []).append((share, sent, seconds))
     costs = [Cost(layer, kind, len(each), *_summed(each)) for (layer, kind), each in found.items()]
     return CostTable(sizes, costs, *_summed([one for each in found.values() for one in each]))
 
 
+def layer_of_record(record: Record) -> str:
+    """`layers.0`, or the module where none around it has a number."""
+    split = split_layer(f"{record['module']}.")
+    return "".join(split) if split else record["module"] or "the model"
+
+
 def _summed(each: list[tuple[Expr, int, float]]) -> tuple[str, int, float]:
     shares, sent, seconds = zip(*each, strict=True) if each else ((), (), ())
-    return str(sympy.factor_terms(sympy.expand(sum(shares, sympy.Integer(0))))), sum(sent), math.fsum(seconds)
+    return str(sympy.expand(sum(shares, sympy.Integer(0)))), sum(sent), math.fsum(seconds)
 
 
 def _sizes(written: Written, at: dict[str, int]) -> tuple[list[Size], dict[Expr, Expr]]:

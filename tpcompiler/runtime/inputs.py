@@ -31,12 +31,21 @@ def read_inputs(path: str | os.PathLike[str], program: ExportedProgram) -> tuple
     Raises:
         InputsError: not a safetensors file; a tensor that is missing, unknown, or of another shape or dtype.
     """
+    return arrange_inputs(read_tensors(path), program, str(path))
+
+
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """What an inputs file holds.
+
+    Raises:
+        InputsError: not a safetensors file.
+    """
     try:
         with Opened(Path(path)) as file:  # not mapped: who shortens a mapped file ends the process
             content = file.read() or b""
         if (size := int.from_bytes(content[:8], "little")) > LARGEST_HEADER and size < len(content):
             raise ValueError(f"its header has {size:,} bytes, and {LARGEST_HEADER:,} are enough for all inputs")
-        tensors = load(content)
+        return load(content)
     except FileNotFoundError as error:
         raise InputsError(f"inputs file {path} does not exist", help="give the path of a safetensors file") from error
     except OSError as error:
@@ -51,7 +60,6 @@ def read_inputs(path: str | os.PathLike[str], program: ExportedProgram) -> tuple
             f"{path} is not a safetensors file: {reason(error)}",
             help="write it with safetensors.torch.save_file({name: tensor}, path)",
         ) from error
-    return arrange_inputs(tensors, program, str(path))
 
 
 def arrange_inputs(
