@@ -93,5 +93,5 @@ def test_two_models(tmp_path: Path) -> None:
         tpcompiler.parallelize(program, 2, {}).save(tmp_path / name)
     with pytest.raises(ArtifactError, match=r"two models: call 'relu' is relu in .*relu and none in .*gelu"):
         diff_artifacts(tmp_path / "relu", tmp_path / "gelu")
-    with pytest.raises(ArtifactError, match=r"two models: tensor '1.weight' is none in .*relu and f32\[4, 4\] in "):
+    with pytest.raises(ArtifactError, match=r"two models: parameter '1.weight' is none in .*relu and f32\[4, 4\] in "):
         diff_artifacts(tmp_path / "relu", tmp_path / "wide")

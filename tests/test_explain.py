@@ -6,12 +6,14 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.export import ExportedProgram
 
 import tpcompiler
 from passes.apply_plan import apply_plan
@@ -86,12 +88,12 @@ def test_prices_are_the_least_of_all_assignments() -> None:
         assert sum(map(math.isfinite, least)) > 1
 
 
-@pytest.mark.parametrize("mesh", [2, {"dp": 2, "tp": 2}])
-def test_what_the_search_found_is_the_cheapest(tmp_path: Path, mesh: int | dict[str, int]) -> None:
+@pytest.mark.parametrize(("program", "mesh"), [(export_mlp(), 2), (mlp(), {"dp": 2, "tp": 2})], ids=["tp", "dp, tp"])
+def test_what_the_search_found_is_the_cheapest(tmp_path: Path, program: ExportedProgram, mesh: Any) -> None:
     """Of every value and parameter, and no other choice is the artifact's."""
-    tpcompiler.parallelize(export_mlp(), mesh, "auto").save(tmp_path / "out")
+    tpcompiler.parallelize(program, mesh, "auto").save(tmp_path / "out")
     names = Written.read(tmp_path / "out").names()
-    assert {"layers.0.up.weight", "x", "linear", "relu_1"} <= set(names)
+    assert {"x", "linear", "relu", "linear_1", "all_reduce"} <= set(names)
     for name in names:
         alternatives = explain_artifact(tmp_path / "out", name).alternatives
         assert [each.seconds for each in alternatives if each.is_chosen] == [0.0] * bool(alternatives), name

@@ -39,7 +39,7 @@ REASONS = [
     Row(
         "artifacts of two models",
         "tpcompiler diff out other",
-        "two models: tensor 'layers.0.up.weight' is f32[16, 8] in out and none in other",
+        "two models: parameter 'layers.0.up.weight' is f32[16, 8] in out and none in other",
         "compare artifacts that are made of one model",
         spoil=convert_other,
     ),

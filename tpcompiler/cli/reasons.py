@@ -55,6 +55,7 @@ def diff(
     first: Artifact,
     second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another one, of the same model.")],
     machine: MachineOption = "h100",
+    imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
 ) -> None:
@@ -70,7 +71,9 @@ def diff(
     with progress(f"reading {first}"):
         from tpcompiler.cli import printing
         from tpcompiler.explain.difference import diff_artifacts
+        from tpcompiler.runtime.model_file import import_modules
 
+        import_modules(imports or ())
         found = diff_artifacts(first, second, machine=machine, trust=trust)
     if json:
         printing.print_json(found.to_data())
@@ -88,6 +91,7 @@ def cost(
         typer.Option("--at", metavar="NAME=N,..", help="Dynamic sizes that numbers are for: batch=8,sequence=4096."),
     ] = None,
     machine: MachineOption = "h100",
+    imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
 ) -> None:
@@ -105,7 +109,9 @@ def cost(
     with progress(f"reading {directory}"):
         from tpcompiler.cli import printing
         from tpcompiler.explain.costs import cost_artifact
+        from tpcompiler.runtime.model_file import import_modules
 
+        import_modules(imports or ())
         table = cost_artifact(directory, sizes, machine=machine, trust=trust)
     if json:
         printing.print_json(dataclasses.asdict(table))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -79,7 +79,8 @@ def diff_artifacts(
     """Compare how two artifacts of one model are placed, and what they send and hold. Weights are not compared.
 
     Args:
-        first, second: what `ParallelProgram.save` or `tpcompiler convert` wrote, for any two meshes.
+        first: what `ParallelProgram.save` or `tpcompiler convert` wrote.
+        second: another one, for the same mesh or another.
         machine: the devices and links that seconds are for, as of `parallelize`.
         trust: read files too that need a pickle or could run code (docs/security.md).
 
@@ -130,9 +131,15 @@ def _described(manifest: Manifest) -> dict[str, str]:
     """What a model takes, holds and returns; a dynamic size is `*`, for what ranks divide has another symbol."""
     return {
         f"{what} '{row['name']}'": f"{row['dtype']}[{', '.join(map(_size, row['shape']))}]"
-        for what, rows in (("tensor", manifest.tensors), ("input", manifest.inputs), ("output", manifest.outputs))
-        for row in rows
+        for what, row in _rows(manifest)
     }
+
+
+def _rows(manifest: Manifest) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Tensors, inputs and outputs, each with its kind."""
+    yield from ((row["kind"], row) for row in manifest.tensors)
+    yield from (("input", row) for row in manifest.inputs)
+    yield from (("output", row) for row in manifest.outputs)
 
 
 def _size(size: int | str) -> str:
@@ -146,9 +153,7 @@ def _calls(path: str | os.PathLike[str], manifest: Manifest, trust: bool) -> dic
 
 
 def _placements(manifest: Manifest) -> dict[tuple[str, str], str]:
-    parts = (("input", manifest.inputs), ("output", manifest.outputs))
-    tensors = {(row["kind"], row["name"]): row["sharding"] for row in manifest.tensors}
-    return tensors | {(what, row["name"]): row["sharding"] for what, rows in parts for row in rows}
+    return {(what, row["name"]): row["sharding"] for what, row in _rows(manifest)}
 
 
 def _traffic(manifest: Manifest) -> Mapping[tuple[str, str, str], tuple[int, int]]:

@@ -14,14 +14,14 @@ from torch import fx
 
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.machine import DEFAULT, Machine
-from tpcompiler.errors import ArtifactError, TpCompilerError
+from tpcompiler.errors import ArtifactError
 from tpcompiler.explain.again import Again, Price, search_again
-from tpcompiler.explain.written import Operand, Written
+from tpcompiler.explain.written import Operand, Written, read_claimed
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import cut_dim, read_sharding
+from tpcompiler.ir.shares import cut_dim
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.runtime.artifact import MODEL
 
@@ -154,7 +154,7 @@ def _of_collective(written: Written, again: Again, record: Any) -> Explanation:
         source=record["source"],
         sharding=[f"{changed.sharding} -> {changed.needed}"],
         reason=f"{record['why']}: {record['reason']}",
-        slices=list(_slices(value, _sharding(changed.needed, mesh, value), mesh)),
+        slices=list(_slices(value, read_claimed(changed.needed, mesh, value), mesh)),
         operands=[changed],
         users=[],
         collectives=[record],
@@ -167,7 +167,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
     rows = [row["sharding"] for row in written.manifest.inputs if row["name"] == name]
     shardings, reason = (rows, "an input") if is_input else written.placed(name)
     tensors = edit.outputs(node)
-    placed = [_sharding(text, mesh, value) for text, value in zip(shardings, tensors, strict=False)]
+    placed = [read_claimed(text, mesh, value) for text, value in zip(shardings, tensors, strict=False)]
     layers = {layer_of(fqn) for leaf, fqn in again.program.leaves() if leaf in edit.operands(node)}
     is_call = node in again.found.choices
     prices = again.prices(node, layers) if is_call else []
@@ -194,7 +194,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
 def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explanation:
     mesh, value = Mesh.of(written.manifest.mesh), node.meta["val"]
     row = next(row for row in written.manifest.tensors if row["name"] == name)
-    placed, users = _sharding(row["sharding"], mesh, value), written.users(name)
+    placed, users = read_claimed(row["sharding"], mesh, value), written.users(name)
     sent = {record["node"]: dict(record) for user in users for record in written.sent(user)}
     least, alternatives = _priced(again.prices(node, {layer_of(name)}), [placed], (), again, [value])
     return Explanation(
@@ -231,14 +231,6 @@ def _node(again: Again, name: str) -> fx.Node:
             f"{MODEL} has no value {name!r}, which a rank's program names", help="convert the model again"
         )
     return found
-
-
-def _sharding(text: str, mesh: Mesh, value: torch.Tensor) -> Sharding:
-    try:
-        return read_sharding(text, mesh, value.ndim)
-    except (TpCompilerError, ValueError) as error:
-        said = f"a value of {value_text(value)} is {text!r}"
-        raise ArtifactError(f"a rank's program says that {said}", help="convert the model again") from error
 
 
 def _priced(

@@ -13,13 +13,14 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import Claim, read_claim
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import row_sharding
+from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
+from tpcompiler.ir.text import value_text
 from tpcompiler.runtime.artifact import Manifest, read_manifest
 from tpcompiler.runtime.rank_file import load_rank, open_rank
 
@@ -68,12 +69,12 @@ class Written:
         """The tensors that the user gives: rank 0's fake value of each, and how it is cut.
 
         Raises:
-            ArtifactError: one cannot have its sharding.
+            ArtifactError: as `read_claimed`.
         """
         rows, mesh = {row["name"]: row for row in self.manifest.inputs}, Mesh.of(self.manifest.mesh)
         for node in self.exported.graph.nodes:
             if node.op == "placeholder" and node.name in rows:
-                yield node.name, node.meta["val"], row_sharding(rows[node.name], mesh)
+                yield node.name, node.meta["val"], read_claimed(rows[node.name]["sharding"], mesh, node.meta["val"])
 
     def collectives(self) -> Iterator[tuple[fx.Node, Record]]:
         """Each beside its record in the manifest.
@@ -156,3 +157,16 @@ class Written:
                 read = {self.claims.get(value, {}).get("origin", value.name) for value in node.all_input_nodes}
                 found += [claim["origin"]] if names & read else []
         return list(dict.fromkeys(found))
+
+
+def read_claimed(text: str, mesh: Mesh, value: torch.Tensor) -> Sharding:
+    """The sharding that an artifact says a value has.
+
+    Raises:
+        ArtifactError: it cannot have it.
+    """
+    try:
+        return read_sharding(text, mesh, value.ndim)
+    except (TpCompilerError, ValueError) as error:
+        said = f"a value of {value_text(value)} is {text!r}"
+        raise ArtifactError(f"the artifact says that {said}", help="convert the model again") from error

@@ -123,7 +123,8 @@ COLLECTIVE: dict[str, Form] = {
     "kind": one_of(*KINDS),
     "why": one_of(*WHY),
     **dict.fromkeys(("axis", "node", "module", "source", "reason", "reshard"), text),
-    **dict.fromkeys(("payload_bytes", "group_size", "wire_bytes"), number),
+    **dict.fromkeys(("payload_bytes", "wire_bytes"), number),
+    "group_size": lambda value: number(value) and value > 0,
 }
 CALLING: dict[str, Form] = {
     "takes": text,
