@@ -17,6 +17,7 @@ from tpcompiler.cost.machine import DEFAULT, Machine
 from tpcompiler.errors import InputsError
 from tpcompiler.explain.report import sent_value, split_layer
 from tpcompiler.explain.written import Record, Written
+from tpcompiler.ir.claims import records_of
 from tpcompiler.ir.mesh import Mesh
 
 NAMES = ("batch", "sequence")  # of dims 0 and 1 of the first input that is dynamic there
@@ -108,7 +109,7 @@ def count_costs(written: Written, at: Mapping[str, int], machine: Machine) -> Co
     sizes, meant = _sizes(written, dict(at))
     values = {sympy.Symbol(size.name): size.value for size in sizes}
     found: dict[tuple[str, str], list[tuple[Expr, int, float]]] = {}
-    for node, record in written.collectives():
+    for node, record in records_of(written.exported.graph, written.manifest).items():
         value: torch.Tensor = sent_value(node).meta["val"]
         payload = math.prod(map(sym_expr, value.shape)) * value.element_size()
         ranks, payload = record["group_size"], sympy.sympify(payload).xreplace(meant)

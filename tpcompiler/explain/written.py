@@ -76,20 +76,6 @@ class Written:
             if node.op == "placeholder" and node.name in rows:
                 yield node.name, node.meta["val"], read_claimed(rows[node.name]["sharding"], mesh, node.meta["val"])
 
-    def collectives(self) -> Iterator[tuple[fx.Node, Record]]:
-        """Each beside its record in the manifest.
-
-        Raises:
-            ArtifactError: there are more or fewer than the manifest records.
-        """
-        nodes = [node for node in edit.calls(self.exported.graph) if edit.is_collective(node)]
-        if len(nodes) != len(self.manifest.collectives):
-            raise ArtifactError(
-                f"the program calls {len(nodes)} collectives, the manifest records {len(self.manifest.collectives)}",
-                help="convert the model again",
-            )
-        yield from zip(nodes, self.manifest.collectives, strict=True)
-
     def ops(self, name: str) -> list[fx.Node]:
         """The nodes that do a rank's share of an op."""
         return [node for node, claim in self.claims.items() if claim.get("origin") == name and "reshard" not in claim]

@@ -9,9 +9,12 @@ from typing import Any, TypedDict
 
 from torch import fx
 
+from tpcompiler.errors import ArtifactError
+from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import BODY, CALL, MARK, ORIGIN, RESHARD, Mark, Reshard
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.runtime.artifact import Manifest
 
 CLAIM = "tpcompiler"
 
@@ -89,6 +92,21 @@ def read_claim(node: fx.Node) -> Claim:
         parts = _custom(source).get("parts") or {}
         found = _formed(parts[str(index)]) if str(index) in parts else found
     return found
+
+
+def records_of(graph: fx.Graph, manifest: Manifest) -> dict[fx.Node, dict[str, Any]]:
+    """The manifest's record of each collective; all ranks call the same ones in the same order.
+
+    Raises:
+        ArtifactError: the program calls more or fewer.
+    """
+    nodes = [node for node in edit.calls(graph) if edit.is_collective(node)]
+    if len(nodes) != len(manifest.collectives):
+        raise ArtifactError(
+            f"the program calls {len(nodes)} collectives, the manifest records {len(manifest.collectives)}",
+            help="convert the model again",
+        )
+    return dict(zip(nodes, manifest.collectives, strict=True))
 
 
 def _custom(node: fx.Node) -> Claim:

@@ -13,9 +13,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from tpcompiler._torch import OpOverload
-from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import Claim, read_claim
+from tpcompiler.ir.claims import Claim, read_claim, records_of
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.runtime.artifact import Manifest
 
@@ -115,7 +114,7 @@ def items_of(exported: ExportedProgram, manifest: Manifest) -> list[Item]:
 
 def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]:
     leaves = _leaves(exported, manifest)
-    records = _records(exported, manifest)
+    records = records_of(exported.graph, manifest)
     results = _results(exported)
     shardings = {row["name"]: str(row["sharding"]) for row in manifest.inputs}
     came: dict[fx.Node, Came] = {}
@@ -211,17 +210,6 @@ def _leaves(exported: ExportedProgram, manifest: Manifest) -> dict[str, Leaf]:
             shape = f"{row['dtype']}[{', '.join(map(str, row['shape']))}]"
             out[spec.arg.name] = Leaf(row["name"], row["sharding"], shape, row.get("tied_to"))
     return out
-
-
-def _records(exported: ExportedProgram, manifest: Manifest) -> dict[fx.Node, dict[str, Any]]:
-    """The manifest's record of each collective; all ranks call the same ones in the same order."""
-    nodes = [node for node in edit.calls(exported.graph) if edit.is_collective(node)]
-    if len(nodes) != len(manifest.collectives):
-        raise ArtifactError(
-            f"the program calls {len(nodes)} collectives, the manifest records {len(manifest.collectives)}",
-            help="convert the model again",
-        )
-    return dict(zip(nodes, manifest.collectives, strict=True))
 
 
 def _results(exported: ExportedProgram) -> dict[str, fx.Node]:
