@@ -1,5 +1,4 @@
-"""The commands that say why a program communicates: `explain` of one value, `diff` of two artifacts, `cost`
-of the collectives of one."""
+"""The commands that say why a program communicates, what differs, and what it costs: `explain`, `diff`, `cost`."""
 
 from __future__ import annotations
 
