@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -43,7 +44,8 @@ def apply_plan(
               pin_2: R = pin(pin_1)                   asked by the boundary
               return pin_2
 
-    A style names features, so which weight dim it cuts is read off the rule of the op that uses the weight.
+    A style names features, so which weight dim it cuts is read off the rule of the op that uses the weight. Where the
+    plan leaves the rest to the search, what it says of leaves is `kept`, and most of it no seed.
 
     Raises:
         PlanError: an entry matches nothing, or its style does not fit the layer.
@@ -82,7 +84,23 @@ def apply_plan(
     said = {name for name, entry in assigned.items() if entry.style.places}
     notes = (*(Note("plan", text) for text in plan.notes), *_untouched(parameters, said, seeds))
     unseeded = {name: where for name, where in unseeded.items() if name not in seeds}
-    return PlannedProgram(program.source, graph, mesh, seeds, shardings, notes, unseeded)
+    applied = PlannedProgram(program.source, graph, mesh, seeds, shardings, notes, unseeded)
+    return _left_to_search(applied) if plan.searches else applied
+
+
+def _left_to_search(program: PlannedProgram) -> PlannedProgram:
+    """What the plan says of leaves over the axis that the search cuts only narrows the search, so that it finds what it
+    would have found without a word where that says the same.
+    """
+    axes = {program.mesh.model_axis}
+    kept = {
+        name: seed
+        for name, seed in program.seeds.items()
+        if seed.sharding.axes <= axes and not seed.sharding.partial
+        if not seed.packed and not (seed.loose and any(cut.parts for cut in seed.sharding.dims))
+    }
+    seeds = {name: seed for name, seed in program.seeds.items() if name not in kept}
+    return replace(program, seeds=seeds, kept=kept, unseeded={})
 
 
 def names_of(program: CanonicalProgram) -> list[str]:

@@ -59,7 +59,7 @@ def _blocks(program: PlannedProgram, weight: fx.Node) -> int:
         if rule.pattern.inputs[0][0] != rule.pattern.outputs[0][0]:
             return 1
         (weight,) = edit.operands(weight)
-    seed = program.seeds.get(weight.name)
+    seed = program.seeds.get(weight.name) or program.kept.get(weight.name)
     if seed is None:
         return 1
     count, experts = program.mesh.size(seed.sharding.dims[0].axes), weight.meta["val"].shape[0]

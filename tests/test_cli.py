@@ -120,10 +120,12 @@ a plan to begin with (save it as plan.yaml):
 #   rowwise                cut input features: the results are summed over the ranks
 #   colwise_gather_output  cut output features, and gather them right away
 #   embedding_rowwise      cut the vocabulary of an embedding
+#   auto                   of "**": the search decides what no other line names; without it that follows from the rest
 # Also: rowwise_split_input, packed_colwise, packed_rowwise, sequence_parallel, gather, moe_tp_experts, grouped_gemm; for one parameter a placement, such as S(0).
 "layers.*.up": replicate    # Linear: weight [16, 8], 2 times
 "layers.*.down": replicate  # Linear: weight [8, 16], 2 times
 "head": replicate           # Linear: weight [4, 8]
+"**": auto
 """
 
 
@@ -154,7 +156,7 @@ def test_the_plan_to_begin_with_is_a_plan(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(layers, (torch.randn(2, 8, 64),)), model)
     skeleton.write_text(json.loads(right("inspect", model, "--json"))["plan"])
     data = json.loads(right("convert", model, "--tp", 2, "--plan", skeleton, "--dry-run", "--json"))
-    assert data["plan"] == {"0": "colwise", "2": "rowwise"}
+    assert data["plan"] == {"0": "colwise", "2": "rowwise", "**": "auto"}
     assert max(data["bytes_per_rank"]) < 0.7 * data["bytes"]
     assert [(each["kind"], each["count"]) for each in data["collectives"]] == [("all_reduce", 1)]
 

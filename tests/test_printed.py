@@ -22,7 +22,7 @@ from tests.runtime.commands import call, refused, right
 from tests.runtime.models import PLAN, export_mlp
 from tests.runtime.poisons import MODEL, entries_of, write_entries
 from tests.runtime.test_opened import sign
-from tpcompiler.cli.describe import folded
+from tpcompiler.plan.fold import folded
 from tpcompiler.printed import one_line, printable
 from tpcompiler.runtime.artifact import MANIFEST
 
@@ -115,8 +115,8 @@ def test_a_class_writes_no_line_into_the_plan(tmp_path: Path) -> None:
     write_entries(path, entries)
     plan = json.loads(right("inspect", path, "--json"))["plan"]
     assert '"**": colwise #' in plan
-    assert "**" not in yaml.safe_load(plan)
-    assert set(yaml.safe_load(plan).values()) <= {"replicate", "colwise", "rowwise", "R"}
+    assert yaml.safe_load(plan)["**"] == "auto"
+    assert set(yaml.safe_load(plan).values()) <= {"replicate", "colwise", "rowwise", "auto"}
 
 
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="the program `dot` (Graphviz) is not installed")

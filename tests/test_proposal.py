@@ -10,7 +10,7 @@ from torch.export import export
 
 import tpcompiler
 from tests.zoo.index import CASES
-from tpcompiler.cli.describe import plan_skeleton
+from tpcompiler.explain.plan_text import plan_text
 
 X = torch.randn(2, 6, 64)
 
@@ -42,14 +42,14 @@ class Outer(Mlp):
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (Mlp(), {"up": "colwise", "down": "rowwise", "scale": "R"}),
-        (Outer(), {"up": "colwise", "down": "rowwise", "scale": "R", "pair.a": "S(0)", "pair.b": "S(1)"}),
+        (Mlp(), {"up": "colwise", "down": "rowwise", "**": "auto"}),
+        (Outer(), {"up": "colwise", "down": "rowwise", "pair.a": "S(0)", "pair.b": "S(1)", "**": "auto"}),
     ],
     ids=["layers", "weights"],
 )
 def test_what_the_search_finds(model: nn.Module, expected: dict[str, str]) -> None:
     exported = export(model, (X,))
-    plan = yaml.safe_load(plan_skeleton(exported))
+    plan = yaml.safe_load(plan_text(exported, tpcompiler.find_plan(exported, 2)))
     assert plan == expected
     program = tpcompiler.parallelize(exported, 2, plan)
     assert program.verify((X,)).ok
@@ -63,7 +63,9 @@ def test_what_a_person_would_write(name: str) -> None:
     """In a transformer's layers two all_reduce each; and no more bytes than with the plan that a person wrote."""
     case = CASES[name]
     exported = case.export(False)
-    program = tpcompiler.parallelize(exported, 2, yaml.safe_load(plan_skeleton(exported)))
+    program = tpcompiler.parallelize(
+        exported, 2, yaml.safe_load(plan_text(exported, tpcompiler.find_plan(exported, 2)))
+    )
     by_hand = tpcompiler.parallelize(exported, 2, case.asked())
     inside = [c for c in program.collectives() if "layer" in c.module or "block" in c.module]
     assert sum(c.kind == "all_reduce" for c in inside) == sum(

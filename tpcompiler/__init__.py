@@ -13,6 +13,7 @@ from tpcompiler.runtime.artifact import VERSION as __version__
 if TYPE_CHECKING:
     from tpcompiler.api import check as check
     from tpcompiler.api import check_budget as check_budget
+    from tpcompiler.api import find_plan as find_plan
     from tpcompiler.api import parallelize as parallelize
     from tpcompiler.api import tensor_parallel_transformation as tensor_parallel_transformation
     from tpcompiler.checkpoint.cut import cut_checkpoint as cut_checkpoint
@@ -51,6 +52,7 @@ _HOME = {
     "check": "tpcompiler.api",
     "check_budget": "tpcompiler.api",
     "CheckReport": "tpcompiler.soundness.check",
+    "find_plan": "tpcompiler.api",
     "parallelize": "tpcompiler.api",
     "tensor_parallel_transformation": "tpcompiler.api",
     "verify_artifact": "tpcompiler.verify_files",

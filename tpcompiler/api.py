@@ -25,7 +25,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.symm_mem import Collectives
 from tpcompiler.parallel_program import ParallelProgram
-from tpcompiler.pipeline import Conversion, finished_together
+from tpcompiler.pipeline import Conversion, finished_together, plan_found
 from tpcompiler.plan import Plan
 from tpcompiler.program_set import ProgramSet
 from tpcompiler.runtime.artifact import programs_in, read_manifest
@@ -34,6 +34,7 @@ from tpcompiler.solver.place import Aim
 from tpcompiler.soundness.check import CheckReport, check_artifact
 
 AUTO = ("auto", "auto:free")  # plans that the search finds
+SEVERAL = (Mapping, list, tuple)  # programs
 Given = Mapping[str, Any] | Sequence[Any] | None
 Programs = Mapping[str, ExportedProgram] | Sequence[tuple[str, ExportedProgram]]
 
@@ -92,6 +93,7 @@ def parallelize(
         mesh: the degree of the one axis `tp`, or `{axis: degree}`.
         plan: a `Plan`, `{FQN pattern: style}`, the path of a YAML file with such a mapping, or "auto": the cheapest
             placements that the search finds (docs/auto.md); "auto:free" may also gather weights and cut the batch.
+            A mapping with `"**": "auto"` leaves to the search what its other entries do not name.
         inputs: placements of the user's tensors, by name or in order: "R" (the default), "S(0)", torch placements; of
             several programs, {program's name: these}.
         outputs: the same of what is returned.
@@ -107,32 +109,76 @@ def parallelize(
         PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: what, where, the numbers, one
             action.
     """
-    mesh, chosen = Mesh.of(mesh), None if plan in AUTO else Plan.of(plan)
-    described = Machine.read(machine)
-    limit = int(described.memory) if memory is None and machine != DEFAULT else memory
-    aim = Aim(described, limit, gathers=plan == "auto:free")
-    if not isinstance(exported_program, Mapping | list | tuple):
+    made = finished_together(
+        _conversions(exported_program, mesh, plan, inputs, outputs, device_type, dump, collectives),
+        _aim(plan, machine, memory),
+    )
+    return ProgramSet(made) if isinstance(exported_program, SEVERAL) else made[""]
+
+
+@collector_rests()
+def find_plan(
+    exported_program: ExportedProgram | Programs,
+    mesh: int | Mapping[str, int] | Mesh,
+    plan: Plan | Mapping[str, object] | str | os.PathLike[str] = "auto",
+    *,
+    inputs: Given = None,
+    outputs: Given = None,
+    machine: str | os.PathLike[str] = DEFAULT,
+    memory: int | None = None,
+) -> Plan:
+    """The plan that the search finds, which `parallelize` turns into the very programs that it makes of "auto".
+
+    Args:
+        plan: for some layers; the search decides the rest, and keeps to it.
+        exported_program, mesh, inputs, outputs, machine, memory: as `parallelize` takes them.
+
+    Raises:
+        PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: as `parallelize`.
+    """
+    given = _read_plan(plan).with_search()
+    conversions = _conversions(exported_program, mesh, given, inputs, outputs, None, None, "nccl")
+    return plan_found(conversions, _aim(plan, machine, memory))
+
+
+def _conversions(
+    exported_program: ExportedProgram | Programs,
+    mesh: int | Mapping[str, int] | Mesh,
+    plan: Plan | Mapping[str, object] | str | os.PathLike[str],
+    inputs: Given,
+    outputs: Given,
+    device_type: str | None,
+    dump: str | os.PathLike[str] | None,
+    collectives: Collectives,
+) -> dict[str, Conversion]:
+    """By name, which is empty for one program alone."""
+    mesh, chosen = Mesh.of(mesh), _read_plan(plan)
+    if not isinstance(exported_program, SEVERAL):
         boundary = _specs(inputs, "inputs="), _specs(outputs, "outputs=")
         one: Any = exported_program  # what is no program is refused by the first pass
-        conversion = Conversion.of(one, mesh, chosen, boundary, device_type, dump, collectives)
-        return finished_together({"": conversion}, aim)[""]
-    return ProgramSet(
-        finished_together(
-            {
-                name: Conversion.of(
-                    program,
-                    mesh,
-                    chosen,
-                    (_specs(_of(inputs, name), "inputs="), _specs(_of(outputs, name), "outputs=")),
-                    device_type,
-                    dump and Path(dump) / name,
-                    collectives,
-                )
-                for name, program in _named(exported_program).items()
-            },
-            aim,
+        return {"": Conversion.of(one, mesh, chosen, boundary, device_type, dump, collectives)}
+    return {
+        name: Conversion.of(
+            program,
+            mesh,
+            chosen,
+            (_specs(_of(inputs, name), "inputs="), _specs(_of(outputs, name), "outputs=")),
+            device_type,
+            dump and Path(dump) / name,
+            collectives,
         )
-    )
+        for name, program in _named(exported_program).items()
+    }
+
+
+def _read_plan(plan: Plan | Mapping[str, object] | str | os.PathLike[str]) -> Plan:
+    return Plan().with_search() if plan in AUTO else Plan.of(plan)
+
+
+def _aim(plan: object, machine: str | os.PathLike[str], memory: int | None) -> Aim:
+    described = Machine.read(machine)
+    limit = int(described.memory) if memory is None and machine != DEFAULT else memory
+    return Aim(described, limit, gathers=plan == "auto:free")
 
 
 def _named(programs: Programs) -> dict[str, ExportedProgram]:

@@ -60,14 +60,13 @@ class Conversion:
     after: After
     collectives: Collectives
     dropped: tuple[Note, ...] = ()
-    auto: bool = False  # no plan was given: the search decides
 
     @classmethod
     def of(
         cls,
         exported: ExportedProgram,
         mesh: Mesh,
-        plan: Plan | None,
+        plan: Plan,
         boundary: tuple[Boundary, Boundary],
         device_type: str | None,
         dump: str | os.PathLike[str] | None,
@@ -76,11 +75,10 @@ class Conversion:
         after = Dump(dump)
         exported, dropped = drop_replaced(unwrap_subclasses(exported))
         program = after(canonicalize(exported), "canonicalize")
-        device, auto = device_type_for(program, device_type), plan is None
-        plan = (plan or Plan()).fitted(names_of(program))
+        device, plan = device_type_for(program, device_type), plan.fitted(names_of(program))
         if collectives != "nccl":
             refuse_symm_mem(device)
-        return cls(exported, program, mesh, plan, boundary, device, after, collectives, dropped, auto)
+        return cls(exported, program, mesh, plan, boundary, device, after, collectives, dropped)
 
     def planned(self, plan: Plan, after: After) -> PlannedProgram:
         with no_new_guards(self.program.graph):
@@ -90,10 +88,8 @@ class Conversion:
             spread = after(spread_experts(joined), "spread_experts")
             return after(divide_sizes(spread), "divide_sizes")
 
-    def finished(
-        self, marked: MarkedProgram, styles: Mapping[str, str], adviser: Adviser, gathers: bool
-    ) -> ParallelProgram:
-        """All passes from a marked program up to the program for all ranks."""
+    def finished(self, marked: MarkedProgram, plan: Plan, adviser: Adviser, gathers: bool) -> ParallelProgram:
+        """All passes from a marked program up to the program for all ranks. `plan`: with what the search found."""
         with no_new_guards(marked.graph):
             resharded = self.after(insert_reshards(marked), "insert_reshards")
             folded = self.after(fold_reshards(resharded), "fold_reshards")
@@ -101,14 +97,14 @@ class Conversion:
         asked = {"mesh": dict(self.mesh.axes), "inputs": inputs, "outputs": outputs}
         if self.collectives != "nccl":
             asked["collectives"] = self.collectives
-        if self.auto:
-            asked["plan"] = "auto:free" if gathers else "auto"
+        if gathers:
+            asked["plan"] = "auto:free"
         made = ParallelProgram(
             self.exported,
             Partition(folded, self.device, self.collectives),
-            Plan.of(styles) if self.auto else self.plan,
+            plan,
             asked,
-            lambda value: "" if self.auto else adviser.advise_gather(value, marked),
+            lambda value: "" if plan.searches else adviser.advise_gather(value, marked),
         )
         self.after(made.partition.local_program(0), "lowered_rank_0")
         return made
@@ -132,27 +128,27 @@ def finished_together(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITE
 
     advisers = {name: adviser_of(at, name) for at, name in enumerate(conversions)}
     try:
-        marked, styles = _marked(conversions, aim)
+        marked, plans = _marked(conversions, aim)
     except ShardingError as error:
-        first = next(iter(conversions.values()))
-        if first.auto:
+        if next(iter(conversions.values())).plan.searches:
             raise
         raise next(iter(advisers.values())).advise_error(error) from None
     return {
-        name: conversion.finished(marked[name], styles, advisers[name], aim.gathers)
-        for name, conversion in conversions.items()
+        name: own.finished(marked[name], plans[name], advisers[name], aim.gathers) for name, own in conversions.items()
     }
 
 
-def find_styles(exported: ExportedProgram, mesh: Mesh) -> dict[str, str]:
-    """The style that the search finds for every layer, or the placement of each weight, where no plan is given.
+def plan_found(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITED) -> Plan:
+    """The plan with what the search finds for the layers of all programs that it does not name.
 
     Raises:
-        ShardingError, ProgramError, UnsupportedError: as `tpcompiler.parallelize`.
+        ShardingError, ProgramError: as `finished_together`.
     """
-    return dict(
-        find_placements([Conversion.of(exported, mesh, None, (None, None), None, None, "nccl")], UNLIMITED).styles
-    )
+    if len(conversions) > 1:
+        _same_leaves(conversions)
+    _, found = _placed(conversions, aim)
+    plan = next(iter(conversions.values())).plan
+    return plan.completed(found.styles, (n for own in conversions.values() for n in names_of(own.program)))
 
 
 def find_placements(conversions: Sequence[Conversion], aim: Aim) -> Solution:
@@ -161,20 +157,25 @@ def find_placements(conversions: Sequence[Conversion], aim: Aim) -> Solution:
     Raises:
         ShardingError: no placement suits all programs.
     """
-    planned = [conversion.planned(conversion.plan, _unseen) for conversion in conversions]
-    with no_new_guards(*(program.graph for program in planned)):
-        return place(planned, conversions[0].auto, aim)[1]
+    return _placed({str(at): conversion for at, conversion in enumerate(conversions)}, aim)[1]
 
 
-def _marked(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[dict[str, MarkedProgram], dict[str, str]]:
-    """Every program marked, and the styles that the search found."""
+def _marked(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[dict[str, MarkedProgram], dict[str, Plan]]:
+    """Every program marked, and its plan with what the search found."""
+    programs, found = _placed(conversions, aim)
+    marked, plans = dict[str, MarkedProgram](), dict[str, Plan]()
+    with no_new_guards(*(program.graph for program in programs)):
+        for (name, conversion), program in zip(conversions.items(), programs, strict=True):
+            marked[name], plan = conversion.after(mark_placements(program, found), "mark_placements"), conversion.plan
+            names = names_of(conversion.program)
+            plans[name] = Plan() if aim.gathers else plan.completed(found.styles, names) if plan.searches else plan
+    return marked, plans
+
+
+def _placed(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[list[PlannedProgram], Solution]:
     planned = [conversion.planned(conversion.plan, conversion.after) for conversion in conversions.values()]
     with no_new_guards(*(program.graph for program in planned)):
-        programs, found, styles = place(planned, next(iter(conversions.values())).auto, aim)
-        return {
-            name: conversion.after(mark_placements(program, found), "mark_placements")
-            for (name, conversion), program in zip(conversions.items(), programs, strict=True)
-        }, styles
+        return place(planned, next(iter(conversions.values())).plan.searches, aim)
 
 
 def _unseen(program: P, name: str) -> P:

@@ -16,6 +16,7 @@ from tests.bad_input import (
     rows_packages,
     rows_plans,
     rows_reasons,
+    rows_searches,
     rows_weights,
 )
 from tests.bad_input.row import Row
@@ -29,6 +30,7 @@ TABLE: dict[str, list[Row]] = {
     "Plans": rows_plans.PLANS,
     "Meshes": rows_plans.MESHES,
     "Machines": rows_machines.MACHINES,
+    "Searches": rows_searches.SEARCHES,
     "Boundaries": rows_plans.BOUNDARIES,
     "Inputs": rows_files.INPUTS,
     "Artifacts": rows_artifacts.ARTIFACTS,

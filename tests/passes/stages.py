@@ -117,7 +117,7 @@ def divided(*args: Any, **kwargs: Any) -> PlannedProgram:
 
 
 def marked(*args: Any, **kwargs: Any) -> MarkedProgram:
-    (program,), found, _ = place([divided(*args, **kwargs)], auto=False)
+    (program,), found = place([divided(*args, **kwargs)], auto=False)
     return _checked(mark_placements(program, found))
 
 

@@ -23,7 +23,7 @@ from tpcompiler.errors import ShardingError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.inputs import write_tensors
-from tpcompiler.solver.place import place, shorten
+from tpcompiler.solver.place import place
 from tpcompiler.solver.solution import search
 
 
@@ -115,7 +115,7 @@ def test_files_and_the_plan_that_was_found(tmp_path: Path) -> None:
     assert "sound" in right("check", tmp_path / "out")
     assert "equal" in right("verify", tmp_path / "out", "--inputs", tmp_path / "in")
     auto = tpcompiler.parallelize(program, 2, "auto")
-    assert auto.plan.to_data() == {"up": "colwise", "down": "rowwise"}
+    assert auto.plan.to_data() == {"up": "colwise", "down": "rowwise", "**": "auto"}
     again = tpcompiler.parallelize(program, 2, auto.plan)
     assert [c.kind for c in again.collectives()] == [c.kind for c in auto.collectives()] == ["all_reduce"]
 
@@ -148,11 +148,3 @@ def test_nothing_fits() -> None:
     with pytest.raises(ShardingError, match="no placement of all values suits what is asked for") as error:
         place([planned], auto=True)
     assert error.value.facts["asked by"] == 'the plan ("weight": "S(0)")'
-
-
-def test_layers_alike_are_one_entry() -> None:
-    assert shorten({"a.0.up": "colwise", "a.1.up": "colwise", "b.0": "rowwise", "b.1": "replicate"}) == {
-        "a.*.up": "colwise",
-        "b.0": "rowwise",
-        "b.1": "replicate",
-    }

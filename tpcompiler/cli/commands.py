@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+import tpcompiler.cli.ask
 import tpcompiler.cli.judge
 import tpcompiler.cli.reasons
 import tpcompiler.cli.run
@@ -24,13 +25,15 @@ from tpcompiler.cli.options import (
     Imports,
     Json,
     Limits,
-    MachineOption,
+    Machine,
     MaxMemory,
     MaxWireBytes,
+    Memory,
     MeshOption,
     Tp,
     Trust,
     app,
+    in_bytes,
     progress,
     read_mesh,
     refuse_two_meshes,
@@ -195,10 +198,8 @@ def convert(
         _Collectives,
         typer.Option("--collectives", help="What sends, on GPUs: symm_mem where it fits, auto where it should gain."),
     ] = _Collectives.nccl,
-    machine: MachineOption = "h100",
-    memory: Annotated[
-        float | None, typer.Option("--memory", metavar="GB", help="Search for what holds no more, in 10^9 bytes.")
-    ] = None,
+    machine: Machine = "h100",
+    memory: Memory = None,
     budget: Limits = None,
     max_wire_bytes: MaxWireBytes = None,
     max_memory: MaxMemory = None,
@@ -256,7 +257,7 @@ def convert(
             device_type=device_type.value if device_type else None,
             collectives=collectives.value,
             machine=machine,
-            memory=None if memory is None else int(memory * 1e9),
+            memory=in_bytes(memory),
         )
         each: dict[str, Any] = dict(made) if names else {"": made}
         for name, one in each.items() if allowed != Budget() else ():

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-import tpcompiler.rules  # noqa: F401  (registers the rules)
+from tpcompiler.api import find_plan
 from tpcompiler.errors import TpCompilerError
+from tpcompiler.explain.plan_text import modules_of, plan_text
 from tpcompiler.frontend.plain_weights import with_plain_weights
-from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import Program, tied
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import DTYPES
-from tpcompiler.pipeline import find_styles
-from tpcompiler.plan.styles import STYLES
-from tpcompiler.printed import one_line
+from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import Manifest
-
-DEEPEST = 8  # numbers in a name that are starred
-EXPLAINED = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicate")
-SKELETON_HEAD = f"""\
-# A plan: what is cut, and how. Change the styles; "replicate" leaves a layer whole on every rank.
-#   colwise                cut output features: the next layer takes them cut (rowwise) or they are gathered
-#   rowwise                cut input features: the results are summed over the ranks
-#   colwise_gather_output  cut output features, and gather them right away
-#   embedding_rowwise      cut the vocabulary of an embedding
-# Also: {", ".join(style for style in STYLES if style not in EXPLAINED)}; for one parameter a placement, such as S(0).
-"""
 
 
 def model_data(program: ExportedProgram) -> dict[str, Any]:
@@ -52,90 +37,20 @@ def model_data(program: ExportedProgram) -> dict[str, Any]:
         parameters.append(row)
     return {
         "kind": "model",
-        "modules": [{"name": name, "type": kind} for name, kind in _modules(program).items()],
+        "modules": [{"name": name, "type": kind} for name, kind in modules_of(program).items()],
         "parameters": parameters,
         "inputs": _inputs(program),
         "outputs": _outputs(program),
-        "plan": plan_skeleton(program),
+        "plan": plan_text(program, _proposed(program)),
     }
 
 
-def plan_skeleton(program: ExportedProgram) -> str:
-    """A plan file for every weight of two or more dims, repeated layers folded: what the search finds for 2 ranks."""
-    styles = _found(program)
-    types = _modules(program)
-    weights: dict[str, list[str]] = {}  # what the plan names -> its weights
-    parts: dict[str, tuple[int, str]] = {}  # weight -> the largest of its parts: elements, shape
-    read = Program(program, program.graph)
-    first_of = tied(read)  # the plan names the first of tied ones, which places all of them
-    parameters = dict.fromkeys(
-        str(spec.target)
-        for node, spec in read.inputs()
-        if spec.kind is InputKind.PARAMETER and first_of[node.name] == node.name
-    )
-    layers = {weight_of(fqn): layer_of(fqn) for fqn in parameters}
-    for fqn in parameters:
-        if (value := read.state(fqn)).ndim >= 2:
-            sized = (value.numel(), str(list(value.shape)))
-            parts[weight_of(fqn)] = max(parts.get(weight_of(fqn), sized), sized)
-    for weight, (_, shape) in parts.items():
-        owner = layers[weight]
-        named = f"{weight.rpartition('.')[2]} {shape}"
-        weights.setdefault(weight if weight in styles or not owner else owner, []).append(named)
-    lines = []
-    for pattern, names in folded({name: (types.get(name), *own, styles.get(name)) for name, own in weights.items()}):
-        kind = "parameter" if names[0] in layers else types.get(names[0], "layer").rpartition(".")[2]
-        times = f", {len(names)} times" if len(names) > 1 else ""
-        style = styles.get(names[0], "R" if names[0] in layers else "replicate")
-        comment = f"{kind}: {', '.join(weights[names[0]])}{times}"
-        lines.append((one_line(f"{json.dumps(pattern)}: {style}"), one_line(comment)))
-    width = max((len(line) for line, _ in lines), default=0)
-    return SKELETON_HEAD + "".join(f"{line:<{width}}  # {comment}\n" for line, comment in lines)
-
-
-def _found(program: ExportedProgram) -> dict[str, str]:
+def _proposed(program: ExportedProgram) -> Plan:
+    """For 2 ranks; with every layer whole where the search finds none, for which `convert` gives the reason."""
     try:
-        return find_styles(program, Mesh.of(2))
-    except TpCompilerError:  # `convert` says why it cannot take the program
-        return {}
-
-
-def folded(signatures: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:
-    """Names that differ in numbers only, under one pattern with `*`: as far as all under it have one signature.
-
-    `layers.0.up` and `layers.1.up` are `layers.*.up`; in `seq.0` and `seq.2` of two shapes the numbers stay.
-    """
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for name in signatures:
-        alike.setdefault(_starred(name, ()), []).append(name)  # names of as many parts, numbers in the same places
-    place = {name: index for index, name in enumerate(signatures)}
-    entries = [entry for names in alike.values() for entry in _split(names, signatures)]
-    return sorted(entries, key=lambda entry: place[entry[1][0]])
-
-
-def _split(names: Sequence[str], signatures: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:
-    """Star as many numbers as leave one signature in each group; the outer ones first, as inner ones tell more apart.
-
-    To star one more makes groups larger, so that each number needs to be tried once.
-    """
-    numbers = [i for i, part in enumerate(names[0].split(".")) if part.isdigit()]
-    kept, groups = set(numbers), {_starred(name, numbers): [name] for name in names}
-    for number in numbers[:DEEPEST]:
-        fewer = _grouped(names, kept - {number})
-        if all(len({signatures[name] for name in group}) == 1 for group in fewer.values()):
-            kept, groups = kept - {number}, fewer
-    return [(".".join(key) if len(group) > 1 else group[0], group) for key, group in groups.items()]
-
-
-def _grouped(names: Sequence[str], kept: Iterable[int]) -> dict[tuple[str, ...], list[str]]:
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name in names:
-        groups.setdefault(_starred(name, kept), []).append(name)
-    return groups
-
-
-def _starred(name: str, kept: Iterable[int]) -> tuple[str, ...]:
-    return tuple("*" if part.isdigit() and i not in kept else part for i, part in enumerate(name.split(".")))
+        return find_plan(program, 2)
+    except TpCompilerError:
+        return Plan.of({"**": "replicate"})
 
 
 def artifact_data(manifest: Manifest) -> dict[str, Any]:
@@ -182,17 +97,6 @@ def _collectives(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for part in ("payload_bytes", "wire_bytes"):
             total[part] += row[part]
     return list(sums.values())
-
-
-def _modules(program: ExportedProgram) -> dict[str, str]:
-    """Module FQN -> class, of every module that an op came from, in order of first use; nested graphs included."""
-    found: dict[str, str] = {}
-    for part in program.graph_module.modules():
-        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            for name, kind in (node.meta.get("nn_module_stack") or {}).values():
-                if name and name != edit.NO_MODULE:
-                    found.setdefault(name, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
-    return found
 
 
 def _inputs(program: ExportedProgram) -> list[dict[str, Any]]:

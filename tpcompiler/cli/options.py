@@ -21,6 +21,7 @@ from tpcompiler.printed import one_line, print_nowhere, printed_streams
 if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh
 
+UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
 
 
@@ -70,8 +71,12 @@ Imports = Annotated[
 ]
 Trust = Annotated[bool, typer.Option("--trust", help="Read files too that can run code: only from who you trust.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-MachineOption = Annotated[
+Machine = Annotated[
     str, typer.Option("--machine", metavar="FILE", help="What the devices can do: a YAML file, or a known name.")
+]
+Memory = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="GB", help="The most that a rank may hold: 24GB, 24GiB, or 24, in 10^9 bytes."),
 ]
 Limits = Annotated[
     list[str] | None,
@@ -95,6 +100,16 @@ def progress(text: str) -> Status:
     """A spinner on standard error; nothing where that is a file."""
     # To the terminal itself: a spinner is made of control characters. No str: rich would read brackets as markup.
     return Console(file=sys.__stderr__).status(Text(one_line(text)))
+
+
+def in_bytes(memory: str | None) -> int | None:
+    """What --memory says. Raises BadParameter where that is no amount."""
+    if memory is None:
+        return None
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]{1,2})?)\s*(GB|GiB|MB|MiB)?", memory.strip(), re.ASCII)
+    if found is None:
+        raise typer.BadParameter(f"{memory!r} is no amount of memory, such as 24GB", param_hint="--memory")
+    return int(float(found[1]) * UNITS[found[2] or "GB"])
 
 
 def refuse_two_meshes(tp: int | None, text: str | None) -> None:

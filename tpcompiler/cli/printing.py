@@ -17,6 +17,7 @@ from rich.table import Table
 from tpcompiler.checkpoint.leaves import leaves_of
 from tpcompiler.errors import ArtifactError
 from tpcompiler.explain.report import NOTE_TITLES
+from tpcompiler.plan.fold import folded
 from tpcompiler.printed import one_line
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.target import replacing
@@ -54,8 +55,6 @@ def _finite(value: Any) -> Any:
 
 
 def print_model(data: Mapping[str, Any], path: str) -> None:
-    from tpcompiler.cli.describe import folded
-
     out = console()
     total = sum(row["bytes"] for row in data["parameters"] if "tied_to" not in row)
     out.print(f"{one_line(path)}: {len(data['parameters'])} parameters, buffers and constants, {total:,} bytes")
@@ -170,7 +169,6 @@ def print_explanation(said: Explanation, machine: str) -> None:
 
 
 def print_difference(found: ArtifactDifference, machine: str) -> None:
-    from tpcompiler.cli.describe import folded
 
     out = console()
     if found.equal:
@@ -200,7 +198,6 @@ def print_difference(found: ArtifactDifference, machine: str) -> None:
 
 
 def print_costs(table: CostTable, machine: str) -> None:
-    from tpcompiler.cli.describe import folded
 
     out = console()
     sizes = []
@@ -220,7 +217,6 @@ def print_costs(table: CostTable, machine: str) -> None:
 
 
 def print_counts(rows: Sequence[Counted]) -> None:
-    from tpcompiler.cli.describe import folded
 
     layers: dict[str, tuple[tuple[str, ...], ...]] = {}
     for each in rows:
@@ -302,8 +298,6 @@ def _boundary(out: Console, data: Mapping[str, Any]) -> None:
 
 def _folded_rows(rows: Sequence[Mapping[str, Any]], more: Sequence[str]) -> list[tuple[str, ...]]:
     """Parameters, equal ones of repeated layers in one line."""
-    from tpcompiler.cli.describe import folded
-
     by_name = {row["name"]: row for row in rows}
     signatures = {
         name: (row["kind"], _type(row), *(row[m] for m in more), bool(row.get("tied_to")))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, MachineOption, Trust, app, progress
+from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Machine, Trust, app, progress
 from tpcompiler.errors import InputsError
 
 
@@ -19,7 +19,7 @@ def explain(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="A node of the single-device program, a parameter or a collective.")
     ],
-    machine: MachineOption = "h100",
+    machine: Machine = "h100",
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -53,7 +53,7 @@ def explain(
 def diff(
     first: Artifact,
     second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another one, of the same model.")],
-    machine: MachineOption = "h100",
+    machine: Machine = "h100",
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -89,7 +89,7 @@ def cost(
         str | None,
         typer.Option("--at", metavar="NAME=N,..", help="Dynamic sizes that numbers are for: batch=8,sequence=4096."),
     ] = None,
-    machine: MachineOption = "h100",
+    machine: Machine = "h100",
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,

@@ -106,7 +106,7 @@ class Adviser:
             return None
         words = " and ".join(f"'{e.pattern}' from {e.style.name} to {style}" for e, style in styles.items())
         said = [*([f"change {words}"] if words else []), *(f"pin '{name}' to R" for name in pins)]
-        programs, solution, _ = place(self.planned(_changed(self.plan, styles, pins)), False, self.aim)
+        programs, solution = place(self.planned(_changed(self.plan, styles, pins)), False, self.aim)
         return Advice(" and ".join(said), mark_placements(programs[self.at], solution))
 
     def _otherwise(self, entries: Sequence[PlanEntry]) -> Sequence[PlannedProgram]:

@@ -91,11 +91,13 @@ def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: 
     conversions = []
     for each in paths:
         manifest = read_manifest(each)
-        plan = None if "plan" in manifest.asked else Plan.of(manifest.plan)
+        plan = Plan.of(manifest.plan)
+        is_found = plan.searches or "plan" in manifest.asked
+        plan = Plan().with_search() if is_found else plan
         boundary = asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")
         program, mesh = read_original(each, manifest, trust=trust), Mesh.of(manifest.asked.get("mesh", manifest.mesh))
         conversions.append(Conversion.of(program, mesh, plan, boundary, manifest.device_type, None, "nccl"))
-    said = str(manifest.asked.get("plan", ""))
+    said = str(manifest.asked.get("plan", "auto" if is_found else ""))
     found = find_placements(conversions, Aim(machine, gathers=said == "auto:free"))
     return Again(found, paths.index(path), machine, said)
 

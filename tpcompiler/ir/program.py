@@ -6,8 +6,8 @@ Facts about one node lie in `node.meta` under the keys below, so that they survi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -200,6 +200,7 @@ class PlannedProgram(Program):
     """The plan resolved: seeds on leaves (by placeholder name), `pin` nodes on values.
 
     `unseeded`: leaves of layers that a style cuts, for which it found no dim to cut; who asked. Their uses may.
+    `kept`: where the search decides the rest, what the plan says of leaves, to which the search keeps.
     """
 
     mesh: Mesh
@@ -207,6 +208,15 @@ class PlannedProgram(Program):
     input_shardings: Mapping[str, Sharding]
     notes: tuple[Note, ...]
     unseeded: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, Seed] = field(default_factory=dict)
+
+    def without(self, entries: Set[str]) -> PlannedProgram:
+        """The program without what these entries of the plan, by `Seed.asked_by`, say of leaves."""
+        seeds, kept = (
+            {name: seed for name, seed in own.items() if seed.asked_by not in entries}
+            for own in (self.seeds, self.kept)
+        )
+        return replace(self, seeds=seeds, kept=kept)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from tpcompiler.ir import edit
@@ -29,7 +30,12 @@ def on_split_axis(program: PlannedProgram, axis: str, outer: int) -> PlannedProg
         program,
         graph=graph,
         mesh=mesh,
-        seeds={name: replace(seed, sharding=seed.sharding.over(axis, both)) for name, seed in program.seeds.items()},
+        seeds=_over(program.seeds, axis, both),
+        kept=_over(program.kept, axis, both),
         input_shardings={name: sharding.over(axis, both) for name, sharding in program.input_shardings.items()},
         notes=(*program.notes, Note("mesh", f"{text}: ranks that differ in {both[1]} alone share some weights")),
     )
+
+
+def _over(seeds: Mapping[str, Seed], axis: str, both: tuple[str, str]) -> dict[str, Seed]:
+    return {name: replace(seed, sharding=seed.sharding.over(axis, both)) for name, seed in seeds.items()}

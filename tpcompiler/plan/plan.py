@@ -15,7 +15,8 @@ from typing import Any
 from tpcompiler.errors import PlanError, UnsupportedError
 from tpcompiler.plan.config import config_plan, is_config
 from tpcompiler.plan.file import read_plan_file
-from tpcompiler.plan.styles import REFUSED, Style, read_style
+from tpcompiler.plan.fold import folded
+from tpcompiler.plan.styles import AUTO, REFUSED, Style, read_style
 
 CONFIG = "config.json"
 MAX_STARS = 100  # in a pattern: a name of a module is not so deep, and Python takes long over so many groups
@@ -79,6 +80,15 @@ class Plan:
     entries: tuple[PlanEntry, ...] = ()
     of_config: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def searches(self) -> bool:
+        """Whether what it does not name is for the search."""
+        return any(entry.style == AUTO for entry in self.entries)
+
+    def with_search(self) -> Plan:
+        """The plan with the rest left to the search."""
+        return self if self.searches else replace(self, entries=(*self.entries, *Plan.of({"**": AUTO.name}).entries))
 
     @classmethod
     def of(cls, plan: Plan | Mapping[str, object] | str | os.PathLike[str], *, skip_unsupported: bool = False) -> Plan:
@@ -193,6 +203,27 @@ class Plan:
                 rivals.setdefault(name, []).append(entry)
         return {name: _most_specific(rivals[name], name) for name in names if name in rivals}
 
+    def completed(self, found: Mapping[str, str], names: Iterable[str]) -> Plan:
+        """The plan with what the search found for the layers that it does not name, those alike under one pattern.
+
+        Args:
+            found: layer, or weight of several in a module -> style.
+            names: as `assign` takes them.
+        """
+        names, place = list(dict.fromkeys(names)), {name: at for at, name in enumerate(found)}
+        ruled = {name: entry for name, entry in self.assign(names).items() if entry.style != AUTO}
+        groups = folded({name: found.get(name) for name in names if name not in ruled})
+        of_layers = sorted((place[group[0]], pattern, group) for pattern, group in groups if group[0] in place)
+        made: list[PlanEntry] = []
+        for _, pattern, group in of_layers:
+            entries = Plan.of({pattern: found[group[0]]}).entries
+            others = [name for name in names if entries[0].matches(name) and name not in group]
+            if any(name not in ruled or ruled[name]._generality >= entries[0]._generality for name in others):
+                entries = Plan.of({name: found[name] for name in group}).entries
+            made += entries
+        rest = (entry for entry in self.entries if entry.style != AUTO)
+        return replace(self, entries=(*rest, *made)).with_search()
+
     def to_data(self) -> dict[str, object]:
         """The plan as plain JSON data, from which `Plan.of` makes an equal one."""
         return {entry.pattern: entry.style.to_data() for entry in self.entries}
@@ -214,7 +245,14 @@ def _read_entry(pattern: object, style: object, source: str) -> PlanEntry:
     else:
         written = json.dumps(style) if isinstance(style, str) else repr(style)
     where = f"{source} ({json.dumps(pattern)}: {written})"
-    return PlanEntry(pattern, read_style(style, where=where), where)
+    read = read_style(style, where=where)
+    if read == AUTO and pattern != "**":
+        raise PlanError(
+            f"plan entry {pattern!r} is 'auto', which is for '**' alone",
+            help='write "**": auto, which leaves to the search what no other entry names',
+            asked_by=where,
+        )
+    return PlanEntry(pattern, read, where)
 
 
 def _most_specific(rivals: list[PlanEntry], name: str) -> PlanEntry:

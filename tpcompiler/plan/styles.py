@@ -58,7 +58,7 @@ class Style:
 
     def to_data(self) -> str | dict[str, object]:
         """The style as plain JSON data, from which `read_style` makes an equal one."""
-        if self.name in STYLES and replace(self, sizes=()) == STYLES[self.name]:
+        if self == AUTO or (self.name in STYLES and replace(self, sizes=()) == STYLES[self.name]):
             return self.written
         if self.placement is not None:
             written = format_spec(self.placement)
@@ -88,6 +88,8 @@ STYLES = {
         Style("grouped_gemm", placement=Shard(0), axis="ep"),  # each rank holds some experts
     )
 }
+
+AUTO = Style("auto")  # of "**" alone: what no other entry names is for the search
 
 # Several of these differ from their style in backward only, or in what Hugging Face's hooks wrap as a DTensor.
 ALIASES = {
@@ -157,7 +159,7 @@ def _read_text(text: str, where: str) -> Style:
 
 def _read_name(name: str, where: str) -> Style:
     unsized, _, sizes = name.partition(":")
-    style = STYLES.get(ALIASES.get(unsized, unsized))
+    style = STYLES.get(ALIASES.get(unsized, unsized)) if name != AUTO.name else AUTO
     if style is not None and style.packed and re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", sizes):
         return replace(style, sizes=tuple(map(int, sizes.split(","))))
     if style is not None and unsized == name:

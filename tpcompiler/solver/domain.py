@@ -179,7 +179,8 @@ def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
     if value.op == "placeholder":
         leaf = domain.leaves.get(value.name)
         if leaf is not None:
-            return tuple(leaf.shardings)
+            exact = [leaf.kept.sharding] if leaf.kept is not None and not leaf.kept.loose else []
+            return (*leaf.shardings, *(domain.stage.within(each, leaf.value) for each in exact))
         given = domain.program.input_shardings.get(value.name)
         return () if given is None else (domain.stage.within(given, value.meta["val"]),)
     source: Any = value.args[0] if value.target is operator.getitem else value

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import PLANNED, SEARCHED, Objective
 from tpcompiler.errors import ShardingError
-from tpcompiler.ir.program import Note, PlannedProgram
+from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.program import Note, PlannedProgram, Seed
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.solution import Solution, search
 
@@ -35,8 +36,8 @@ UNLIMITED = Aim()
 
 def place(
     programs: Sequence[PlannedProgram], auto: bool, aim: Aim = UNLIMITED
-) -> tuple[list[PlannedProgram], Solution, dict[str, str]]:
-    """The cheapest placements of all values, and without a plan the style that each layer got.
+) -> tuple[list[PlannedProgram], Solution]:
+    """The cheapest placements of all values.
 
     Raises:
         ShardingError: none suits all that is asked for, or none that is found fits a rank.
@@ -68,7 +69,7 @@ def place(
         )
         for program in found.programs
     ]
-    return kept, found, shorten(found.styles)
+    return kept, found
 
 
 def _infeasible(programs: Sequence[PlannedProgram], objective: Objective, aim: Aim, auto: bool) -> ShardingError:
@@ -77,13 +78,12 @@ def _infeasible(programs: Sequence[PlannedProgram], objective: Objective, aim: A
     By a deletion filter (Chinneck and Dravnieks, "Locating minimal infeasible constraint sets in linear programs",
     1991).
     """
-    kept = list(dict.fromkeys(seed.asked_by for program in programs for seed in program.seeds.values()))
+    seeds = (seed for program in programs for own in (program.seeds, program.kept) for seed in own.values())
+    entries = dict.fromkeys(seed.asked_by for seed in seeds)
+    kept = list(entries)
     for entry in kept[:MOST_ENTRIES]:
         rest = [each for each in kept if each != entry]
-        fewer = [
-            replace(program, seeds={name: seed for name, seed in program.seeds.items() if seed.asked_by in rest})
-            for program in programs
-        ]
+        fewer = [program.without(entries.keys() - rest) for program in programs]
         if math.isinf(search(fewer, objective, auto, aim.gathers).seconds):
             kept = rest
     return ShardingError(
@@ -127,18 +127,19 @@ def _fitted(
             f"The largest weights there are {leaves}",
             help=f"use more ranks{'' if auto else ', cut more layers'}, or a limit of at least {least.total:,} bytes",
         )
+    if auto:  # at its own price, what these layers are best beside
+        settled = search([_keeping(program, best) for program in programs], objective, auto, aim.gathers)
+        best = settled if measure_memory(settled).total <= limit else best
     return best, max(0.0, best.seconds / bound - 1)
 
 
-def shorten(styles: Mapping[str, str]) -> dict[str, str]:
-    """Entries for layers by number, where all of a name have one style: `layers.*.mlp.up`."""
-    groups: dict[str, set[str]] = {}
-    for name, style in styles.items():
-        groups.setdefault(_numberless(name), set()).add(style)
-    return {
-        (_numberless(name) if len(groups[_numberless(name)]) == 1 else name): style for name, style in styles.items()
-    }
-
-
-def _numberless(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+def _keeping(program: PlannedProgram, found: Solution) -> PlannedProgram:
+    """The program with its layers as they were found, where in its dim each is cut left open."""
+    axis, kept = program.mesh.model_axis, dict(program.kept)
+    for node, fqn in program.leaves():
+        if (layer := found.layers.get(fqn)) is not None:
+            dims = list(Sharding.replicated(node.meta["val"].ndim).dims)
+            if layer.dim is not None:
+                dims[layer.dim] = DimSharding.by(axis)
+            kept.setdefault(node.name, Seed(Sharding(tuple(dims)), "the search", loose=True))
+    return replace(program, kept=kept)

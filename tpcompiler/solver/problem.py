@@ -33,6 +33,7 @@ from tpcompiler.solver.ways import Ways
 MOST_SETTLED = 20  # shardings that a value with several users may be turned into for all of them
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
 NEVER = numpy.inf
+FEATURES = frozenset({"colwise", "rowwise", "replicate"})  # styles of a layer; of one weight of several, placements
 UNIT = 1e-17  # seconds: prices are whole numbers of it, so that equal sums are equal whatever their order
 FREE = aten.sym_size.int  # it takes a value as it is
 
@@ -148,12 +149,14 @@ def _find_leaves(problem: Problem, before: Mapping[str, Sharding]) -> list[dict[
             group = first.setdefault(fqn, first.get(names[first_of[node.name]], names[first_of[node.name]]))
             problem.groups[node] = group
     seeds: dict[str, Seed] = {}
+    kept: dict[str, Seed] = {}
     written: set[str] = set()
     for program in problem.programs:
         changed = {name for _, name in program.written()}
         for node, fqn in program.leaves():
-            if node.name in program.seeds:
-                seeds.setdefault(problem.groups[node], program.seeds[node.name])
+            for found, own in ((seeds, program.seeds), (kept, program.kept)):
+                if node.name in own:
+                    found.setdefault(problem.groups[node], own[node.name])
             if fqn in changed:
                 written.add(problem.groups[node])
     made: dict[str, Leaf] = {}
@@ -161,8 +164,8 @@ def _find_leaves(problem: Problem, before: Mapping[str, Sharding]) -> list[dict[
         whole = Sharding.replicated(node.meta["val"].ndim)
         known = before.get(group, whole)
         if group not in made:
-            value = node.meta["val"]
-            made[group] = Leaf.of(group, seeds.get(group), group in written, known, value, problem.stage)
+            said, value = (seeds.get(group), kept.get(group)), node.meta["val"]
+            made[group] = Leaf.of(group, *said, group in written, known, value, problem.stage)
     return [{node.name: made[problem.groups[node]] for node, _ in program.leaves()} for program in problem.programs]
 
 
@@ -233,7 +236,7 @@ def _state(problem: Problem, domain: Domain) -> None:
         for index, operand in enumerate(domain.operands[node]):
             wanted = Values(variable, choices.wants[index])
             if operand in leaves and problem.groups[operand] not in problem.leaves:
-                _price_use(problem, operand, leaves[operand], wanted)
+                _price_use(problem, operand, leaves[operand], wanted, domain.leaves[operand.name])
             elif operand in problem.values:
                 uses.setdefault(operand, []).append(wanted)
     names = {fqn: node for node, fqn in leaves.items()} | {node.name: node for node in program.user_inputs()}
@@ -290,6 +293,9 @@ def _add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
     if leaf.group not in problem.leaves and leaf.shardings:
         values = problem.leaves[leaf.group] = problem.variable(tuple(leaf.shardings))
         problem.price([values], _held_units(problem, node, values.shardings))
+        if leaf.kept is not None:
+            allowed = [leaf.may_be(sharding, problem.stage) for sharding in values.shardings]
+            problem.price([values], numpy.where(allowed, 0.0, NEVER))
     if leaf.group in problem.leaves:
         problem.values[node] = problem.leaves[leaf.group]
 
@@ -303,17 +309,23 @@ def _held_units(problem: Problem, node: fx.Node, shardings: Sequence[Sharding]) 
     )
 
 
-def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values) -> None:
-    """A leaf without a say is what its use wants, if its layer's style says so too. It is held once."""
+def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values, known: Leaf) -> None:
+    """A leaf without a say is what its use wants, if its layer's style says so too. It is held once.
+
+    A style that is kept to is one of the layer's weight, which its other leaves follow.
+    """
     group, stage = problem.groups[leaf], problem.stage
     layer = problem.layers.get(group)
     is_held = group in problem.held
     problem.held.add(group)
     is_fixed = stage.free and layer is None and weight_of(fqn) == fqn and not leaf.meta["val"].is_floating_point()
     styles = None if layer is None else tuple(layer.styles.values())
+    follows = known.kept is not None and known.kept.loose and layer is None
+    allowed = tuple(follows or known.may_be(want, stage) for want in wanted.shardings)
 
     def find() -> numpy.ndarray:
         units = _held_units(problem, leaf, wanted.shardings) * (0 if is_held else 1)
+        units = numpy.where(allowed, units, NEVER)
         if is_fixed:
             units = numpy.where([want.is_replicated for want in wanted.shardings], 0.0, NEVER)
         if styles is None:
@@ -321,7 +333,7 @@ def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values) -> Non
         fits = [[_is_cut(want.only(stage.axis), dim) for want in wanted.shardings] for dim in styles]
         return numpy.where(fits, units, NEVER)
 
-    units = problem.known.once(("use", key(leaf), wanted.shardings, is_held, is_fixed, styles), find)
+    units = problem.known.once(("use", key(leaf), wanted.shardings, is_held, is_fixed, styles, allowed), find)
     problem.price([wanted] if layer is None else [Values(layer.variable, ()), wanted], units)
 
 

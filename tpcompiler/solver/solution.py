@@ -6,25 +6,34 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 from torch import fx
 
 from tpcompiler.cost.objective import Objective
+from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import on_split_axis
 from tpcompiler.solver.domain import Domain, find_shared_heads
 from tpcompiler.solver.eliminate import solve
-from tpcompiler.solver.problem import NEVER, UNIT, Problem, Values, pose
+from tpcompiler.solver.problem import FEATURES, NEVER, UNIT, Problem, Values, pose
 from tpcompiler.solver.stage import Choice, Known, Stage
 from tpcompiler.solver.variants import find_needed, find_openings, write_variants
 
 # Variables of a problem, and which of its values each may take.
 Held = Callable[[Problem], Iterable[tuple[int, Sequence[bool]]]]
 REFUSED = 0.05  # seconds for a weight that would be gathered, where nothing else can be: more than all else
+
+
+class Layered(NamedTuple):
+    """A layer as a plan names it, the style that the search gave it, and the dim of its weight that this cuts."""
+
+    name: str
+    style: str
+    dim: int | None
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class Solution:
     Attributes:
         leaves: by placeholder.
         settled: what values with several users are turned into for all of them.
-        styles: without a plan, of every layer.
+        layers: what the search decides, by weight.
         seconds: infinite where nothing suits all that is asked for.
         capped: ops and values that had more choices than were looked at.
         openings: the calls, by program and name, that could be cut more freely in simpler ops.
@@ -46,7 +55,7 @@ class Solution:
     choices: Mapping[fx.Node, Choice] = field(default_factory=dict)
     leaves: Mapping[fx.Node, Sharding] = field(default_factory=dict)
     settled: Mapping[fx.Node, Sharding] = field(default_factory=dict)
-    styles: Mapping[str, str] = field(default_factory=dict)
+    layers: Mapping[str, Layered] = field(default_factory=dict)
     seconds: float = 0.0
     capped: int = 0
     openings: Set[tuple[int, str]] = frozenset()
@@ -56,6 +65,11 @@ class Solution:
     @property
     def mesh(self) -> Mesh:
         return self.programs[0].mesh
+
+    @property
+    def styles(self) -> dict[str, str]:
+        """Of every layer, or weight among several of a module."""
+        return {own.name: own.style for own in self.layers.values()}
 
 
 def search(
@@ -169,13 +183,34 @@ def _read(
         choices,
         {node: groups[group] for node, group in problem.groups.items()},
         {node: _chosen(values, found) for node, values in problem.settled.items()},
-        {layer.name: [*layer.styles][found[layer.variable]] for layer in problem.layers.values()} or before.styles,
+        _layers(problem, before, groups, found),
         seconds,
         before.capped + problem.capped,
         before.openings | set(_openings(problem, choices, found)),
         model=before.model,
     )
     return solution, groups
+
+
+def _layers(
+    problem: Problem, before: Solution, groups: Mapping[str, Sharding], found: Sequence[int]
+) -> dict[str, Layered]:
+    """What the search made of the layers, over two halves of an axis as the one that cuts a layer does.
+
+    None of a layer that no style says: one that both halves cut along other dims, or a weight that is cut elsewhere
+    than a plain placement does, or by one half alone.
+    """
+    axis, made = problem.stage.axis, dict[str, Layered]()
+    for fqn, layer in problem.layers.items():
+        style, dim = [*layer.styles.items()][found[layer.variable]]
+        own = Layered(layer.name, style, dim)
+        other = before.layers.get(fqn) if before.choices else own
+        is_plain = dim is None or groups[fqn].dims[dim].only(axis) == DimSharding.by(axis)
+        if other == own and (is_plain or style in FEATURES):
+            made[fqn] = own
+        elif other is not None and {style, other.style} <= FEATURES and None in (dim, other.dim):
+            made[fqn] = own if other.dim is None else other
+    return made if problem.layers else dict(before.layers)
 
 
 def _chosen(values: Values, found: Sequence[int]) -> Sharding:

@@ -143,12 +143,13 @@ def _first(pair: tuple[str, Any]) -> str:
 class Leaf:
     """A tensor of the model, whatever names and programs share it, and what it may be so far.
 
-    `before`: what it is over the axes before. `shardings`: none of one that the plan does not name and nothing writes,
-    which is what its uses want.
+    `kept`: what a plan that leaves the rest to the search says of it. `before`: what it is over the axes before.
+    `shardings`: none of one that the plan does not name and nothing writes, which is what its uses want.
     """
 
     group: str
     seed: Seed | None
+    kept: Seed | None
     is_written: bool
     before: Sharding
     value: torch.Tensor
@@ -156,9 +157,16 @@ class Leaf:
 
     @classmethod
     def of(
-        cls, group: str, seed: Seed | None, is_written: bool, before: Sharding, value: torch.Tensor, stage: Stage
+        cls,
+        group: str,
+        seed: Seed | None,
+        kept: Seed | None,
+        is_written: bool,
+        before: Sharding,
+        value: torch.Tensor,
+        stage: Stage,
     ) -> Leaf:
-        made = cls(group, seed, is_written, before, value)
+        made = cls(group, seed, kept, is_written, before, value)
         if seed is not None:
             for asked in (seed.sharding, *seed.others):
                 asked = asked.only(stage.axis).beside(before, {stage.axis}) if seed.loose or seed.others else asked
@@ -179,6 +187,17 @@ class Leaf:
             asked = (self.seed.sharding, *self.seed.others)
             if any(_cut_dims(sharding, stage.axis) == _cut_dims(each, stage.axis) for each in asked):
                 self.shardings.setdefault(sharding)
+
+    def may_be(self, sharding: Sharding, stage: Stage) -> bool:
+        """Whether it is what is kept to: of a style the same dim cut, or none, by one half of an axis at least."""
+        if self.kept is None or not stage.free:
+            return True
+        asked, cut = self.kept.sharding, _cut_dims(sharding, stage.axis)
+        if asked.axes and not self.kept.loose:
+            return sharding.only(stage.axis) == asked.only(stage.axis)
+        halves = asked.axes - {stage.axis}
+        is_other = bool(halves - set(stage.axes) or halves & self.before.axes)
+        return cut == _cut_dims(asked, stage.axis) or (not cut and is_other)
 
     def let_be_gathered(self, stage: Stage) -> None:
         """Let it be whole, or cut evenly along any dim, whatever its uses want."""

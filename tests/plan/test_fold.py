@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tpcompiler.cli.describe import folded
+from tpcompiler.plan.fold import folded
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""Rows of the table: what asks the search before anything is converted."""
+
+from __future__ import annotations
+
+from tests.bad_input.row import Row, text
+
+PLAN = "tpcompiler plan model.pt2 --tp 2"
+
+SEARCHES = [
+    Row(
+        "a plan in part that fits nothing",
+        f"{PLAN} --partial part.yaml",
+        "plan entry 'haed' matches nothing",
+        "use a name of the program, such as 'head'",
+        'asked by: part.yaml line 1 ("haed": "replicate")',
+        spoil=text("part.yaml", "haed: replicate\n"),
+    ),
+    Row(
+        "one layer left to the search",
+        "tpcompiler convert model.pt2 --tp 2 --plan part.yaml -o new",
+        "plan entry 'head' is 'auto', which is for '**' alone",
+        'write "**": auto, which leaves to the search what no other entry names',
+        'asked by: part.yaml line 1 ("head": "auto")',
+        spoil=text("part.yaml", "head: auto\n"),
+    ),
+    Row(
+        "a plan that cannot be written",
+        f"{PLAN} -o none/plan.yaml",
+        "cannot write none/plan.yaml: No such file or directory",
+        "choose another file",
+    ),
+    Row(
+        "no amount of memory",
+        f"{PLAN} --memory 24XB",
+        "Error: Invalid value for --memory: '24XB' is no amount of memory, such as 24GB",
+    ),
+    Row(
+        "less memory than any placement takes",
+        f"{PLAN} --memory 0.001MB",
+        "a rank would hold 1,624 bytes: weights 1,224, caches 0, activations 400 at the peak ('relu_1'); that is 624 more "
+        "than the limit of 1,000. The largest weights there are 'layers.0.down.weight' 256, 'layers.0.up.weight' 256, "
+        "'layers.1.down.weight' 256",
+        "use more ranks, or a limit of at least 1,624 bytes",
+    ),
+]

@@ -1,0 +1,154 @@
+"""A plan that the search found gives the very program that was found, and one for some layers holds for these."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import ExportedProgram, export
+
+import tpcompiler
+from tests.zoo.index import CASES
+from tpcompiler import ParallelProgram, Plan
+from tpcompiler.errors import PlanError
+from tpcompiler.explain.plan_text import plan_text
+from tpcompiler.frontend.plain_weights import with_plain_weights
+
+
+@cache
+def exported(name: str) -> ExportedProgram:
+    return CASES[name].export(False)
+
+
+def from_file(program: ExportedProgram, mesh: Any, folder: Path, **asked: Any) -> ParallelProgram:
+    """Converted with the file that is written for what the search finds."""
+    file = folder / "plan.yaml"
+    file.write_text(plan_text(with_plain_weights(program), tpcompiler.find_plan(program, mesh, **asked)))
+    return tpcompiler.parallelize(program, mesh, file, **asked)
+
+
+def written(made: ParallelProgram) -> list[Any]:
+    """The manifest, and of every rank the graph with its claims, and the state."""
+    ranks = [made.rank_program(rank) for rank in range(made.world_size)]
+    graphs = [
+        [(node.name, str(node.target), str(node.args), str(node.meta.get("custom"))) for node in rank.graph.nodes]
+        for rank in ranks
+    ]
+    states = [{name: value.tolist() for name, value in rank.state_dict.items()} for rank in ranks]
+    return [dataclasses.asdict(made.manifest()), graphs, states]
+
+
+# A decoder, also with fewer heads of keys than ranks, a packed matrix, an encoder-decoder whose halves share a table,
+# weights that a module holds several of, convolutions, experts.
+SOME = [("llama", {"dp": 2, "tp": 2}), ("llama", 8), ("gpt2", 2), ("t5", 4), ("einsum_transformer", 4), ("resnet", 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), [*SOME, ("qwen3_moe", 4)], ids=str)
+def test_the_same_program(name: str, mesh: Any, tmp_path: Path) -> None:
+    program = exported(name)
+    auto = tpcompiler.parallelize(program, mesh, "auto")
+    assert written(from_file(program, mesh, tmp_path)) == written(auto)
+
+
+class Mlp(nn.Module):
+    """Of two layers, and a bottleneck that nobody would cut for its speed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.narrow, self.wide = nn.Linear(64, 8, bias=False), nn.Linear(8, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.relu(self.up(x)))
+        return self.wide(torch.relu(self.narrow(y)))
+
+
+@cache
+def mlp() -> ExportedProgram:
+    torch.manual_seed(0)
+    return export(Mlp(), (torch.randn(512, 64),))
+
+
+WHOLE_NARROW = {"up": "colwise", "down": "rowwise", "narrow": "replicate", "wide": "replicate", "**": "auto"}
+
+
+def test_the_same_files(tmp_path: Path) -> None:
+    tpcompiler.parallelize(mlp(), 2, "auto").save(tmp_path / "auto")
+    from_file(mlp(), 2, tmp_path).save(tmp_path / "file")
+    files = sorted(path.name for path in (tmp_path / "auto").iterdir())
+    assert "rank_1.pt2" in files
+    assert all((tmp_path / "auto" / name).read_bytes() == (tmp_path / "file" / name).read_bytes() for name in files)
+
+
+def test_the_same_where_a_limit_binds(tmp_path: Path) -> None:
+    """But for how near to the least it is said to be, which only the search of all placements can tell."""
+    assert tpcompiler.find_plan(mlp(), 2).to_data() == WHOLE_NARROW
+    roomy = next(note.text for note in tpcompiler.parallelize(mlp(), 2, "auto").notes if "a rank holds" in note.text)
+    limit = int(roomy.split()[4].replace(",", "")) - 1
+    auto = tpcompiler.parallelize(mlp(), 2, "auto", memory=limit)
+    assert auto.plan.to_data() != WHOLE_NARROW
+    ours, theirs = written(from_file(mlp(), 2, tmp_path, memory=limit)), written(auto)
+    apart = [
+        (a["text"], b["text"]) for a, b in zip(ours[0].pop("notes"), theirs[0].pop("notes"), strict=True) if a != b
+    ]
+    assert all(", the least of all" in a and "above the least of all" in b for a, b in apart)
+    assert ours == theirs
+
+
+def test_another_style_is_another_program(tmp_path: Path) -> None:
+    auto = tpcompiler.parallelize(mlp(), 2, "auto")
+    other = tpcompiler.parallelize(mlp(), 2, {**WHOLE_NARROW, "narrow": "rowwise"})
+    assert written(other)[1] != written(auto)[1]
+    assert other.verify((torch.randn(512, 64),)).ok
+
+
+def test_what_is_pinned_holds_and_the_rest_follows() -> None:
+    found = tpcompiler.find_plan(mlp(), 2, {"u*": "rowwise"})
+    assert found.to_data() == {
+        "u*": "rowwise",
+        "down": "rowwise",
+        "narrow": "replicate",
+        "wide": "replicate",
+        "**": "auto",
+    }
+    made = tpcompiler.parallelize(mlp(), 2, {"up": "rowwise", "**": "auto"})
+    by_name = {row["name"]: row["sharding"] for row in made.manifest().tensors}
+    assert by_name["up.weight"] == "S(1)"
+    assert made.verify((torch.randn(512, 64),)).ok
+
+
+def test_a_placement_is_pinned_where_it_is_said_to_be() -> None:
+    made = tpcompiler.parallelize(mlp(), 2, {"up.weight": "S(0, parts 128 128)", "**": "auto"})
+    by_name = {row["name"]: row["sharding"] for row in made.manifest().tensors}
+    assert by_name["up.weight"] == "S(0, block 128)"
+    assert made.verify((torch.randn(512, 64),)).ok
+
+
+def test_layers_that_differ_are_named_apart() -> None:
+    """A pattern stands for no name that it is not meant for: not for what lies between, nor for what is pinned."""
+    names = ["a.0", "a.1", "a.2", "a.norm", "b.0.up", "b.1.up", "b.2.up"]
+    found = {"a.0": "colwise", "a.1": "colwise", "a.2": "colwise", "b.1.up": "rowwise", "b.2.up": "rowwise"}
+    assert Plan.of({"b.0.up": "replicate"}).completed(found, names).to_data() == {
+        "b.0.up": "replicate",
+        "a.0": "colwise",
+        "a.1": "colwise",
+        "a.2": "colwise",
+        "b.*.up": "rowwise",
+        "**": "auto",
+    }
+    assert Plan.of({"**.up": "replicate"}).completed({"b.1.up": "rowwise"}, names).to_data() == {
+        "**.up": "replicate",
+        "**": "auto",
+    }
+
+
+def test_auto_is_for_all_that_is_not_named() -> None:
+    with pytest.raises(PlanError, match=r"'up' is 'auto', which is for '\*\*' alone") as error:
+        Plan.of({"up": "auto"})
+    assert error.value.facts["asked by"] == 'the plan ("up": "auto")'

@@ -1,0 +1,78 @@
+"""Commands that ask the search before anything is written: the plan that it finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tpcompiler.cli.options import (
+    Imports,
+    Json,
+    Machine,
+    Memory,
+    MeshOption,
+    Tp,
+    Trust,
+    app,
+    in_bytes,
+    progress,
+    read_mesh,
+    refuse_two_meshes,
+)
+
+Model = Annotated[Path, typer.Argument(metavar="MODEL.pt2", help="What torch.export.save wrote.")]
+
+
+@app.command()
+def plan(
+    model: Model,
+    tp: Tp = None,
+    mesh: MeshOption = None,
+    memory: Memory = None,
+    machine: Machine = "h100",
+    partial: Annotated[
+        Path | None,
+        typer.Option("--partial", metavar="PLAN.yaml", help="A plan for some layers; the search decides the rest."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="PLAN.yaml", help="Write here, not to the terminal.")
+    ] = None,
+    imports: Imports = None,
+    trust: Trust = False,
+    json: Json = False,
+) -> None:
+    """Write the plan that the search finds.
+
+    `convert` makes of it what it makes of `--plan auto`, with the same options. Edit it: what no line names, the
+    search decides anew.
+
+    \b
+    Example:
+      tpcompiler plan model.pt2 --tp 4 -o plan.yaml
+      tpcompiler plan model.pt2 --tp 4 --partial mine.yaml --memory 24GB
+      tpcompiler convert model.pt2 --tp 4 --plan plan.yaml -o out
+    """
+    refuse_two_meshes(tp, mesh)
+    with progress(f"reading {model}") as status:
+        from tpcompiler.api import find_plan
+        from tpcompiler.cli import printing
+        from tpcompiler.explain.plan_text import plan_text
+        from tpcompiler.frontend.plain_weights import with_plain_weights
+        from tpcompiler.plan import Plan
+        from tpcompiler.runtime.model_file import read_model
+
+        over, given = read_mesh(tp, mesh), Plan() if partial is None else Plan.of(partial)
+        program = read_model(model, imports or (), trust=trust)
+        status.update("searching")
+        found = find_plan(program, over, given, machine=machine, memory=in_bytes(memory))
+        text = plan_text(with_plain_weights(program), found)
+    if out is not None:
+        printing.write_text(out, text)
+    if json:
+        printing.print_json({"out": out and str(out), "mesh": dict(over.axes), "plan": found.to_data()})
+    elif out is None:
+        print(text, end="")
+    else:
+        typer.echo(f"wrote {out}", err=True)
