@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tpcompiler.checkpoint.dtensors import load_state_dict as load_state_dict
     from tpcompiler.checkpoint.dtensors import state_dict as state_dict
     from tpcompiler.checkpoint.load import load as load
+    from tpcompiler.doctor import diagnose as diagnose
     from tpcompiler.elastic import merge as merge
     from tpcompiler.elastic import reshard as reshard
     from tpcompiler.explain.costs import CostTable as CostTable
@@ -52,6 +53,7 @@ _HOME = {
     "check": "tpcompiler.api",
     "check_budget": "tpcompiler.api",
     "CheckReport": "tpcompiler.soundness.check",
+    "diagnose": "tpcompiler.doctor",
     "find_plan": "tpcompiler.api",
     "parallelize": "tpcompiler.api",
     "tensor_parallel_transformation": "tpcompiler.api",

@@ -110,7 +110,7 @@ def parallelize(
             action.
     """
     made = finished_together(
-        _conversions(exported_program, mesh, plan, inputs, outputs, device_type, dump, collectives),
+        conversions_of(exported_program, mesh, read_plan(plan), inputs, outputs, device_type, dump, collectives),
         _aim(plan, machine, memory),
     )
     return ProgramSet(made) if isinstance(exported_program, SEVERAL) else made[""]
@@ -136,32 +136,32 @@ def find_plan(
     Raises:
         PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: as `parallelize`.
     """
-    given = _read_plan(plan).with_search()
-    conversions = _conversions(exported_program, mesh, given, inputs, outputs, None, None, "nccl")
+    given = read_plan(plan).with_search()
+    conversions = conversions_of(exported_program, mesh, given, inputs, outputs)
     return plan_found(conversions, _aim(plan, machine, memory))
 
 
-def _conversions(
+def conversions_of(
     exported_program: ExportedProgram | Programs,
     mesh: int | Mapping[str, int] | Mesh,
-    plan: Plan | Mapping[str, object] | str | os.PathLike[str],
-    inputs: Given,
-    outputs: Given,
-    device_type: str | None,
-    dump: str | os.PathLike[str] | None,
-    collectives: Collectives,
+    plan: Plan,
+    inputs: Given = None,
+    outputs: Given = None,
+    device_type: str | None = None,
+    dump: str | os.PathLike[str] | None = None,
+    collectives: Collectives = "nccl",
 ) -> dict[str, Conversion]:
-    """By name, which is empty for one program alone."""
-    mesh, chosen = Mesh.of(mesh), _read_plan(plan)
+    """What `parallelize` is given, by program; the name of one program alone is empty."""
+    mesh = Mesh.of(mesh)
     if not isinstance(exported_program, SEVERAL):
         boundary = _specs(inputs, "inputs="), _specs(outputs, "outputs=")
         one: Any = exported_program  # what is no program is refused by the first pass
-        return {"": Conversion.of(one, mesh, chosen, boundary, device_type, dump, collectives)}
+        return {"": Conversion.of(one, mesh, plan, boundary, device_type, dump, collectives)}
     return {
         name: Conversion.of(
             program,
             mesh,
-            chosen,
+            plan,
             (_specs(_of(inputs, name), "inputs="), _specs(_of(outputs, name), "outputs=")),
             device_type,
             dump and Path(dump) / name,
@@ -171,7 +171,8 @@ def _conversions(
     }
 
 
-def _read_plan(plan: Plan | Mapping[str, object] | str | os.PathLike[str]) -> Plan:
+def read_plan(plan: Plan | Mapping[str, object] | str | os.PathLike[str]) -> Plan:
+    """A plan as `parallelize` takes it: also "auto", which leaves all to the search."""
     return Plan().with_search() if plan in AUTO else Plan.of(plan)
 
 

@@ -117,6 +117,13 @@ def finished_together(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITE
         ProgramError: a leaf of one name that is not one tensor.
         ShardingError: no placement suits all programs.
     """
+    return solved_together(conversions, aim)[1]
+
+
+def solved_together(
+    conversions: Mapping[str, Conversion], aim: Aim = UNLIMITED
+) -> tuple[Solution, dict[str, ParallelProgram]]:
+    """As `finished_together`, with what the search found."""
     if len(conversions) > 1:
         _same_leaves(conversions)
 
@@ -128,14 +135,15 @@ def finished_together(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITE
 
     advisers = {name: adviser_of(at, name) for at, name in enumerate(conversions)}
     try:
-        marked, plans = _marked(conversions, aim)
+        found, marked, plans = _marked(conversions, aim)
     except ShardingError as error:
         if next(iter(conversions.values())).plan.searches:
             raise
         raise next(iter(advisers.values())).advise_error(error) from None
-    return {
+    made = {
         name: own.finished(marked[name], plans[name], advisers[name], aim.gathers) for name, own in conversions.items()
     }
+    return found, made
 
 
 def plan_found(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITED) -> Plan:
@@ -160,7 +168,9 @@ def find_placements(conversions: Sequence[Conversion], aim: Aim) -> Solution:
     return _placed({str(at): conversion for at, conversion in enumerate(conversions)}, aim)[1]
 
 
-def _marked(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[dict[str, MarkedProgram], dict[str, Plan]]:
+def _marked(
+    conversions: Mapping[str, Conversion], aim: Aim
+) -> tuple[Solution, dict[str, MarkedProgram], dict[str, Plan]]:
     """Every program marked, and its plan with what the search found."""
     programs, found = _placed(conversions, aim)
     marked, plans = dict[str, MarkedProgram](), dict[str, Plan]()
@@ -169,7 +179,7 @@ def _marked(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[dict[str, 
             marked[name], plan = conversion.after(mark_placements(program, found), "mark_placements"), conversion.plan
             names = names_of(conversion.program)
             plans[name] = Plan() if aim.gathers else plan.completed(found.styles, names) if plan.searches else plan
-    return marked, plans
+    return found, marked, plans
 
 
 def _placed(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[list[PlannedProgram], Solution]:

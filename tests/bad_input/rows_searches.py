@@ -42,4 +42,11 @@ SEARCHES = [
         "'layers.1.down.weight' 256",
         "use more ranks, or a limit of at least 1,624 bytes",
     ),
+    Row(
+        "less memory than any degree takes",
+        "tpcompiler doctor model.pt2 --memory 0.0001MB",
+        "no degree up to 16 fits: one of 8 ranks would hold 652 bytes: weights 312, caches 0, activations 340 at the peak "
+        "('relu_1'); that is 552 more than the limit of 100",
+        "use a limit of at least 652 bytes",
+    ),
 ]

@@ -1,4 +1,4 @@
-"""Commands that ask the search before anything is written: the plan that it finds."""
+"""Commands that ask the search before anything is converted: the plan that it finds, and what each degree costs."""
 
 from __future__ import annotations
 
@@ -76,3 +76,35 @@ def plan(
         print(text, end="")
     else:
         typer.echo(f"wrote {out}", err=True)
+
+
+@app.command()
+def doctor(
+    model: Model,
+    machine: Machine = "h100",
+    memory: Memory = None,
+    imports: Imports = None,
+    trust: Trust = False,
+    json: Json = False,
+) -> None:
+    """Say on how many ranks a model fits, and what each number of them costs.
+
+    The search places it on every degree, as `convert --plan auto` would. Step times are the machine's by its file.
+
+    \b
+    Example:
+      tpcompiler doctor model.pt2
+      tpcompiler doctor model.pt2 --machine mine.yaml --memory 24GB
+    """
+    with progress(f"reading {model}") as status:
+        from tpcompiler.cli import describe, printing
+        from tpcompiler.doctor import diagnose
+        from tpcompiler.runtime.model_file import read_model
+
+        program = read_model(model, imports or (), trust=trust)
+        status.update("placing it on every number of ranks")
+        data = describe.diagnosis_data(diagnose(program, machine=machine, memory=in_bytes(memory)))
+    if json:
+        printing.print_json(data)
+    else:
+        printing.print_diagnosis(data, str(model), machine)

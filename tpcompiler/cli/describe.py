@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from tpcompiler.api import find_plan
+from tpcompiler.doctor import Diagnosis
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.explain.plan_text import modules_of, plan_text
 from tpcompiler.frontend.plain_weights import with_plain_weights
@@ -51,6 +52,30 @@ def _proposed(program: ExportedProgram) -> Plan:
         return find_plan(program, 2)
     except TpCompilerError:
         return Plan.of({"**": "replicate"})
+
+
+def diagnosis_data(found: Diagnosis) -> dict[str, Any]:
+    """Of every degree the bytes of a rank, what is sent, seconds and remarks; the limit, and the least that fits."""
+    degrees = [
+        {
+            "ranks": each.ranks,
+            "mesh": each.mesh,
+            "bytes": {
+                "weights": each.memory.weights,
+                "caches": each.memory.caches,
+                "activations": each.memory.activations,
+                "total": each.memory.total,
+            },
+            "collectives": each.collectives,
+            "wire_bytes": each.wire_bytes,
+            "seconds": {"compute": each.seconds.compute, "network": each.seconds.network, "total": each.seconds.total},
+            "fits": each.fits,
+            "remarks": list(each.remarks),
+        }
+        for each in found.degrees
+    ]
+    stopped = [{"ranks": ranks, "reason": reason} for ranks, reason in found.stopped.items()]
+    return {"limit": found.limit, "least": found.least, "degrees": degrees, "stopped": stopped}
 
 
 def artifact_data(manifest: Manifest) -> dict[str, Any]:

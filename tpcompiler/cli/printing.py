@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 FEW = 1 << 30  # bytes of weights
 MOST_RANKS = 16  # that a table lists one by one
+NUMBERS = ("count", "us", "share", "mean", "largest magnitude")  # columns of them
+UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 WIDTH_OF_A_FILE = 160  # rich takes a pipe for 80 columns, and folds names that programs look for
 
 
@@ -121,6 +123,34 @@ def _alike(per_rank: Sequence[int]) -> Iterator[tuple[str, int]]:
         else:
             yield f"ranks {first} to {last}", held
         first = last + 1
+
+
+def print_diagnosis(data: Mapping[str, Any], path: str, machine: str) -> None:
+    """What each degree gives, one line each; then what stops degrees, or costs."""
+    out = console()
+    out.print(f"{one_line(path)} on {one_line(machine)}: a rank may hold {decimal(data['limit'])}")
+    rows = [
+        (
+            str(each["ranks"]),
+            *(decimal(each["bytes"][part]) for part in ("weights", "caches", "activations", "total")),
+            str(each["collectives"]),
+            decimal(each["wire_bytes"]),
+            _duration(each["seconds"]["total"]),
+            "yes" if each["fits"] else "no",
+        )
+        for each in data["degrees"]
+    ]
+    headers = ("ranks", "weights", "caches", "at peak", "in all", "count", "sent", "step", "fits")
+    _table(out, "of each rank, in one call", headers, rows, right=headers[:-1])
+    lines = [f"{each['ranks']}: {one_line(remark)}" for each in data["degrees"] for remark in each["remarks"]]
+    lines += [f"{each['ranks']}: not possible: {one_line(each['reason'])}" for each in data["stopped"]]
+    print("".join(f"{line}\n" for line in lines), end="\n" if lines else "")
+    print(f"the smallest that fits: --tp {data['least']}")
+
+
+def _duration(seconds: float) -> str:
+    unit, name = next((pair for pair in UNITS_OF_TIME if seconds >= pair[0]), UNITS_OF_TIME[-1])
+    return f"{seconds / unit:.3g} {name}"
 
 
 def print_outputs(rows: Iterable[Sequence[str]]) -> None:
@@ -324,13 +354,15 @@ def _times(names: Sequence[str]) -> str:
     return f"x {len(names)}" if len(names) > 1 else ""
 
 
-def _table(out: Console, title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def _table(
+    out: Console, title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = NUMBERS
+) -> None:
     rows = list(rows)
     out.print(title if rows else f"{title}: none")
     used = [i for i, header in enumerate(headers) if header or any(row[i] for row in rows)]
     table = Table(box=None, pad_edge=False)
     for i in used:
-        numbers = "bytes" in headers[i] or headers[i] in ("count", "us", "share", "mean", "largest magnitude")
+        numbers = "bytes" in headers[i] or headers[i] in right
         table.add_column(headers[i], justify="right" if numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*(one_line(row[i]) for i in used))

@@ -13,6 +13,8 @@ from tpcompiler.cost.path import steps_between
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.rules.infer import Option
+from tpcompiler.rules.notation import Rule
 
 
 class Objective(NamedTuple):
@@ -77,3 +79,13 @@ def _count(shape: Sequence[Size]) -> int:
     for size in shape:
         total *= sym_hint(size)
     return total
+
+
+def local_flops(rule: Rule | None, option: Option, mesh: Mesh) -> float:
+    """Of a product of two operands that is summed, on one rank."""
+    if rule is None or len(rule.pattern.inputs) - len(rule.pattern.addends) != 2 or not rule.reduced:
+        return 0.0
+    total = 2.0
+    for factor in rule.factors:
+        total *= sym_hint(rule.extent[factor])
+    return total / mesh.size(tuple({axis for cut in option.cuts.values() for axis in cut.axes}))

@@ -13,11 +13,17 @@ from tpcompiler.errors import ShardingError
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.program import Note, PlannedProgram, Seed
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.solver.memory import measure_memory
+from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.solution import Solution, search
 
 MOST_TRIALS = 10  # searches for placements that fit
 MOST_ENTRIES = 32  # of a plan that are left out in turn to find those that conflict
+
+
+class TooLarge(ShardingError):
+    """No placement that was found fits a rank. `least`: what the smallest of them holds."""
+
+    least: Memory
 
 
 class Aim(NamedTuple):
@@ -40,7 +46,8 @@ def place(
     """The cheapest placements of all values.
 
     Raises:
-        ShardingError: none suits all that is asked for, or none that is found fits a rank.
+        ShardingError: none suits all that is asked for.
+        TooLarge: none that is found fits a rank.
     """
     objective = (SEARCHED if auto else PLANNED)._replace(machine=aim.machine)
     found, above = search(programs, objective, auto, aim.gathers), 0.0
@@ -122,11 +129,13 @@ def _fitted(
         times = times * 8 if math.isinf(high) else math.sqrt(low * high)
     if best is None:
         leaves = ", ".join(f"'{fqn}' {count:,}" for fqn, count in least.largest)
-        raise ShardingError(
+        error = TooLarge(
             f"a rank would hold {least.text}; that is {least.total - limit:,} more than the limit of {limit:,}. "
             f"The largest weights there are {leaves}",
             help=f"use more ranks{'' if auto else ', cut more layers'}, or a limit of at least {least.total:,} bytes",
         )
+        error.least = least
+        raise error
     if auto:  # at its own price, what these layers are best beside
         settled = search([_keeping(program, best) for program in programs], objective, auto, aim.gathers)
         best = settled if measure_memory(settled).total <= limit else best

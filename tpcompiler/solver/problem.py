@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import aten, sym_hint
-from tpcompiler.cost.objective import Objective, local_bytes
+from tpcompiler.cost.objective import Objective, local_bytes, local_flops
 from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
@@ -24,7 +24,6 @@ from tpcompiler.ir.program import PlannedProgram, Seed, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.rules.features import feature_dims
-from tpcompiler.rules.notation import Rule
 from tpcompiler.solver.domain import Domain, find_domain, pin_choices, results
 from tpcompiler.solver.eliminate import Tables
 from tpcompiler.solver.stage import Choice, Known, Leaf, Stage
@@ -260,24 +259,13 @@ def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
 
 
 def _priced(problem: Problem, ways: Ways, tensors: Sequence[torch.Tensor]) -> list[Choice]:
-    mesh, flops, found = problem.stage.mesh, _flops(ways.rule), dict[Any, Choice]()
+    mesh, found = problem.stage.mesh, dict[Any, Choice]()
     for option, wants, made in ways:
         moved = list(zip(tensors, (*wants, *made), strict=True))
-        degree = mesh.size(tuple({axis for cut in option.cuts.values() for axis in cut.axes}))
-        seconds = problem.objective.compute_seconds(flops / degree, moved, mesh)
+        seconds = problem.objective.compute_seconds(local_flops(ways.rule, option, mesh), moved, mesh)
         seconds += UNIT * len(option.through)  # of equals, the one that reduces first
         found.setdefault((wants, made), Choice(wants, made, seconds, option, ways.rule))
     return list(found.values())
-
-
-def _flops(rule: Rule) -> float:
-    """Of a product of two operands that is summed."""
-    if len(rule.pattern.inputs) - len(rule.pattern.addends) != 2 or not rule.reduced:
-        return 0.0
-    total = 2.0
-    for factor in rule.factors:
-        total *= sym_hint(rule.extent[factor])
-    return total
 
 
 def _weights(domain: Domain) -> Set[fx.Node]:
