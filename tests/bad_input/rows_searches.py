@@ -49,4 +49,15 @@ SEARCHES = [
         "('relu_1'); that is 552 more than the limit of 100",
         "use a limit of at least 652 bytes",
     ),
+    Row(
+        "a machine that cannot be written",
+        "tpcompiler calibrate -o none/here.yaml",
+        "cannot write none/here.yaml: No such file or directory",
+        "choose another file",
+    ),
+    Row(
+        "a machine of one process",
+        "tpcompiler calibrate --ranks 1 -o here.yaml",
+        "Error: Invalid value for --ranks: between fewer than 2 ranks there is no link to measure",
+    ),
 ]

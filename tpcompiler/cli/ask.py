@@ -108,3 +108,29 @@ def doctor(
         printing.print_json(data)
     else:
         printing.print_diagnosis(data, str(model), machine)
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="machine.yaml", help="The file to write.")],
+    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="How many processes are started.")] = 2,
+) -> None:
+    """Measure this machine, for --machine.
+
+    Starts processes of its own: with NCCL where each can have a GPU, otherwise with gloo, one thread each. Nothing else
+    should run meanwhile.
+
+    \b
+    Example:
+      tpcompiler calibrate --ranks 2 -o here.yaml
+      tpcompiler doctor model.pt2 --machine here.yaml
+    """
+    if ranks < 2:
+        raise typer.BadParameter("between fewer than 2 ranks there is no link to measure", param_hint="--ranks")
+    with progress("measuring"):
+        from tpcompiler.calibrate import measure_machine
+        from tpcompiler.cli import printing
+
+        with printing.writing(out) as file:  # what cannot be written is refused before the minute that follows
+            file.write_text(measure_machine(ranks), encoding="utf-8")
+    typer.echo(f"wrote {out}", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -300,9 +301,16 @@ def picture(directory: Path, format: str, file: Path | None, rank: int, *, trust
 
 def write_text(file: Path, text: str) -> None:
     """Raises ArtifactError where the file cannot be written."""
+    with writing(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def writing(file: Path) -> Iterator[Path]:
+    """What becomes the file when all is written. Raises ArtifactError where it cannot be."""
     try:
         with replacing(file) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+            yield temporary
     except OSError as error:
         raise ArtifactError(f"cannot write {file}: {error.strerror}", help="choose another file") from error
 

@@ -44,13 +44,19 @@ def answers_of_ranks(
             torch.save([(name, list(shares[rank])) for name, shares in calls], Path(folder) / f"{rank}.calls")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
         command += ["-m", "tpcompiler.verify.rank_process", os.fspath(directory), folder, "trust" if trust else ""]
-        _run(command + ([os.fspath(checkpoint)] if checkpoint is not None else []), threads, timeout)
+        command += [os.fspath(checkpoint)] if checkpoint is not None else []
+        run_ranks(
+            command, threads, timeout, help="run it by itself for all of it: torchrun ... tpcompiler run --compiled"
+        )
         answers = [torch.load(Path(folder) / f"{rank}.answers", weights_only=True) for rank in range(world)]
     return [[RankResult(*of_rank[at]) for of_rank in answers] for at in range(len(calls))]
 
 
-def _run(command: Sequence[str], threads: int, timeout: timedelta) -> None:
-    """End all processes where they take too long.
+def run_ranks(command: Sequence[str], threads: int, timeout: timedelta, *, help: str) -> None:
+    """Run what torchrun starts, and end all processes where they take too long.
+
+    Args:
+        help: what to do where a rank fails.
 
     Raises:
         LaunchError: they do, or one fails.
@@ -74,5 +80,5 @@ def _run(command: Sequence[str], threads: int, timeout: timedelta) -> None:
         errors = [line for line in lines if "Error: " in line and "ChildFailed" not in line]
         raise LaunchError(
             f"a rank has failed: {one_line((errors or lines or ['no output'])[0].strip())}",
-            help="run it by itself for all that it says: torchrun ... tpcompiler run --compiled",
+            help=help,
         )

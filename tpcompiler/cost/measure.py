@@ -1,0 +1,109 @@
+"""One rank of `calibrate`: time products, copies and collectives, and let rank 0 write what a machine file says."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from tpcompiler.cost.collective import KINDS, wire_bytes
+
+ROUNDS = 7  # of each measurement, of which the median counts
+LONGEST = timedelta(minutes=1)  # of one collective
+SIZES = tuple(1 << power for power in range(10, 24, 2))  # bytes of a payload
+SIDE, COPIED = 1024, 1 << 26  # of a square matrix; bytes
+
+
+def main(folder: str) -> None:
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=LONGEST)
+    world, rates, links = dist.get_world_size(), measure_device(device), list[dict[str, Any]]()
+    for ranks in sorted({*(1 << power for power in range(1, world.bit_length())), world}):
+        group = dist.new_group(list(range(ranks)), timeout=LONGEST)
+        if dist.get_rank() < ranks:
+            links += [found for kind in KINDS if (found := measure_link(kind, ranks, group, device)) is not None]
+        dist.barrier()
+    if dist.get_rank() == 0:
+        backend = dist.get_backend()
+        Path(folder, "measured.json").write_text(json.dumps({"backend": backend, "rates": rates, "links": links}))
+    dist.destroy_process_group()
+
+
+def measure_device(device: torch.device) -> dict[str, float]:
+    """FLOP/s and bytes/s of the slowest rank while all of them work, and bytes of memory for each."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(SIDE, SIDE, device=device, dtype=dtype) for _ in range(2))
+    source = torch.zeros(COPIED, device=device, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    product = seconds_of(lambda: torch.mm(a, b), device, None)
+    copy = seconds_of(lambda: target.copy_(source), device, None)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dist.get_world_size()
+    return {"flops": 2 * SIDE**3 / product, "memory_bandwidth": 2 * COPIED / copy, "memory": memory}
+
+
+def measure_link(kind: str, ranks: int, group: Any, device: torch.device) -> dict[str, Any] | None:
+    """Seconds and bytes/s of a kind of collective in a group of so many ranks; None where the backend lacks it."""
+    sent, seconds = list[float](), list[float]()
+    for size in SIZES:
+        count = size // 4 // ranks * ranks
+        whole, part = torch.zeros(count, device=device), torch.zeros(count // ranks, device=device)
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": partial(dist.all_reduce, whole, group=group),
+            "all_gather": partial(dist.all_gather_into_tensor, whole, part, group=group),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole, group=group),
+            "all_to_all": partial(dist.all_to_all_single, torch.zeros_like(whole), whole, group=group),
+        }
+        try:
+            seconds.append(seconds_of(calls[kind], device, group))
+        except (RuntimeError, NotImplementedError):
+            return None
+        sent.append(wire_bytes(kind, count * 4, ranks))
+    latency, bandwidth = fit_link(sent, seconds)
+    return {"collective": kind, "ranks": ranks, "latency": latency, "bandwidth": bandwidth}
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, group: Any) -> float:
+    """The median over rounds, of the rank that takes longest."""
+    found = []
+    for _ in range(ROUNDS + 1):
+        dist.barrier(group=group)
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - began)
+    longest = torch.tensor(statistics.median(found[1:]), dtype=torch.float64, device=device)  # the first one warms up
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    return longest.item()
+
+
+def fit_link(sent: list[float], seconds: list[float]) -> tuple[float, float]:
+    """The latency and bytes/s by which each of these takes as long, with the least relative errors."""
+    wire, took = numpy.array(sent), numpy.array(seconds)
+    (latency, per_byte), *_ = numpy.linalg.lstsq(numpy.stack([1 / took, wire / took], 1), numpy.ones_like(took))
+    if per_byte <= 0:  # too noisy to tell
+        latency, per_byte = 0.0, (took / wire).min()
+    elif latency < 0:
+        latency, per_byte = 0.0, 1 / (wire / took).mean()
+    return float(latency), float(1 / per_byte)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
