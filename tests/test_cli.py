@@ -19,7 +19,7 @@ from tests.runtime.models import PLAN_TEXT, export_mlp, mlp_inputs
 from tpcompiler import cli
 from tpcompiler.runtime.artifact import sha256
 
-COMMANDS = ["inspect", "convert", "verify", "run", "show"]
+COMMANDS = ["inspect", "doctor", "plan", "calibrate", "convert", "verify", "run", "show"]
 
 
 @pytest.fixture(scope="session")

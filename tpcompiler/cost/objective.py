@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -85,7 +86,14 @@ def local_flops(rule: Rule | None, option: Option, mesh: Mesh) -> float:
     """Of a product of two operands that is summed, on one rank."""
     if rule is None or len(rule.pattern.inputs) - len(rule.pattern.addends) != 2 or not rule.reduced:
         return 0.0
-    total = 2.0
-    for factor in rule.factors:
-        total *= sym_hint(rule.extent[factor])
+    left, right, made = (
+        {factor for term in terms for dim in term for factor in dim}
+        for terms in (rule.pattern.inputs[:1], rule.pattern.inputs[1:], rule.pattern.outputs)
+    )
+    total = 2.0 * math.prod(sym_hint(rule.extent[factor]) for factor in (left & (right | made)) | right)
+    under, over = (
+        math.prod(sym_hint(rule.extent[factor]) for factor in own) for own in (left - right - made, made - left - right)
+    )
+    # A window moves over the space of its input, of which there is one result each, or one input where it is spread.
+    total *= min(under, over) if made - left - right else under
     return total / mesh.size(tuple({axis for cut in option.cuts.values() for axis in cut.axes}))
