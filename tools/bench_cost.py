@@ -1,10 +1,10 @@
 """Predicted against measured, on this machine: `python -m tools.bench_cost [--machine here.yaml] [NAME ...]`.
 
-Ten models of tests/zoo, each converted for two ranks by the plan that a person wrote, by the search for an H100, and with
-every layer whole. All programs run in the same two gloo processes, one thread each, in turn, round after round; the
-median counts. Step times are predicted by `solver/step_time.py` for a machine that is measured first, unless a file is
-given. The rank correlation (Spearman) is over the plans of each model, and over all programs. Wire bytes are those that
-were predicted, and those that the calls sent.
+Ten models of tests/zoo, each converted for two ranks by the plan that a person wrote, by the search for an H100, and
+with every layer whole. All programs run in the same two gloo processes, one thread each, in turn, round after round;
+the median counts. Step times are predicted by `solver/step_time.py` for a machine that is measured first, unless a file
+is given. The rank correlation (Spearman) is over the plans of each model, and over all programs. Wire bytes are those
+that were predicted, and those that the calls sent.
 """
 
 from __future__ import annotations
