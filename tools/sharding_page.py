@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from tpcompiler.cost.path import cheapest_path, path_text
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut, read_sharding
+from tpcompiler.views.tensor import cell_text
 
 PAGE = Path(__file__).parent.parent / "docs" / "sharding.md"
 SHAPE = (4, 8)
@@ -121,6 +124,21 @@ DRAWN: list[tuple[str, list[tuple[str, str, str]]]] = [
     ),
 ]
 
+EXAMPLE = """\
+import torch
+import tpcompiler
+
+model = torch.export.export(torch.nn.Linear(8, 10), (torch.randn(2, 8),))
+program = tpcompiler.parallelize(model, 4, {"weight": "S(0)"})
+print(tpcompiler.visualize_sharding(program, "weight"))
+"""
+
+OWN = """## Of your own program
+
+`tpcompiler.visualize_sharding` draws the tensors of a program, or of an artifact's files; `format="svg"` makes a
+picture, and so does `tpcompiler show OUT --tensor weight -o weight.svg`. Pieces that the same ranks hold are one cell.
+"""
+
 BOTTOM = """## From one to another
 
 A change of sharding takes the cheapest collectives: a shortest path over shardings, each step one collective over one
@@ -152,18 +170,9 @@ def drawing(mesh: Mesh, text: str) -> str:
         for number in cut(numbers, whole, mesh, rank).flatten().tolist():
             holders.setdefault(number, []).append(rank)
     pending = [axis for axis, _ in sharding.partial]
-    cells = [[_cell(holders[int(number)], pending, mesh) for number in row] for row in numbers]
+    cells = [[cell_text(holders[int(number)], pending, mesh) for number in row] for row in numbers]
     width = max(len(cell) for row in cells for cell in row)
     return "\n".join("  ".join(f"{cell:<{width}}" for cell in row).rstrip() for row in cells)
-
-
-def _cell(ranks: list[int], pending: list[str], mesh: Mesh) -> str:
-    """`0 1`: replicas; `0+1`: shares of a pending reduction."""
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for rank in ranks:
-        here = mesh.coordinate(rank)
-        groups.setdefault(tuple(c for axis, c in here.items() if axis not in pending), []).append(str(rank))
-    return ",".join("+".join(group) for group in groups.values())
 
 
 def page() -> str:
@@ -179,6 +188,9 @@ def page() -> str:
         total = sum(step.wire_bytes for step in steps)
         kinds = ", ".join(f"{step.kind} over {'.'.join(step.axes)}" for step in steps)
         rows.append(f"| `{before}` | `{after}` | `{path_text(steps, mesh)}`: {kinds} | {total} |\n")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(EXAMPLE, {})
+    parts.append(f"{OWN}\n```python\n{EXAMPLE}```\n\n```\n{printed.getvalue().strip()}\n```\n")
     return "\n".join(parts) + "\n" + BOTTOM + "".join(rows)
 
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from tpcompiler.verify.placements import sound_placements as sound_placements
     from tpcompiler.verify_files import verify_artifact as verify_artifact
     from tpcompiler.verify_files import verify_package as verify_package
+    from tpcompiler.views.tensor import visualize_sharding as visualize_sharding
 
 _HOME = {
     "check": "tpcompiler.api",
@@ -87,6 +88,7 @@ _HOME = {
     "DiscoveredRule": "tpcompiler.verify.discover_rule",
     "discover_rule": "tpcompiler.verify.discover_rule",
     "sound_placements": "tpcompiler.verify.placements",
+    "visualize_sharding": "tpcompiler.views.tensor",
 } | dict.fromkeys(
     (
         "ArtifactError",

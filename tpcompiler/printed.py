@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
@@ -21,6 +22,11 @@ def printable(text: str, kept: frozenset[str] = LINE) -> str:
 def one_line(text: str) -> str:
     """The same without line breaks: a name must not write lines of its own."""
     return printable(text, frozenset())
+
+
+def nearest_names(name: str, known: Sequence[str]) -> str:
+    """Up to three of the names that there are, for one that is not."""
+    return ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3])
 
 
 class Printed(io.TextIOBase):

@@ -31,6 +31,12 @@ REASONS = [
         "did you mean layers.0.down.weight, layers.1.down.weight, layers.0.up.weight? tpcompiler show out shows all",
     ),
     Row(
+        "a tensor that is not there",
+        "tpcompiler show out --tensor layers.0.down.wieght",
+        "out has no parameter, buffer, input or output 'layers.0.down.wieght'",
+        "did you mean layers.0.down.weight, layers.1.down.weight, layers.0.up.weight?",
+    ),
+    Row(
         "prices on an unknown machine",
         "tpcompiler explain out linear --machine h1000",
         "machine 'h1000' cannot be read: No such file or directory",

@@ -124,7 +124,7 @@ def test_manifests(written: Path, tmp_path: Path, data: st.DataObject) -> None:
     except ArtifactError:
         return
     reading = ["inspect"], ["show"], ["check", "--budget", "0 fallbacks"], ["cost"], ["diff", str(written)]
-    for words in (*reading, ["explain", "relu"]):
+    for words in (*reading, ["explain", "relu"], ["show", "--tensor", "head.weight"]):
         ended_well(CliRunner().invoke(app, [words[0], str(directory), *words[1:]]))
     assert sorted(path.name for path in directory.iterdir()) == before
 

@@ -294,10 +294,14 @@ def show(
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write here, not to the terminal.")
     ] = None,
     rank: Annotated[int, typer.Option("--rank", help="The rank whose program is shown.")] = 0,
+    tensor: Annotated[
+        str | None,
+        typer.Option("--tensor", metavar="NAME", help="Which ranks hold which slices of it, as text or svg, instead."),
+    ] = None,
     imports: Imports = None,
     trust: Trust = False,
 ) -> None:
-    """Show the program of a rank.
+    """Show the program of a rank, or who holds what of a tensor.
 
     Its ops, shardings and collectives, and why each collective is there.
 
@@ -306,13 +310,17 @@ def show(
       tpcompiler show out
       tpcompiler show out -o out.svg
       tpcompiler show out -o out.html
+      tpcompiler show out --tensor layers.0.up.weight
     """
+    kind = _format(format, file)
+    if tensor is not None and kind not in (_Format.text, _Format.svg):
+        raise typer.BadParameter("a tensor is drawn as text or svg", param_hint="--format")
     with progress(f"reading {directory}"):
         from tpcompiler.cli import printing
         from tpcompiler.runtime.model_file import import_modules
 
         import_modules(imports or ())
-        picture = printing.picture(directory, _format(format, file).value, file, rank, trust=trust)
+        picture = printing.picture(directory, kind.value, file, rank, tensor, trust=trust)
     if picture.note:
         typer.echo(picture.note, err=True)
     if picture.file is None:

@@ -266,8 +266,15 @@ class Picture(NamedTuple):
     note: str = ""
 
 
-def picture(directory: Path, format: str, file: Path | None, rank: int, *, trust: bool = False) -> Picture:
-    """A rank's program as text, html, dot or svg. Without Graphviz's `dot` an svg becomes dot, with a note."""
+def picture(
+    directory: Path, format: str, file: Path | None, rank: int, tensor: str | None, *, trust: bool = False
+) -> Picture:
+    """A tensor, or a rank's program, as text, html, dot or svg. Without Graphviz's `dot` the program's svg becomes dot,
+    with a note."""
+    if tensor is not None:
+        from tpcompiler.views.tensor import visualize_sharding
+
+        return Picture(visualize_sharding(directory, tensor, format="svg" if format == "svg" else "text"), file)
     if format == "text":
         from tpcompiler.views.table import artifact_text
 

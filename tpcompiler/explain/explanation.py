@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut_dim
 from tpcompiler.ir.text import op_name, value_text
+from tpcompiler.printed import nearest_names
 from tpcompiler.runtime.artifact import MODEL
 
 Kind = Literal["op", "parameter", "collective", "input"]
@@ -125,10 +125,9 @@ def explain_artifact(
     written = Written.read(directory, trust=trust)
     known = written.names()
     if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
         raise ArtifactError(
             f"{os.fspath(directory)} has no node, parameter or collective {name!r}",
-            help=f"did you mean {', '.join(nearest)}? tpcompiler show {os.fspath(directory)} shows all",
+            help=f"did you mean {nearest_names(name, known)}? tpcompiler show {os.fspath(directory)} shows all",
         )
     again = search_again(directory, described, trust=trust)
     record = next((each for each in written.manifest.collectives if each["node"] == name), None)

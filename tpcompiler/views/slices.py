@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from tpcompiler.ir.dim_sharding import DimSharding, chunk
@@ -14,11 +17,22 @@ MOST_RUNS = 64  # of one dim and rank; a merged dim of batch * heads may have th
 Run = tuple[int, int]  # the first element, and the one after the last
 
 
-def slices_of(shape: Sequence[int | str], sharding: Sharding, mesh: Mesh) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a dim in a row that the same ranks hold."""
+
+    start: int
+    stop: int
+    ranks: frozenset[int]
+
+
+def slices_of(
+    shape: Sequence[int | str], sharding: Sharding, mesh: Mesh, most: int | None = MOST_RUNS
+) -> dict[str, Any]:
     """The slices of a global tensor, equal ones once.
 
     `shape`: the global sizes; `of`: what the runs of each dim count, which are elements, or, of a symbolic size, equal
-    shares. `holders`: `ranks`, their `local` shape, and of each dim the `runs` that they hold, at most `MOST_RUNS`.
+    shares. `holders`: `ranks`, their `local` shape, and of each dim the `runs` that they hold, at most `most`.
     """
     counts = [
         size if isinstance(size, int) else mesh.size(by.axes) for size, by in zip(shape, sharding.dims, strict=True)
@@ -35,10 +49,22 @@ def slices_of(shape: Sequence[int | str], sharding: Sharding, mesh: Mesh) -> dic
         "sharding": sharding.text(mesh),
         "pending": [list(each) for each in sharding.partial],
         "holders": [
-            {"ranks": ranks, "local": _local(shape, counts, runs), "runs": [dim[:MOST_RUNS] for dim in runs]}
+            {"ranks": ranks, "local": _local(shape, counts, runs), "runs": [dim[:most] for dim in runs]}
             for runs, ranks in holders.items()
         ],
     }
+
+
+def pieces_of(slices: dict[str, Any], dim: int) -> list[Piece]:
+    """A dim of slices that have all of their runs, cut wherever a rank's run begins or ends."""
+    holders = [(frozenset(holder["ranks"]), holder["runs"][dim]) for holder in slices["holders"]]
+    ends = sorted({end for _, runs in holders for run in runs for end in run})
+    held: list[set[int]] = [set() for _ in ends]
+    for ranks, runs in holders:
+        for start, stop in runs:
+            for at in range(bisect_left(ends, start), bisect_left(ends, stop)):
+                held[at] |= ranks
+    return [Piece(*both, frozenset(ranks)) for both, ranks in zip(pairwise(ends), held, strict=False)]
 
 
 def _runs(by: DimSharding, start: int, size: int, mesh: Mesh, here: Mapping[str, int]) -> Iterator[Run]:
