@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import graphviz
@@ -66,22 +67,37 @@ def test_show_cannot_write(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("views")
 def test_show_draws_with_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphviz.Digraph, "pipe", lambda self, format, encoding, quiet: f"<{format}>")
+    monkeypatch.setattr(graphviz.Digraph, "pipe", lambda self, format, quiet: f"<{format}>".encode())
     assert right("show", tmp_path, "--format", "svg") == "<svg>\n"
     assert call("show", tmp_path, "-o", tmp_path / "a.svg").exit_code == 0
     assert (tmp_path / "a.svg").read_text() == "<svg>"
+    assert call("show", tmp_path, "-o", tmp_path / "a.png").exit_code == 0
+    assert (tmp_path / "a.png").read_bytes() == b"<png>"
+    result = call("show", tmp_path, "--format", "png")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "name its file with -o" in result.stderr
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="the program `dot` (Graphviz) is not installed")
+@pytest.mark.usefixtures("views")
+def test_show_makes_a_png(tmp_path: Path) -> None:
+    assert call("show", tmp_path, "-o", tmp_path / "a.png").exit_code == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
 @pytest.mark.usefixtures("views")
-def test_show_without_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_show_without_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    result = call("show", tmp_path, "-o", tmp_path / "a.svg")
-    note = "Graphviz's program dot is not installed, so this is its source text and no SVG\n"
+    result = call("show", tmp_path, "-o", tmp_path / f"a.{kind}")
+    note = f"Graphviz's program dot is not installed, so this is its source text and no {kind.upper()}\n"
     note += "  help: install graphviz, then: "
     assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr == f"{note}dot -Tsvg {tmp_path}/a.dot -o {tmp_path}/a.svg\nwrote {tmp_path}/a.dot\n"
+    assert result.stderr == f"{note}dot -T{kind} {tmp_path}/a.dot -o {tmp_path}/a.{kind}\nwrote {tmp_path}/a.dot\n"
     assert (tmp_path / "a.dot").read_text() == DOT
-    assert not (tmp_path / "a.svg").exists()
+    assert not (tmp_path / f"a.{kind}").exists()
+    if kind == "png":
+        return
     result = call("show", tmp_path, "--format", "svg")
     assert (result.exit_code, result.stdout) == (0, DOT)
     assert result.stderr == f"{note}dot -Tsvg out.dot -o out.svg\n"

@@ -62,6 +62,7 @@ class _Layout(str, Enum):
 class _Format(str, Enum):
     html = "html"
     svg = "svg"
+    png = "png"
     dot = "dot"
     text = "text"
 
@@ -315,6 +316,8 @@ def show(
     kind = _format(format, file)
     if tensor is not None and kind not in (_Format.text, _Format.svg):
         raise typer.BadParameter("a tensor is drawn as text or svg", param_hint="--format")
+    if kind is _Format.png and file is None:
+        raise typer.BadParameter("a png is no text: name its file with -o", param_hint="--format")
     with progress(f"reading {directory}"):
         from tpcompiler.cli import printing
         from tpcompiler.runtime.model_file import import_modules
@@ -324,14 +327,14 @@ def show(
     if picture.note:
         typer.echo(picture.note, err=True)
     if picture.file is None:
-        typer.echo(picture.text, nl=not picture.text.endswith("\n"))
+        typer.echo(picture.content, nl=not str(picture.content).endswith("\n"))
     else:
-        printing.write_text(picture.file, picture.text)
+        printing.write_picture(picture.file, picture.content)
         typer.echo(f"wrote {picture.file}", err=True)
 
 
 def _format(asked: _Format | None, file: Path | None) -> _Format:
-    by_suffix = {".html": _Format.html, ".svg": _Format.svg, ".dot": _Format.dot, ".gv": _Format.dot}
+    by_suffix = {f".{kind.value}": kind for kind in _Format} | {".gv": _Format.dot}
     return asked or by_suffix.get(file.suffix if file else "", _Format.text)
 
 

@@ -259,9 +259,9 @@ def print_counts(rows: Sequence[Counted]) -> None:
 
 
 class Picture(NamedTuple):
-    """Text of a view, the file it belongs in, and what to say when it is not of the kind that was asked for."""
+    """A view, the file it belongs in, and what to say when it is not of the kind that was asked for."""
 
-    text: str
+    content: str | bytes
     file: Path | None
     note: str = ""
 
@@ -269,8 +269,8 @@ class Picture(NamedTuple):
 def picture(
     directory: Path, format: str, file: Path | None, rank: int, tensor: str | None, *, trust: bool = False
 ) -> Picture:
-    """A tensor, or a rank's program, as text, html, dot or svg. Without Graphviz's `dot` the program's svg becomes dot,
-    with a note."""
+    """A tensor, or a rank's program, as text, html, dot, svg or png. Without Graphviz's `dot` the program's svg and png
+    become dot, with a note."""
     if tensor is not None:
         from tpcompiler.views.tensor import visualize_sharding
 
@@ -291,25 +291,27 @@ def picture(
     if format == "dot":
         return Picture(str(graph.source), file)
     try:
-        return Picture(str(graph.pipe(format="svg", encoding="utf-8", quiet=True)), file)
+        drawn = graph.pipe(format=format, quiet=True)
+        return Picture(drawn if format == "png" else drawn.decode(), file)
     except graphviz.ExecutableNotFound:
-        target = file or Path("out.svg")
+        target, source = ((file or Path("out")).with_suffix(suffix) for suffix in (f".{format}", ".dot"))
         note = (
-            "Graphviz's program dot is not installed, so this is its source text and no SVG\n"
-            f"  help: install graphviz, then: dot -Tsvg {target.with_suffix('.dot')} -o {target.with_suffix('.svg')}"
+            f"Graphviz's program dot is not installed, so this is its source text and no {format.upper()}\n"
+            f"  help: install graphviz, then: dot -T{format} {source} -o {target}"
         )
-        return Picture(str(graph.source), file and file.with_suffix(".dot"), note)
+        return Picture(str(graph.source), file and source, note)
     except (graphviz.CalledProcessError, OSError) as error:  # OSError: it ended before it had read all
-        line = (str(getattr(error, "stderr", "")).strip() or str(error)).splitlines()[0]
+        said = getattr(error, "stderr", b"").decode(errors="replace").strip()
+        line = (said or str(error)).splitlines()[0]
         raise ArtifactError(
             f"Graphviz cannot draw {directory}: {line}", help="take its source text with --format dot, or --format text"
         ) from error
 
 
-def write_text(file: Path, text: str) -> None:
+def write_picture(file: Path, content: str | bytes) -> None:
     """Raises ArtifactError where the file cannot be written."""
     with writing(file) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
