@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import textwrap
 from html import escape
@@ -45,10 +44,10 @@ def artifact_dot(directory: str | os.PathLike[str], rank: int = 0, *, trust: boo
         "program",
         graph_attr={
             "fontname": FONT, "fontsize": "11", "fontcolor": INK, "label": _title(outline), "labelloc": "t",
-            "nodesep": "0.15", "ranksep": "0.18", "margin": "0.2", "newrank": "true", "tooltip": " ",
+            "nodesep": "0.2", "ranksep": "0.18", "margin": "0.2", "newrank": "true", "tooltip": " ",
         },
         node_attr={
-            "fontname": FONT, "fontsize": "10", "fontcolor": INK, "height": "0", "width": "0", "margin": "0.1,0.04",
+            "fontname": FONT, "fontsize": "10", "fontcolor": INK, "height": "0", "width": "0", "margin": "0.12,0.04",
             "shape": "box", "style": "filled,rounded",
         },
         edge_attr={"arrowsize": "0.6", "color": FRAME, "penwidth": "1.2"},
@@ -80,9 +79,10 @@ def _draw(dot: graphviz.Digraph, group: Group) -> None:
 def _frame(group: Group, outer: str) -> str:
     title = seen_from(outer, group.title)
     if group.count == 1:
-        return f"<<B>{_text(title)}</B>>"
+        return f"<{_bold(title)}>"
     records = group.records()
-    return f"<{_beside(title, _small(f'each: {counted(records)}, {_bytes(wire(records))} on the wire', FAINT))}>"
+    each = _small(f"each: {counted(records)}, {_bytes(wire(records))} on the wire", FAINT)
+    return _lines([_bold(title), each], align="LEFT")
 
 
 def _box(dot: graphviz.Digraph, item: Item, path: str) -> None:
@@ -91,9 +91,8 @@ def _box(dot: graphviz.Digraph, item: Item, path: str) -> None:
         name, style = seen_from(path, item.module), "filled,rounded"
     else:
         name, style, fill = item.kind, "filled", "#ffffff"
-    head = _beside(name, _text(item.label)) if name else _text(item.label)
-    made = _small(f"{item.sharding} {item.value}".strip())
-    lines = [f"{head}  {made}"] if len(name + item.label) < 12 and not item.leaves else [head, made]
+    lines = [_bold(name)] if name else []
+    lines += [_text(item.label), _small(f"{item.sharding} {item.value}".strip())]
     if item.detail:
         lines.append(_small(textwrap.shorten(", ".join(item.detail), 40, placeholder=" ..."), FAINT))
     lines += (_small(f"{names} {what}", _colors(what)[1]) for names, what in _leaves(item, path))
@@ -104,7 +103,7 @@ def _collective(dot: graphviz.Digraph, item: Item, path: str) -> None:
     record = item.record
     assert record is not None
     sent = f"{_bytes(record['payload_bytes'])} over {record['axis']}, {_bytes(record['wire_bytes'])} on the wire"
-    lines = [_beside(record["kind"], _text(item.sharding).replace("-&gt;", "&rarr;")), _small(sent)]
+    lines = [_bold(record["kind"]), _text(item.sharding).replace("-&gt;", "&rarr;"), _small(sent)]
     lines += (_small(f"{names} {what}") for names, what in _leaves(item, path))
     if record["why"] != "inherent":
         lines += map(_small, textwrap.wrap(f"{record['why']}: {record['reason']}", 44))
@@ -125,16 +124,14 @@ def _leaves(item: Item, path: str) -> list[tuple[str, str]]:
     return [(", ".join(names), what) for what, names in alike.items()]
 
 
-def _beside(bold: str, rest: str) -> str:
-    """Two texts in a line. Graphviz places them for Helvetica; where that is missing, bold letters are up to a fifth
-    wider, and without the space the texts would touch. It is a text by itself: readers drop spaces that begin one."""
-    space = "&#160;" * (1 + math.ceil(len(_shortened(bold)) / 6))
-    return f"<B>{_text(bold)}</B><B>{space}</B>{rest}"
+def _bold(text: str) -> str:
+    return f"<B>{_text(text)}</B>"
 
 
-def _lines(lines: list[str]) -> str:
-    """A table, because lines of different sizes are set better there."""
-    rows = "".join(f"<TR><TD>{line}</TD></TR>" for line in lines)
+def _lines(lines: list[str], align: str = "CENTER") -> str:
+    """A table, because lines of different sizes are set better there. A line is of one font: where the reader's letters
+    are wider than those that Graphviz placed, texts beside each other would touch."""
+    rows = "".join(f'<TR><TD ALIGN="{align}">{line}</TD></TR>' for line in lines)
     return f'<<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="0">{rows}</TABLE>>'
 
 
@@ -145,9 +142,9 @@ def _hint(item: Item) -> str:
 def _title(outline: Outline) -> str:
     manifest = outline.manifest
     records = manifest.collectives
-    here = f"{_bytes(outline.bytes_here)} of {_bytes(outline.bytes_whole)} parameters"
     lines = [
-        _beside(f"mesh {outline.mesh}, rank {outline.rank} of {manifest.world_size}", here),
+        _bold(f"mesh {outline.mesh}, rank {outline.rank} of {manifest.world_size}"),
+        f"{_bytes(outline.bytes_here)} of {_bytes(outline.bytes_whole)} parameters",
         f"per call: {counted(records)}, {_bytes(wire(records))} on the wire",
     ]
     found = legend_of(outline.root)
@@ -157,9 +154,11 @@ def _title(outline: Outline) -> str:
         cells.append(_cell("collective", COLLECTIVE, COLLECTIVE, "#ffffff"))
     if "fallback" in reasons:
         cells.append(_cell("fallback", "#ffffff", COLLECTIVE, COLLECTIVE, "dashed"))
-    rows = "".join(f'<TR><TD COLSPAN="{max(len(cells), 1)}" BORDER="0">{line}</TD></TR>' for line in lines)
+    rows = "".join(
+        f'<TR><TD COLSPAN="{max(len(cells), 1)}" BORDER="0" CELLPADDING="0">{line}</TD></TR>' for line in lines
+    )
     legend = f"<TR>{''.join(cells)}</TR>" if cells else ""
-    return f'<<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="3" CELLPADDING="3">{rows}{legend}</TABLE>>'
+    return f'<<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="10" CELLPADDING="5">{rows}{legend}</TABLE>>'
 
 
 def _cell(text: str, fill: str, border: str, ink: str = INK, style: str = "solid") -> str:
