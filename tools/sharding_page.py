@@ -11,7 +11,7 @@ import torch
 from tpcompiler.cost.path import cheapest_path, path_text
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut, read_sharding
-from tpcompiler.views.tensor import cell_text
+from tpcompiler.views.slabs import cell_text
 
 PAGE = Path(__file__).parent.parent / "docs" / "sharding.md"
 SHAPE = (4, 8)

@@ -25,7 +25,8 @@ import tpcompiler
 from tests.runtime.commands import right
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import read_sharding
-from tpcompiler.views.tensor import WIDTH, Converted
+from tpcompiler.views.slabs import WIDTH
+from tpcompiler.views.tensor import Converted
 
 SVG = "{http://www.w3.org/2000/svg}"
 MESHES = {"tp": {"tp": 4}, "dp, tp": {"dp": 2, "tp": 3}}

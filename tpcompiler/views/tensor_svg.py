@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import pairwise
 
+from tpcompiler.views.slabs import WIDTH, Drawn, Slab
 from tpcompiler.views.slices import Piece
-from tpcompiler.views.tensor import WIDTH, Drawn, Slab
 
 SIZE, LINE = 12, 16  # of letters, and from line to line, in pixels
 LETTER = 0.6 * SIZE  # the width of a letter of a monospaced font
