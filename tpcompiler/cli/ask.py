@@ -69,7 +69,7 @@ def plan(
         found = find_plan(program, over, given, machine=machine, memory=in_bytes(memory))
         text = plan_text(with_plain_weights(program), found)
     if out is not None:
-        printing.write_text(out, text)
+        printing.write_content(out, text)
     if json:
         printing.print_json({"out": out and str(out), "mesh": dict(over.axes), "plan": found.to_data()})
     elif out is None:

@@ -329,7 +329,7 @@ def show(
     if picture.file is None:
         typer.echo(picture.content, nl=not str(picture.content).endswith("\n"))
     else:
-        printing.write_picture(picture.file, picture.content)
+        printing.write_content(picture.file, picture.content)
         typer.echo(f"wrote {picture.file}", err=True)
 
 

@@ -308,7 +308,7 @@ def picture(
         ) from error
 
 
-def write_picture(file: Path, content: str | bytes) -> None:
+def write_content(file: Path, content: str | bytes) -> None:
     """Raises ArtifactError where the file cannot be written."""
     with writing(file) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
