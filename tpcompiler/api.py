@@ -130,8 +130,7 @@ def find_plan(
     """The plan that the search finds, which `parallelize` turns into the very programs that it makes of "auto".
 
     Args:
-        plan: for some layers; the search decides the rest, and keeps to it.
-        exported_program, mesh, inputs, outputs, machine, memory: as `parallelize` takes them.
+        plan: for some layers; the search decides the rest, and keeps to it. The others are as `parallelize` takes them.
 
     Raises:
         PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: as `parallelize`.

@@ -44,8 +44,16 @@ def written(made: ParallelProgram) -> list[Any]:
 
 
 # A decoder, also with fewer heads of keys than ranks, a packed matrix, an encoder-decoder whose halves share a table,
-# weights that a module holds several of, convolutions, experts.
-SOME = [("llama", {"dp": 2, "tp": 2}), ("llama", 8), ("gpt2", 2), ("t5", 4), ("einsum_transformer", 4), ("resnet", 2)]
+# weights that a module holds several of, convolutions, an op in simpler ones, experts.
+SOME = [
+    ("llama", {"dp": 2, "tp": 2}),
+    ("llama", 8),
+    ("gpt2", 2),
+    ("t5", 4),
+    ("einsum_transformer", 4),
+    ("resnet", 2),
+    ("sam_vision", 4),
+]
 
 
 @pytest.mark.slow

@@ -63,7 +63,8 @@ def place(
     if auto or aim.limit is not None:
         said.append(f"a rank holds about {measure_memory(found).text}")
     if found.simpler:
-        said.append(f"in simpler ops, as a dim is cut that they need whole: {', '.join(found.simpler)}")
+        names = ", ".join(name for _, name in sorted(found.simpler))
+        said.append(f"in simpler ops, as a dim is cut that they need whole: {names}")
     if found.capped:
         said.append(f"ops and values that had more choices than were looked at: {found.capped}")
     kept = [

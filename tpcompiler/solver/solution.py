@@ -47,7 +47,7 @@ class Solution:
         seconds: infinite where nothing suits all that is asked for.
         capped: ops and values that had more choices than were looked at.
         openings: the calls, by program and name, that could be cut more freely in simpler ops.
-        simpler: the names of those that are in simpler ops.
+        simpler: those that are in simpler ops.
         model: the axes over which layers are cut, in order.
     """
 
@@ -59,7 +59,7 @@ class Solution:
     seconds: float = 0.0
     capped: int = 0
     openings: Set[tuple[int, str]] = frozenset()
-    simpler: tuple[str, ...] = ()
+    simpler: Set[tuple[int, str]] = frozenset()
     model: tuple[str, ...] = ()
 
     @property
@@ -87,17 +87,27 @@ def search(
     Raises:
         UnsupportedError: as `solve`.
     """
+    best = _in_any_ops(programs, objective, free, gathers)
+    if free and any(program.kept for program in programs):
+        # What is kept to may hide an opening that leads there: those that pay without it are tried too.
+        rest = _in_any_ops([replace(program, kept={}) for program in programs], objective, free, gathers)
+        if rest.simpler:
+            simpler = [program for program, _ in _write(programs, rest.simpler, Known())]
+            found = replace(_on_any_mesh(simpler, objective, free, gathers), simpler=rest.simpler)
+            best = found if found.seconds == rest.seconds else min(best, found, key=lambda each: each.seconds)
+    return best
+
+
+def _in_any_ops(programs: Sequence[PlannedProgram], objective: Objective, free: bool, gathers: bool) -> Solution:
+    """The solution with the ops in simpler ones that gain by it."""
     best = _on_any_mesh(programs, objective, free, gathers)
     openings, bodies = best.openings, Known()
     while openings:
-        pairs = [
-            write_variants(program, {name for at, name in openings if at == own}, bodies)
-            for own, program in enumerate(programs)
-        ]
+        pairs = _write(programs, openings, bodies)
         found = _on_any_mesh([program for program, _ in pairs], objective, free, gathers)
         if found.seconds > best.seconds or (found.seconds == best.seconds and not best.simpler):
             break
-        best = replace(found, simpler=tuple(name for _, name in sorted(openings)))
+        best = replace(found, simpler=openings)
         needed = {
             (at, name)
             for at, (program, (_, written)) in enumerate(zip(programs, pairs, strict=True))
@@ -107,6 +117,15 @@ def search(
             break
         openings = needed
     return best
+
+
+def _write(
+    programs: Sequence[PlannedProgram], calls: Set[tuple[int, str]], bodies: Known
+) -> list[tuple[PlannedProgram, dict[str, list[str]]]]:
+    return [
+        write_variants(program, {name for at, name in calls if at == own}, bodies)
+        for own, program in enumerate(programs)
+    ]
 
 
 def _on_any_mesh(programs: Sequence[PlannedProgram], objective: Objective, free: bool, gathers: bool) -> Solution:
