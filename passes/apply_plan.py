@@ -70,6 +70,8 @@ def apply_plan(
     for name in sorted(assigned, key=lambda n: n.count(".")):  # inner names override outer ones
         weight = weights.get(name, {})
         made = _seeds(name, assigned[name], leaves, weight, owned.get(name, {}), aliases, constant, mesh)
+        if plan.searches and assigned[name].style.whole and not weight:
+            made = {leaf: replace(seed, loose=True) for leaf, seed in made.items()}  # what follows the layer's weight
         for shared in () if weight else seeds.keys() & made.keys():
             _refuse_two(seeds[shared], made[shared], next(f for f, node in leaves.items() if node.name == shared))
         seeds.update(made)

@@ -44,7 +44,8 @@ def written(made: ParallelProgram) -> list[Any]:
 
 
 # A decoder, also with fewer heads of keys than ranks, a packed matrix, an encoder-decoder whose halves share a table,
-# weights that a module holds several of, convolutions, an op in simpler ones, experts.
+# weights that a module holds several of, convolutions, an op in simpler ones, a bias beside a whole
+# weight, experts.
 SOME = [
     ("llama", {"dp": 2, "tp": 2}),
     ("llama", 8),

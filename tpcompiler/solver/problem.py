@@ -81,6 +81,7 @@ class Problem:
     tables: Tables = field(default_factory=Tables)
     domains: list[Domain] = field(default_factory=list)
     layers: dict[str, Layer] = field(default_factory=dict)  # by weight
+    owners: set[str] = field(default_factory=set)  # the modules of these
     groups: dict[fx.Node, str] = field(default_factory=dict)  # the leaf behind each placeholder
     leaves: dict[str, Values] = field(default_factory=dict)  # of those that have a say, by group
     values: dict[fx.Node, Values] = field(default_factory=dict)
@@ -198,6 +199,7 @@ def _add_layers(problem: Problem) -> None:
             if any(sides.values()):
                 styles = _styles_of(node.meta["val"], sides, problem.stage, owned[owner] == 1)
                 name = owner if "replicate" in styles else weight_of(fqn)
+                problem.owners.add(owner)
                 problem.layers[fqn] = Layer(name, problem.tables.variable(len(styles)), styles)
 
 
@@ -308,7 +310,7 @@ def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values, known:
     problem.held.add(group)
     is_fixed = stage.free and layer is None and weight_of(fqn) == fqn and not leaf.meta["val"].is_floating_point()
     styles = None if layer is None else tuple(layer.styles.values())
-    follows = known.kept is not None and known.kept.loose and layer is None
+    follows = known.kept is not None and known.kept.loose and layer is None and layer_of(fqn) in problem.owners
     allowed = tuple(follows or known.may_be(want, stage) for want in wanted.shardings)
 
     def find() -> numpy.ndarray:
