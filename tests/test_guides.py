@@ -10,11 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.launch import fork_code
+from tests.launch import fork_code, torchrun
 
 DOCS = Path(__file__).parents[1] / "docs"
-NEEDS = {"quantised": ["torchao", "transformers"], "moe": ["transformers"], "long-context": ["transformers"]}
+NEEDS = {
+    "first-model": [],
+    "generation": ["transformers"],
+    "ci": [],
+    "quantised": ["torchao", "transformers"],
+    "moe": ["transformers"],
+    "long-context": ["transformers"],
+}
+COMMAND = "from tpcompiler.cli.commands import main\nmain()"
+SCRIPT = "import runpy, sys\nrunpy.run_path(sys.argv[1], run_name='__main__')"
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,19 +33,33 @@ pytestmark = [
 
 
 def run(language: str, block: str, session: dict[str, Any]) -> str:
-    """What the block prints. A command runs in a process that has imported nothing of the session's: it may lack an `--import`."""
+    """What the block prints. One that begins with the name of a file is that file's text.
+
+    A command runs in a process that has imported nothing of the session's: it may lack an `--import`.
+    """
+    named = re.match(r"# ([\w.-]+)\n", block)
+    if named:
+        Path(named[1]).write_text(block, encoding="utf-8")
+        return ""
     if language == "python":
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(block, "<a block of the page>", "exec", dont_inherit=True), session)
         return out.getvalue()
-    printed = ""
-    for line in block.splitlines():
-        command, *words = shlex.split(line)
-        assert command == "tpcompiler"
-        done = fork_code("from tpcompiler.cli.commands import main\nmain()", *words, cwd=Path.cwd())
-        assert done.returncode == 0, done.stderr
-        printed += done.stdout
-    return printed
+    return "".join(map(command, block.splitlines())) if language == "bash" else ""
+
+
+def command(line: str) -> str:
+    """What the command prints, errors too where it says that it fails: `# exits with 1`."""
+    program, *words = shlex.split(line, comments=True)
+    if program == "torchrun":
+        option, world, *words = words
+        assert option == "--nproc-per-node"
+        done = torchrun(int(world), *words)
+    else:
+        done = fork_code({"tpcompiler": COMMAND, "python": SCRIPT}[program], *words, cwd=Path.cwd())
+    said = re.search(r"# exits with (\d)$", line)
+    assert done.returncode == (int(said[1]) if said else 0), done.stdout + done.stderr
+    return done.stdout + (done.stderr if said else "")
 
 
 @pytest.mark.parametrize("page", NEEDS)
@@ -56,3 +80,18 @@ def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert re.fullmatch(shown, printed.strip(), re.DOTALL), printed
         compared += 1
     assert compared
+
+
+def test_the_job_runs_commands_of_its_page() -> None:
+    text = (DOCS / "ci.md").read_text(encoding="utf-8")
+    page = {
+        line.partition("  #")[0]
+        for block in re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+    }
+    (workflow,) = re.findall(r"^```yaml\n(name: .*?)^```", text, re.DOTALL | re.MULTILINE)
+    (job,) = yaml.safe_load(workflow)["jobs"].values()
+    lines = [line.partition(" ||")[0] for step in job["steps"] for line in step.get("run", "").splitlines()]
+    own = [line for line in lines if line.startswith(("tpcompiler ", "python "))]
+    assert len(own) == 7
+    assert set(own) <= page
