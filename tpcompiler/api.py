@@ -129,8 +129,10 @@ def find_plan(
 ) -> Plan:
     """The plan that the search finds, which `parallelize` turns into the very programs that it makes of "auto".
 
+    All but `plan` is as `parallelize` takes it.
+
     Args:
-        plan: for some layers; the search decides the rest, and keeps to it. The others are as `parallelize` takes them.
+        plan: for some layers; the search decides the rest, and keeps to it.
 
     Raises:
         PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: as `parallelize`.
