@@ -19,6 +19,7 @@ from tpcompiler.errors import ProgramError
 from tpcompiler.frontend.decompose import NotSimple, decompose_calls
 from tpcompiler.frontend.written_back import keep_old_values, spell_out_copies
 from tpcompiler.ir import edit
+from tpcompiler.ir.local import fake_mode_of, key
 from tpcompiler.rules.registry import ops_with_rules
 
 SIMPLE: dict[str, Callable[..., Any]] = {}
@@ -267,3 +268,18 @@ def test_ops_of_others_are_believed_nothing() -> None:
 def test_a_buffer_that_is_written_and_put_back_is_still_written() -> None:
     program = program_of(SIMPLE["a_buffer_put_back_as_it_was"], False)
     assert tpcompiler.parallelize(program, 2, {}).verify((torch.randn(4, 6),), then=[(torch.randn(4, 6),)]).ok
+
+
+def test_what_lies_otherwise_is_run_again() -> None:
+    """With a mask that is learned the export takes attention apart; the kernel lays its result out as its queries."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        q = x.view(2, 12, 8, 8).transpose(1, 2)
+        made = torch.nn.functional.scaled_dot_product_attention(q, q, q, self.bias.weight.view(2, 8, 12, 12))
+        return made.reshape(2, -1, 12, 8).transpose(1, 2)
+
+    graph = canonicalize(export(Call(forward, bias=nn.Linear(144, 16)), (torch.randn(2, 12, 64),))).graph
+    for node in edit.calls(graph):
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: used.meta["val"])
+        with fake_mode_of(graph):
+            assert key(node.target(*args, **kwargs)) == key(node.meta["val"]), node  # type: ignore[operator]

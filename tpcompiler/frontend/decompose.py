@@ -186,11 +186,14 @@ class _Writer:
 
     def keep(self, node: fx.Node, op: Any, env: Values) -> fx.Node:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: env[used])
+        meta = dict(node.meta)
         if isinstance(op, OpOverload) and not node.meta.get("unbacked_bindings"):
-            self.run(node, op, args, kwargs)
-        return self.make(node, args, kwargs, dict(node.meta), op)
+            made = self.run(node, op, args, kwargs)
+            if any(_lies_otherwise(used, env[used]) for used in node.all_input_nodes):
+                meta["val"] = made
+        return self.make(node, args, kwargs, meta, op)
 
-    def run(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> None:
+    def run(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> Any:
         """Run a call on fake values, once for each layout: it takes them, and sizes are found to be what it needs."""
         known = op, key(args), key(kwargs)
         if known not in self.results:
@@ -199,11 +202,12 @@ class _Writer:
             try:
                 fresh = env.ignore_fresh_unbacked_symbols() if env is not None else contextlib.nullcontext()
                 with self.mode, torch.no_grad(), enable_python_dispatcher(), fresh:
-                    self.results[known] = _shapes(op(*args, **kwargs))
+                    self.results[known] = op(*args, **kwargs)
             except Exception as error:  # torch says it better
                 raise NotSimple(node.name) from error
-        if self.results[known] != _shapes(node.meta.get("val")):
+        if _shapes(self.results[known]) != _shapes(node.meta.get("val")):
             raise NotSimple(node.name)
+        return self.results[known]
 
     def make(self, node: fx.Node, args: Any, kwargs: Any, meta: dict[str, Any], op: Any = None) -> fx.Node:
         """A node like this one, or a call of `op`; of a size that a node has already, that one."""
@@ -229,6 +233,12 @@ class _Writer:
             values = [each.meta["val"] for each in given]
             self.bodies[known] = _traced(node, op, values, self.mode, self.table)
         return self.bodies[known]
+
+
+def _lies_otherwise(value: fx.Node, now: fx.Node) -> bool:
+    """Whether what stands for a value has other strides: kernels do not all lay out as their decompositions do."""
+    was, made = value.meta.get("val"), now.meta.get("val")
+    return was is not made and key(was) != key(made)
 
 
 def _lies_in(value: fx.Node, memory: set[fx.Node], env: Values) -> bool:

@@ -166,6 +166,8 @@ def _check(rule: Rule, factor: str, cut: DimSharding, mesh: Mesh) -> Refusal | N
             return None
         multiple = degree * max(level.unit for level in cut.levels)
         return Refusal(f"the dim of {size} is dynamic, and need not be a multiple of {multiple}")
+    if unit := next((unit for _, block, unit in cut.levels if unit > (block or size)), 0):
+        return Refusal(f"the dim of {size} is less than one unit of {unit}")
     pieces = [cut.local_size(size, mesh, here) for here in _coordinates(cut.axes, mesh)]
     policy = "nonempty" if factor in rule.local and rule.shards == "any" else rule.shards
     if policy == "even" and len(set(pieces)) > 1:
