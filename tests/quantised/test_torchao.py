@@ -94,7 +94,11 @@ def test_a_dim_that_the_weight_has_not() -> None:
 @pytest.mark.parametrize("name", ["int8 weights", "float8 weights", "int4 weights"])
 def test_the_search_finds_the_pair(name: str) -> None:
     program = tpcompiler.parallelize(export(quantised(name), (X,)), 2, "auto")
-    assert {entry.pattern: entry.style.name for entry in program.plan.entries} == {"up": "colwise", "down": "rowwise"}
+    assert {entry.pattern: entry.style.name for entry in program.plan.entries} == {
+        "up": "colwise",
+        "down": "rowwise",
+        "**": "auto",
+    }
 
 
 @pytest.mark.parametrize("name", CONFIGS)

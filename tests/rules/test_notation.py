@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 
 from tpcompiler.errors import RuleError
+from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.rules.infer import Option, Refusal, follow
 from tpcompiler.rules.notation import Pattern, Rule, extents, parse
 
 
@@ -110,3 +114,12 @@ def test_factors_on_the_left_only_are_reduced() -> None:
     assert written.reduced == {"k", "g"}
     assert written.factors == ("b", "k", "g", "t", "n")
     assert written.pattern.whole == {"t", "n"}, "a factor that is made cannot be cut either"
+
+
+def test_a_dim_of_less_than_one_unit_is_not_cut() -> None:
+    """Such as 32 pixels, of windows that another op cuts 64 at a time."""
+    written, mesh = rule("a -> a", (32,), (32,)), Mesh.of(2)
+    (term,) = written.pattern.inputs
+    found = follow(written, term, Sharding((DimSharding.by("tp", unit=64),)), mesh)
+    assert found == Refusal("the dim of 32 is less than one unit of 64")
+    assert isinstance(follow(written, term, Sharding((DimSharding.by("tp", unit=32),)), mesh), Option)
