@@ -22,9 +22,9 @@ from tpcompiler.errors import (
     MeshError,
     PlanError,
     ProgramError,
+    ShardingError,
     UnsupportedError,
 )
-from tpcompiler.solver.place import TooLarge
 from tpcompiler.verify_files import verify_artifact
 
 CONVERT = "tpcompiler convert model.pt2 --tp 2 --plan plan.yaml"
@@ -261,7 +261,7 @@ CALLS = [
         "more than the limit of 100. The largest weights there are 'layers.0.down.weight' 256, 'layers.0.up.weight' "
         "256, 'layers.1.down.weight' 256",
         "use more ranks, or a limit of at least 1,624 bytes",
-        code=TooLarge,
+        code=ShardingError,
     ),
     Row(
         "`rank_program(2)` of two",
