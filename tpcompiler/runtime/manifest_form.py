@@ -155,7 +155,7 @@ PACKAGE: dict[str, Form] = {
 }
 PACKED: Form = lambda value: value == {} or row(PACKAGE)(value)  # noqa: E731
 ASKED: dict[str, Form] = {"mesh": mesh, "inputs": boundaries, "outputs": boundaries}
-ASKED_TOO: dict[str, Form] = {"collectives": one_of("auto", "symm_mem"), "plan": one_of("auto", "auto:free")}
+ASKED_TOO: dict[str, Form] = {"collectives": one_of("auto", "symm_mem"), "plan": one_of("auto:free")}
 FIELDS: dict[str, Form] = {
     "mesh": mesh,
     "groups": table(text, some(some(number))),

@@ -129,7 +129,6 @@ def find_needed(
 
 def _body(node: fx.Node, mesh: Mesh) -> fx.Graph | None:
     """None for a call that its variant cannot do."""
-
     parts = [node] if edit.is_tensor(node) else node.users
     orders = [_order_of(part.meta["val"]) for part in parts]  # a tracer does not know the sizes of these values
 
