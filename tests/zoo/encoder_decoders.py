@@ -215,7 +215,7 @@ PROPHETNET = Case(
         num_decoder_attention_heads=8,
         vocab_size=VOCABULARY,
         max_position_embeddings=64,
-        ngram=2,
+        ngram=4,
         num_buckets=8,
         use_cache=False,
     ),
@@ -241,9 +241,9 @@ PROPHETNET = Case(
         Layers("prophetnet.decoder.layers.1", 1, {"all_reduce": 2, "reduce_scatter": 1}),
     ),
     outside={"all_reduce": 2, "all_gather": 2},  # the rows for encoder and decoder; that part; the logits
-    cut=0.89,  # 18,816 of 175,488 numbers whole: positions 16,384, n-grams 128, norms 1,536, biases 768
+    cut=0.89,  # 18,944 of 175,616 numbers whole: positions 16,384, n-grams 256, norms 1,536, biases 768
     inert={"key_proj.bias": KEY_BIAS},
-    flops=0.94,
+    flops=0.93,  # the relative positions' products are whole: 2 layers x 35 tokens x 64 x 64 of 4.1 million
 )
 
 CASES = [BART, WHISPER, T5, PEGASUS, M2M_100, BLENDERBOT, MARIAN, UMT5, MT5, PROPHETNET]
