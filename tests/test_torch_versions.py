@@ -25,7 +25,7 @@ def test_every_op_is_there() -> None:
 
 
 def test_an_op_that_torch_lacks_is_none_that_a_program_calls() -> None:
-    ops = _torch._Ops("aten")
+    ops = _torch.ops._Ops("aten")
     assert ops.add.Tensor is torch.ops.aten.add.Tensor
     gone = ops.no_such_op.default
     assert str(gone) == "aten.no_such_op.default"

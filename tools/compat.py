@@ -7,7 +7,7 @@ of the environment that runs this; of the other Pythons, those on the path get a
 the pinned torch. Where pip has no CPU build of a version, its plain wheel is taken, which cannot be
 imported without CUDA's libraries: stubs stand in for them, every function of which fails. Where stubs cannot be made
 (that takes gcc and readelf), or torch does not start with them, nothing is run: the wheel is read, and has to have
-every module and name that `_torch.py` and `_inductor.py` import and every op that is named.
+every module and name that `_torch` and `_inductor.py` import and every op that is named.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from importlib.metadata import requires
 from pathlib import Path
 from typing import NamedTuple
 
+from tpcompiler._torch import GONE
+
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "compat"
 PAGE = ROOT / "docs" / "compat.md"
@@ -31,8 +33,7 @@ VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 HERE = "{}.{}".format(*sys.version_info)
 CONSTRAINTS = ROOT / "constraints.txt"
-TORCH, INDUCTOR = ((ROOT / "tpcompiler" / name).read_text(encoding="utf-8") for name in ("_torch.py", "_inductor.py"))
-GONE: dict[str, tuple[int, int]] = ast.literal_eval(re.search(r"^GONE = (\{.*\})", TORCH, re.MULTILINE)[1])  # type: ignore[index]
+PRIVATE = [*sorted((ROOT / "tpcompiler" / "_torch").glob("*.py")), ROOT / "tpcompiler" / "_inductor.py"]
 OPS = "torchgen/packaged/ATen/native/native_functions.yaml"
 HEAD = """\
 # Versions
@@ -214,10 +215,8 @@ def numbers(version: str) -> list[int]:
 
 
 def imported_names() -> list[tuple[str, str]]:
-    tree = ast.parse(TORCH + INDUCTOR.replace("from __future__ import annotations", ""))
-    found = [
-        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch")
-    ]
+    nodes = [node for path in PRIVATE for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    found = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch")]
     return [(node.module or "", each.name) for node in found for each in node.names]
 
 

@@ -1,4 +1,4 @@
-"""Every private name of torch's Inductor, as `_torch.py` has the others: importing it takes seconds, so few do."""
+"""Every private name of torch's Inductor, as `_torch` has the others: importing it takes seconds, so few do."""
 
 from __future__ import annotations
 

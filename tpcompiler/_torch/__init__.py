@@ -1,0 +1,152 @@
+"""EVERY private torch import of the project, and every difference between the versions of torch that it runs on.
+
+Nothing else in the two packages may import a private torch name, or name `torch.ops`. When torch moves, look here.
+"""
+
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper_subclass
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._sympy.functions import FloorDiv, Max, Min
+
+from tpcompiler._torch.decompose import (
+    decomposed,
+    decomposing,
+    functional_copy,
+    keeping_whole,
+    quiet_torch,
+    stays_whole,
+)
+from tpcompiler._torch.files import is_registered_class, quick_files, read_archive_state, record_reader, save_program
+from tpcompiler._torch.groups import (
+    default_store,
+    fake_group,
+    group_is_registered,
+    map_symmetric,
+    redistribute,
+    register_group,
+    resolve_group,
+    traced_mesh,
+)
+from tpcompiler._torch.ops import (
+    MISSING,
+    NAMED_BY_TORCH,
+    WRAPPERS,
+    aten,
+    c10d_functional,
+    calls_others,
+    define_op,
+    find_op,
+    functional_op,
+    is_torchscript_op,
+    op_overload,
+    program_target,
+    quantized_decomposed,
+    symm_mem,
+)
+from tpcompiler._torch.programs import (
+    LEAF_KINDS,
+    WRITTEN_KINDS,
+    check_built,
+    copy_graph,
+    forget_index,
+    guards_of,
+    tree_names,
+    with_graph,
+    with_state,
+)
+from tpcompiler._torch.sizes import (
+    divided_range,
+    divided_sizes,
+    read_size,
+    shape_facts,
+    size_range,
+    substituted,
+    sym_expr,
+    sym_hint,
+    sym_multiple,
+    symbols_of,
+)
+from tpcompiler._torch.versions import GONE, NEWEST, OLDEST, warn_of_newer
+
+__all__ = [
+    "GONE",
+    "LEAF_KINDS",
+    "MISSING",
+    "NAMED_BY_TORCH",
+    "NEWEST",
+    "OLDEST",
+    "WRAPPERS",
+    "WRITTEN_KINDS",
+    "DeviceMesh",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FloorDiv",
+    "HigherOrderOperator",
+    "Max",
+    "Min",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "aten",
+    "c10d_functional",
+    "calls_others",
+    "check_built",
+    "copy_graph",
+    "decomposed",
+    "decomposing",
+    "default_store",
+    "define_op",
+    "divided_range",
+    "divided_sizes",
+    "enable_python_dispatcher",
+    "fake_group",
+    "find_op",
+    "forget_index",
+    "functional_copy",
+    "functional_op",
+    "group_is_registered",
+    "guards_of",
+    "is_registered_class",
+    "is_torchscript_op",
+    "is_wrapper_subclass",
+    "keeping_whole",
+    "make_fx",
+    "map_symmetric",
+    "op_overload",
+    "program_target",
+    "quantized_decomposed",
+    "quick_files",
+    "quiet_torch",
+    "read_archive_state",
+    "read_size",
+    "record_reader",
+    "redistribute",
+    "register_group",
+    "resolve_group",
+    "save_program",
+    "shape_facts",
+    "size_range",
+    "statically_known_true",
+    "stays_whole",
+    "substituted",
+    "sym_expr",
+    "sym_hint",
+    "sym_multiple",
+    "symbols_of",
+    "symm_mem",
+    "traced_mesh",
+    "tree_flatten",
+    "tree_map",
+    "tree_names",
+    "tree_unflatten",
+    "warn_of_newer",
+    "with_graph",
+    "with_state",
+]

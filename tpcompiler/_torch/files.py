@@ -1,0 +1,118 @@
+"""Files of programs: torch's own readers and writers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import typing
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch.export import ExportedProgram
+from torch.utils import _pytree
+
+from tpcompiler.errors import ArtifactError
+
+
+def record_reader(file: IO[bytes] | io.RawIOBase) -> Any:
+    """torch's own reader of archives, which need not see what `zipfile` sees."""
+    file.seek(0)  # it takes the place where the file is for its beginning
+    return vars(torch._C)["PyTorchFileReader"](file)
+
+
+def is_registered_class(name: str) -> bool:
+    """Whether a program's file may name this class in its tree of inputs or outputs."""
+    return name in vars(_pytree)["SERIALIZED_TYPE_TO_PYTHON_TYPE"]
+
+
+class _Hints:
+    """The module `typing`, which computes the type hints of a class once."""
+
+    def __init__(self) -> None:
+        self._known: dict[type, dict[str, Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(typing, name)
+
+    def get_type_hints(self, of: type, **names: Any) -> dict[str, Any]:
+        if of not in self._known:
+            self._known[of] = typing.get_type_hints(of, **names)
+        return self._known[of]
+
+
+@contextlib.contextmanager
+def quick_files() -> Iterator[None]:
+    """Read and write programs in this block without what torch does in vain.
+
+    It evaluates the type hints of a node's class for each node that it reads, a sixth of the time of a load, and brings
+    a copy of what it writes into a canonical form that it throws away, half of the time of a save.
+    """
+    from torch._export.serde import serialize
+
+    names: dict[str, Any] = {"typing": _Hints(), "canonicalize": lambda program, constants=None: program}
+    before = {name: vars(serialize)[name] for name in names if name in vars(serialize)}
+    for name in before:
+        setattr(serialize, name, names[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(serialize, name, value)
+
+
+def save_program(program: ExportedProgram, file: Any, **more: Any) -> None:
+    """`torch.export.save`."""
+    with quick_files():
+        torch.export.save(program, file, **more)
+
+
+class _Mapped:
+    """torch's reader of an archive, which maps the tensors that it stores into memory instead of reading them."""
+
+    def __init__(self, reader: Any, path: Path, size: int) -> None:
+        self._reader = reader
+        self._file = torch.UntypedStorage.from_file(str(path), False, size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def get_storage_from_record(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+        start = self._reader.get_record_offset(name)
+        storage = cast(torch.UntypedStorage, self._file[start : start + count * dtype.itemsize])
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def read_archive_state(path: Path, file: IO[bytes] | io.RawIOBase | None = None) -> dict[str, torch.Tensor]:
+    """The parameters, buffers and constants in a .pt2, by name, without the program. Seen in torch 2.11 and 2.13.
+
+    They are mapped from `path` and take no memory of their own until they are used, but for those that a pickle holds.
+    These are unpickled: inspect the file first, and give it as `file`, open.
+
+    Raises:
+        ArtifactError: an entry that is missing or damaged.
+    """
+    from torch.export.pt2_archive import _package
+
+    found: dict[str, torch.Tensor] = {}
+    try:
+        with contextlib.nullcontext(file) if file is not None else path.open("rb") as opened:
+            opened.seek(0)
+            reader: Any = _package.PT2ArchiveReader(cast(Any, opened))
+            with zipfile.ZipFile(cast(Any, opened)) as archive:
+                if all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist()):
+                    reader.archive_file = _Mapped(reader.archive_file, path, opened.seek(0, io.SEEK_END))
+            for read in (_package._load_constants, _package._load_state_dict):
+                made = read(reader, "model")
+                assert isinstance(made, dict)
+                if both := sorted(found.keys() & made.keys()):
+                    raise ValueError(f"{both[0]!r} is in the state and in the constants")
+                found.update(made)
+    except Exception as error:  # torch raises what the layer that fails happens to raise
+        line = (str(error).strip() or type(error).__name__).splitlines()[0].partition(" This is an internal")[0]
+        raise ArtifactError(
+            f"the tensors of {path} cannot be read: {line}", help="copy the artifact again, or convert the model again"
+        ) from error
+    return found

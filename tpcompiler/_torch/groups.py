@@ -1,0 +1,100 @@
+"""Process groups, meshes over them, and torch's change of placements."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
+from torch.distributed import _symmetric_memory
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.testing._internal.distributed import fake_pg
+
+FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
+
+
+def register_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let graphs that say `name` use `group`."""
+    _register_process_group(cast(Any, name), group)
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(cast(Any, name))
+
+
+def default_store() -> Any:
+    """The key-value store at which the ranks of the default process group have met."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def group_is_registered(name: str) -> bool:
+    try:
+        resolve_group(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def fake_group(name: str, rank: int, size: int, device_type: str) -> Iterator[None]:
+    """A process group that answers nothing, registered under a private name for the time of a trace.
+
+    It never becomes the default group, so a caller's own process group keeps its state.
+    """
+    c10d: Any = dist  # its stubs leave out the stores
+    group = c10d.ProcessGroup(c10d.PrefixStore(name, c10d.HashStore()), rank, size)
+    create = getattr(FAKE_GROUP, "_create_internal", FAKE_GROUP)
+    group._register_backend(torch.device(device_type), dist.ProcessGroup.BackendType.CUSTOM, create(rank, size))
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    group._set_group_name(name)
+    register_group(name, group)
+    try:
+        yield
+    finally:
+        _unregister_process_group(cast(Any, name))
+
+
+def traced_mesh(
+    device_type: str, axes: Sequence[str], degrees: Sequence[int], rank: int, groups: Sequence[str]
+) -> DeviceMesh:
+    """A mesh over groups that are registered already; needs no default group and makes none."""
+    ranks = torch.arange(torch.Size(degrees).numel()).view(*degrees)
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(axes), _init_backend=False, _rank=rank)
+    mesh._dim_group_names = cast(Any, list(groups))
+    return mesh
+
+
+def redistribute(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    source: Sequence[Placement],
+    target: Sequence[Placement],
+    shape: Sequence[Any],
+) -> torch.Tensor:
+    """torch's own change of placements of a dense local tensor of a global tensor of this shape."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    meta = TensorMeta(torch.Size(shape), tuple(strides[: len(shape)]), local.dtype)
+    return redistribute_local_tensor(
+        local, DTensorSpec(mesh, tuple(source), meta), DTensorSpec(mesh, tuple(target), meta)
+    )
+
+
+def map_symmetric(shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: str) -> torch.Tensor:
+    """Zeros in memory that all ranks of a group map. Each of them must ask for it.
+
+    Raises:
+        RuntimeError: the devices cannot.
+    """
+    made = _symmetric_memory.empty(tuple(shape), dtype=dtype, device=device).zero_()
+    _symmetric_memory.rendezvous(made, resolve_group(group))
+    return made

@@ -1,0 +1,113 @@
+"""Exported programs and graphs: made of others without the work that torch does in vain."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.exported_program import _convert_guards_to_code
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.graph import CodeGen
+from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
+
+LEAF_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+WRITTEN_KINDS = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION)
+
+
+def tree_names(spec: Any) -> list[str]:
+    """The path of every leaf of a pytree, as `logits`, `0` or `cache.0.key`; equal paths are numbered, `0#2`.
+
+    Leaves are counted where a class does not name its parts.
+    """
+    try:
+        leaves, _ = tree_flatten_with_path(tree_unflatten(list(range(spec.num_leaves)), spec))
+    except ValueError:  # a class that was registered without names for its parts
+        return [str(at) for at in range(spec.num_leaves)]
+    names: list[str] = []
+    times: Counter[str] = Counter()
+    for path, _leaf in leaves:
+        parts = (str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
+        name = ".".join(parts) or "output"
+        times[name] += 1
+        names.append(name if times[name] == 1 else f"{name}#{times[name]}")
+    return names
+
+
+def guards_of(program: ExportedProgram) -> list[str]:
+    """What `program.module()` asserts of its inputs beside their shapes and ranges, as Python that it runs."""
+    return list(vars(program).get("_guards_code") or ())
+
+
+def check_built(program: ExportedProgram) -> None:
+    """What torch's constructor does at its end: it refuses what is no program, and reads the guards off the sizes."""
+    program.validate()  # type: ignore[no-untyped-call]
+    program._guards_code = _convert_guards_to_code(program.graph_module)  # type: ignore[no-untyped-call]
+
+
+def with_state(
+    program: ExportedProgram,
+    state_dict: dict[str, Any],
+    constants: dict[str, Any],
+    module_call_graph: Sequence[Any],
+    example_inputs: Any,
+) -> ExportedProgram:
+    """The same program over other tensors; its graph is the same object."""
+    made = copy.copy(program)
+    made._state_dict, made._constants = state_dict, constants
+    made._module_call_graph, made._example_inputs = list(module_call_graph), example_inputs
+    return made
+
+
+def with_graph(program: ExportedProgram, root: Any, graph: torch.fx.Graph) -> ExportedProgram:
+    """The same program with another graph, of whose bodies `root` holds those that it calls.
+
+    It is written as Python, and compiled, when it is run for the first time: torch's constructors do it at once.
+    """
+    made = copy.copy(program)
+    graph._codegen = CodeGen()  # flat
+    made._graph_module = _LazyGraphModule(root, graph)
+    made._graph_module.meta.update(program.graph_module.meta)
+    made._state_dict, made._constants = dict(program.state_dict), dict(program.constants)
+    made._range_constraints = dict(program.range_constraints)
+    return made
+
+
+def forget_index(value: torch.Tensor) -> None:
+    """Let a fake CUDA tensor say `cuda`, as it is to be written: torch gives every one an index, and reads it back
+    with that of the current device. Nothing may be computed with it any more."""
+    if isinstance(value, FakeTensor):
+        name = "_fake_device" if hasattr(value, "_fake_device") else "fake_device"  # torch 2.13 made it a property
+        setattr(value, name, torch.device(value.device.type))
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A graph of copies of all nodes under the same names, with a shallow copy of their meta.
+
+    `Graph.node_copy` checks every argument and looks for a new name, which takes most of the time of a conversion.
+    """
+    new, seen = fx.Graph(), dict[fx.Node, fx.Node]()
+    names, map_arg, made_of = new._graph_namespace, fx.node.map_arg, seen.__getitem__
+    for node in graph.nodes:
+        args, kwargs = map_arg(node._args, made_of), node._kwargs and map_arg(node._kwargs, made_of)
+        made = seen[node] = fx.Node(new, node.name, node.op, node.target, args, kwargs, node.type)
+        made.meta.update(node.meta)
+        base, _, number = node.name.rpartition("_")
+        if base and number.isdecimal():
+            names._base_count[base] = int(number)
+        else:
+            names._base_count.setdefault(node.name, 0)
+        new._insert(made)
+    names._obj_to_name = {made: made.name for made in seen.values()}
+    names._used_names = set(names._obj_to_name.values())
+    table = new._find_nodes_lookup_table.table
+    for kind, nodes in graph._find_nodes_lookup_table.table.items():
+        table[kind] = {seen[node]: None for node in nodes}
+    new._len = len(seen)
+    return new

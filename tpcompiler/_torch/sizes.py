@@ -1,0 +1,156 @@
+"""Symbolic sizes: symbols, ranges, examples, and one size put in for another."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # it ships no types
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, safe_expand
+from torch.utils._pytree import tree_flatten
+from torch.utils._sympy import functions as sympy_functions
+from torch.utils._sympy.value_ranges import ValueRanges
+
+SYMPY_FUNCTIONS = {  # those that torch names when it reads a size; of maxima it takes sympy's own
+    name: getattr(sympy_functions, name) for name in sympy_functions.__all__ if name not in ("Max", "Min")
+}
+
+
+def read_size(text: str) -> Any:
+    """What torch makes of a size in a file, and multiplies out to compare it. It evaluates it as Python."""
+    made = sympy.sympify(text, locals=SYMPY_FUNCTIONS)
+    left = [made]
+    while left:  # it keeps each part by its text
+        part = left.pop()
+        str(part)
+        left += part.args
+    return safe_expand(made)
+
+
+def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:
+    """The symbols in the sizes of these values."""
+    sizes = [s for v in tree_flatten(list(values))[0] for s in (v.shape if isinstance(v, torch.Tensor) else (v,))]
+    return set().union(*(s.node.expr.free_symbols for s in sizes if isinstance(s, torch.SymInt)))
+
+
+def divided_sizes(
+    mode: FakeTensorMode, parts: Mapping[sympy.Symbol, int], ranges: Mapping[sympy.Symbol, Any]
+) -> tuple[FakeTensorMode, dict[sympy.Symbol, sympy.Expr]]:
+    """A copy of a fake mode, and for each symbol s of `parts` the expression `parts[s] * t` that stands for s in it.
+
+    t is a new symbol, of s's range in `ranges` divided. Guards on s are left out: they speak of sizes that an input
+    which is cut does not have.
+    """
+    from torch._dynamo.source import ConstantSource  # importing dynamo takes a second
+
+    env = mode.shape_env
+    assert env is not None
+    made = copy.copy(env)
+    for name, value in vars(env).items():
+        if isinstance(value, (dict, list, set)):
+            setattr(made, name, copy.copy(value))
+    gone = parts.keys() | {s for s, by in env.replacements.items() if by.free_symbols & parts.keys()}
+    made.guards = [guard for guard in env.guards if not guard.expr.free_symbols & gone]
+    standing: dict[sympy.Symbol, sympy.Expr] = {}
+    examples = _examples(env, parts, ranges)
+    _hints(made).update({s: sympy.Integer(size) for s, size in examples.items() if s not in parts})
+    for symbol, count in parts.items():
+        new = made.create_symbol(examples[symbol] // count, ConstantSource(f"a part of {symbol}"), DimDynamic.DYNAMIC)
+        made.var_to_range[new] = ValueRanges(*divided_range(ranges[symbol], count))
+        standing[symbol] = count * new
+    return FakeTensorMode(shape_env=made, allow_non_fake_inputs=mode.allow_non_fake_inputs), standing
+
+
+def _examples(
+    env: Any, parts: Mapping[sympy.Symbol, int], ranges: Mapping[sympy.Symbol, Any]
+) -> dict[sympy.Symbol, int]:
+    """The example's size for every symbol, those of `parts` rounded up to a multiple, at least twice it.
+
+    (Torch makes a size of 1 static.) Where that breaks what the export found of them, that one is no greater than
+    another or is a multiple of 4, all sizes are as many times as large.
+    """
+    known = {symbol: int(size) for symbol, size in _hints(env).items()}
+    known |= {symbol: sym_hint(env.create_symintnode(symbol, hint=None)) for symbol in parts}
+    rounded = known | {s: max(-(-known[s] // count), 2) * count for s, count in parts.items()}
+    rounded |= {s: int(by.xreplace(rounded)) for s, by in env.replacements.items() if by.free_symbols <= known.keys()}
+    if all(guard.expr.xreplace(rounded) != sympy.false for guard in env.guards):
+        return rounded
+    times = math.lcm(*(count // math.gcd(count, known[s]) for s, count in parts.items()))
+    times *= 2 if any(known[s] * times == count for s, count in parts.items()) else 1
+    scaled = {s: size * times for s, size in known.items()}
+    return rounded if any(s in scaled and scaled[s] > sizes.upper for s, sizes in ranges.items()) else scaled
+
+
+def _hints(env: Any) -> dict[sympy.Symbol, sympy.Integer]:
+    found: dict[sympy.Symbol, sympy.Integer] = vars(env).get("backed_var_to_val", vars(env).get("var_to_val"))
+    return found  # torch 2.13 renamed it
+
+
+def divided_range(known: Any, count: int) -> tuple[Any, Any]:
+    """The least and the greatest t such that `count * t` lies in a range; the first is greater where none does."""
+    lower, upper = known.lower, known.upper
+    return sympy.ceiling(lower / count), upper // count if upper.is_Integer else upper
+
+
+def substituted(value: Any, mode: FakeTensorMode, standing: Mapping[sympy.Symbol, sympy.Expr]) -> Any:
+    """A size, or a fake tensor, in another mode, with `standing` put in for symbols."""
+    env = mode.shape_env
+    assert env is not None
+    if isinstance(value, torch.SymInt):
+        return env.create_symintnode(value.node.expr.xreplace(standing), hint=None)
+    if isinstance(value, torch.SymFloat):
+        return env.create_symfloatnode(value.node.expr.xreplace(standing), hint=None)
+    if isinstance(value, torch.SymBool):
+        return env.create_symboolnode(value.node.expr.xreplace(standing))
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, strides = ([substituted(s, mode, standing) for s in sizes] for sizes in (value.shape, value.stride()))
+    with mode:
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+
+
+def sym_multiple(size: torch.SymInt) -> tuple[sympy.Symbol, int] | None:
+    """(s, n) of a size that is n * s for one symbol s, else None."""
+    expr = size.node.expr
+    if not expr.free_symbols:
+        return None  # a size that export took for dynamic and then found constant
+    symbol = next(iter(expr.free_symbols))
+    count = expr / symbol
+    return (symbol, int(count)) if count.is_Integer else None
+
+
+def size_range(mode: FakeTensorMode, symbol: sympy.Symbol) -> Any:
+    """The range that the mode's shape environment knows for a symbol."""
+    assert mode.shape_env is not None
+    return mode.shape_env.var_to_range[symbol]
+
+
+def shape_facts(mode: FakeTensorMode) -> tuple[int, ...]:
+    """How many guards, replacements and deferred assertions the shape environment holds: growth is specialisation."""
+    env = mode.shape_env
+    if env is None:
+        return ()
+    return len(env.guards), len(env.replacements), sum(map(len, env.deferred_runtime_asserts.values()))
+
+
+UNKNOWN_SIZE = 8192  # as torch takes it
+
+
+def sym_hint(size: Any) -> int:
+    """The size in the example that the program was exported with; of one that depends on data, a large one."""
+    if isinstance(size, int):
+        return size
+    env, expr = size.node.shape_env, size.node.expr
+    if hasattr(env, "optimization_hint"):  # from torch 2.13 on
+        return int(env.optimization_hint(expr))
+    hint = env.size_hint(expr, allow_none=True)
+    return int(expr.subs(dict.fromkeys(expr.free_symbols, UNKNOWN_SIZE)) if hint is None else hint)
+
+
+def sym_expr(size: Any) -> Any:
+    """A size as a sympy expression of the program's symbols."""
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
