@@ -11,12 +11,10 @@ from torch.export import Dim, export
 
 from passes.localize_shapes import localize_shapes
 from passes.lower_reshards import lower_reshards
-from tests.passes.stages import Call, Given, folded, with_numbers
+from tests.passes.stages import Call, folded
 from tpcompiler import parallelize
-from tpcompiler.ir.program import ORIGIN, RESHARD, LoweredProgram, ReshardedProgram
-from tpcompiler.ir.shares import cut, join
+from tpcompiler.ir.program import ORIGIN, RESHARD, ReshardedProgram
 from tpcompiler.ir.text import program_text
-from tpcompiler.verify.simulate import simulate
 
 CHANGE = Call(lambda self, x: x)
 
@@ -364,42 +362,3 @@ def test_equal_changes_are_traced_once(source: str, target: str, shape: tuple[in
     for rank in (0, 1):
         lower_reshards(program, (rank,), traces)
     assert len(traces) == count
-
-
-KINDS = ("R", "S(0)", "S(1)", "S(2)", "P(sum)", "P(avg)", "P(max)", "P(min)", "P(product)")
-
-
-@pytest.mark.parametrize("degree", [2, 3])
-def test_every_change_keeps_the_value(degree: int) -> None:
-    """Even, uneven and empty shards: six values of this shape go through all pairs of placements in one program."""
-    pairs: list[tuple[str, str]] = [(a, b) for a in KINDS for b in KINDS if a != b]
-    value = torch.randn(4, 5, 3)
-    module = Call(lambda self, xs: tuple(xs))
-    inputs: Given = [a for a, _ in pairs]
-    program = folded(
-        module, ([value + i for i in range(len(pairs))],), degree=degree, inputs=inputs, outputs=[b for _, b in pairs]
-    )
-    results = simulate(*_all_ranks(program, [value + i for i in range(len(pairs))]))
-    for at, (source, target) in enumerate(pairs):
-        made = program.output.args[0][at].meta["tpcompiler_mark"].shardings[0]  # type: ignore[index]
-        for whole in join([r.outputs[at] for r in results], made, program.mesh, value.shape):
-            torch.testing.assert_close(whole, value + at, msg=lambda m, s=source, t=target: f"{s} -> {t}: {m}")
-
-
-def _all_ranks(program: ReshardedProgram, values: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
-    traces: dict[Any, Any] = {}
-    ranks = range(program.mesh.world_size)
-    graphs = [localize_shapes(lower_reshards(program, (rank,), traces), {}) for rank in ranks]
-    places = [node.meta["tpcompiler_mark"].shardings[0] for node in program.user_inputs()]
-    shares = [[cut(v, at, program.mesh, rank) for v, at in zip(values, places, strict=True)] for rank in ranks]
-    return [Runnable(with_numbers(graph)) for graph in graphs], shares
-
-
-class Runnable:
-    """As much of an exported program as `simulate` reads."""
-
-    def __init__(self, program: LoweredProgram) -> None:
-        self.graph = program.graph
-        self.graph_signature = program.source.graph_signature
-        self.state_dict = program.source.state_dict
-        self.constants = program.source.constants

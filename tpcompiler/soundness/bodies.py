@@ -16,7 +16,8 @@ from tpcompiler.ir.local import key
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.infer import Refusal, follow, merge
 from tpcompiler.rules.notation import Rule, ShardRange
-from tpcompiler.soundness.folded import Folded, Region
+from tpcompiler.soundness.folded import Folded
+from tpcompiler.soundness.region import Region
 from tpcompiler.soundness.unsound import Unsound
 
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # but for whether they may copy

@@ -28,6 +28,7 @@ from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.soundness.drawn import Sizes
 from tpcompiler.soundness.numbers import Numbers, find_numbers
+from tpcompiler.soundness.region import Region, find_regions
 from tpcompiler.soundness.unsound import Unsound
 
 LAYOUT = (aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default)
@@ -38,22 +39,6 @@ Results = dict[Any, Any]
 def first_line(error: Exception) -> str:
     """Of its text, or its name where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-@dataclass(frozen=True)
-class Region:
-    """Nodes that ranks run for one change of sharding, or (`call`) for a share of one op.
-
-    `inputs`: the nodes outside that they use, `outputs`: those of them that others use; `numbers`: of the rank that
-    runs them.
-    """
-
-    name: str
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
-    numbers: tuple[fx.Node, ...] = ()
-    call: Any = None
 
 
 @dataclass
@@ -135,7 +120,7 @@ def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh, results: Re
     made = Folded(program, mesh, fake_mode_of(program.graph), results=results)
     made.numbers = find_numbers(program, manifest)
     read_bodies(program.graph, program.graph_module)
-    regions = _regions(program.graph, made.numbers)
+    regions = find_regions(program.graph, made.numbers)
     last = {region.nodes[-1]: region for region in regions.values()}
     inside = {node for region in regions.values() for node in region.nodes} | made.numbers.nodes
     made.regions.update(regions)
@@ -167,24 +152,6 @@ def _fold_body_of_control_flow(made: Folded, node: fx.Node) -> None:
     new = made.graph.create_node("get_attr", str(node.target), name=node.name)
     new.meta["val"] = body
     made.stands_for(node, new)
-
-
-def _regions(graph: fx.Graph, numbers: Numbers) -> dict[str, Region]:
-    members: dict[str, list[fx.Node]] = {}
-    for node in edit.calls(graph):
-        claim = read_claim(node)
-        if name := claim.get("reshard") or claim.get("body"):
-            members.setdefault(f"{'reshard' if 'reshard' in claim else 'body'} {name}", []).append(node)
-    found = {}
-    for name, nodes in members.items():
-        own = set(nodes)
-        used = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in own)
-        inputs = tuple(node for node in used if node not in numbers.read)
-        read = tuple(node for node in used if node in numbers.read)
-        # A rank with an empty share of what is made next may need nothing of it.
-        outputs = tuple(node for node in nodes if any(user not in own for user in node.users)) or (nodes[-1],)
-        found[name] = Region(name, tuple(nodes), inputs, outputs, read)
-    return found
 
 
 def _inputs(made: Folded, manifest: Manifest) -> None:

@@ -20,7 +20,8 @@ from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.soundness.bodies import check_body
 from tpcompiler.soundness.drawn import Sizes
-from tpcompiler.soundness.folded import Folded, Region
+from tpcompiler.soundness.folded import Folded
+from tpcompiler.soundness.region import Region
 from tpcompiler.soundness.sizes import change_shape, operand_shapes, plain, whole_shape
 from tpcompiler.soundness.unsound import Unsound
 from tpcompiler.verify.simulate import Waiting, lock_step, run_call

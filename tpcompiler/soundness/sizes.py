@@ -13,7 +13,8 @@ from tpcompiler._torch import aten, c10d_functional
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.soundness.folded import Folded, Region
+from tpcompiler.soundness.folded import Folded
+from tpcompiler.soundness.region import Region
 
 SMALL = 16
 # Their numbers are compared with values, and no sizes.
