@@ -101,3 +101,35 @@ def test_a_cache_by_steps(mesh: Any, placement: Any, steps: int, tmp_path: Path)
     assert program.verify(first, then=then).ok  # ranks that see no key yet, steps that lie on two ranks
     program.save(tmp_path / "out")
     assert tpcompiler.check(tmp_path / "out", exported).ok
+
+
+class Batch(nn.Module):
+    """A step of decoding for sequences each of which is at a position of its own; slots from behind are negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(3, 64, 2, 16))
+        self.register_buffer("values", torch.zeros(3, 64, 2, 16))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(3)
+        self.keys[rows, at] = k
+        self.values[rows, at - 64] = v
+        seen = (torch.arange(64) <= at[:, None])[:, None, None, :]
+        keys, values = self.keys.transpose(1, 2), self.values.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, keys, values, seen, enable_gqa=True)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sequences_at_positions_of_their_own(world: int, tmp_path: Path) -> None:
+    """Each rank writes what lies in its steps; the cache is not gathered."""
+    first, *then = (
+        (torch.randn(3, 4, 1, 16), *torch.randn(2, 3, 2, 16), torch.tensor(at))
+        for at in ([0, 5, 31], [1, 6, 32], [33, 63, 15], [34, 16, 17])
+    )
+    exported = export(Batch(), first)
+    program = tpcompiler.parallelize(exported, world, {"keys": "S(1)", "values": "S(1)"})
+    assert [(c.kind, c.payload_bytes) for c in program.collectives()] == [("all_reduce", 48), ("all_reduce", 48 * 17)]
+    assert program.verify(first, then=then).ok
+    program.save(tmp_path / "out")
+    assert tpcompiler.check(tmp_path / "out", exported).ok

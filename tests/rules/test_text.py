@@ -66,10 +66,12 @@ any shards; linear in 0 and 1
 any shards; linear in 0 and 1 and 2
     cat.default
 any shards; linear in 0 and 2
-    _unsafe_index_put.default index_add.default index_put.default masked_fill.Tensor scatter.reduce
-    scatter.src scatter_add.default scatter_reduce.two
+    index_add.default masked_fill.Tensor scatter.reduce scatter.src scatter_add.default
+    scatter_reduce.two
+any shards; linear in 0 and 2; own body for d0
+    _unsafe_index_put.default
 any shards; linear in 0 and 2; own body for d1
-    index_copy.default
+    index_copy.default index_put.default
 any shards; linear in 0 or linear in 1
     _int_mm.default bmm.default einsum.default linalg_cross.default linear.default matmul.default
     mm.default mul.Tensor tensordot.default

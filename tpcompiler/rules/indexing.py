@@ -107,10 +107,11 @@ def index(node: fx.Node) -> RuleText | None:
 
 @op_rule(aten.index_put.default, aten._unsafe_index_put.default, shards="any")
 def index_put(node: fx.Node) -> RuleText | None:
-    """ "d0 d1! d2, i0!, d0 i0! d2 -> d0 d1! d2": every rank writes all positions of its own part.
+    """ "d0 d1 d2, i0!, d0 i0! d2 -> d0 d1 d2": every rank writes all positions of its own part; of a
+    dim that is indexed those that it has.
 
     Jointly linear, whether what is written replaces what was there or is added to it. What is added may be cut by
-    positions, "+d0 d1! d2, i0, d0 i0 d2 -> d0 d1! d2": each rank adds its own, and the tensor is an addend of the sum.
+    positions, "+d0 d1 d2, i0, d0 i0 d2 -> d0 d1 d2": each rank adds its own, and the tensor is an addend of the sum.
     """
     found = _positions(node)
     if found is None:
@@ -119,6 +120,11 @@ def index_put(node: fx.Node) -> RuleText | None:
     shape = dict(zip(made, sizes, strict=True))
     shape.update({f"d{d}": size for d, size in enumerate(node.meta["val"].shape)})
     adds = bool(edit.bound(node)["accumulate"])
+    local = {}
+    for d, index in enumerate(edit.bound(node)["indices"]):
+        if index is not None and isinstance(node.meta["val"].shape[d], int):
+            dims[d] = f"d{d}"
+            local[dims[d]] = partial(_put_own, at=d, total=node.meta["val"].shape[d])
     whole = {name: name if adds else f"{name}!" for name in made}
     names = [whole.get(name, name) for name in result]
     values = edit.operands(node)[-1].meta["val"].shape
@@ -126,7 +132,27 @@ def index_put(node: fx.Node) -> RuleText | None:
     terms = [" ".join(whole.get(word, word) for word in term.split()) for term in terms]
     into = " ".join(dims)
     text = f"{'+' * adds}{', '.join([into, *terms, written])} -> {into}"
-    return RuleText(text, linear=((0, len(terms) + 1),))
+    return RuleText(text, linear=((0, len(terms) + 1),), local=local)
+
+
+def _put_own(
+    value: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool = False,
+    *,
+    shard: ShardRange,
+    at: int,
+    total: int,
+) -> torch.Tensor:
+    """What is written at the positions that this shard has; the others are written to a place behind it."""
+    size = value.shape[at]
+    local, outside = _own(indices[at], total, shard)  # type: ignore[arg-type]
+    own = [torch.where(outside, size, local) if d == at else index for d, index in enumerate(indices)]
+    behind = value.new_zeros([1 if d == at else length for d, length in enumerate(value.shape)])
+    made = aten.index_put.default(torch.cat([value, behind], at), own, values, accumulate)
+    kept: torch.Tensor = made.narrow(at, 0, size).clone()
+    return kept
 
 
 @op_rule(aten.index_select.default, shards="any")
