@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,34 +12,15 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
+from tests.zoo.found import from_file, written
 from tests.zoo.index import CASES
-from tpcompiler import ParallelProgram, Plan
+from tpcompiler import Plan
 from tpcompiler.errors import PlanError
-from tpcompiler.explain.plan_text import plan_text
-from tpcompiler.frontend.plain_weights import with_plain_weights
 
 
 @cache
 def exported(name: str) -> ExportedProgram:
     return CASES[name].export(False)
-
-
-def from_file(program: ExportedProgram, mesh: Any, folder: Path, **asked: Any) -> ParallelProgram:
-    """Converted with the file that is written for what the search finds."""
-    file = folder / "plan.yaml"
-    file.write_text(plan_text(with_plain_weights(program), tpcompiler.find_plan(program, mesh, **asked)))
-    return tpcompiler.parallelize(program, mesh, file, **asked)
-
-
-def written(made: ParallelProgram) -> list[Any]:
-    """The manifest, and of every rank the graph with its claims, and the state."""
-    ranks = [made.rank_program(rank) for rank in range(made.world_size)]
-    graphs = [
-        [(node.name, str(node.target), str(node.args), str(node.meta.get("custom"))) for node in rank.graph.nodes]
-        for rank in ranks
-    ]
-    states = [{name: value.tolist() for name, value in rank.state_dict.items()} for rank in ranks]
-    return [dataclasses.asdict(made.manifest()), graphs, states]
 
 
 # A decoder, also with fewer heads of keys than ranks, a packed matrix, an encoder-decoder whose halves share a table,

@@ -74,6 +74,7 @@ STEPS: dict[str, Step] = {
     "mutants": command("mutants", ["tests.trust.mutants"], r"No damage is left.*|(SURVIVED|FALSE ALARM).*"),
     "zoo": command("check of the zoo", ["tests.zoo"], r"check: \d+ conversions.*"),
     "elastic": command("there and back", ["tests.zoo.elastic"], r"\d+ models, \d+ of them not.*"),
+    "plans": command("plans of the search", ["tests.zoo.found"], r"\d+ models on .*"),
     "threads": command(
         "the judge with two threads", ["pytest", "-q", "tests/soundness"], r"\d+ (passed|failed).* in .*",
         OMP_NUM_THREADS="2",

@@ -40,6 +40,7 @@ def test_every_part_is_a_step() -> None:
         "mutants",
         "zoo",
         "elastic",
+        "plans",
         "threads",
         "long",
         "random",
