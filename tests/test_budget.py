@@ -13,6 +13,7 @@ import tpcompiler
 from tests.runtime.commands import call, refused, right
 from tests.runtime.models import PLAN, PLAN_TEXT, export_mlp
 from tpcompiler import ParallelProgram, check_budget
+from tpcompiler.cost.amounts import read_bytes
 from tpcompiler.errors import BudgetError
 
 GATHERED = {**PLAN, "head": "colwise_gather_output"}
@@ -108,3 +109,14 @@ def test_the_command_line(tmp_path: Path) -> None:
     right(*words, "--budget", "1 all_reduce/layer", "--max-wire-bytes", 192, "--max-memory", "1.5kB")
     assert "sound" in right("check", out, "--budget", "1 all_reduce/layer")
     assert call("check", out, "--max-wire-bytes", 191).exit_code == 2
+
+
+def test_both_limits_on_memory_are_written_alike(tmp_path: Path) -> None:
+    """A number alone is bytes."""
+    torch.export.save(export_mlp(), tmp_path / "model.pt2")
+    (tmp_path / "plan.yaml").write_text(PLAN_TEXT)
+    words = "convert", tmp_path / "model.pt2", "--tp", 2, "--plan", tmp_path / "plan.yaml", "--dry-run"
+    for amount in ("24", "0.024kB"):
+        assert ", 1,272 more than 24" in refused(*words, "--max-memory", amount)
+        assert "more than the limit of 24." in refused(*words, "--memory", amount)
+    assert read_bytes("2KiB") == read_bytes(2048) == 2048

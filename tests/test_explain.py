@@ -23,10 +23,13 @@ from tests.runtime.models import PLAN, export_mlp
 from tests.solver.test_auto import mlp
 from tpcompiler import Mesh, Plan, explain_artifact
 from tpcompiler.cost.objective import SEARCHED
+from tpcompiler.errors import ShardingError
+from tpcompiler.explain import again
 from tpcompiler.explain.written import Written
+from tpcompiler.ir.program import MarkedProgram, PlannedProgram
 from tpcompiler.solver.otherwise import price_otherwise
 from tpcompiler.solver.problem import UNIT, pose
-from tpcompiler.solver.solution import search
+from tpcompiler.solver.solution import Solution, search
 from tpcompiler.solver.stage import Stage
 
 PAGE = Path(__file__).parents[1] / "docs" / "auto.md"
@@ -189,3 +192,21 @@ def test_programs_that_share_weights_are_searched_together(tmp_path: Path, out: 
     assert alone.seconds is not None
     assert both.seconds is not None
     assert alone.seconds < both.seconds < 2 * alone.seconds
+
+
+def test_a_placement_that_cannot_be_carried_out_says_why(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not taken for one that there is not."""
+    mark = again.mark_placements
+
+    def fail(program: PlannedProgram, found: Solution) -> MarkedProgram:
+        leaf = next(node for node, fqn in program.leaves() if fqn == "layers.0.down.weight")
+        if found.leaves[leaf].dims[0].axes:
+            raise ShardingError("no parts [here]", help="none")
+        return mark(program, found)
+
+    monkeypatch.setattr(again, "mark_placements", fail)
+    found = explain_artifact(out, "layers.0.down.weight").alternatives
+    assert [(each.makes, each.failed) for each in found if each.seconds is None] == [(("S(0)",), "no parts [here]")]
+    text = right("explain", out, "layers.0.down.weight")
+    assert re.search(r"^S\(0\) +fails$", text, re.MULTILINE)
+    assert text.endswith("\nS(0): fails: no parts [here]\n\n")

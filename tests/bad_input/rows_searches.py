@@ -32,7 +32,8 @@ SEARCHES = [
     Row(
         "no amount of memory",
         f"{PLAN} --memory 24XB",
-        "Error: Invalid value for --memory: '24XB' is no amount of memory, such as 24GB",
+        "'24XB' is no number of bytes",
+        "write 24GB, 22.5GiB, or bytes",
     ),
     Row(
         "less memory than any placement takes",

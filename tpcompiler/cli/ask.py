@@ -16,7 +16,6 @@ from tpcompiler.cli.options import (
     Tp,
     Trust,
     app,
-    in_bytes,
     progress,
     read_mesh,
     refuse_two_meshes,
@@ -66,7 +65,7 @@ def plan(
         over, given = read_mesh(tp, mesh), Plan() if partial is None else Plan.of(partial)
         program = read_model(model, imports or (), trust=trust)
         status.update("searching")
-        found = find_plan(program, over, given, machine=machine, memory=in_bytes(memory))
+        found = find_plan(program, over, given, machine=machine, memory=memory)
         text = plan_text(with_plain_weights(program), found)
     if out is not None:
         printing.write_content(out, text)
@@ -103,7 +102,7 @@ def doctor(
 
         program = read_model(model, imports or (), trust=trust)
         status.update("placing it on every number of ranks")
-        data = describe.diagnosis_data(diagnose(program, machine=machine, memory=in_bytes(memory)))
+        data = describe.diagnosis_data(diagnose(program, machine=machine, memory=memory))
     if json:
         printing.print_json(data)
     else:

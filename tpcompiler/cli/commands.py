@@ -33,7 +33,6 @@ from tpcompiler.cli.options import (
     Tp,
     Trust,
     app,
-    in_bytes,
     progress,
     read_mesh,
     refuse_two_meshes,
@@ -258,7 +257,7 @@ def convert(
             device_type=device_type.value if device_type else None,
             collectives=collectives.value,
             machine=machine,
-            memory=in_bytes(memory),
+            memory=memory,
         )
         each: dict[str, Any] = dict(made) if names else {"": made}
         for name, one in each.items() if allowed != Budget() else ():

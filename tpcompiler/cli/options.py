@@ -15,13 +15,13 @@ from rich.status import Status
 from rich.text import Text
 from typer.core import TyperGroup
 
+from tpcompiler.cost.amounts import read_bytes
 from tpcompiler.errors import MeshError, TpCompilerError
 from tpcompiler.printed import one_line, print_nowhere, printed_streams
 
 if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh
 
-UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
 
 
@@ -75,8 +75,10 @@ Machine = Annotated[
     str, typer.Option("--machine", metavar="FILE", help="What the devices can do: a YAML file, or a known name.")
 ]
 Memory = Annotated[
-    str | None,
-    typer.Option("--memory", metavar="GB", help="The most that a rank may hold: 24GB, 24GiB, or 24, in 10^9 bytes."),
+    int | None,
+    typer.Option(
+        "--memory", metavar="BYTES", parser=read_bytes, help="The most that a rank may hold: 24GB, 22.5GiB, or bytes."
+    ),
 ]
 Limits = Annotated[
     list[str] | None,
@@ -86,10 +88,11 @@ MaxWireBytes = Annotated[
     int | None, typer.Option("--max-wire-bytes", metavar="N", help="The most bytes that a rank may send in a call.")
 ]
 MaxMemory = Annotated[
-    str | None,
+    int | None,
     typer.Option(
         "--max-memory",
         metavar="BYTES",
+        parser=read_bytes,
         help="The most that a rank's parameters, buffers and constants may take, such as 24GB. Fails where it is more.",
     ),
 ]
@@ -100,16 +103,6 @@ def progress(text: str) -> Status:
     """A spinner on standard error; nothing where that is a file."""
     # To the terminal itself: a spinner is made of control characters. No str: rich would read brackets as markup.
     return Console(file=sys.__stderr__).status(Text(one_line(text)))
-
-
-def in_bytes(memory: str | None) -> int | None:
-    """What --memory says. Raises BadParameter where that is no amount."""
-    if memory is None:
-        return None
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]{1,2})?)\s*(GB|GiB|MB|MiB)?", memory.strip(), re.ASCII)
-    if found is None:
-        raise typer.BadParameter(f"{memory!r} is no amount of memory, such as 24GB", param_hint="--memory")
-    return int(float(found[1]) * UNITS[found[2] or "GB"])
 
 
 def refuse_two_meshes(tp: int | None, text: str | None) -> None:

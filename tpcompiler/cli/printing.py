@@ -189,7 +189,7 @@ def print_explanation(said: Explanation, machine: str) -> None:
         (
             ", ".join(each.makes),
             ", ".join(each.needs),
-            "never" if each.seconds is None else f"{each.seconds * 1e6:+,.3f}",
+            ("fails" if each.failed else "never") if each.seconds is None else f"{each.seconds * 1e6:+,.3f}",
             *("" if count is None else f"{count:+,}" for count in (each.wire_bytes, each.held_bytes)),
             notes.get((each.is_chosen, each.is_tied), ""),
         )
@@ -197,6 +197,8 @@ def print_explanation(said: Explanation, machine: str) -> None:
     ]
     headers = ("makes" if any(each.needs for each in said.alternatives) else "sharding", "needs", "us")
     _table(out, one_line(f"alternatives{least}"), (*headers, "wire bytes", "held bytes", ""), choices)
+    failed = [f"{', '.join(each.makes)}: fails: {each.failed}" for each in said.alternatives if each.failed]
+    print("".join(f"{one_line(line)}\n" for line in failed), end="\n" if failed else "")
 
 
 def print_difference(found: ArtifactDifference, machine: str) -> None:

@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tpcompiler.cost.collective import KINDS, wire_bytes
+from tpcompiler.runtime.target import reason
 
 ROUNDS = 7  # of each measurement, of which the median counts
 LONGEST = timedelta(minutes=1)  # of one collective
@@ -31,15 +32,17 @@ def main(folder: str) -> None:
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=LONGEST)
-    world, rates, links = dist.get_world_size(), measure_device(device), list[dict[str, Any]]()
+    world, rates = dist.get_world_size(), measure_device(device)
+    links, missing = list[dict[str, Any]](), list[dict[str, Any]]()
     for ranks in sorted({*(1 << power for power in range(1, world.bit_length())), world}):
         group = dist.new_group(list(range(ranks)), timeout=LONGEST)
         if dist.get_rank() < ranks:
-            links += [found for kind in KINDS if (found := measure_link(kind, ranks, group, device)) is not None]
+            for each in measure_links(ranks, group, device):
+                (missing if "reason" in each else links).append(each)
         dist.barrier()
     if dist.get_rank() == 0:
-        backend = dist.get_backend()
-        Path(folder, "measured.json").write_text(json.dumps({"backend": backend, "rates": rates, "links": links}))
+        found = {"backend": dist.get_backend(), "rates": rates, "links": links, "missing": missing}
+        Path(folder, "measured.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -58,8 +61,21 @@ def measure_device(device: torch.device) -> dict[str, float]:
     return {"flops": 2 * SIDE**3 / product, "memory_bandwidth": 2 * COPIED / copy, "memory": memory}
 
 
-def measure_link(kind: str, ranks: int, group: Any, device: torch.device) -> dict[str, Any] | None:
-    """Seconds and bytes/s of a kind of collective in a group of so many ranks; None where the backend lacks it."""
+def measure_links(ranks: int, group: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+    """What `measure_link` finds of each kind of collective, or the `reason` why it cannot be measured."""
+    for kind in KINDS:
+        try:
+            yield measure_link(kind, ranks, group, device)
+        except RuntimeError as error:  # such as one that the backend lacks
+            yield {"collective": kind, "ranks": ranks, "reason": reason(error)}
+
+
+def measure_link(kind: str, ranks: int, group: Any, device: torch.device) -> dict[str, Any]:
+    """Seconds and bytes/s of a kind of collective in a group of so many ranks.
+
+    Raises:
+        RuntimeError: the backend does not do it.
+    """
     sent, seconds = list[float](), list[float]()
     for size in SIZES:
         count = size // 4 // ranks * ranks
@@ -70,10 +86,7 @@ def measure_link(kind: str, ranks: int, group: Any, device: torch.device) -> dic
             "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole, group=group),
             "all_to_all": partial(dist.all_to_all_single, torch.zeros_like(whole), whole, group=group),
         }
-        try:
-            seconds.append(seconds_of(calls[kind], device, group))
-        except (RuntimeError, NotImplementedError):
-            return None
+        seconds.append(seconds_of(calls[kind], device, group))
         sent.append(wire_bytes(kind, count * 4, ranks))
     latency, bandwidth = fit_link(sent, seconds)
     return {"collective": kind, "ranks": ranks, "latency": latency, "bandwidth": bandwidth}

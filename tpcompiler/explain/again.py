@@ -33,7 +33,8 @@ from tpcompiler.solver.solution import Solution
 
 class Price(NamedTuple):
     """A choice, and what the whole program comes to with it: `wire_bytes` of a call and `held_bytes` of weights, of one
-    rank, and `seconds` as docs/auto.md counts them. None of these where no placement has it.
+    rank, and `seconds` as docs/auto.md counts them. None of these where no placement has it, or where the
+    one that the search finds cannot be marked: why not is `failed`.
     """
 
     wants: tuple[Sharding, ...]
@@ -41,6 +42,7 @@ class Price(NamedTuple):
     wire_bytes: int | None
     held_bytes: int | None
     seconds: float | None
+    failed: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ class Again:
             return Price(choice.wants, choice.made, None, None, None)
         try:
             marked = mark_placements(choice.solution.programs[self.at], choice.solution)
-        except TpCompilerError:  # such as a packed style whose uses show no parts then
-            return Price(choice.wants, choice.made, None, None, None)
+        except TpCompilerError as error:  # such as a packed style whose uses show no parts then
+            return Price(choice.wants, choice.made, None, None, None, failed=error.message)
         return Price(choice.wants, choice.made, wire_bytes(marked), held_bytes(marked), choice.solution.seconds)
 
 

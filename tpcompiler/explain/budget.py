@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tpcompiler.cost.amounts import read_bytes
 from tpcompiler.cost.collective import KINDS
 from tpcompiler.errors import BudgetError
 from tpcompiler.explain.counts import held_per_rank
@@ -14,7 +15,6 @@ from tpcompiler.explain.report import split_layer
 from tpcompiler.runtime.artifact import Manifest
 
 MANY = ("collectives", "fallbacks")  # of all kinds
-UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 MOST_NAMED = 3  # collectives that an error names
 
 
@@ -54,7 +54,7 @@ class Budget:
         """
         if wire_bytes is not None and wire_bytes < 0:
             raise BudgetError(f"a budget of {wire_bytes} wire bytes is below 0", help="give a number of bytes from 0")
-        return cls(tuple(map(_read_limit, limits)), wire_bytes, None if memory is None else _read_bytes(memory))
+        return cls(tuple(map(_read_limit, limits)), wire_bytes, None if memory is None else read_bytes(memory))
 
     def check(self, manifest: Manifest, title: str = "the program") -> None:
         """Raises BudgetError where a program does more than this: what, where, and by how much."""
@@ -88,13 +88,6 @@ def _read_limit(text: str) -> Limit:
             help=f'write "2 all_reduce/layer", or "0 fallbacks" of the whole model; of {", ".join((*KINDS, *MANY))}',
         )
     return Limit(int(found[1]), found[2], found[3] is not None)
-
-
-def _read_bytes(said: int | str) -> int:
-    found = re.fullmatch(rf"\s*(\d{{1,18}}(?:\.\d{{1,9}})?)\s*({'|'.join(UNITS)})\s*", str(said), re.ASCII)
-    if found is None:
-        raise BudgetError(f"{said!r} is no number of bytes", help="write 24GB, 22.5GiB, or bytes")
-    return int(float(found[1]) * UNITS[found[2]]) if "." in found[1] else int(found[1]) * UNITS[found[2]]
 
 
 def _in_all(limit: Limit, found: Sequence[Mapping[str, Any]]) -> Iterator[str]:

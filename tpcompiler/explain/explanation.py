@@ -47,11 +47,13 @@ class Alternative:
         needs: of an op, the shardings of its operands.
         makes: the sharding of the op's results, or of the parameter.
         seconds: of a call on the machine, as docs/auto.md counts them: what is sent, multiplied, and the price of the
-            weights that are held. None where the plan, the boundary or the ops leave no placement with this choice.
+            weights that are held. None where the plan, the boundary or the ops leave no placement with this choice, or
+            where the cheapest one cannot be carried out.
         wire_bytes: that a rank sends in a call, above those of the artifact's choice or below.
         held_bytes: of weights that a rank holds, likewise.
         is_chosen: whether it is the artifact's.
         is_tied: whether it is another one of the same seconds as the artifact's.
+        failed: why the cheapest placement with it cannot be carried out; empty where it can, or there is none.
     """
 
     needs: tuple[str, ...]
@@ -61,6 +63,7 @@ class Alternative:
     held_bytes: int | None
     is_chosen: bool
     is_tied: bool
+    failed: str
 
 
 @dataclass(frozen=True)
@@ -259,6 +262,7 @@ def _priced(
             _minus(price.held_bytes, chosen and chosen.held_bytes),
             is_chosen=price is chosen,
             is_tied=is_tied and price is not chosen,
+            failed=price.failed,
         )
 
     def place(price: Price) -> tuple[float, bool]:
