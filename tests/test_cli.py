@@ -17,6 +17,7 @@ from tests.launch import torchrun
 from tests.runtime.commands import call, right
 from tests.runtime.models import PLAN_TEXT, export_mlp, mlp_inputs
 from tpcompiler import cli
+from tpcompiler.explain.summary import summary_parts
 from tpcompiler.runtime.artifact import sha256
 
 COMMANDS = ["inspect", "doctor", "plan", "calibrate", "convert", "verify", "run", "show"]
@@ -212,7 +213,7 @@ def test_the_summary_names_every_fallback(model: Path, plan: Path, capsys: pytes
     data = json.loads(right("convert", model, "--tp", 2, "--plan", plan, "--dry-run", "--json"))
     row = {"kind": "all_gather", "payload_bytes": 4096, "source": "model.py:3, in forward", "reason": "no rule cuts it"}
     data |= {"fallbacks": [row], "notes": [{"kind": "no rule", "text": "aten.sort at 'sort' has no rule"}]}
-    tpcompiler.cli.printing.print_summary(data, "out")
+    tpcompiler.cli.printing.print_titled("out", summary_parts(data))
     assert (
         capsys.readouterr().out
         == f"""\

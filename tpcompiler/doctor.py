@@ -8,7 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from rich.filesize import decimal
 from torch.export import ExportedProgram
 
 from tpcompiler.api import conversions_of, read_plan
@@ -22,8 +24,10 @@ from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.place import Aim, TooLarge
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import StepTime, measure_step_time
+from tpcompiler.tables import Part, Shown, Table
 
 MOST = 16  # ranks, of the degrees that are tried
+UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 FURTHEST = 1024  # ranks, where a limit on memory is not met by fewer
 
 
@@ -49,15 +53,70 @@ class Degree:
     fits: bool
     remarks: tuple[str, ...]
 
+    def row(self) -> tuple[str, ...]:
+        """What is shown of it."""
+        held = (self.memory.weights, self.memory.caches, self.memory.activations, self.memory.total)
+        step = _duration(self.seconds.total)
+        sent = str(self.collectives), decimal(self.wire_bytes)
+        return (str(self.ranks), *map(decimal, held), *sent, step, "yes" if self.fits else "no")
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "ranks": self.ranks,
+            "mesh": self.mesh,
+            "bytes": {
+                "weights": self.memory.weights,
+                "caches": self.memory.caches,
+                "activations": self.memory.activations,
+                "total": self.memory.total,
+            },
+            "collectives": self.collectives,
+            "wire_bytes": self.wire_bytes,
+            "seconds": {**self.seconds._asdict(), "total": self.seconds.total},
+            "fits": self.fits,
+            "remarks": list(self.remarks),
+        }
+
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """What each degree gives. `stopped`: those that no placement suits, and why. `least`: the smallest that fits."""
+class Diagnosis(Shown):
+    """What each degree gives on a machine.
 
+    Attributes:
+        stopped: degrees that no placement suits, and why.
+        limit: bytes that a rank may hold.
+        least: the smallest degree that fits.
+    """
+
+    machine: str
     degrees: tuple[Degree, ...]
     stopped: dict[int, str]
     limit: int
     least: int
+
+    def parts(self) -> Iterator[Part]:
+        """A line for each degree; then what stops degrees, or costs."""
+        yield f"on {self.machine} a rank may hold {decimal(self.limit)}"
+        headers = ("ranks", "weights", "caches", "at peak", "in all", "count", "sent", "step", "fits")
+        rows = [each.row() for each in self.degrees]
+        yield Table("of each rank, in one call", headers, rows, right=headers[:-1])
+        lines = [f"{each.ranks}: {remark}" for each in self.degrees for remark in each.remarks]
+        lines += [f"{ranks}: not possible: {reason}" for ranks, reason in self.stopped.items()]
+        yield from (*lines, "") if lines else ()
+        yield f"the smallest that fits: --tp {self.least}"
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON."""
+        stopped = [{"ranks": ranks, "reason": reason} for ranks, reason in self.stopped.items()]
+        degrees = [each.to_data() for each in self.degrees]
+        return {
+            "machine": self.machine,
+            "limit": self.limit,
+            "least": self.least,
+            "degrees": degrees,
+            "stopped": stopped,
+        }
 
 
 @collector_rests()
@@ -95,7 +154,7 @@ def diagnose(
     fitting = [ranks for ranks, each in degrees.items() if each.fits]
     if not fitting:
         raise _too_large(exported_program, described, limit, degrees)
-    return Diagnosis(tuple(degrees.values()), stopped, limit, min(fitting))
+    return Diagnosis(described.name, tuple(degrees.values()), stopped, limit, min(fitting))
 
 
 def _examine(
@@ -117,6 +176,11 @@ def _examine(
     remarks = (*uneven, *_shared(found), *_whole(found, pair))
     mesh, memory, total = dict(found.mesh.axes), measure_memory(found), sum(count for _, _, count in sent)
     return Degree(ranks, mesh, memory, least, len(sent), total, seconds, least.total <= limit, remarks), found
+
+
+def _duration(seconds: float) -> str:
+    unit, name = next((pair for pair in UNITS_OF_TIME if seconds >= pair[0]), UNITS_OF_TIME[-1])
+    return f"{seconds / unit:.3g} {name}"
 
 
 def _cut_sizes(found: Solution) -> Iterator[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from tpcompiler.compared import compared_calls, layout_of, on_cpu
 from tpcompiler.errors import InternalError
 from tpcompiler.explain.report import Collective, report_text
+from tpcompiler.explain.summary import artifact_data, summary_parts
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import RESHARD, Note, ReshardedProgram, mark_of, reshard, tied
@@ -24,13 +25,14 @@ from tpcompiler.partition import Partition
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import Manifest, Writer, write_artifact
 from tpcompiler.soundness.check import check_artifact
+from tpcompiler.tables import Part, Report, Shown
 from tpcompiler.verify.compare import Call, Subject, VerifyReport, read_call
 from tpcompiler.verify.judge import Layout
 from tpcompiler.verify.reference import runnable
 from tpcompiler.writing import Files, writer_of
 
 
-class ParallelProgram:
+class ParallelProgram(Shown):
     """The tensor-parallel programs of one exported program, made by `tpcompiler.parallelize`."""
 
     def __init__(
@@ -96,14 +98,19 @@ class ParallelProgram:
                     per_rank[rank] += torch.Size(shape).numel() * value.element_size()
         return whole, per_rank
 
-    def report(self) -> str:
+    def report(self) -> Report:
         """Parameters and bytes per rank, collectives, fallbacks with their bytes, what no rule touches: as text."""
         advice = {
             node.meta[RESHARD].name: self._advice(edit.operands(node)[0].name)
             for node in edit.calls(self.resharded.graph)
             if node.target is reshard and node.meta[RESHARD].why == "fallback"
         }
-        return report_text(self.mesh, *self.parameter_bytes(), self.collectives(), self.notes, advice)
+        text = report_text(self.mesh, *self.parameter_bytes(), self.collectives(), self.notes, advice)
+        return Report(text)
+
+    def parts(self) -> Iterator[Part]:
+        """What a notebook shows: the same as `tpcompiler convert` prints."""
+        return summary_parts(artifact_data(self.manifest()))
 
     @cached_property
     def notes(self) -> tuple[Note, ...]:

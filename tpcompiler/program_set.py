@@ -11,13 +11,14 @@ from tpcompiler.compared import compared_calls
 from tpcompiler.errors import InputsError
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.runtime.artifact import write_set
+from tpcompiler.tables import Part, Report, Shown
 from tpcompiler.verify.compare import VerifyReport
 from tpcompiler.writing import Files
 
 Call = tuple[str, Sequence[Any]] | tuple[str, Sequence[Any], Mapping[str, Any]]
 
 
-class ProgramSet(Mapping[str, ParallelProgram]):
+class ProgramSet(Shown, Mapping[str, ParallelProgram]):
     """Programs by name, made by `tpcompiler.parallelize` of several; a leaf that two have is placed alike in both."""
 
     def __init__(self, programs: Mapping[str, ParallelProgram]) -> None:
@@ -32,9 +33,13 @@ class ProgramSet(Mapping[str, ParallelProgram]):
     def __len__(self) -> int:
         return len(self._programs)
 
-    def report(self) -> str:
+    def report(self) -> Report:
         """The reports of all programs, each under its name."""
-        return "\n\n".join(f"{name}\n{program.report()}" for name, program in self.items())
+        return Report("\n\n".join(f"{name}\n{program.report()}" for name, program in self.items()))
+
+    def parts(self) -> Iterator[Part]:
+        for name, program in self.items():
+            yield from (name, *program.parts())
 
     def verify(self, calls: Sequence[Call]) -> VerifyReport:
         """Run all ranks through these calls, (name, args) or (name, args, kwargs), and compare as one program does.

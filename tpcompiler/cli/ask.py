@@ -96,17 +96,17 @@ def doctor(
       tpcompiler doctor model.pt2 --machine mine.yaml --memory 24GB
     """
     with progress(f"reading {model}") as status:
-        from tpcompiler.cli import describe, printing
+        from tpcompiler.cli import printing
         from tpcompiler.doctor import diagnose
         from tpcompiler.runtime.model_file import read_model
 
         program = read_model(model, imports or (), trust=trust)
         status.update("placing it on every number of ranks")
-        data = describe.diagnosis_data(diagnose(program, machine=machine, memory=memory))
+        found = diagnose(program, machine=machine, memory=memory)
     if json:
-        printing.print_json(data)
+        printing.print_json(found.to_data())
     else:
-        printing.print_diagnosis(data, str(model), machine)
+        printing.print_titled(str(model), found.parts())
 
 
 @app.command()

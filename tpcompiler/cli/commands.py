@@ -116,20 +116,21 @@ def inspect(
     """
     with progress(f"reading {path}"):
         from tpcompiler.cli import describe, printing
+        from tpcompiler.explain.summary import artifact_data
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.model_file import read_model
 
         is_artifact = os.path.isdir(path)  # where pathlib's may raise
         if is_artifact:
-            data = describe.artifact_data(read_manifest(path))
+            data = artifact_data(read_manifest(path))
         else:
             data = describe.model_data(read_model(path, imports or (), trust=trust))
     if json:
         printing.print_json(data)
     elif is_artifact:
-        printing.print_artifact(data, str(path))
+        printing.print_titled(str(path), printing.artifact_parts(data))
     else:
-        printing.print_model(data, str(path))
+        printing.print_titled(str(path), printing.model_parts(data))
 
 
 @app.command()
@@ -224,8 +225,9 @@ def convert(
     with progress("reading the plan") as status:
         from tpcompiler.api import parallelize
         from tpcompiler.checkpoint.cut import refuse_other_checkpoint
-        from tpcompiler.cli import describe, printing
+        from tpcompiler.cli import printing
         from tpcompiler.explain.budget import Budget
+        from tpcompiler.explain.summary import artifact_data, summary_parts
         from tpcompiler.plan import Plan
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.model_file import read_model
@@ -274,13 +276,14 @@ def convert(
             manifests = {name: one.manifest() for name, one in each.items()}
     if checkpoint is not None and out is not None and not dry_run:
         cut_with_bar(out, checkpoint, None, partial, force=False)
-    data: dict[str, Any] = {name: describe.artifact_data(manifest) for name, manifest in manifests.items()}
+    data: dict[str, Any] = {name: artifact_data(manifest) for name, manifest in manifests.items()}
     if json:
         rest = {"programs": data} if names else data[""]
         printing.print_json({"out": None if dry_run else str(out), **rest})
         return
     for name, shown in data.items():
-        printing.print_summary(shown, "nothing written (--dry-run)" if dry_run else str((out or Path()) / name))
+        title = "nothing written (--dry-run)" if dry_run else str((out or Path()) / name)
+        printing.print_titled(title, summary_parts(shown))
 
 
 @app.command()

@@ -1,8 +1,7 @@
-"""What `tpcompiler inspect` and `convert` say, as plain data: of a model, of an artifact, and a plan to begin with."""
+"""What `tpcompiler inspect` says of a model, as plain data, with a plan to begin with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,16 +9,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from tpcompiler.api import find_plan
-from tpcompiler.doctor import Diagnosis
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.explain.plan_text import modules_of, plan_text
 from tpcompiler.frontend.plain_weights import with_plain_weights
-from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import Program, tied
-from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
-from tpcompiler.runtime.artifact import Manifest
 
 
 def model_data(program: ExportedProgram) -> dict[str, Any]:
@@ -54,76 +49,6 @@ def _proposed(program: ExportedProgram) -> Plan:
         return Plan.of({"**": "replicate"})
 
 
-def diagnosis_data(found: Diagnosis) -> dict[str, Any]:
-    """Of every degree the bytes of a rank, what is sent, seconds and remarks; the limit, and the least that fits."""
-    degrees = [
-        {
-            "ranks": each.ranks,
-            "mesh": each.mesh,
-            "bytes": {
-                "weights": each.memory.weights,
-                "caches": each.memory.caches,
-                "activations": each.memory.activations,
-                "total": each.memory.total,
-            },
-            "collectives": each.collectives,
-            "wire_bytes": each.wire_bytes,
-            "seconds": {"compute": each.seconds.compute, "network": each.seconds.network, "total": each.seconds.total},
-            "fits": each.fits,
-            "remarks": list(each.remarks),
-        }
-        for each in found.degrees
-    ]
-    stopped = [{"ranks": ranks, "reason": reason} for ranks, reason in found.stopped.items()]
-    return {"limit": found.limit, "least": found.least, "degrees": degrees, "stopped": stopped}
-
-
-def artifact_data(manifest: Manifest) -> dict[str, Any]:
-    """Mesh, bytes per rank, tensors, boundary, collectives by kind and cause, notes, versions of an artifact."""
-    mesh = Mesh.of(manifest.mesh)
-    tensors = []
-    whole, per_rank = 0, [0] * mesh.world_size
-    for row in manifest.tensors:
-        sharding = row_sharding(row, mesh)
-        size = _itemsize(row["dtype"])
-        local = [
-            torch.Size(sharding.local_shape(row["shape"], mesh, mesh.coordinate(rank))).numel() * size
-            for rank in range(mesh.world_size)
-        ]
-        tensors.append({**row, "bytes": torch.Size(row["shape"]).numel() * size, "bytes_per_rank": local})
-        if "tied_to" not in row:
-            whole += tensors[-1]["bytes"]
-            per_rank = [a + b for a, b in zip(per_rank, local, strict=True)]
-    return {
-        "kind": "artifact",
-        "mesh": manifest.mesh,
-        "device_type": manifest.device_type,
-        "bytes": whole,
-        "bytes_per_rank": per_rank,
-        "tensors": tensors,
-        "inputs": manifest.inputs,
-        "outputs": manifest.outputs,
-        "output_type": manifest.output_type,
-        "collectives": _collectives(manifest.collectives),
-        "fallbacks": [row for row in manifest.collectives if row["why"] == "fallback"],
-        "notes": manifest.notes,
-        "plan": manifest.plan,
-        "versions": manifest.versions,
-    }
-
-
-def _collectives(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    sums: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in rows:
-        key = (row["kind"], row["why"])
-        new = {"kind": key[0], "why": key[1], "count": 0, "payload_bytes": 0, "wire_bytes": 0}
-        total = sums.setdefault(key, new)
-        total["count"] += 1
-        for part in ("payload_bytes", "wire_bytes"):
-            total[part] += row[part]
-    return list(sums.values())
-
-
 def _inputs(program: ExportedProgram) -> list[dict[str, Any]]:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     out: list[dict[str, Any]] = []
@@ -154,9 +79,3 @@ def _described(value: Any) -> dict[str, Any]:
         return {"number": str(value)}  # one that the program takes or makes, maybe symbolic
     shape = [s if isinstance(s, int) else str(s) for s in value.shape]
     return {"shape": shape, "dtype": DTYPES.get(value.dtype, str(value.dtype))}
-
-
-def _itemsize(text: str) -> int:
-    by_text = {short: dtype for dtype, short in DTYPES.items()}
-    dtype: torch.dtype = by_text[text] if text in by_text else getattr(torch, text.removeprefix("torch."))
-    return dtype.itemsize

@@ -46,7 +46,7 @@ def explain(
     if json:
         printing.print_json(dataclasses.asdict(said))
     else:
-        printing.print_explanation(said, machine)
+        printing.print_parts(said.parts())
 
 
 @app.command()
@@ -77,7 +77,7 @@ def diff(
     if json:
         printing.print_json(found.to_data())
     else:
-        printing.print_difference(found, machine)
+        printing.print_parts(found.parts())
     if not found.equal:
         raise typer.Exit(NOT_EQUAL)
 
@@ -115,7 +115,7 @@ def cost(
     if json:
         printing.print_json(dataclasses.asdict(table))
     else:
-        printing.print_costs(table, machine)
+        printing.print_parts(table.parts())
 
 
 def _read_sizes(text: str | None) -> dict[str, int]:

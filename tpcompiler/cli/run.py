@@ -122,16 +122,16 @@ def run(
     module = load(directory, trust=trust, compiled=compiled, backend=backend.value if backend else None)
     with contextlib.ExitStack() as stack:
         if count:
-            from tpcompiler.explain.measured import compare_counts, watched_collectives
+            from tpcompiler.explain.measured import compare_counts, counts_table, watched_collectives
 
             calls = stack.enter_context(watched_collectives())
         named = run_file(module, manifest, inputs)
     agrees = True
     if dist.get_rank() == 0:
-        printing.print_outputs(summarize(named))
+        printing.print_parts([printing.outputs_table(summarize(named))])
         if count:
             rows = compare_counts(directory, calls, read_tensors(inputs), trust=trust)
-            printing.print_counts(rows)
+            printing.print_parts([counts_table(rows)])
             agrees = all(row.agrees for row in rows)
         if outputs is not None:
             write_tensors(outputs, named)

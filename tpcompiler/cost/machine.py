@@ -38,12 +38,14 @@ class Machine:
         memory_bandwidth: bytes/s.
         memory: bytes that a device holds.
         links: by kind of collective and number of ranks; "" for all other kinds, 0 for all other numbers.
+        name: as it was asked for: "h100", or the path of a file.
     """
 
     flops: float
     memory_bandwidth: float
     memory: float
     links: Mapping[tuple[str, int], Link] = field(default_factory=dict)
+    name: str = ""
 
     @property
     def plain_link(self) -> Link:
@@ -86,7 +88,7 @@ class Machine:
                 f"machine {path}: no link is for all kinds and numbers of ranks",
                 help="add one without collective and ranks",
             )
-        return cls(**rates, links=links)
+        return cls(**rates, links=links, name=os.fspath(given))
 
 
 def _read_link(data: Any, at: int, path: str) -> tuple[tuple[str, int], Link]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from tpcompiler.explain.report import sent_value, split_layer
 from tpcompiler.explain.written import Record, Written
 from tpcompiler.ir.claims import records_of
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.plan.fold import folded, times
+from tpcompiler.tables import Part, Shown, Table
 
 NAMES = ("batch", "sequence")  # of dims 0 and 1 of the first input that is dynamic there
 Expr = Any  # sympy.Expr, which has no types
@@ -63,14 +65,31 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class CostTable:
-    """The collectives of one call by layer and kind, and all of them together."""
+class CostTable(Shown):
+    """The collectives of one call by layer and kind, and all of them together; `machine` names whose seconds."""
 
+    machine: str
     sizes: list[Size]
     costs: list[Cost]
     formula: str
     wire_bytes: int
     seconds: float
+
+    def parts(self) -> Iterator[Part]:
+        sizes = []
+        for size in self.sizes:
+            ends = f"{size.least} to {'any' if size.most is None else size.most}"
+            sizes.append((size.name, size.input, str(size.dim), ends, str(size.step), str(size.value)))
+        yield Table("dynamic sizes", ("name", "input", "dim", "range", "step", "value"), sizes)
+        layers: dict[str, tuple[tuple[str, ...], ...]] = {}
+        for each in self.costs:
+            row = (each.kind, str(each.count), each.formula, f"{each.wire_bytes:,}", f"{each.seconds * 1e6:,.3f}")
+            layers[each.layer] = (*layers.get(each.layer, ()), row)
+        rows = [(pattern, *row, times(names)) for pattern, names in folded(layers) for row in layers[names[0]]]
+        count = sum(each.count for each in self.costs)
+        rows.append(("in all", "", str(count), self.formula, f"{self.wire_bytes:,}", f"{self.seconds * 1e6:,.3f}", ""))
+        headers = ("layer", "kind", "count", "formula", "wire bytes", "us", "")
+        yield Table(f"collectives of one call of a rank, us on {self.machine}", headers, rows)
 
 
 def cost_artifact(
@@ -119,7 +138,7 @@ def count_costs(written: Written, at: Mapping[str, int], machine: Machine) -> Co
         seconds = machine.link(record["kind"], ranks).seconds(sent)
         found.setdefault((layer_of_record(record), record["kind"]), []).append((share, sent, seconds))
     costs = [Cost(layer, kind, len(each), *_summed(each)) for (layer, kind), each in found.items()]
-    return CostTable(sizes, costs, *_summed([one for each in found.values() for one in each]))
+    return CostTable(machine.name, sizes, costs, *_summed([one for each in found.values() for one in each]))
 
 
 def layer_of_record(record: Record) -> str:

@@ -14,7 +14,9 @@ from tpcompiler.errors import ArtifactError
 from tpcompiler.explain.counts import held_per_rank, sent_seconds
 from tpcompiler.ir import edit
 from tpcompiler.ir.text import op_name
+from tpcompiler.plan.fold import folded, times
 from tpcompiler.runtime.artifact import MODEL, Manifest, read_manifest
+from tpcompiler.tables import Part, Shown, Table
 
 
 class Placement(NamedTuple):
@@ -37,10 +39,11 @@ class Traffic(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ArtifactDifference:
+class ArtifactDifference(Shown):
     """What differs between two artifacts, and what both come to.
 
     Attributes:
+        machine: whose seconds are meant.
         meshes: of the first and of the second, as of all pairs here.
         device_types: "cpu" or "cuda".
         placements: those that differ.
@@ -50,6 +53,7 @@ class ArtifactDifference:
         sent_seconds: of one call's collectives on the machine, one after the other.
     """
 
+    machine: str
     meshes: tuple[dict[str, int], dict[str, int]]
     device_types: tuple[str, str]
     placements: list[Placement]
@@ -67,6 +71,31 @@ class ArtifactDifference:
         """As JSON."""
         named = {name: [each._asdict() for each in getattr(self, name)] for name in ("placements", "collectives")}
         return {"equal": self.equal, **asdict(self), **named}
+
+    def parts(self) -> Iterator[Part]:
+        if self.equal:
+            yield "equal: the same mesh, placements, collectives and bytes (weights are not compared)"
+            return
+        axes = (",".join(f"{axis}={degree}" for axis, degree in mesh.items()) for mesh in self.meshes)
+        held = (f"{max(own):,}" for own in self.held_bytes)
+        totals = [
+            ("mesh", *axes),
+            ("device", *self.device_types),
+            ("bytes held by the rank that holds most", *held),
+            ("wire bytes of a rank and call", *(f"{count:,}" for count in self.wire_bytes)),
+            (f"us of the collectives on {self.machine}", *(f"{seconds * 1e6:,.3f}" for seconds in self.sent_seconds)),
+        ]
+        yield Table("in all", ("", "first", "second"), totals)
+        placed = {each.name: (each.what, each.first, each.second) for each in self.placements}
+        rows = [(pattern, *placed[names[0]], times(names)) for pattern, names in folded(placed)]
+        yield Table("placements that differ", ("name", "kind", "first", "second", ""), rows)
+        sent: dict[str, tuple[tuple[str, ...], ...]] = {}
+        for each in self.collectives:
+            pairs = (f"{a:,} -> {b:,}" for a, b in zip(each.first, each.second, strict=True))
+            sent[each.module] = (*sent.get(each.module, ()), (each.kind, each.why, *pairs))
+        traffic = [(pattern, *row, times(names)) for pattern, names in folded(sent) for row in sent[names[0]]]
+        headers = ("module", "kind", "why", "count", "wire bytes", "")
+        yield Table("collectives that differ, in each module", headers, traffic)
 
 
 def diff_artifacts(
@@ -94,6 +123,7 @@ def diff_artifacts(
     a, b = both
     placed, sent = (_placements(a), _placements(b)), (_traffic(a), _traffic(b))
     return ArtifactDifference(
+        machine=described.name,
         meshes=(a.mesh, b.mesh),
         device_types=(a.device_type, b.device_type),
         placements=[

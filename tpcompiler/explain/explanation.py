@@ -24,6 +24,7 @@ from tpcompiler.ir.shares import cut_dim
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.printed import nearest_names
 from tpcompiler.runtime.artifact import MODEL
+from tpcompiler.tables import Part, Shown, Table
 
 Kind = Literal["op", "parameter", "collective", "input"]
 MOST_RUNS = 4  # of elements that a rank holds of a dim, that are listed
@@ -65,9 +66,20 @@ class Alternative:
     is_tied: bool
     failed: str
 
+    def row(self) -> tuple[str, ...]:
+        """What is shown of it."""
+        notes = {(True, False): "the artifact's", (False, True): "a tie"}
+        return (
+            ", ".join(self.makes),
+            ", ".join(self.needs),
+            ("fails" if self.failed else "never") if self.seconds is None else f"{self.seconds * 1e6:+,.3f}",
+            *("" if count is None else f"{count:+,}" for count in (self.wire_bytes, self.held_bytes)),
+            notes.get((self.is_chosen, self.is_tied), ""),
+        )
+
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Shown):
     """What an artifact does with one value, and why.
 
     Attributes:
@@ -79,6 +91,7 @@ class Explanation:
         slices: which ranks hold what of the first result; sizes that are dynamic are as in the example.
         users: of a parameter, the ops that read it.
         collectives: those that change what it reads or makes, as in the manifest.
+        machine: whose seconds are meant.
         seconds: the least total of a call with any of the alternatives.
     """
 
@@ -94,8 +107,38 @@ class Explanation:
     operands: list[Operand]
     users: list[str]
     collectives: list[dict[str, Any]]
+    machine: str
     seconds: float | None
     alternatives: list[Alternative]
+
+    def parts(self) -> Iterator[Part]:
+        where = "".join(filter(None, (self.module and f" of {self.module}", self.source and f" at {self.source}")))
+        yield f"{self.name}: {self.what}{where}"
+        yield f"  {self.type}: {', '.join(self.sharding)}"
+        yield f"  why: {self.reason}"
+        yield from [f"  read by: {', '.join(self.users)}"] if self.users else []
+        yield ""
+        slices = [(" ".join(map(str, each.ranks)), each.shape, each.indices) for each in self.slices]
+        yield Table("what ranks hold", ("ranks", "shape", "indices"), slices)
+        operands = [(each.name, each.sharding, each.needed) for each in self.operands]
+        yield Table("operands", ("name", "sharding", "needed"), operands)
+        rows = [
+            (
+                row["node"],
+                row["kind"],
+                f"{row['payload_bytes']:,}",
+                f"{row['wire_bytes']:,}",
+                f"{row['why']}: {row['reason']}",
+            )
+            for row in self.collectives
+        ]
+        yield Table("collectives", ("name", "kind", "bytes", "wire bytes", "why"), rows)
+        least = "" if self.seconds is None else f" (least total {self.seconds * 1e6:,.3f} us on {self.machine})"
+        makes = "makes" if any(each.needs for each in self.alternatives) else "sharding"
+        headers = (makes, "needs", "us", "wire bytes", "held bytes", "")
+        yield Table(f"alternatives{least}", headers, [each.row() for each in self.alternatives])
+        if failed := [f"{', '.join(each.makes)}: fails: {each.failed}" for each in self.alternatives if each.failed]:
+            yield from (*failed, "")
 
 
 def explain_artifact(
@@ -188,6 +231,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
         operands=written.operands(name),
         users=[],
         collectives=[dict(record) for record in written.sent(name)],
+        machine=again.machine.name,
         seconds=least,
         alternatives=alternatives,
     )
@@ -212,6 +256,7 @@ def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explan
         operands=[],
         users=users,
         collectives=list(sent.values()),
+        machine=again.machine.name,
         seconds=least,
         alternatives=alternatives,
     )

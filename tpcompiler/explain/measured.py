@@ -17,6 +17,8 @@ from tpcompiler.cost.machine import Machine
 from tpcompiler.explain.costs import count_costs, layer_of_record
 from tpcompiler.explain.report import KIND_OF
 from tpcompiler.explain.written import Written
+from tpcompiler.plan.fold import folded, times
+from tpcompiler.tables import Table
 
 
 class Call(NamedTuple):
@@ -63,6 +65,17 @@ def watched_collectives() -> Iterator[list[Call]]:
     calls: list[Call] = []
     with _Watch(calls):
         yield calls
+
+
+def counts_table(rows: Sequence[Counted]) -> Table:
+    """What a terminal shows of these."""
+    layers: dict[str, tuple[tuple[str, ...], ...]] = {}
+    for each in rows:
+        pair = (f"{each.count} / {each.called}", f"{each.wire_bytes:,} / {each.called_bytes:,}")
+        layers[each.layer] = (*layers.get(each.layer, ()), (each.kind, *pair, "" if each.agrees else "NOT EQUAL"))
+    shown = [(pattern, *row, times(names)) for pattern, names in folded(layers) for row in layers[names[0]]]
+    headers = ("layer", "kind", "count", "wire bytes", "", "")
+    return Table("collectives of rank 0, as its files say / as it called them", headers, shown)
 
 
 def compare_counts(

@@ -20,6 +20,11 @@ def folded(signatures: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:
     return sorted(entries, key=lambda entry: place[entry[1][0]])
 
 
+def times(names: Sequence[str]) -> str:
+    """`x 6`, of names under one pattern; nothing of one."""
+    return f"x {len(names)}" if len(names) > 1 else ""
+
+
 def _split(names: Sequence[str], signatures: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:
     """Star as many numbers as leave one signature in each group; the outer ones first, as inner ones tell more apart.
 

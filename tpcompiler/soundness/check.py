@@ -36,10 +36,11 @@ from tpcompiler.soundness.regions import Done, check_region
 from tpcompiler.soundness.unsound import Unsound
 from tpcompiler.soundness.whole_text import cuts_of, whole_text
 from tpcompiler.soundness.written import Written, read_ranks
+from tpcompiler.tables import Shown
 
 
 @dataclass(frozen=True)
-class CheckReport:
+class CheckReport(Shown):
     """The verdict: how much was checked, and what does not hold (`findings`, the first of each kind of check)."""
 
     ok: bool

@@ -18,6 +18,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.printed import one_line
 from tpcompiler.runtime.inputs import flatten_inputs
+from tpcompiler.tables import Shown
 from tpcompiler.verify.judge import (
     FLOOR,
     SPREAD,
@@ -40,7 +41,7 @@ Run = Callable[[Sequence[Sequence[Any]]], Sequence[RankResult]]  # of all ranks,
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(Shown):
     """The verdict. `first_diverging` names the first value, in the order of the program, that is wrong on some rank.
 
     `note` says what was run, where that is not the very program that was asked about.
