@@ -21,6 +21,7 @@ from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
 from tpcompiler.ir.program import BODY, CALL, GLOBAL, MARK, ORIGIN, RESHARD, LocalProgram, LoweredProgram, Mark
 from tpcompiler.ir.rank_numbers import read_number
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
+from tpcompiler.progress import counted
 from tpcompiler.rules.notation import ShardRange
 
 Results = dict[Any, Any]
@@ -46,7 +47,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
     mode = fake_mode_of(graph)
     local: set[fx.Node] = set()  # nodes whose value is not the global one
     replaced: set[fx.Node] = set()  # parts of an op with several outputs, whose body has taken their place
-    for node in list(graph.nodes):
+    for node in counted(list(graph.nodes), "cutting the ops", "ops"):
         if node in replaced:
             continue
         mark: Mark | None = node.meta.get(MARK)

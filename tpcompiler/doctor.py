@@ -20,6 +20,7 @@ from tpcompiler.errors import ShardingError
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.program import tied
 from tpcompiler.pipeline import solved_together
+from tpcompiler.progress import counted
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.place import Aim, TooLarge
 from tpcompiler.solver.solution import Solution
@@ -142,7 +143,7 @@ def diagnose(
     first = _examine(exported_program, 1, described, limit, None)
     degrees[1], pair = first[0], None
     candidates = [2]
-    for ranks in candidates:  # it grows by what two ranks cut
+    for ranks in counted(candidates, "trying degrees", "degrees"):  # more by what two ranks cut
         try:
             degrees[ranks], found = _examine(exported_program, ranks, described, limit, pair)
         except ShardingError as error:

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import save_program
 from tpcompiler.api import parallelize
-from tpcompiler.checkpoint.cut import Progress, cut_checkpoint
+from tpcompiler.checkpoint.cut import TELL, Progress, cut_checkpoint
 from tpcompiler.checkpoint.fill import fill_weights, read_original
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError
@@ -34,7 +34,7 @@ def reshard(
     *,
     force: bool = False,
     trust: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = TELL,
 ) -> None:
     """Write an artifact for another mesh, by the same plan, from an artifact alone.
 

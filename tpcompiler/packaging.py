@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import aten, fake_group, group_is_registered, sym_hint, tree_flatten, with_graph
 from tpcompiler.errors import ArtifactError, UnsupportedError
+from tpcompiler.progress import counted
 from tpcompiler.runtime.artifact import (
     Manifest,
     lacks_weights,
@@ -85,18 +86,16 @@ def package(
     strides: dict[str, list[int]] = {}
     called: dict[str, ExportedProgram] = {}
     models: dict[str, dict[str, list[int]]] = {}
-    for name, manifest in manifests.items():
-        models[name] = {}
-        for index, ranks in enumerate(_classes(folder / name, manifest, trust)):
-            model = f"{name or 'model'}_{index}"
-            models[name][model] = ranks
-            program = _read(folder / name, manifest, ranks[0], trust)
-            strides |= _strides(program)
-            if manifest.programs:  # otherwise the weights lie in the program's own file, and it is read anyhow
-                called[model] = _without_ops(program)
-            files[model] = _compile(
-                program, folder / name / program_file(manifest, ranks[0]), manifest, ranks[0], threads
-            )
+    classes = {name: _classes(folder / name, manifest, trust) for name, manifest in manifests.items()}
+    each = [(name, index, ranks) for name, own in classes.items() for index, ranks in enumerate(own)]
+    for name, index, ranks in counted(each, "compiling", "models"):
+        model, manifest = f"{name or 'model'}_{index}", manifests[name]
+        models.setdefault(name, {})[model] = ranks
+        program = _read(folder / name, manifest, ranks[0], trust)
+        strides |= _strides(program)
+        if manifest.programs:  # otherwise the weights lie in the program's own file, and it is read anyhow
+            called[model] = _without_ops(program)
+        files[model] = _compile(program, folder / name / program_file(manifest, ranks[0]), manifest, ranks[0], threads)
     with _beside(folder) as temporary:
         _inductor.write_package(temporary / COMPILED, files)
         shutil.copy(build_runner(compiler), temporary / RUNNER)

@@ -21,6 +21,7 @@ from tpcompiler.checkpoint.sources import find_sources
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut
+from tpcompiler.progress import telling
 from tpcompiler.runtime.artifact import (
     VALUES,
     Manifest,
@@ -37,6 +38,7 @@ from tpcompiler.runtime.weights import Writing, laid_out, read_all
 
 READ_AHEAD = 1 << 28  # bytes of two tensors of which the second is read while the first is written
 Progress = Callable[[int, int], None]  # bytes done, of all
+TELL = telling("cutting the weights", "bytes")
 
 
 def cut_checkpoint(
@@ -47,7 +49,7 @@ def cut_checkpoint(
     partial: bool = False,
     force: bool = False,
     trust: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = TELL,
 ) -> None:
     """Write `rank_N.safetensors` into an artifact that was converted without weights.
 
@@ -61,7 +63,7 @@ def cut_checkpoint(
         partial: take no notice of tensors that the program does not name.
         force: write weights again that are there, and begin a cut of another checkpoint anew.
         trust: read an artifact's files too that need a pickle or could run code (docs/security.md).
-        progress: called with the bytes that are written, and those of all.
+        progress: called with the bytes that are written, and those of all; by default whoever listens is told.
 
     Raises:
         ArtifactError: no artifact that lacks weights, a checkpoint that does not fit it (all that is wrong at once), an

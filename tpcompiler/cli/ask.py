@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tpcompiler.cli.bars import progress
 from tpcompiler.cli.options import (
     Imports,
     Json,
@@ -16,7 +17,6 @@ from tpcompiler.cli.options import (
     Tp,
     Trust,
     app,
-    progress,
     read_mesh,
     refuse_two_meshes,
 )
@@ -54,7 +54,7 @@ def plan(
       tpcompiler convert model.pt2 --tp 4 --plan plan.yaml -o out
     """
     refuse_two_meshes(tp, mesh)
-    with progress(f"reading {model}") as status:
+    with progress(f"reading {model}", quiet=json) as status:
         from tpcompiler.api import find_plan
         from tpcompiler.cli import printing
         from tpcompiler.explain.plan_text import plan_text
@@ -95,7 +95,7 @@ def doctor(
       tpcompiler doctor model.pt2
       tpcompiler doctor model.pt2 --machine mine.yaml --memory 24GB
     """
-    with progress(f"reading {model}") as status:
+    with progress(f"reading {model}", quiet=json) as status:
         from tpcompiler.cli import printing
         from tpcompiler.doctor import diagnose
         from tpcompiler.runtime.model_file import read_model

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 import tpcompiler.cli.ask
 import tpcompiler.cli.judge
 import tpcompiler.cli.reasons
 import tpcompiler.cli.run
 import tpcompiler.cli.weights  # noqa: F401  (registers its commands, as do those above)
+from tpcompiler.cli.bars import progress
 from tpcompiler.cli.options import (
     DEFECT,
     Artifact,
@@ -33,11 +33,10 @@ from tpcompiler.cli.options import (
     Tp,
     Trust,
     app,
-    progress,
     read_mesh,
     refuse_two_meshes,
 )
-from tpcompiler.cli.weights import Partial, cut_with_bar
+from tpcompiler.cli.weights import Partial
 from tpcompiler.errors import PlanError, TpCompilerWarning
 from tpcompiler.printed import one_line, printable
 
@@ -114,7 +113,7 @@ def inspect(
       tpcompiler inspect model.pt2 --json | jq -r .plan > plan.yaml
       tpcompiler inspect out
     """
-    with progress(f"reading {path}"):
+    with progress(f"reading {path}", quiet=json):
         from tpcompiler.cli import describe, printing
         from tpcompiler.explain.summary import artifact_data
         from tpcompiler.runtime.artifact import read_manifest
@@ -222,9 +221,9 @@ def convert(
     refuse_two_meshes(tp, mesh)
     if out is None and not dry_run:
         raise typer.BadParameter("give the directory to write with -o, or --dry-run", param_hint="-o")
-    with progress("reading the plan") as status:
+    with progress("reading the plan", quiet=json) as status:
         from tpcompiler.api import parallelize
-        from tpcompiler.checkpoint.cut import refuse_other_checkpoint
+        from tpcompiler.checkpoint.cut import cut_checkpoint, refuse_other_checkpoint
         from tpcompiler.cli import printing
         from tpcompiler.explain.budget import Budget
         from tpcompiler.explain.summary import artifact_data, summary_parts
@@ -241,7 +240,7 @@ def convert(
             free_target(out, force=force)  # before the minutes that follow
         programs = {}
         for model in models:
-            status.update(Text(one_line(f"reading {model}")))
+            status.update(f"reading {model}")
             programs[model.stem] = read_model(model, imports or (), trust=trust)
         names = list(programs) if len(models) > 1 else []
         if len(programs) < len(models):
@@ -265,17 +264,17 @@ def convert(
         for name, one in each.items() if allowed != Budget() else ():
             allowed.check(one.manifest(), name or str(models[0]))
         if out is not None and not dry_run:
-            status.update(Text(one_line(f"writing {over.world_size} ranks' programs to {out}")))
+            status.update(f"writing {over.world_size} ranks' programs to {out}")
             if checkpoint is not None:
                 described = [(one.writer(layout="shared").manifest, one.original) for one in each.values()]
                 refuse_other_checkpoint(described, checkpoint, partial)
             files: Any = layout.value if layout else None
             made.save(out, force=force, keep_output_types=keep_output_types, layout=files)
             manifests = {name: read_manifest(out / name) for name in each}
+            if checkpoint is not None:
+                cut_checkpoint(out, checkpoint, partial=partial)
         else:
             manifests = {name: one.manifest() for name, one in each.items()}
-    if checkpoint is not None and out is not None and not dry_run:
-        cut_with_bar(out, checkpoint, None, partial, force=False)
     data: dict[str, Any] = {name: artifact_data(manifest) for name, manifest in manifests.items()}
     if json:
         rest = {"programs": data} if names else data[""]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tpcompiler.cli.bars import progress
 from tpcompiler.cli.options import (
     NOT_EQUAL,
     Artifact,
@@ -18,7 +19,6 @@ from tpcompiler.cli.options import (
     MaxWireBytes,
     Trust,
     app,
-    progress,
 )
 from tpcompiler.errors import InputsError
 
@@ -69,7 +69,7 @@ def verify(
       tpcompiler verify out --against model.pt2 --inputs in.safetensors
       tpcompiler verify out --checkpoint checkpoint
     """
-    with progress(f"reading {against or directory}") as status:
+    with progress(f"reading {against or directory}", quiet=json) as status:
         from tpcompiler.checkpoint.fill import read_original, with_weights
         from tpcompiler.cli import printing
         from tpcompiler.runtime.artifact import read_manifest
@@ -97,7 +97,7 @@ def verify(
     else:
         typer.echo(str(report))
     if bisect is not None and not report.ok:
-        with progress("converting anew, and looking for the smallest wrong piece"):
+        with progress("converting anew, and looking for the smallest wrong piece", quiet=json):
             from tpcompiler.bisect import bisect_artifact
 
             original = with_weights(original, directory, checkpoint, trust=trust)
@@ -135,7 +135,7 @@ def check(
       tpcompiler check out
       tpcompiler check out --original model.pt2
     """
-    with progress(f"reading {directory}") as status:
+    with progress(f"reading {directory}", quiet=json) as status:
         from tpcompiler import api
         from tpcompiler.cli import printing
         from tpcompiler.runtime.artifact import programs_in, read_manifest

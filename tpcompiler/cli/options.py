@@ -1,4 +1,4 @@
-"""What the commands share: the app, its exit codes, options that several have, a spinner."""
+"""What the commands share: the app, its exit codes, and options that several have."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.status import Status
-from rich.text import Text
 from typer.core import TyperGroup
 
 from tpcompiler.cost.amounts import read_bytes
 from tpcompiler.errors import MeshError, TpCompilerError
-from tpcompiler.printed import one_line, print_nowhere, printed_streams
+from tpcompiler.printed import print_nowhere, printed_streams
 
 if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh
@@ -97,12 +94,6 @@ MaxMemory = Annotated[
     ),
 ]
 Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that tpcompiler convert wrote.")]
-
-
-def progress(text: str) -> Status:
-    """A spinner on standard error; nothing where that is a file."""
-    # To the terminal itself: a spinner is made of control characters. No str: rich would read brackets as markup.
-    return Console(file=sys.__stderr__).status(Text(one_line(text)))
 
 
 def refuse_two_meshes(tp: int | None, text: str | None) -> None:

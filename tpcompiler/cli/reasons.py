@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Machine, Trust, app, progress
+from tpcompiler.cli.bars import progress
+from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Machine, Trust, app
 from tpcompiler.errors import InputsError
 
 
@@ -35,7 +36,7 @@ def explain(
       tpcompiler explain out layers.0.down.weight
       tpcompiler explain out all_reduce --json
     """
-    with progress(f"reading {directory}") as status:
+    with progress(f"reading {directory}", quiet=json) as status:
         from tpcompiler.cli import printing
         from tpcompiler.explain.explanation import explain_artifact
         from tpcompiler.runtime.model_file import import_modules
@@ -67,7 +68,7 @@ def diff(
     Example:
       tpcompiler diff out other
     """
-    with progress(f"reading {first}"):
+    with progress(f"reading {first}", quiet=json):
         from tpcompiler.cli import printing
         from tpcompiler.explain.difference import diff_artifacts
         from tpcompiler.runtime.model_file import import_modules
@@ -105,7 +106,7 @@ def cost(
       tpcompiler cost out --at batch=8,sequence=4096 --machine my.yaml
     """
     sizes = _read_sizes(at)
-    with progress(f"reading {directory}"):
+    with progress(f"reading {directory}", quiet=json):
         from tpcompiler.cli import printing
         from tpcompiler.explain.costs import cost_artifact
         from tpcompiler.runtime.model_file import import_modules

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Trust, app, progress
+from tpcompiler.cli.bars import progress
+from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Trust, app
 from tpcompiler.errors import ArtifactError
 
 

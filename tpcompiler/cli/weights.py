@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from tpcompiler.cli.options import Artifact, MeshOption, Tp, Trust, app, progress, read_mesh
+from tpcompiler.cli.bars import progress
+from tpcompiler.cli.options import Artifact, MeshOption, Tp, Trust, app, read_mesh
 from tpcompiler.errors import ArtifactError
 
 Checkpoint = Annotated[
@@ -102,7 +99,11 @@ def cut(
     words = [word.strip() for word in ranks.split(",")] if ranks is not None else []
     if not all(word.isascii() and word.isdecimal() and len(word) < 9 for word in words):
         raise typer.BadParameter("give numbers, such as 0,1", param_hint="--ranks")
-    cut_with_bar(directory, checkpoint, [int(word) for word in words] if words else None, partial, force)
+    with progress(f"reading {checkpoint}"):
+        from tpcompiler.checkpoint.cut import cut_checkpoint
+
+        only = [int(word) for word in words] if words else None
+        cut_checkpoint(directory, checkpoint, only, partial=partial, force=force)
     typer.echo(f"wrote the weights of {'all ranks' if not words else 'rank ' + ', '.join(words)} into {directory}")
 
 
@@ -126,9 +127,9 @@ def reshard_artifact(
     """
     with progress(f"reading {directory}"):
         from tpcompiler.elastic import reshard
-    over = read_mesh(tp, mesh)
-    with _bar("resharding") as show:
-        reshard(directory, over, out, force=force, trust=trust, progress=show)
+
+        over = read_mesh(tp, mesh)
+        reshard(directory, over, out, force=force, trust=trust)
     typer.echo(f"wrote {over.world_size} ranks to {out}")
 
 
@@ -155,20 +156,3 @@ def merge_artifact(
 
         merge(directory, out, safetensors=safetensors, trust=trust)
     typer.echo(f"wrote {out}")
-
-
-def cut_with_bar(directory: Path, checkpoint: Path, ranks: list[int] | None, partial: bool, force: bool) -> None:
-    """`cut_checkpoint`, with the rate and the time left on standard error."""
-    from tpcompiler.checkpoint.cut import cut_checkpoint
-
-    with _bar("cutting") as show:
-        cut_checkpoint(directory, checkpoint, ranks, partial=partial, force=force, progress=show)
-
-
-@contextlib.contextmanager
-def _bar(doing: str) -> Iterator[Callable[[int, int], None]]:
-    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(doing)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -31,6 +31,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.local import fake_mode_of, key
 from tpcompiler.ir.rebuilt import copy_signature, rebuilt
+from tpcompiler.progress import counted
 
 Values = dict[fx.Node, Any]
 DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout)
@@ -98,7 +99,8 @@ class _Writer:
 
     def copy(self, graph: fx.Graph, module: torch.nn.Module, env: Values, inside: bool) -> Any:
         """Write a graph's calls. Returns what it returns."""
-        for node in graph.nodes:
+        nodes = list(graph.nodes)
+        for node in nodes if inside else counted(nodes, "reading the ops", "ops"):
             if node.op == "output":
                 return fx.node.map_arg(node.args[0], lambda used: env[used])
             if node.op == "get_attr":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpcompiler.errors import ArtifactError
+from tpcompiler.progress import counted
 from tpcompiler.runtime.manifest_form import malformed, malformed_set
 from tpcompiler.runtime.opened import Opened, read_text
 from tpcompiler.runtime.target import CUT, MANIFEST, PARTS, SET, free_target, in_place_of, reason, replacing
@@ -179,7 +180,10 @@ def _write(directory: Path, writer: Writer) -> None:
     work = [(name_of(rank), write_rank, rank) for rank in range(manifest.world_size)] if write_values is None else []
     if write_program is not None:
         work = [*((name, write_program, ranks[0]) for name, ranks in manifest.programs.items()), *work]
-    files = {name: write(rank, directory / name) or sha256(directory / name) for name, write, rank in work}
+    files = {
+        name: write(rank, directory / name) or sha256(directory / name)
+        for name, write, rank in counted(work, "writing files", "files")
+    }
     if write_values is not None:
         files[VALUES] = write_values(directory / VALUES)
     if write_model is not None:

@@ -15,6 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
+from tpcompiler.progress import counted
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.stage import Choice, Leaf, Stage
@@ -61,7 +62,7 @@ def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf
         domain.ways[node] = _first_ways(domain, node)
     for node in () if stage.free else ruled:
         _take_operands(domain, node)
-    for node in reversed(calls):
+    for node in counted(calls[::-1], "finding choices", "ops"):
         _make_wanted(domain, node)
         if stage.free and node in domain.ways:
             _take_operands(domain, node)

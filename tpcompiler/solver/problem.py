@@ -23,6 +23,7 @@ from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import PlannedProgram, Seed, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
+from tpcompiler.progress import counted
 from tpcompiler.rules.features import feature_dims
 from tpcompiler.solver.domain import Domain, find_domain, pin_choices, results
 from tpcompiler.solver.eliminate import Tables
@@ -224,7 +225,7 @@ def _state(problem: Problem, domain: Domain) -> None:
         _add_leaf(problem, node, domain.leaves[node.name])
     for node in program.user_inputs():
         problem.values[node] = Values(None, (stage.within(program.input_shardings[node.name], node.meta["val"]),))
-    for node in edit.calls(program.graph):
+    for node in counted(list(edit.calls(program.graph)), "pricing choices", "ops"):
         if node.target in (FREE, operator.getitem):
             continue
         choices = problem.choices[node] = _choices(problem, domain, node)

@@ -17,6 +17,7 @@ from tpcompiler.ir.dim_sharding import WHOLE, Size
 from tpcompiler.ir.local import key
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.progress import counted
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
@@ -41,7 +42,7 @@ def check_ops(made: Folded, rank: int) -> int:
     """
     here = made.mesh.coordinate(rank)
     believed = 0
-    for node in made.program.graph.nodes:
+    for node in counted(list(made.program.graph.nodes), "checking the ops", "ops"):
         if node.op == "call_function":
             believed += not _check_value(made, node)
         if node in made.whole and node.op != "output":

@@ -16,6 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import guards_of, read_archive_state, tree_flatten
+from tpcompiler.progress import counted
 from tpcompiler.runtime.archive import TENSORS
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.opened import Opened
@@ -60,7 +61,7 @@ def read_ranks(
     rests: list[Any] = []
     guards: dict[str, Sequence[str]] = {}
     found: list[Written] = []
-    for rank in range(manifest.world_size):
+    for rank in counted(range(manifest.world_size), "reading programs", "ranks"):
         with open_rank(directory, manifest, rank, trust=trust) as file:
             graph = _graph(file)
             rests.append(_rest(file))
@@ -83,7 +84,7 @@ def _read_shared(
     trust: bool,
 ) -> list[Written]:
     found: dict[int, Written] = {}
-    for ranks in manifest.programs.values():
+    for ranks in counted(list(manifest.programs.values()), "reading programs", "programs"):
         with open_rank(directory, manifest, ranks[0], trust=trust) as file:
             whole = load_rank(file, manifest)
         program, guards = prepare(whole), guards_of(whole)

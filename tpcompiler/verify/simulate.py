@@ -6,6 +6,7 @@ all ranks of its group wait at the same collective, it is computed and they go o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import groups_named
 from tpcompiler.ir.shares import REDUCE
+from tpcompiler.progress import telling
 from tpcompiler.verify.promote import Promoted
 
 Seen = Callable[[int, fx.Node, Any], None]
@@ -68,9 +70,12 @@ def simulate(
     Raises:
         InternalError: ranks wait at different collectives, which on real devices would hang or mix data up.
     """
+    tell = telling("running the ranks" if len(programs) > 1 else "running the model", "ops")
+    ran, total = itertools.count(1), sum(len(program.graph.nodes) for program in programs)
+    tell(0, total)
     return lock_step(
         [
-            _run(program, inputs, rank, state[rank] if state is not None else {}, seen)
+            _run(program, inputs, rank, state[rank] if state is not None else {}, seen, lambda: tell(next(ran), total))
             for rank, (program, inputs) in enumerate(zip(programs, flat_inputs, strict=True))
         ]
     )
@@ -124,6 +129,7 @@ def _run(
     rank: int,
     state: Mapping[str, torch.Tensor],
     seen: Seen | None,
+    ran: Callable[[], None],
 ) -> Generator[Waiting, torch.Tensor | None, RankResult]:
     waiting: dict[fx.Node, Any] = {}
     env = _Values(lambda node: _input(program, waiting[node], feed, state))
@@ -139,6 +145,7 @@ def _run(
             spec = next(specs)
             if seen is None and spec.kind in WEIGHTS and spec.target not in targets:
                 waiting[node] = spec
+                ran()
                 continue
             env[node] = _input(program, spec, feed, state)
             if (name := node.name if spec.kind is InputKind.USER_INPUT else spec.target) in targets:
@@ -157,6 +164,7 @@ def _run(
             seen(rank, node, env[node])
         for dead in last_use.get(node, ()):
             env.pop(dead, None)
+        ran()
     user, mutated = [], {}
     for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:

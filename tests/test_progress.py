@@ -1,0 +1,152 @@
+"""What long steps tell, and how a terminal shows it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+import tpcompiler
+from tests.launch import ROOT
+from tests.runtime.models import PLAN, export_mlp
+from tpcompiler.cli import bars
+from tpcompiler.progress import counted, listening, telling
+
+Told = dict[str, list[tuple[str, int, int]]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("progress") / "model.pt2"
+    torch.export.save(export_mlp(), path)
+    tpcompiler.parallelize(export_mlp(), 2, PLAN).save(path.with_name("out"))
+    return path
+
+
+def heard(work: Callable[[], object]) -> Told:
+    """Unit, how many are done, and of how many, by step."""
+    told: Told = {}
+    with listening(lambda step, *rest: told.setdefault(step, []).append(rest)):
+        work()
+    return told
+
+
+def test_what_is_counted_is_done_when_the_next_one_is_asked_for() -> None:
+    items, seen = ["a"], []
+
+    def work() -> None:
+        for item in counted(items, "spelling", "letters"):
+            if item == "a":
+                items.append("b")  # as `doctor` finds more degrees on its way
+            seen.append(item)
+
+    assert heard(work) == {"spelling": [("letters", 0, 1), ("letters", 1, 2), ("letters", 2, 2)]}
+    assert seen == ["a", "b"]
+    for _ in counted(items, "alone", "letters"):  # nobody listens
+        pass
+
+
+def test_every_long_step_tells_how_far_it_is(model: Path) -> None:
+    exported = export_mlp()
+    made = tpcompiler.parallelize(exported, 2, PLAN)
+    args, kwargs = exported.example_inputs
+    steps = {
+        "convert": lambda: tpcompiler.parallelize(exported, 2, "auto"),
+        "save": lambda: made.save(model.with_name("out"), force=True),
+        "check": lambda: tpcompiler.check(model.with_name("out")),
+        "verify": lambda: made.verify(args, kwargs),
+        "doctor": lambda: tpcompiler.diagnose(exported),
+    }
+    told = {name: heard(work) for name, work in steps.items()}
+    for name, step in (
+        ("convert", "pricing choices"),
+        ("convert", "cutting the ops"),
+        ("save", "writing files"),
+        ("save", "checking the ops"),
+        ("check", "reading programs"),
+        ("verify", "running the ranks"),
+        ("verify", "running the model"),
+        ("doctor", "trying degrees"),
+    ):
+        (_, first, _), *_, (_, done, total) = told[name][step]
+        assert (first, done) == (0, total), (name, step)
+        assert total > 0, (name, step)
+    calls = sum(len(made.rank_program(rank).graph.nodes) for rank in range(2))
+    assert told["verify"]["running the ranks"][-1] == ("ops", calls, calls)
+
+
+def test_a_bar_has_the_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns."""
+    now = 0.0
+    console = Console(force_terminal=True, width=80, record=True, file=io.StringIO())
+    monkeypatch.setattr(bars, "Console", lambda **_: console)
+    monkeypatch.setattr(bars, "Progress", partial(Progress, auto_refresh=False, get_time=lambda: now))
+    ops, weights = telling("running the ranks", "ops"), telling("cutting the weights", "bytes")
+    with bars.progress("reading [/b]"):
+        for done in range(4):
+            now = float(done)
+            ops(250 * done, 25_000)
+            weights(2_000_000 * done, 20_000_000)
+        telling("drawing all again", "files")(0, 2)
+        *_, reading, running, cutting, _ = console.export_text().splitlines()
+    assert "reading [/b]" in reading
+    assert running.split()[-6:] == ["750", "of", "25,000", "ops", "250.0/s", "0:01:37"]
+    assert cutting.split()[-7:] == ["MB", "of", "20.0", "MB", "2.0", "MB/s", "0:00:07"]
+
+
+@pytest.mark.slow
+def test_nothing_is_shown_in_a_pipe_nor_with_json(model: Path) -> None:
+    """The same words on a terminal show bars there, and what is printed stays as it is."""
+    out = model.with_name("out")
+    plain, silent = run_piped("check", out)
+    assert silent == ""
+    printed, shown = run_on_a_terminal("check", out)
+    assert printed == plain
+    assert re.search(r"checking the ops +━+ 0 of \d+ ops  0\.0/s", shown)
+    assert run_on_a_terminal("check", out, "--json")[1] == ""
+
+
+def run_piped(*words: object) -> tuple[str, str]:
+    done = subprocess.run(command(words), capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def run_on_a_terminal(*words: object) -> tuple[str, str]:
+    """What is printed into a pipe, and what standard error, a terminal, was sent."""
+    ours, theirs = pty.openpty()
+    found = bytearray()
+
+    def read() -> None:
+        while True:
+            try:
+                found.extend(os.read(ours, 1 << 16))
+            except OSError:  # nobody can write any more
+                return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm"}
+    done = subprocess.run(
+        command(words), stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=100, cwd=ROOT, env=environment
+    )
+    os.close(theirs)
+    reader.join()
+    os.close(ours)
+    return done.stdout, re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", found.decode())
+
+
+def command(words: tuple[object, ...]) -> list[str]:
+    return [sys.executable, "-m", "tpcompiler.cli", *map(str, words)]
