@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -101,3 +102,14 @@ def test_show_without_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     result = call("show", tmp_path, "--format", "svg")
     assert (result.exit_code, result.stdout) == (0, DOT)
     assert result.stderr == f"{note}dot -Tsvg out.dot -o out.svg\n"
+
+
+def test_the_rows_of_a_program_as_json(out: Path) -> None:
+    data = json.loads(right("show", out, "--rank", 1, "--json"))
+    assert (data["rank"], data["mesh"]) == (1, {"tp": 2})
+    sent = [item for item in data["items"] if item["collective"]]
+    assert [item["sharding"] for item in sent] == ["P(sum) -> R"] * 2
+    assert all(item["name"] == item["collective"]["node"] for item in sent)
+    names = [item["name"] for item in data["items"]]
+    assert all(source in names for item in data["items"] for source in item["sources"])
+    assert "--json: it prints a rank's program" in refused("show", out, "--json", "--format", "dot")

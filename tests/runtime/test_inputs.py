@@ -135,13 +135,15 @@ def test_summarize() -> None:
         "b": torch.tensor(True),
         "e": torch.ones(0, 3),
         "h": torch.tensor([2.5], dtype=torch.bfloat16),
+        "c": torch.tensor([1 + 2j]),
     }
     assert summarize(tensors) == [
-        ("f", "[1, 2]", "float32", "-1.5", "4"),
-        ("i", "[3]", "int64", "3", "6"),
-        ("b", "[]", "bool", "1", "1"),
-        ("e", "[0, 3]", "float32", "-", "-"),
-        ("h", "[1]", "bfloat16", "2.5", "2.5"),
+        ("f", [1, 2], "float32", -1.5, 4.0),
+        ("i", [3], "int64", 3.0, 6.0),
+        ("b", [], "bool", 1.0, 1.0),
+        ("e", [0, 3], "float32", None, None),
+        ("h", [1], "bfloat16", 2.5, 2.5),
+        ("c", [1], "complex64", "1+2j", pytest.approx(abs(1 + 2j))),
     ]
 
 

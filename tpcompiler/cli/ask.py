@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.options import (
@@ -113,6 +114,7 @@ def doctor(
 def calibrate(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="machine.yaml", help="The file to write.")],
     ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="How many processes are started.")] = 2,
+    json: Json = False,
 ) -> None:
     """Measure this machine, for --machine.
 
@@ -126,10 +128,14 @@ def calibrate(
     """
     if ranks < 2:
         raise typer.BadParameter("between fewer than 2 ranks there is no link to measure", param_hint="--ranks")
-    with progress("measuring"):
+    with progress("measuring", quiet=json):
         from tpcompiler.calibrate import measure_machine
         from tpcompiler.cli import printing
 
         with printing.writing(out) as file:  # what cannot be written is refused before the minute that follows
-            file.write_text(measure_machine(ranks), encoding="utf-8")
-    typer.echo(f"wrote {out}", err=True)
+            text = measure_machine(ranks)
+            file.write_text(text, encoding="utf-8")
+    if json:
+        printing.print_json({"out": str(out), **yaml.safe_load(text)})
+    else:
+        typer.echo(f"wrote {out}", err=True)

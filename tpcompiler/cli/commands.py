@@ -302,6 +302,7 @@ def show(
     ] = None,
     imports: Imports = None,
     trust: Trust = False,
+    json: Json = False,
 ) -> None:
     """Show the program of a rank, or who holds what of a tensor.
 
@@ -314,16 +315,22 @@ def show(
       tpcompiler show out -o out.html
       tpcompiler show out --tensor layers.0.up.weight
     """
+    if json and (format is not None or file is not None or tensor is not None):
+        raise typer.BadParameter("it prints a rank's program: leave --format, -o and --tensor out", param_hint="--json")
     kind = _format(format, file)
     if tensor is not None and kind not in (_Format.text, _Format.svg):
         raise typer.BadParameter("a tensor is drawn as text or svg", param_hint="--format")
     if kind is _Format.png and file is None:
         raise typer.BadParameter("a png is no text: name its file with -o", param_hint="--format")
-    with progress(f"reading {directory}"):
+    with progress(f"reading {directory}", quiet=json):
         from tpcompiler.cli import printing
         from tpcompiler.runtime.model_file import import_modules
+        from tpcompiler.views.table import artifact_rows
 
         import_modules(imports or ())
+        if json:
+            printing.print_json(artifact_rows(directory, rank, trust=trust))
+            return
         picture = printing.picture(directory, kind.value, file, rank, tensor, trust=trust)
     if picture.note:
         typer.echo(picture.note, err=True)

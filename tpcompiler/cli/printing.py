@@ -20,6 +20,7 @@ from tpcompiler.explain.summary import summary_parts
 from tpcompiler.plan.fold import folded, times
 from tpcompiler.printed import one_line
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
+from tpcompiler.runtime.run import Summary
 from tpcompiler.runtime.target import replacing
 from tpcompiler.tables import Part, Table
 
@@ -100,9 +101,14 @@ def artifact_parts(data: Mapping[str, Any]) -> Iterator[Part]:
     yield "written by " + ", ".join(f"{name} {version}" for name, version in data["versions"].items())
 
 
-def outputs_table(rows: Sequence[Sequence[str]]) -> Table:
+def outputs_table(outputs: Sequence[Summary]) -> Table:
     """What `run` shows."""
+    rows = [(each.name, str(each.shape), each.dtype, _number(each.mean), _number(each.largest)) for each in outputs]
     return Table("outputs", ("name", "shape", "dtype", "mean", "largest magnitude"), rows)
+
+
+def _number(value: float | str | None) -> str:
+    return "-" if value is None else value if isinstance(value, str) else f"{value:.6g}"
 
 
 class Picture(NamedTuple):

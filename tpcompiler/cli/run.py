@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from enum import Enum
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tpcompiler.cli.bars import progress
-from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Trust, app
+from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Trust, app
 from tpcompiler.errors import ArtifactError
 
 
@@ -35,6 +36,7 @@ def package_artifact(
     ] = False,
     imports: Imports = None,
     trust: Trust = False,
+    json: Json = False,
 ) -> None:
     """Compile an artifact's programs with AOTInductor.
 
@@ -46,23 +48,31 @@ def package_artifact(
       tpcompiler package out
       torchrun --nproc-per-node 2 --no-python tpcompiler run out --compiled --inputs in.safetensors
     """
-    with progress(f"reading {directory}") as status:
+    with progress(f"reading {directory}", quiet=json) as status:
+        from tpcompiler.cli import printing
         from tpcompiler.packaging import package
         from tpcompiler.runtime.model_file import import_modules
 
         import_modules(imports or ())
         status.update("compiling, and running all ranks")
         made, report = package(directory, threads=threads, check=not no_check, checkpoint=checkpoint, trust=trust)
-    if report and not report.ok:
+    is_right = report is None or report.ok
+    if json:
+        file = str(directory / "compiled.pt2") if is_right else None
+        said = report and dataclasses.asdict(report)
+        printing.print_json({"out": file, **dataclasses.asdict(made), "report": said})
+    elif is_right:
+        models, on = sum(map(len, made.models.values())), made.device_type
+        typer.echo(
+            f"wrote {directory / 'compiled.pt2'}: {models} model{'s' * (models != 1)}, torch {made.torch}, {on}, "
+            + (f"{threads} thread{'s' * (threads != 1)} a rank" if on == "cpu" else made.capability[0])
+        )
+        typer.echo(str(report) if report else "its numbers were not compared with the model's (--no-check)")
+    else:
         typer.echo(str(report))
+    if not is_right:
         typer.echo("the package is not right, and was deleted", err=True)
         raise typer.Exit(NOT_EQUAL)
-    models, on = sum(map(len, made.models.values())), made.device_type
-    typer.echo(
-        f"wrote {directory / 'compiled.pt2'}: {models} model{'s' * (models != 1)}, torch {made.torch}, {on}, "
-        + (f"{threads} thread{'s' * (threads != 1)} a rank" if on == "cpu" else made.capability[0])
-    )
-    typer.echo(str(report) if report else "its numbers were not compared with the model's (--no-check)")
 
 
 @app.command()
@@ -92,6 +102,7 @@ def run(
     ] = False,
     imports: Imports = None,
     trust: Trust = False,
+    json: Json = False,
 ) -> None:
     """Run the programs under torchrun.
 
@@ -129,13 +140,17 @@ def run(
         named = run_file(module, manifest, inputs)
     agrees = True
     if dist.get_rank() == 0:
-        printing.print_parts([printing.outputs_table(summarize(named))])
-        if count:
-            rows = compare_counts(directory, calls, read_tensors(inputs), trust=trust)
-            printing.print_parts([counts_table(rows)])
-            agrees = all(row.agrees for row in rows)
+        found = summarize(named)
+        rows = compare_counts(directory, calls, read_tensors(inputs), trust=trust) if count else None
+        agrees = all(row.agrees for row in rows or ())
         if outputs is not None:
             write_tensors(outputs, named)
+        if json:
+            counts = None if rows is None else [dataclasses.asdict(row) for row in rows]
+            said = {"outputs": [each._asdict() for each in found], "out": outputs and str(outputs), "counts": counts}
+            printing.print_json(said)
+        else:
+            printing.print_parts([printing.outputs_table(found), *([] if rows is None else [counts_table(rows)])])
     dist.destroy_process_group()  # as NCCL asks for
     if not agrees:
         raise typer.Exit(NOT_EQUAL)

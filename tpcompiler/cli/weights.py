@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tpcompiler.cli.bars import progress
-from tpcompiler.cli.options import Artifact, MeshOption, Tp, Trust, app, read_mesh
+from tpcompiler.cli.options import Artifact, Json, MeshOption, Tp, Trust, app, read_mesh
 from tpcompiler.errors import ArtifactError
 
 Checkpoint = Annotated[
@@ -37,6 +37,7 @@ def export(
     max_length: Annotated[
         int, typer.Option("--max-length", metavar="N", help="Tokens that this cache has room for.", min=3)
     ] = 512,
+    json: Json = False,
 ) -> None:
     """Export a model without its weights.
 
@@ -51,7 +52,8 @@ def export(
       tpcompiler export checkpoint --prefill-decode --batch 1 --max-length 512 -o models
       tpcompiler convert models/prefill.pt2 models/decode.pt2 --tp 2 --plan checkpoint/config.json -o out
     """
-    with progress(f"exporting {source}"):
+    with progress(f"exporting {source}", quiet=json):
+        from tpcompiler.cli import printing
         from tpcompiler.exporting import export_prefill_and_decode, export_without_weights
         from tpcompiler.runtime.target import in_place_of, reason, replacing
         from tpcompiler.runtime.weightless import save_weightless, weightless_names
@@ -63,18 +65,22 @@ def export(
             with in_place_of(out, force=False) as folder:
                 for name, each in made.items():
                     save_weightless(each, folder / f"{name}.pt2")
-            count = len(weightless_names(made["decode"]))
-            typer.echo(f"wrote {out}/prefill.pt2 and {out}/decode.pt2: {count} weights have no values")
-            return
-        program = export_without_weights(source, batch=batch, length=length, dtype=dtype, static=static)
-        try:
-            with replacing(out) as file:
-                save_weightless(program, file)
-        except (OSError, RuntimeError) as error:
-            raise ArtifactError(
-                f"cannot write {out}: {reason(error)}", help="check the path and the free space"
-            ) from error
-    typer.echo(f"wrote {out}: {len(weightless_names(program))} weights have no values")
+            program, files = made["decode"], [out / f"{name}.pt2" for name in made]
+        else:
+            program = export_without_weights(source, batch=batch, length=length, dtype=dtype, static=static)
+            files = [out]
+            try:
+                with replacing(out) as file:
+                    save_weightless(program, file)
+            except (OSError, RuntimeError) as error:
+                raise ArtifactError(
+                    f"cannot write {out}: {reason(error)}", help="check the path and the free space"
+                ) from error
+    names = weightless_names(program)
+    if json:
+        printing.print_json({"out": list(map(str, files)), "weights": sorted(names)})
+    else:
+        typer.echo(f"wrote {' and '.join(map(str, files))}: {len(names)} weights have no values")
 
 
 @app.command()
@@ -86,6 +92,7 @@ def cut(
     ] = None,
     partial: Partial = False,
     force: Annotated[bool, typer.Option("--force", help="Write weights again, or begin another cut anew.")] = False,
+    json: Json = False,
 ) -> None:
     """Cut the ranks' weights out of a checkpoint.
 
@@ -99,12 +106,16 @@ def cut(
     words = [word.strip() for word in ranks.split(",")] if ranks is not None else []
     if not all(word.isascii() and word.isdecimal() and len(word) < 9 for word in words):
         raise typer.BadParameter("give numbers, such as 0,1", param_hint="--ranks")
-    with progress(f"reading {checkpoint}"):
+    with progress(f"reading {checkpoint}", quiet=json):
         from tpcompiler.checkpoint.cut import cut_checkpoint
+        from tpcompiler.cli import printing
 
         only = [int(word) for word in words] if words else None
         cut_checkpoint(directory, checkpoint, only, partial=partial, force=force)
-    typer.echo(f"wrote the weights of {'all ranks' if not words else 'rank ' + ', '.join(words)} into {directory}")
+    if json:
+        printing.print_json({"out": str(directory), "ranks": only})
+    else:
+        typer.echo(f"wrote the weights of {'all ranks' if not words else 'rank ' + ', '.join(words)} into {directory}")
 
 
 @app.command("reshard")
@@ -115,6 +126,7 @@ def reshard_artifact(
     mesh: MeshOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier artifact at OUT.")] = False,
     trust: Trust = False,
+    json: Json = False,
 ) -> None:
     """Write an artifact for another number of ranks.
 
@@ -125,12 +137,16 @@ def reshard_artifact(
     Example:
       tpcompiler reshard out --tp 8 -o out8
     """
-    with progress(f"reading {directory}"):
+    with progress(f"reading {directory}", quiet=json):
+        from tpcompiler.cli import printing
         from tpcompiler.elastic import reshard
 
         over = read_mesh(tp, mesh)
         reshard(directory, over, out, force=force, trust=trust)
-    typer.echo(f"wrote {over.world_size} ranks to {out}")
+    if json:
+        printing.print_json({"out": str(out), "mesh": dict(over.axes)})
+    else:
+        typer.echo(f"wrote {over.world_size} ranks to {out}")
 
 
 @app.command("merge")
@@ -141,6 +157,7 @@ def merge_artifact(
         bool, typer.Option("--safetensors", help="Write the weights alone, by name, as a checkpoint has them.")
     ] = False,
     trust: Trust = False,
+    json: Json = False,
 ) -> None:
     """Write the single-device model that an artifact was made from.
 
@@ -151,8 +168,12 @@ def merge_artifact(
       tpcompiler merge out -o model.pt2
       tpcompiler merge out --safetensors -o model.safetensors
     """
-    with progress(f"putting {directory} together"):
+    with progress(f"putting {directory} together", quiet=json):
+        from tpcompiler.cli import printing
         from tpcompiler.elastic import merge
 
         merge(directory, out, safetensors=safetensors, trust=trust)
-    typer.echo(f"wrote {out}")
+    if json:
+        printing.print_json({"out": str(out)})
+    else:
+        typer.echo(f"wrote {out}")

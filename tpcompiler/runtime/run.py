@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,11 +48,21 @@ def run_file(module: Any, manifest: Manifest, path: str | os.PathLike[str]) -> d
     return {row["name"]: tensor for row, tensor in zip(manifest.outputs, tensors, strict=True)}
 
 
-def summarize(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, str, str, str]]:
-    """Name, shape, dtype, mean and largest magnitude of every tensor, as text."""
-    rows = []
+class Summary(NamedTuple):
+    """What is said of a tensor; `largest` is a magnitude. One without elements has neither, a complex mean is text."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    mean: float | str | None
+    largest: float | None
+
+
+def summarize(tensors: Mapping[str, torch.Tensor]) -> list[Summary]:
+    found = []
     for name, tensor in tensors.items():
         numbers = tensor.detach().cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
-        mean, largest = (f"{numbers.mean():.6g}", f"{numbers.abs().amax():.6g}") if numbers.numel() else ("-", "-")
-        rows.append((name, str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch."), mean, largest))
-    return rows
+        mean, largest = (numbers.mean().item(), numbers.abs().amax().item()) if numbers.numel() else (None, None)
+        said = f"{mean:.6g}" if isinstance(mean, complex) else mean
+        found.append(Summary(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), said, largest))
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from tpcompiler.printed import one_line
 from tpcompiler.views.items import Item, seen_from
@@ -29,6 +30,36 @@ def artifact_text(directory: str | os.PathLike[str], rank: int = 0, *, trust: bo
         *_rows(outline.root, 0, GUTTER if widest <= GUTTER else min(widest + 2, WIDEST)),
     ]
     return "\n".join(map(one_line, lines)) + "\n"
+
+
+def artifact_rows(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> dict[str, Any]:
+    """The same as data: every op, input, output and collective in order, each layer's own.
+
+    Raises:
+        ArtifactError: as `artifact_text`.
+    """
+    outline = outline_of(directory, rank, trust=trust)
+    return {
+        "mesh": outline.manifest.mesh,
+        "rank": rank,
+        "bytes": outline.bytes_whole,
+        "bytes_here": outline.bytes_here,
+        "items": [
+            {
+                "name": item.name,
+                "kind": item.kind,
+                "ops": list(item.ops),
+                "module": item.module,
+                "sharding": item.sharding,
+                "value": item.value,
+                "sources": list(item.sources),
+                "tensors": [leaf.name for leaf in item.leaves],
+                "collective": item.record,
+                "note": item.note,
+            }
+            for item in outline.items
+        ],
+    }
 
 
 def _widest(group: Group) -> int:
