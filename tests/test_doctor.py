@@ -14,8 +14,11 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from tests.runtime.commands import right
 from tests.zoo.index import CASES
+from tpcompiler.api import conversions_of
 from tpcompiler.cost.machine import Machine
-from tpcompiler.errors import ShardingError
+from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
+from tpcompiler.explain.obstacles import find_obstacles
+from tpcompiler.pipeline import solved_together
 
 
 class Mlp(nn.Module):
@@ -47,18 +50,18 @@ def test_degrees_are_powers_of_two_and_those_that_divide_what_is_cut() -> None:
 def test_each_degree_is_what_its_conversion_has() -> None:
     for each in tpcompiler.diagnose(mlp()).degrees:
         made = tpcompiler.parallelize(mlp(), each.ranks, "auto")
-        assert each.collectives == len(made.collectives())
-        assert each.wire_bytes == sum(c.wire_bytes for c in made.collectives())
+        assert each.calls[""].collectives == len(made.collectives())
+        assert each.calls[""].wire_bytes == sum(c.wire_bytes for c in made.collectives())
         assert each.memory.total == held(made)
         assert each.memory.weights == max(made.parameter_bytes()[1])
 
 
 def test_a_step_by_hand() -> None:
     """The rooflines of docs/auto.md, with 192 features between: of two ranks, each reads and writes half of them."""
-    machine, two = Machine.read(), tpcompiler.diagnose(mlp()).degrees[1]
+    machine, two = Machine.read(), tpcompiler.diagnose(mlp()).degrees[1].calls[""].seconds
     moved = 2 * (16 * 64 + 96 * 64 + 16 * 96) * 4
-    assert two.seconds.compute == pytest.approx(moved / machine.memory_bandwidth)
-    assert two.seconds.network == pytest.approx(16 * 64 * 4 / machine.plain_link.bandwidth)
+    assert two.compute == pytest.approx(moved / machine.memory_bandwidth)
+    assert two.network == pytest.approx(16 * 64 * 4 / machine.plain_link.bandwidth)
 
 
 def test_the_smallest_degree_within_a_limit() -> None:
@@ -89,18 +92,126 @@ def test_heads_that_ranks_share_are_named() -> None:
     found = tpcompiler.diagnose(CASES["llama"].export(False))
     (eight,) = (each for each in found.degrees if each.ranks == 8)
     assert eight.mesh == {"tp_0": 4, "tp_1": 2}
-    assert eight.remarks == tuple(
+    first, *rest = eight.remarks
+    assert first == "4 heads (model.layers.*.self_attn) are not divided evenly"
+    assert rest == [
         f"model.layers.*.self_attn.{name}.weight: 4 shares, each on 2 ranks, 2,048 bytes more of each rank"
         for name in ("k_proj", "v_proj")
-    )
+    ]
+
+
+class Packed(nn.Module):
+    """Six heads whose queries, keys and values are one matrix, weights in groups, and a table of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.qkv, self.out = nn.Embedding(40, 48), nn.Linear(48, 144), nn.Linear(48, 48)
+        self.register_buffer("q", torch.randint(-8, 8, (96, 48), dtype=torch.int8))
+        self.register_buffer("scales", torch.rand(96, 3))
+        self.down, self.head = nn.Linear(96, 48), nn.Linear(48, 40, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        q, k, v = (each.view(2, -1, 6, 8).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, -1, 48))
+        up = (self.q.view(96, 3, 16) * self.scales[:, :, None]).view(96, 48)
+        return self.head(x + self.down(torch.relu(nn.functional.linear(x, up))))
+
+
+def test_what_stands_in_the_way_is_named() -> None:
+    program = export(Packed().eval(), (torch.zeros(2, 12, dtype=torch.long),))
+    found = tpcompiler.diagnose(program)
+    assert [each.asked.world_size for each in found.untried] == [5, 7, 9, 10, 11, 12, 13, 14, 15]
+    assert {each.reason for each in found.untried} == {"6 heads (the model) are not divided evenly"}
+    said = {each.ranks: each.remarks[0] for each in found.degrees if each.remarks}
+    assert said == dict.fromkeys((4, 8, 16), "6 heads (the model) are not divided evenly")
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "count", "layer"),
+    [
+        ({"qkv": "colwise", "out": "rowwise"}, "heads", 6, "the model"),
+        ({"qkv": "colwise", "out": "rowwise"}, "features of a packed block", 48, "qkv"),
+        ({"scales": "S(1)", "q": "S(1)"}, "quantisation groups", 3, "the model"),
+        ({"words": "rowwise"}, "entries of the vocabulary", 40, "words"),
+        ({"down": "rowwise"}, "features", 96, "down"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_kind_of_obstacle(plan: dict[str, str], kind: str, count: int, layer: str) -> None:
+    program = export(Packed().eval(), (torch.zeros(2, 12, dtype=torch.long),))
+    found, _ = solved_together(conversions_of(program, 3, tpcompiler.Plan.of(plan)))
+    assert (kind, count, layer) in [(each.kind, each.count, each.layers[0]) for each in find_obstacles(found)]
+
+
+def test_another_axis_beside() -> None:
+    found = tpcompiler.diagnose(mlp(), beside={"dp": 2}, inputs={"x": {"dp": "S(0)"}})
+    assert [each.mesh for each in found.degrees] == [{"dp": 2, "tp": n} for n in (1, 2, 3, 4, 6, 8, 12, 16)]
+    for each in found.degrees:
+        made = tpcompiler.parallelize(mlp(), each.mesh, "auto", inputs={"x": {"dp": "S(0)"}})
+        call = each.calls[""]
+        assert (call.collectives, call.wire_bytes) == (
+            len(made.collectives()),
+            sum(c.wire_bytes for c in made.collectives()),
+        )
+        assert each.memory.total == held(made)
+    with pytest.raises(MeshError, match="the degrees of tp are tried"):
+        tpcompiler.diagnose(mlp(), beside={"tp": 2})
+
+
+def test_several_programs() -> None:
+    """Their weights are held once, and each call is its own."""
+    model = Mlp(192)
+    programs = {name: export(model, (torch.randn(2, length, 64),)) for name, length in (("long", 8), ("short", 1))}
+    found = tpcompiler.diagnose(programs)
+    for each in found.degrees:
+        made = tpcompiler.parallelize(programs, each.ranks, "auto")
+        assert each.memory.total == held(made["long"])
+        for name, program in made.items():
+            assert each.calls[name].wire_bytes == sum(c.wire_bytes for c in program.collectives())
+    long, short = (found.degrees[1].calls[name] for name in ("long", "short"))
+    assert long.wire_bytes == 8 * short.wire_bytes
+    assert long.seconds.compute > short.seconds.compute
+
+
+def test_a_degree_that_no_placement_suits() -> None:
+    rows = torch.export.Dim("rows", min=2, max=6)
+    program = export(Mlp(192), (torch.randn(2, 8, 64),), dynamic_shapes=({0: rows},))
+    found = tpcompiler.diagnose(program, inputs={"x": "S(0)"})
+    assert [each.ranks for each in found.degrees] == [1, 2, 3]
+    assert [each.asked.world_size for each in found.stopped] == [4, 6, 8, 12, 16]
+    assert "none of these is a multiple of 8" in found.stopped[2].reason
+    with pytest.raises(UnsupportedError, match="none of these is a multiple of 8"):
+        tpcompiler.parallelize(program, 8, "auto", inputs={"x": "S(0)"})
 
 
 def test_the_command(tmp_path: Path) -> None:
     torch.export.save(mlp(100), tmp_path / "model.pt2")
     text = right("doctor", tmp_path / "model.pt2")
-    assert max(map(len, text.splitlines()[1:])) <= 80
+    assert max(map(len, text.partition("\n\n")[0].splitlines()[1:])) <= 80
     assert text.endswith("the smallest that fits: --tp 1\n")
     assert "8: up.weight: the largest share is 1.04 times an even one\n" in text
     data = json.loads(right("doctor", tmp_path / "model.pt2", "--memory", "0.04MB", "--json"))
     assert data["limit"] == 40_000
     assert data["least"] == next(each["ranks"] for each in data["degrees"] if each["bytes"]["total"] <= 40_000)
+
+
+def test_the_command_takes_a_mesh_and_several_models(tmp_path: Path) -> None:
+    model = Mlp(192)
+    for name, length in (("prefill", 8), ("decode", 1)):
+        torch.export.save(export(model, (torch.randn(2, length, 64),)), tmp_path / f"{name}.pt2")
+    models = tmp_path / "prefill.pt2", tmp_path / "decode.pt2"
+    words = "doctor", *models, "--mesh", "dp=2", "--input", "prefill.x=dp:S(0)", "--input", "decode.x=dp:S(0)"
+    text = right(*words)
+    assert max(map(len, text.partition("\n\n")[0].splitlines()[1:])) <= 80
+    assert text.endswith("the smallest that fits: --mesh dp=2,tp=1\n")
+    data = json.loads(right(*words, "--json"))
+    assert [each["mesh"] for each in data["degrees"]][:2] == [{"dp": 2, "tp": 1}, {"dp": 2, "tp": 2}]
+    for each in data["degrees"]:
+        asked = ",".join(f"{axis}={degree}" for axis, degree in each["mesh"].items())
+        made = json.loads(
+            right("convert", *models, "--mesh", asked, "--plan", "auto", *words[5:], "--dry-run", "--json")
+        )
+        for name, call in each["calls"].items():
+            assert call["wire_bytes"] == sum(row["wire_bytes"] for row in made["programs"][name]["collectives"])

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.filesize import decimal
 from torch.export import ExportedProgram
 
-from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.api import Given, Programs, conversions_of, read_plan
 from tpcompiler.cost.machine import DEFAULT, Machine
 from tpcompiler.cost.objective import local_bytes
-from tpcompiler.errors import ShardingError
+from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
+from tpcompiler.explain.obstacles import Obstacle, find_obstacles
 from tpcompiler.ir.collector import collector_rests
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import tied
-from tpcompiler.pipeline import solved_together
+from tpcompiler.pipeline import Conversion, solved_together
 from tpcompiler.progress import counted
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.place import Aim, TooLarge
@@ -27,57 +31,76 @@ from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import StepTime, measure_step_time
 from tpcompiler.tables import Part, Shown, Table
 
-MOST = 16  # ranks, of the degrees that are tried
+MOST = 16  # of the degrees that are tried
+FURTHEST = 1024  # where a limit on memory is not met by fewer
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
-FURTHEST = 1024  # ranks, where a limit on memory is not met by fewer
+AXIS = "tp"  # whose degrees are tried
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a program: its collectives, the bytes that a rank sends, and how long it takes."""
+
+    collectives: int
+    wire_bytes: int
+    seconds: StepTime
+
+    def cells(self) -> tuple[str, ...]:
+        """What is shown of it."""
+        return str(self.collectives), decimal(self.wire_bytes), _duration(self.seconds.total)
 
 
 @dataclass(frozen=True)
 class Degree:
-    """What the search makes of a number of ranks, over one axis or, where ranks share heads, over the two of `mesh`.
+    """What the search makes of a number of ranks.
 
     Attributes:
+        asked: the mesh. `mesh`: the one that it runs on, where ranks that share heads make two axes of `tp`.
         memory: bytes of the rank that holds most.
         least: the same where a rank is to hold as little as the search can do with.
-        collectives, wire_bytes: of one call; what a rank sends.
+        calls: of each program; the name of one alone is empty.
         fits: within the limit, maybe with more sent than without one.
-        remarks: what uneven cuts, shared shares and layers that stay whole cost.
+        remarks: what the degree does not divide, and what uneven cuts, shared shares and layers that stay whole cost.
     """
 
-    ranks: int
+    asked: Mesh
     mesh: dict[str, int]
     memory: Memory
     least: Memory
-    collectives: int
-    wire_bytes: int
-    seconds: StepTime
+    calls: dict[str, Call]
     fits: bool
     remarks: tuple[str, ...]
 
-    def row(self) -> tuple[str, ...]:
-        """What is shown of it."""
-        held = (self.memory.weights, self.memory.caches, self.memory.activations, self.memory.total)
-        step = _duration(self.seconds.total)
-        sent = str(self.collectives), decimal(self.wire_bytes)
-        return (str(self.ranks), *map(decimal, held), *sent, step, "yes" if self.fits else "no")
+    @property
+    def ranks(self) -> int:
+        return self.asked.world_size
+
+    def held(self) -> tuple[str, ...]:
+        """What is shown of its memory."""
+        each = (self.memory.weights, self.memory.caches, self.memory.activations, self.memory.total)
+        return _named(self.asked), *map(decimal, each)
 
     def to_data(self) -> dict[str, Any]:
         """As JSON."""
-        return {
-            "ranks": self.ranks,
-            "mesh": self.mesh,
-            "bytes": {
-                "weights": self.memory.weights,
-                "caches": self.memory.caches,
-                "activations": self.memory.activations,
-                "total": self.memory.total,
-            },
-            "collectives": self.collectives,
-            "wire_bytes": self.wire_bytes,
-            "seconds": {**self.seconds._asdict(), "total": self.seconds.total},
-            "fits": self.fits,
-            "remarks": list(self.remarks),
+        memory = {name: getattr(self.memory, name) for name in ("weights", "caches", "activations", "total")}
+        calls = {
+            name: {**dataclasses.asdict(call), "seconds": {**call.seconds._asdict(), "total": call.seconds.total}}
+            for name, call in self.calls.items()
         }
+        said = {"ranks": self.ranks, "mesh": self.mesh, "bytes": memory, "calls": calls}
+        return {**said, "fits": self.fits, "remarks": list(self.remarks)}
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A mesh that is no degree, and why: no placement suits it, or it was not tried."""
+
+    asked: Mesh
+    reason: str
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"ranks": self.asked.world_size, "mesh": dict(self.asked.axes), "reason": self.reason}
 
 
 @dataclass(frozen=True)
@@ -85,98 +108,164 @@ class Diagnosis(Shown):
     """What each degree gives on a machine.
 
     Attributes:
-        stopped: degrees that no placement suits, and why.
+        stopped: degrees that no placement suits.
+        untried: degrees that do not divide what is cut.
         limit: bytes that a rank may hold.
-        least: the smallest degree that fits.
+        least: the ranks of the smallest degree that fits.
     """
 
     machine: str
     degrees: tuple[Degree, ...]
-    stopped: dict[int, str]
+    stopped: tuple[Stop, ...]
+    untried: tuple[Stop, ...]
     limit: int
     least: int
 
     def parts(self) -> Iterator[Part]:
         """A line for each degree; then what stops degrees, or costs."""
         yield f"on {self.machine} a rank may hold {decimal(self.limit)}"
-        headers = ("ranks", "weights", "caches", "at peak", "in all", "count", "sent", "step", "fits")
-        rows = [each.row() for each in self.degrees]
-        yield Table("of each rank, in one call", headers, rows, right=headers[:-1])
-        lines = [f"{each.ranks}: {remark}" for each in self.degrees for remark in each.remarks]
-        lines += [f"{ranks}: not possible: {reason}" for ranks, reason in self.stopped.items()]
+        ranks = "ranks" if self.degrees[0].asked.names == (AXIS,) else "mesh"
+        held, called = (ranks, "weights", "caches", "at peak", "in all"), ("count", "sent", "step")
+        fits = ["yes" if each.fits else "no" for each in self.degrees]
+        if len(self.degrees[0].calls) == 1:
+            rows = [
+                (*each.held(), *call.cells(), fit)
+                for each, fit in zip(self.degrees, fits, strict=True)
+                for call in each.calls.values()
+            ]
+            yield Table("of each rank, in one call", (*held, *called, "fits"), rows, right=(*held, *called))
+        else:
+            rows = [(*each.held(), fit) for each, fit in zip(self.degrees, fits, strict=True)]
+            yield Table("of each rank", (*held, "fits"), rows, right=held)
+            pairs = [(each, *pair) for each in self.degrees for pair in each.calls.items()]
+            rows = [(_named(each.asked), name, *call.cells()) for each, name, call in pairs]
+            yield Table("of each rank, in one call", (ranks, "program", *called), rows, right=(ranks, *called))
+        lines = [f"{_named(each.asked)}: {remark}" for each in self.degrees for remark in each.remarks]
+        lines += [f"{_named(stop.asked)}: not possible: {stop.reason}" for stop in self.stopped]
+        lines += _folded(self.untried)
         yield from (*lines, "") if lines else ()
-        yield f"the smallest that fits: --tp {self.least}"
+        least = next(each.asked for each in self.degrees if each.ranks == self.least)
+        yield f"the smallest that fits: {f'--tp {self.least}' if ranks == 'ranks' else f'--mesh {_named(least)}'}"
 
     def to_data(self) -> dict[str, Any]:
         """As JSON."""
-        stopped = [{"ranks": ranks, "reason": reason} for ranks, reason in self.stopped.items()]
-        degrees = [each.to_data() for each in self.degrees]
-        return {
-            "machine": self.machine,
-            "limit": self.limit,
-            "least": self.least,
-            "degrees": degrees,
-            "stopped": stopped,
-        }
+        lists = {name: [each.to_data() for each in getattr(self, name)] for name in ("degrees", "stopped", "untried")}
+        return {"machine": self.machine, "limit": self.limit, "least": self.least, **lists}
 
 
 @collector_rests()
 def diagnose(
-    exported_program: ExportedProgram,
+    exported_program: ExportedProgram | Programs,
     *,
+    beside: Mapping[str, int] | None = None,
+    inputs: Given = None,
+    outputs: Given = None,
     machine: str | os.PathLike[str] = DEFAULT,
     memory: int | None = None,
 ) -> Diagnosis:
     """Place a model on every degree that is a power of two, or divides all that two ranks cut, up to 16.
 
     Args:
+        exported_program: one, or several that share their weights, as `parallelize` takes them.
+        beside: the other axes of the mesh, such as `{"dp": 2}`, before `tp`, whose degrees are tried.
+        inputs: as of `parallelize`, and so are `outputs`: `{"x": {"dp": "S(0)"}}`.
         machine: whose step times are predicted: the YAML file that describes one device and its links, or "h100".
         memory: the most bytes that a rank may hold; by default what the machine has.
 
     Raises:
         ShardingError: no degree fits; by how much, and the least one that does.
-        MachineError, ProgramError, UnsupportedError: as `parallelize`.
+        MeshError: `beside` has the axis `tp`, or no mesh.
+        MachineError, PlanError, ProgramError, UnsupportedError: as `parallelize`.
     """
     described = Machine.read(machine)
     limit = int(described.memory) if memory is None else memory
-    degrees, stopped = dict[int, Degree](), dict[int, str]()
-    first = _examine(exported_program, 1, described, limit, None)
-    degrees[1], pair = first[0], None
+    if beside and AXIS in beside:
+        raise MeshError(f"the degrees of {AXIS} are tried, and none is given", help="give the other axes, such as dp=2")
+    one = Mesh.of({**(beside or {}), AXIS: 1})
+    conversions = conversions_of(exported_program, one, read_plan("auto"), inputs, outputs)
+    examined = _Examined(conversions, described, limit)
+    degrees, stopped = {1: examined.degree(1)}, list[Stop]()
     candidates = [2]
-    for ranks in counted(candidates, "trying degrees", "degrees"):  # more by what two ranks cut
+    for tp in counted(candidates, "trying degrees", "degrees"):  # more of them by what two ranks cut
         try:
-            degrees[ranks], found = _examine(exported_program, ranks, described, limit, pair)
-        except ShardingError as error:
-            stopped[ranks], found = error.message, None
-        if ranks == 2:
-            pair = found
-            common = 0 if found is None else math.gcd(*_cut_sizes(found))
+            degrees[tp] = examined.degree(tp)
+        except (ShardingError, UnsupportedError) as error:
+            stopped.append(Stop(examined.mesh(tp), error.message))
+        if tp == 2:
+            common = math.gcd(*(each.count for each in examined.obstacles))
             candidates += [n for n in range(3, MOST + 1) if n & (n - 1) == 0 or (common and common % n == 0)]
-    fitting = [ranks for ranks, each in degrees.items() if each.fits]
+    fitting = [each.ranks for each in degrees.values() if each.fits]
     if not fitting:
-        raise _too_large(exported_program, described, limit, degrees)
-    return Diagnosis(described.name, tuple(degrees.values()), stopped, limit, min(fitting))
+        raise _too_large(examined, degrees)
+    untried = [
+        Stop(examined.mesh(tp), _undivided(examined.obstacles, tp, foremost=True))
+        for tp in range(3, MOST + 1)
+        if tp not in candidates and examined.obstacles
+    ]
+    return Diagnosis(described.name, tuple(degrees.values()), tuple(stopped), tuple(untried), limit, min(fitting))
 
 
-def _examine(
-    program: ExportedProgram, ranks: int, machine: Machine, limit: int, pair: Solution | None
-) -> tuple[Degree, Solution]:
-    """A degree without a limit, and where that is too much, within it if that can be. `pair`: of two ranks."""
-    conversions = conversions_of(program, ranks, read_plan("auto"))
-    found, made = solved_together(conversions, Aim(machine))
-    least = measure_memory(found)
-    if least.total > limit:
-        try:
-            found, made = solved_together(conversions, Aim(machine, limit))
-            least = measure_memory(found)
-        except TooLarge as error:
-            least = error.least
-    sent = [(each.kind, each.group_size, each.wire_bytes) for each in made[""].collectives()]
-    seconds = measure_step_time(found, sent, machine, fused=True)
-    uneven = (note.text for note in made[""].notes if note.kind == "cut" and "largest share" in note.text)
-    remarks = (*uneven, *_shared(found), *_whole(found, pair))
-    mesh, memory, total = dict(found.mesh.axes), measure_memory(found), sum(count for _, _, count in sent)
-    return Degree(ranks, mesh, memory, least, len(sent), total, seconds, least.total <= limit, remarks), found
+class _Examined:
+    """Programs that are placed on one degree after the other; of two ranks, what the others are compared with."""
+
+    def __init__(self, conversions: Mapping[str, Conversion], machine: Machine, limit: int) -> None:
+        self.conversions, self.machine, self.limit = conversions, machine, limit
+        self.pair: Solution | None = None
+        self.obstacles: Sequence[Obstacle] = ()
+
+    def mesh(self, tp: int) -> Mesh:
+        first = next(iter(self.conversions.values())).mesh
+        return Mesh(tuple((axis, tp if axis == AXIS else degree) for axis, degree in first.axes))
+
+    def degree(self, tp: int) -> Degree:
+        """Without a limit, and where that is too much, within it if that can be.
+
+        Raises:
+            ShardingError, UnsupportedError: no placement suits the degree.
+        """
+        asked = self.mesh(tp)
+        conversions = {name: dataclasses.replace(each, mesh=asked) for name, each in self.conversions.items()}
+        found, made = solved_together(conversions, Aim(self.machine))
+        least = measure_memory(found)
+        if least.total > self.limit:
+            try:
+                found, made = solved_together(conversions, Aim(self.machine, self.limit))
+                least = measure_memory(found)
+            except TooLarge as error:
+                least = error.least
+        calls = {}
+        for (name, own), program in zip(made.items(), found.programs, strict=True):
+            sent = [(each.kind, each.group_size, each.wire_bytes) for each in own.collectives()]
+            alone = dataclasses.replace(found, programs=[program])
+            seconds = measure_step_time(alone, sent, self.machine, fused=True)
+            calls[name] = Call(len(sent), sum(count for _, _, count in sent), seconds)
+        if tp == 2:
+            self.pair, self.obstacles = found, find_obstacles(found)
+        notes = dict.fromkeys(note.text for own in made.values() for note in own.notes if note.kind == "cut")
+        uneven = (text for text in notes if "largest share" in text)
+        undivided = filter(None, [_undivided(self.obstacles, tp)])
+        remarks = (*undivided, *uneven, *_shared(found), *_whole(found, self.pair))
+        memory, fits = measure_memory(found), least.total <= self.limit
+        return Degree(asked, dict(found.mesh.axes), memory, least, calls, fits, remarks)
+
+
+def _undivided(obstacles: Sequence[Obstacle], tp: int, foremost: bool = False) -> str:
+    """What so many ranks cannot share evenly; `foremost`: of the first kind only."""
+    found = [each for each in obstacles if each.count % tp]
+    told = [each for each in found if not foremost or each.kind == found[0].kind]
+    return f"{', '.join(map(str, told))} are not divided evenly" if told else ""
+
+
+def _folded(stops: Sequence[Stop]) -> Iterator[str]:
+    """Those of one reason on one line."""
+    alike: dict[str, list[str]] = {}
+    for stop in stops:
+        alike.setdefault(stop.reason, []).append(_named(stop.asked))
+    yield from (f"{' '.join(names)}: not tried: {reason}" for reason, names in alike.items())
+
+
+def _named(mesh: Mesh) -> str:
+    return str(mesh.world_size) if mesh.names == (AXIS,) else ",".join(f"{axis}={n}" for axis, n in mesh.axes)
 
 
 def _duration(seconds: float) -> str:
@@ -184,26 +273,21 @@ def _duration(seconds: float) -> str:
     return f"{seconds / unit:.3g} {name}"
 
 
-def _cut_sizes(found: Solution) -> Iterator[int]:
-    for program in found.programs:
-        for node, _ in program.leaves():
-            for size, cut in zip(node.meta["val"].shape, found.leaves[node].dims, strict=True):
-                if cut.axes and node.meta["val"].ndim > 1:
-                    yield size
-
-
 def _shared(found: Solution) -> Iterator[str]:
     """Weights that one half of the axis alone cuts, and how much more a rank holds for it."""
-    world, more = found.mesh.world_size, Counter[tuple[str, int]]()
+    split, more = found.mesh.size(found.model), dict[str, tuple[int, int]]()
     for program in found.programs:
         first_of = tied(program)
         for node, fqn in program.leaves():
-            shares = found.mesh.size(found.leaves[node].cut_axes)
-            if 1 < shares < world and first_of[node.name] == node.name and node.meta["val"].ndim > 1:
+            shares = found.mesh.size(tuple(axis for axis in found.leaves[node].cut_axes if axis in found.model))
+            if 1 < shares < split and first_of[node.name] == node.name and node.meta["val"].ndim > 1:
                 held = local_bytes(node.meta["val"], found.leaves[node], found.mesh)
-                more[_repeated(fqn), shares] += held - held * shares // world
-    for (name, shares), count in more.items():
-        yield f"{name}: {shares} shares, each on {world // shares} ranks, {count:,} bytes more of each rank"
+                more[fqn] = shares, held - held * shares // split
+    alike = Counter[tuple[str, int]]()
+    for fqn, (shares, count) in more.items():
+        alike[_repeated(fqn), shares] += count
+    for (name, shares), count in alike.items():
+        yield f"{name}: {shares} shares, each on {split // shares} ranks, {count:,} bytes more of each rank"
 
 
 def _whole(found: Solution, pair: Solution | None) -> Iterator[str]:
@@ -217,14 +301,13 @@ def _repeated(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _too_large(program: ExportedProgram, machine: Machine, limit: int, degrees: dict[int, Degree]) -> ShardingError:
-    best = min(degrees.values(), key=lambda each: each.least.total)
-    ranks = 2 * MOST
-    while ranks <= FURTHEST and not _examine(program, ranks, machine, limit, None)[0].fits:
-        ranks *= 2
+def _too_large(examined: _Examined, degrees: Mapping[int, Degree]) -> ShardingError:
+    best, limit = min(degrees.values(), key=lambda each: each.least.total), examined.limit
+    further = (2 * MOST << power for power in itertools.count())
+    tp = next((n for n in further if n > FURTHEST or examined.degree(n).fits), FURTHEST)
     return ShardingError(
         f"no degree up to {MOST} fits: one of {best.ranks} ranks would hold {best.least.text}; that is "
         f"{best.least.total - limit:,} more than the limit of {limit:,}",
-        help=(f"use {ranks} ranks, or " if ranks <= FURTHEST else "use ")
+        help=(f"use {examined.mesh(tp).world_size} ranks, or " if tp <= FURTHEST else "use ")
         + f"a limit of at least {best.least.total:,} bytes",
     )

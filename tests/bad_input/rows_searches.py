@@ -51,6 +51,12 @@ SEARCHES = [
         "use a limit of at least 652 bytes",
     ),
     Row(
+        "a mesh that says what is tried",
+        "tpcompiler doctor model.pt2 --mesh dp=2,tp=2",
+        "the degrees of tp are tried, and none is given",
+        "give the other axes, such as dp=2",
+    ),
+    Row(
         "a machine that cannot be written",
         "tpcompiler calibrate -o none/here.yaml",
         "cannot write none/here.yaml: No such file or directory",

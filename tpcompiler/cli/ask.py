@@ -9,6 +9,7 @@ import typer
 import yaml
 
 from tpcompiler.cli.bars import progress
+from tpcompiler.cli.given import Inputs, Outputs, read_programs
 from tpcompiler.cli.options import (
     Imports,
     Json,
@@ -80,7 +81,18 @@ def plan(
 
 @app.command()
 def doctor(
-    model: Model,
+    models: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="MODEL.pt2", help="What torch.export.save wrote; several share their weights and caches."
+        ),
+    ],
+    mesh: Annotated[
+        str | None,
+        typer.Option("--mesh", metavar="AXIS=N,..", help="Axes beside tp, whose degrees are tried, such as dp=2."),
+    ] = None,
+    inputs: Inputs = None,
+    outputs: Outputs = None,
     machine: Machine = "h100",
     memory: Memory = None,
     imports: Imports = None,
@@ -95,19 +107,27 @@ def doctor(
     Example:
       tpcompiler doctor model.pt2
       tpcompiler doctor model.pt2 --machine mine.yaml --memory 24GB
+      tpcompiler doctor model.pt2 --mesh dp=2 --input "x=dp:S(0)"
+      tpcompiler doctor prefill.pt2 decode.pt2
     """
-    with progress(f"reading {model}", quiet=json) as status:
+    with progress("reading", quiet=json) as status:
         from tpcompiler.cli import printing
         from tpcompiler.doctor import diagnose
-        from tpcompiler.runtime.model_file import read_model
 
-        program = read_model(model, imports or (), trust=trust)
+        given = read_programs(models, imports, trust, status)
         status.update("placing it on every number of ranks")
-        found = diagnose(program, machine=machine, memory=memory)
+        found = diagnose(
+            given.programs,
+            beside=None if mesh is None else dict(read_mesh(None, mesh).axes),
+            inputs=given.of_programs(inputs, "--input"),
+            outputs=given.of_programs(outputs, "--output"),
+            machine=machine,
+            memory=memory,
+        )
     if json:
         printing.print_json(found.to_data())
     else:
-        printing.print_titled(str(model), found.parts())
+        printing.print_titled(" ".join(map(str, models)), found.parts())
 
 
 @app.command()

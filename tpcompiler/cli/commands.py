@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -19,6 +18,7 @@ import tpcompiler.cli.reasons
 import tpcompiler.cli.run
 import tpcompiler.cli.weights  # noqa: F401  (registers its commands, as do those above)
 from tpcompiler.cli.bars import progress
+from tpcompiler.cli.given import Inputs, Outputs, read_programs
 from tpcompiler.cli.options import (
     DEFECT,
     Artifact,
@@ -37,7 +37,7 @@ from tpcompiler.cli.options import (
     refuse_two_meshes,
 )
 from tpcompiler.cli.weights import Partial
-from tpcompiler.errors import PlanError, TpCompilerWarning
+from tpcompiler.errors import TpCompilerWarning
 from tpcompiler.printed import one_line, printable
 
 
@@ -151,17 +151,8 @@ def convert(
     ],
     tp: Tp = None,
     mesh: MeshOption = None,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input",
-            metavar="NAME=PLACEMENT",
-            help="How an input is cut: x=S(0), or by axis x=dp:S(0); of several models prefill.x=S(0).",
-        ),
-    ] = None,
-    outputs: Annotated[
-        list[str] | None, typer.Option("--output", metavar="NAME=PLACEMENT", help="The same of an output.")
-    ] = None,
+    inputs: Inputs = None,
+    outputs: Outputs = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", metavar="OUT", help="The directory to write.")] = None,
     skip_unsupported: Annotated[
         bool, typer.Option("--skip-unsupported", help="Leave layers whole whose style is not supported yet.")
@@ -229,7 +220,6 @@ def convert(
         from tpcompiler.explain.summary import artifact_data, summary_parts
         from tpcompiler.plan import Plan
         from tpcompiler.runtime.artifact import read_manifest
-        from tpcompiler.runtime.model_file import read_model
         from tpcompiler.runtime.target import free_target
 
         over, allowed = read_mesh(tp, mesh), Budget.read(budget or (), max_wire_bytes, max_memory)
@@ -238,23 +228,15 @@ def convert(
         )
         if out is not None and not dry_run:
             free_target(out, force=force)  # before the minutes that follow
-        programs = {}
-        for model in models:
-            status.update(f"reading {model}")
-            programs[model.stem] = read_model(model, imports or (), trust=trust)
-        names = list(programs) if len(models) > 1 else []
-        if len(programs) < len(models):
-            raise PlanError(
-                f"two models are called {models[-1].stem}", help="a model is called as its file, without the suffix"
-            )
+        given = read_programs(models, imports, trust, status)
+        names = given.names
         status.update("placing and cutting")
-        exported: Any = programs if names else programs[models[0].stem]
         made: Any = parallelize(
-            exported,
+            given.programs,
             over,
             chosen,
-            inputs=_of_programs(_placements(inputs, "--input"), names),
-            outputs=_of_programs(_placements(outputs, "--output"), names),
+            inputs=given.of_programs(inputs, "--input"),
+            outputs=given.of_programs(outputs, "--output"),
             device_type=device_type.value if device_type else None,
             collectives=collectives.value,
             machine=machine,
@@ -344,33 +326,6 @@ def show(
 def _format(asked: _Format | None, file: Path | None) -> _Format:
     by_suffix = {f".{kind.value}": kind for kind in _Format} | {".gv": _Format.dot}
     return asked or by_suffix.get(file.suffix if file else "", _Format.text)
-
-
-def _placements(texts: list[str] | None, option: str) -> dict[str, Any] | None:
-    """`x=S(0)`, or by axis `x=dp:S(0),tp:R`."""
-    found: dict[str, Any] = {}
-    for text in texts or ():
-        name, _, said = text.partition("=")
-        pairs = [part.partition(":") for part in re.split(r",(?![^(]*\))", said)]  # not in S(0, unit 4)
-        repeated = len({axis.strip() for axis, _, _ in pairs}) < len(pairs)
-        if not name or not said or repeated or (len(pairs) > 1 and not all(placement for _, _, placement in pairs)):
-            raise PlanError(f"{option} {text} names no placement", help=f"write {option} x=S(0), or x=dp:S(0),tp:R")
-        by_axis = {axis.strip(): placement.strip() for axis, _, placement in pairs}
-        found[name.strip()] = by_axis if pairs[0][2] else said.strip()
-    return found or None
-
-
-def _of_programs(placements: dict[str, Any] | None, names: list[str]) -> dict[str, Any] | None:
-    """Of several programs, `prefill.x` is the x of prefill."""
-    if placements is None or not names:
-        return placements
-    found: dict[str, Any] = {}
-    for said, placement in placements.items():
-        program, _, name = said.partition(".")
-        if program not in names or not name:
-            raise PlanError(f"{said!r} names no program", help=f"write {names[0]}.{said.rpartition('.')[2]}=S(0)")
-        found.setdefault(program, {})[name] = placement
-    return found
 
 
 def main() -> None:

@@ -1,0 +1,106 @@
+"""What a number of ranks does not divide: heads, packed blocks, quantisation groups, the vocabulary, features."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tpcompiler._torch import OpOverload, aten
+from tpcompiler.ir import edit
+from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.names import layer_of
+from tpcompiler.ir.program import PlannedProgram
+from tpcompiler.ir.static import computed_from_leaves
+from tpcompiler.ir.text import op_name
+from tpcompiler.solver.solution import Solution
+
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+CASTS = (aten._to_copy.default, aten.clone.default)
+KINDS = ("heads", "features of a packed block", "quantisation groups", "entries of the vocabulary", "features")
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """So many of a kind that ranks deal out evenly, or not, and the layers that have them, `*` for repeated ones."""
+
+    kind: str
+    count: int
+    layers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        more = f" and {len(self.layers) - 1} more" if len(self.layers) > 1 else ""
+        return f"{self.count:,} {self.kind} ({self.layers[0]}{more})"
+
+
+def find_obstacles(found: Solution) -> list[Obstacle]:
+    """What the search cuts over the axis of the model, in the order of `KINDS`."""
+    heads = {each for program in found.programs for each in _heads(found, program)}
+    layers: dict[tuple[str, int], dict[str, None]] = {}
+    for kind, count, layer in (*sorted(heads), *(each for program in found.programs for each in _cuts(found, program))):
+        if kind != "features" or not any(layer.startswith(f"{other}.") for _, _, other in heads):  # as its heads say
+            layers.setdefault((kind, count), {})[layer] = None
+    made = (Obstacle(kind, count, tuple(names)) for (kind, count), names in layers.items())
+    return sorted(made, key=lambda each: (KINDS.index(each.kind), each.count))
+
+
+def _heads(found: Solution, program: PlannedProgram) -> Iterator[tuple[str, int, str]]:
+    """A view of an activation that makes two dims of one that is cut: the outer one is heads."""
+    weights = computed_from_leaves(program.graph, dict(program.leaves()).keys())
+    for node in edit.calls(program.graph):
+        choice = found.choices.get(node)
+        if choice is None or node.target not in VIEWS or node in weights:
+            continue
+        whole, made = edit.operands(node)[0].meta["val"].shape, node.meta["val"].shape
+        outer = list(zip(made, made[1:], choice.made[0].dims, strict=False))
+        for size, cut in zip(whole, choice.wants[0].dims, strict=True):
+            for count, inner, own in outer if isinstance(size, int) and _is_cut(cut, found) else ():
+                if isinstance(count, int) and _is_cut(own, found) and count < size == count * inner:
+                    yield "heads", count, _repeated(edit.module_path(node)) or "the model"
+
+
+def _cuts(found: Solution, program: PlannedProgram) -> Iterator[tuple[str, int, str]]:
+    """What is cut of weights, each with its layer."""
+    leaves, vocabularies = dict(program.leaves()), _vocabularies(program)
+    quantised: dict[str, torch.Size] = {}  # the weight of such a layer, whose scales are by groups
+    for node, fqn in leaves.items():
+        value, layer = node.meta["val"], layer_of(fqn)
+        if value.ndim > 1 and (value.dtype.itemsize == 1 or not value.is_floating_point()):
+            quantised[layer] = max(quantised.get(layer, value.shape), value.shape, key=torch.Size.numel)
+    for node, fqn in leaves.items():
+        shape, layer = node.meta["val"].shape, _repeated(layer_of(fqn)) or "the model"
+        whole = quantised.get(layer_of(fqn), shape)
+        for dim, cut in enumerate(found.leaves[node].dims if len(shape) > 1 else ()):
+            if not _is_cut(cut, found):
+                continue
+            if packed := [size for size, by in cut.parts if by.axes] or [cut.block] * bool(cut.block):
+                yield from (("features of a packed block", size, layer) for size in packed)
+            elif len(whole) == len(shape) and shape[dim] < whole[dim]:
+                yield "quantisation groups", shape[dim], layer
+            else:
+                is_vocabulary = dim == 0 and shape[0] in vocabularies
+                yield "entries of the vocabulary" if is_vocabulary else "features", shape[dim], layer
+
+
+def _vocabularies(program: PlannedProgram) -> set[int]:
+    """How many rows those tables have in which the program looks up what it is given."""
+    inputs = set(program.user_inputs())
+    for node in edit.calls(program.graph):
+        target: Any = node.target
+        if isinstance(target, OpOverload) and (target.is_view or target in CASTS) and node.args[0] in inputs:
+            inputs.add(node)
+    looked = [edit.operands(node) for node in edit.calls(program.graph) if op_name(node) == "embedding"]
+    return {table.meta["val"].shape[0] for table, ids in looked if ids in inputs}
+
+
+def _is_cut(cut: DimSharding, found: Solution) -> bool:
+    return any(axis in found.model for axis in cut.axes)
+
+
+def _repeated(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
