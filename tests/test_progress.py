@@ -56,6 +56,8 @@ def test_what_is_counted_is_done_when_the_next_one_is_asked_for() -> None:
     assert seen == ["a", "b"]
     for _ in counted(items, "alone", "letters"):  # nobody listens
         pass
+    told = heard(lambda: next(item for item in counted(items, "searching", "letters") if item == "a"))
+    assert told["searching"][-1] == ("letters", 2, 2)  # it is over
 
 
 def test_every_long_step_tells_how_far_it_is(model: Path) -> None:
@@ -71,6 +73,7 @@ def test_every_long_step_tells_how_far_it_is(model: Path) -> None:
     }
     told = {name: heard(work) for name, work in steps.items()}
     for name, step in (
+        ("convert", "reading the ops"),
         ("convert", "pricing choices"),
         ("convert", "cutting the ops"),
         ("save", "writing files"),

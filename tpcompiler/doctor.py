@@ -55,7 +55,8 @@ class Degree:
     """What the search makes of a number of ranks.
 
     Attributes:
-        asked: the mesh. `mesh`: the one that it runs on, where ranks that share heads make two axes of `tp`.
+        asked: the mesh.
+        mesh: the one that it runs on: where ranks share heads, `tp` is two axes.
         memory: bytes of the rank that holds most.
         least: the same where a rank is to hold as little as the search can do with.
         calls: of each program; the name of one alone is empty.

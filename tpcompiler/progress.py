@@ -33,9 +33,11 @@ def telling(step: str, unit: str) -> Callable[[int, int], None]:
 
 
 def counted(items: Sequence[T], step: str, unit: str) -> Iterator[T]:
-    """The items, of which there may become more; each is done when the next one is asked for."""
+    """The items, of which there may become more; each is done when the next one is asked for, and all when none is."""
     tell = telling(step, unit)
-    tell(0, len(items))
-    for done, item in enumerate(items, 1):
-        yield item
-        tell(done, len(items))
+    try:
+        for done, item in enumerate(items):
+            tell(done, len(items))
+            yield item
+    finally:
+        tell(len(items), len(items))
