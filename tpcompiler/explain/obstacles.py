@@ -19,8 +19,6 @@ from tpcompiler.ir.text import op_name
 from tpcompiler.solver.solution import Solution
 
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-
-
 CASTS = (aten._to_copy.default, aten.clone.default)
 KINDS = ("heads", "features of a packed block", "quantisation groups", "entries of the vocabulary", "features")
 
