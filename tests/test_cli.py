@@ -18,7 +18,6 @@ from tests.runtime.commands import call, right
 from tests.runtime.models import PLAN_TEXT, export_mlp, mlp_inputs
 from tpcompiler import cli
 from tpcompiler.explain.summary import summary_parts
-from tpcompiler.runtime.artifact import sha256
 
 COMMANDS = ["inspect", "doctor", "plan", "calibrate", "convert", "verify", "run", "show"]
 
@@ -289,68 +288,6 @@ def test_inspect_an_artifact_as_json(out: Path) -> None:
     assert [row["name"] for row in data["outputs"]] == ["hidden", "logits"]
     assert data["notes"] == [{"kind": "untouched", "text": "head"}]
     assert data["versions"]["torch"] == torch.__version__
-
-
-def test_verify_an_equal_artifact(model: Path, out: Path, inputs: Path) -> None:
-    text = right("verify", out, "--against", model)
-    assert text.startswith("equal: max abs err ")
-    assert [line.split(":")[0] for line in text.splitlines()[1:]] == ["  ok  hidden", "  ok  cache", "  ok  logits"]
-    assert right("verify", out, "--against", model, "--inputs", inputs).startswith("equal: ")
-
-
-def test_verify_as_json(model: Path, out: Path) -> None:
-    data = json.loads(right("verify", out, "--against", model, "--json"))
-    assert data["ok"] is True
-    assert data["max_rel_err"] < 1e-5
-    assert [row["name"] for row in data["outputs"]] == ["hidden", "cache", "logits"]
-
-
-@pytest.fixture
-def tampered(model: Path, plan: Path, tmp_path: Path) -> Path:
-    """An artifact in which two weights of rank 1 have changed places, with a hash that fits."""
-    directory = tmp_path / "tampered"
-    right("convert", model, "--tp", 2, "--plan", plan, "-o", directory)
-    path, manifest = directory / "rank_1.pt2", directory / "manifest.json"
-    program = torch.export.load(path)
-    first, second = (program.state_dict[f"layers.{layer}.up.weight"] for layer in (0, 1))
-    with torch.no_grad():
-        kept = first.clone()
-        first.copy_(second)
-        second.copy_(kept)
-    torch.export.save(program, path)
-    data = json.loads(manifest.read_text())
-    data["files"]["rank_1.pt2"] = sha256(path)
-    manifest.write_text(json.dumps(data))
-    return directory
-
-
-def test_verify_finds_swapped_weights(model: Path, tampered: Path) -> None:
-    result = call("verify", tampered, "--against", model)
-    assert (result.exit_code, result.stderr) == (1, "")
-    lines = result.stdout.splitlines()
-    assert lines[0].startswith("NOT EQUAL: ")
-    assert [line.split(":")[0] for line in lines[1:4]] == ["  BAD hidden", "  ok  cache", "  BAD logits"]
-    assert lines[4].startswith("  first diverging value: 'linear' (aten.linear.default, claimed S(1))")
-    result = call("verify", tampered, "--against", model, "--json")
-    assert result.exit_code == 1
-    data = json.loads(result.stdout)
-    assert (data["ok"], [row["ok"] for row in data["outputs"]]) == (False, [False, True, False])
-
-
-def test_check(model: Path, out: Path, tampered: Path) -> None:
-    """Without the model nobody can say which weights are right; with it they are compared bit for bit."""
-    sound = "sound: 2 ranks, "
-    unread = "the weights were not compared with the model's: pass --original MODEL.pt2, or --checkpoint DIR"
-    for directory in (out, tampered):
-        said = right("check", directory).splitlines()
-        assert (said[0].startswith(sound), said[-1]) == (True, unread)
-    said = right("check", out, "--original", model).splitlines()
-    assert (said[0].startswith(sound), len(said)) == (True, 1)
-    data = json.loads(right("check", out, "--json"))
-    assert (data["ok"], data["weights_compared"]) == (True, False)
-    result = call("check", tampered, "--original", model)
-    assert (result.exit_code, result.stderr) == (1, "")
-    assert "'layers.0.up.weight': the ranks' shares do not make the original's tensor" in result.stdout
 
 
 def test_json_has_no_infinities(capsys: pytest.CaptureFixture[str]) -> None:
