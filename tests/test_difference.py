@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import tpcompiler
-from tests.runtime.commands import call, right
+from tests.runtime.commands import call, refused, right
 from tests.runtime.models import PLAN, export_mlp
 from tpcompiler import diff_artifacts
 from tpcompiler.errors import ArtifactError
@@ -84,6 +84,24 @@ def test_another_number_of_ranks(folder: Path) -> None:
     for held, ranks in zip(found.held_bytes, (2, 4), strict=True):
         program = tpcompiler.parallelize(export_mlp(), ranks, PLAN)
         assert held == program.parameter_bytes()[1]
+
+
+def test_the_page_beside_the_tables(folder: Path, tmp_path: Path) -> None:
+    page, plain = tmp_path / "page.html", call("diff", folder / "out", folder / "whole")
+    result = call("diff", folder / "out", folder / "whole", "--html", page)
+    assert (result.exit_code, result.stdout, result.stderr) == (1, plain.stdout, f"wrote {page}\n")
+    data = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
+    assert data["difference"]["totals"][3] == ["wire bytes of a rank and call", "192", "0"]
+    assert '"differs":true' in page.read_text()
+    assert call("diff", folder / "out", folder / "out", "--html", page).exit_code == 0
+    assert '"differs":true' not in page.read_text()
+
+
+def test_no_page_of_two_models(folder: Path, tmp_path: Path) -> None:
+    program = torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),))
+    tpcompiler.parallelize(program, 2, {}).save(tmp_path / "other")
+    assert "two models" in refused("diff", folder / "out", tmp_path / "other", "--html", tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_two_models(tmp_path: Path) -> None:

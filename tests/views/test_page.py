@@ -14,6 +14,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from tests.runtime.commands import call
 from tests.views.artifacts import LAYERS, Mixed, Tower, ids, saved
 from tpcompiler.views.html import artifact_html
 
@@ -38,7 +39,7 @@ def chromium() -> Iterator[webdriver.Chrome]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`tower.html`, `mixed.html`, and `hostile.html`, of which the manifest has tags in a text."""
+    """`tower.html`, `mixed.html`, `hostile.html`, of which the manifest has tags in a text, and `difference.html`."""
     folder = tmp_path_factory.mktemp("pages")
     saved(folder / "tower", Tower(), ids(), LAYERS)
     saved(folder / "mixed", Mixed(), torch.zeros(4, 8), {"up": "colwise", "out": "colwise_gather_output"})
@@ -48,7 +49,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "hostile/manifest.json").write_text(json.dumps(manifest))
     for name in ("tower", "mixed", "hostile"):
         (folder / f"{name}.html").write_text(artifact_html(folder / name), encoding="utf-8")
+    saved(folder / "other", Tower(), ids(), OTHER)
+    assert call("diff", folder / "tower", folder / "other", "--html", folder / "difference.html").exit_code == 1
     return folder
+
+
+OTHER = {"layers.*.up": "colwise_gather_output", "embed": "embedding_rowwise"}
 
 
 HOSTILE = '</script><script>document.title = "run"</script><img src=x onerror="document.title = 1"><!--'
@@ -189,6 +195,61 @@ def test_keys_reach_all_of_it(chromium: webdriver.Chrome, pages: Path, width: in
     page.press(Keys.ARROW_RIGHT)
     assert "Machine h100" in page.text("timeline")
     assert len(page.driver.find_elements(By.CSS_SELECTOR, "#timeline .bar")) == 2
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_differs_is_marked(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
+    page = Page(chromium, pages / "difference.html", width)
+    assert page.driver.title == "tower → other: mesh tp=2, rank 0"
+    marked = "return cy.nodes('.differs').map((node) => node.data('label').split('\\n')[0])"
+    assert page.driver.execute_script(marked) == ["embed  embedding", "new: all_reduce  P(sum) → R", "▸ layers.* x 3"]
+    tables = page.text("difference")
+    for words in (
+        "wire bytes of a rank and call 1,152 1,536",
+        "layers.*.down.weight x 3 parameter S(1) R",
+        "embed all_reduce, inherent 0 → 1 0 → 384",
+        "layers.*.down x 3 all_reduce, inherent 1 → 0 384 → 0",
+        "embed: embedding R P(sum)",
+    ):
+        assert words in tables.replace("\n", " ")
+    page.click_node("layers.* x 3")
+    assert "It was\n1 all_reduce, 384 B on the wire" in page.text("details")
+    assert page.driver.execute_script(marked)[2:] == [
+        "new: all_gather  S(2) → R",
+        "relu",
+        "down  linear",
+        "gone: all_reduce  P(sum) → R",
+    ]
+    page.click_node("down  linear")
+    assert "Placement\nR\nIt was\nP(sum)" in page.text("details")
+    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_difference_leads_to_its_node(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
+    page = Page(chromium, pages / "difference.html", width)
+
+    def follow(text: str) -> str:
+        page.click("tab-difference")
+        page.driver.find_element(By.XPATH, f"//*[@id='difference']//button[.='{text}']").click()
+        current = page.driver.execute_script("return cy.$('.current').data('label')")
+        graph = page.driver.find_element(By.ID, "graph")
+        in_view = (
+            "const { top, bottom } = arguments[0].getBoundingClientRect(); return top > -1 && bottom <= innerHeight"
+        )
+        assert page.driver.execute_script(in_view, graph)
+        return str(current)
+
+    assert follow("layers.*.down x 3").startswith("gone: all_reduce  P(sum) → R\n384 B over tp")
+    details = page.text("details")
+    assert details.startswith("all_reduce over tp, which is gone\n")
+    assert "It followed\nlayers.0.down linear" in details
+    assert "Stands for 3 calls" in details
+    assert follow("embed").startswith("new: all_reduce")
+    assert page.text("details").startswith("all_reduce over tp, which is new\n")
+    assert follow("embed.weight").startswith("embed  embedding")
+    assert page.text("details").startswith("embed.weight\nKind\nparameter\nPlacement\nS(0)\nIt was\nR\n")
+    assert follow("layers.0: relu").startswith("relu\nR  f32[2, 6, 16]\nwas S(2)")
 
 
 def test_everything_has_a_name(chromium: webdriver.Chrome, pages: Path) -> None:

@@ -62,6 +62,46 @@ def test_items_stand_for_all_layers(tower: Path) -> None:
     assert data["items"][names["layers.1.up.weight"]["item"]]["module"] == "layers.0.up"
 
 
+GATHERED = {"layers.*.up": "colwise_gather_output", "layers.1.down": "rowwise", "embed": "embedding_rowwise"}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_collective_of_the_first_is_somewhere(tower: Path, tmp_path: Path, ranks: int) -> None:
+    """Beside the one that it has become, or among those that are gone."""
+    exported = torch.export.export(Tower().eval(), (ids(),))
+    tpcompiler.parallelize(exported, ranks, GATHERED).save(tmp_path / "out")
+    for first, second in ((tower, tmp_path / "out"), (tmp_path / "out", tower)):
+        data = page_data(second, first=first)
+        kept = [data["items"][row["item"]]["before"] for row in data["records"]]
+        found = [row for row in kept if row] + data["gone"]
+        expected = read_manifest(first).collectives
+        assert sorted(row["wire_bytes"] for row in found) == sorted(row["wire_bytes"] for row in expected)
+        for row in data["records"]:
+            item = data["items"][row["item"]]
+            told = item["before"] and [item["before"][key] for key in ("kind", "why", "wire_bytes")]
+            assert item["differs"] == (told != [row[key] for key in ("kind", "why", "wire_bytes")])
+        assert all(data["items"][row["item"]]["kind"] == "gone" for row in data["gone"])
+
+
+def test_what_was_is_the_first_manifests(tower: Path, tmp_path: Path) -> None:
+    other = saved(tmp_path / "out", Tower(), ids(), {"layers.1.up": "colwise"}, inputs=["S(0)"])
+    data = page_data(other, first=tower)
+    for row, old in zip(data["tensors"], read_manifest(tower).tensors, strict=True):
+        assert (row["was"] or row["sharding"]) == old["sharding"]
+    item = data["items"][data["ends"]["input ids"]]
+    assert (item["sharding"], item["was"], item["differs"]) == ("S(0)", "R", True)
+
+
+def test_layers_that_have_become_alike_stay_apart(tower: Path, tmp_path: Path) -> None:
+    """Of a layer that was otherwise than its neighbours, what it was can be told only by itself."""
+    mixed = saved(tmp_path / "mixed", Tower(), ids(), {"layers.0.up": "R", "layers.0.down": "R", **LAYERS})
+    titles = [
+        [member["title"] for member in page_data(tower, first=first)["members"] if isinstance(member, dict)]
+        for first in (tower, mixed)
+    ]
+    assert titles == [["layers.* x 3"], ["layers.0", "layers.1-2 x 2"]]
+
+
 @given(cuts())
 def test_slices_are_what_ranks_hold(drawn: Cut) -> None:
     size, by = drawn

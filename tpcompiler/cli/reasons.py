@@ -54,6 +54,10 @@ def explain(
 def diff(
     first: Artifact,
     second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another one, of the same model.")],
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write the page of OUT2 too, where what differs is marked."),
+    ] = None,
     machine: Machine = "h100",
     imports: Imports = None,
     trust: Trust = False,
@@ -67,6 +71,7 @@ def diff(
     \b
     Example:
       tpcompiler diff out other
+      tpcompiler diff out other --html difference.html
     """
     with progress(f"reading {first}", quiet=json):
         from tpcompiler.cli import printing
@@ -75,6 +80,11 @@ def diff(
 
         import_modules(imports or ())
         found = diff_artifacts(first, second, machine=machine, trust=trust)
+        if html is not None:
+            from tpcompiler.explain.difference_page import difference_html
+
+            printing.write_content(html, difference_html(found, first, second, machine=machine, trust=trust))
+            typer.echo(f"wrote {html}", err=True)
     if json:
         printing.print_json(found.to_data())
     else:

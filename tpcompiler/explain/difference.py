@@ -67,6 +67,34 @@ class ArtifactDifference(Shown):
         pairs = (self.meshes, self.device_types, self.held_bytes, self.wire_bytes)
         return not self.placements and not self.collectives and all(first == second for first, second in pairs)
 
+    def totals(self) -> list[tuple[str, str, str]]:
+        """What both come to, as text: what it is, in the first, in the second."""
+        axes = [",".join(f"{axis}={degree}" for axis, degree in mesh.items()) for mesh in self.meshes]
+        held = [f"{max(own):,}" for own in self.held_bytes]
+        sent = [f"{count:,}" for count in self.wire_bytes]
+        microseconds = [f"{seconds * 1e6:,.3f}" for seconds in self.sent_seconds]
+        return [
+            ("mesh", axes[0], axes[1]),
+            ("device", *self.device_types),
+            ("bytes held by the rank that holds most", held[0], held[1]),
+            ("wire bytes of a rank and call", sent[0], sent[1]),
+            (f"us of the collectives on {self.machine}", microseconds[0], microseconds[1]),
+        ]
+
+    def placements_alike(self) -> list[tuple[str, list[str], Placement]]:
+        """Those of repeated layers in one row: the pattern of their names, these, and the first of them."""
+        named = {each.name: each for each in self.placements}
+        alike = folded({name: each[1:] for name, each in named.items()})
+        return [(pattern, names, named[names[0]]) for pattern, names in alike]
+
+    def collectives_alike(self) -> list[tuple[str, list[str], Traffic]]:
+        """The same of collectives: the pattern of their modules, these, and one of the first of them."""
+        of_module: dict[str, list[Traffic]] = defaultdict(list)
+        for each in self.collectives:
+            of_module[each.module].append(each)
+        alike = folded({module: tuple(each[1:] for each in found) for module, found in of_module.items()})
+        return [(pattern, modules, each) for pattern, modules in alike for each in of_module[modules[0]]]
+
     def to_data(self) -> dict[str, Any]:
         """As JSON."""
         named = {name: [each._asdict() for each in getattr(self, name)] for name in ("placements", "collectives")}
@@ -76,24 +104,13 @@ class ArtifactDifference(Shown):
         if self.equal:
             yield "equal: the same mesh, placements, collectives and bytes (weights are not compared)"
             return
-        axes = (",".join(f"{axis}={degree}" for axis, degree in mesh.items()) for mesh in self.meshes)
-        held = (f"{max(own):,}" for own in self.held_bytes)
-        totals = [
-            ("mesh", *axes),
-            ("device", *self.device_types),
-            ("bytes held by the rank that holds most", *held),
-            ("wire bytes of a rank and call", *(f"{count:,}" for count in self.wire_bytes)),
-            (f"us of the collectives on {self.machine}", *(f"{seconds * 1e6:,.3f}" for seconds in self.sent_seconds)),
-        ]
-        yield Table("in all", ("", "first", "second"), totals)
-        placed = {each.name: (each.what, each.first, each.second) for each in self.placements}
-        rows = [(pattern, *placed[names[0]], times(names)) for pattern, names in folded(placed)]
-        yield Table("placements that differ", ("name", "kind", "first", "second", ""), rows)
-        sent: dict[str, tuple[tuple[str, ...], ...]] = {}
-        for each in self.collectives:
+        yield Table("in all", ("", "first", "second"), self.totals())
+        placed = [(pattern, *each[1:], times(names)) for pattern, names, each in self.placements_alike()]
+        yield Table("placements that differ", ("name", "kind", "first", "second", ""), placed)
+        traffic = []
+        for pattern, modules, each in self.collectives_alike():
             pairs = (f"{a:,} -> {b:,}" for a, b in zip(each.first, each.second, strict=True))
-            sent[each.module] = (*sent.get(each.module, ()), (each.kind, each.why, *pairs))
-        traffic = [(pattern, *row, times(names)) for pattern, names in folded(sent) for row in sent[names[0]]]
+            traffic.append((pattern, each.kind, each.why, *pairs, times(modules)))
         headers = ("module", "kind", "why", "count", "wire bytes", "")
         yield Table("collectives that differ, in each module", headers, traffic)
 

@@ -6,9 +6,11 @@ import base64
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from tpcompiler.views.page_data import page_data
 
@@ -18,6 +20,7 @@ SCRIPTS = (
     "vendor/cytoscape-dagre.min.js",
     "page/graph.js",
     "page/panel.js",
+    "page/difference.js",
     "page/page.js",
 )
 STYLE = "page/page.css"
@@ -32,7 +35,11 @@ def artifact_html(directory: str | os.PathLike[str], rank: int = 0, *, trust: bo
     Raises:
         ArtifactError: no artifact, a damaged one, or a rank outside its world.
     """
-    data = page_data(directory, rank, trust=trust)
+    return html_of(page_data(directory, rank, trust=trust))
+
+
+def html_of(data: Mapping[str, Any]) -> str:
+    """The page that shows what `page_data` made."""
     scripts, style = [_text(name) for name in SCRIPTS], _text(STYLE)
     policy = (
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; "

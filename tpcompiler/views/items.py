@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -71,10 +71,12 @@ class Item:
         note: the reason and the user's line of code.
         small: whether it may join its neighbours.
         joined: the nodes of those that have joined it.
+        origin: the node of the single-device program whose value it makes; of a collective, that it changes.
+        before: what it is in the program that this one is compared with (`views/before.py`); None for nothing.
     """
 
     name: str
-    kind: Literal["input", "op", "collective", "output"]
+    kind: Literal["input", "op", "collective", "gone", "output"]
     ops: tuple[str, ...]
     sharding: str
     value: str
@@ -85,6 +87,8 @@ class Item:
     note: str = ""
     small: bool = False
     joined: tuple[str, ...] = ()
+    origin: str = ""
+    before: Item | None = None
 
     @property
     def module(self) -> str:
@@ -98,6 +102,11 @@ class Item:
         return f"{len(self.ops)} {'small op' if self.kind == 'op' else self.kind}s"
 
     @property
+    def was(self) -> str:
+        """What it makes before, where that is placed otherwise."""
+        return self.before.sharding if self.before and self.before.sharding != self.sharding else ""
+
+    @property
     def detail(self) -> list[str]:
         """What the label does not name."""
         return list(dict.fromkeys(self.ops)) if len(self.ops) > 3 else []
@@ -109,7 +118,7 @@ def items_of(exported: ExportedProgram, manifest: Manifest) -> list[Item]:
     Raises:
         ArtifactError: the manifest does not know the program's collectives.
     """
-    return _joined(list(_contracted(exported, manifest)))
+    return list(_contracted(exported, manifest))
 
 
 def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]:
@@ -132,7 +141,8 @@ def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]
         elif not came[node]:
             continue
         elif node.op == "placeholder":
-            yield Item(node.name, "input", (node.name,), shardings.get(node.name, ""), value_text(node.meta["val"]))
+            value = value_text(node.meta["val"])
+            yield Item(node.name, "input", (node.name,), shardings.get(node.name, ""), value, origin=node.name)
         elif node in records:
             result = results.get(claim.get("reshard", ""), node)
             yield replace(_collective(node, claim, records[node], result), **_split(found))
@@ -158,6 +168,7 @@ def _collective(node: fx.Node, claim: Claim, record: Mapping[str, Any], result: 
         modules=_modules(node),
         record=record,
         note=f"{record['reason']}\n{record['source']}".strip(),
+        origin=read_claim(result).get("origin", ""),
     )
 
 
@@ -172,6 +183,7 @@ def _op(node: fx.Node, claim: Claim) -> Item:
         modules=_modules(node),
         note="\n".join(filter(None, (claim.get("reason"), edit.source_line(node)))),
         small=pointwise or op_name(node) in SMALL,
+        origin=claim.get("origin", ""),
     )
 
 
@@ -189,7 +201,7 @@ def _outputs(
             name, sharding = str(row["name"]), str(row["sharding"])
         else:
             name, sharding = f"{spec.target} (written back)", buffers.get(spec.target or "", "")
-        item = Item(f"output {position}", "output", (name,), sharding, value_text(value.meta["val"]))
+        item = Item(f"output {position}", "output", (name,), sharding, value_text(value.meta["val"]), origin=name)
         yield replace(item, **_split(came[value]))
 
 
@@ -218,7 +230,7 @@ def _results(exported: ExportedProgram) -> dict[str, fx.Node]:
     return {claim["reshard"]: node for node, claim in claims if "reshard" in claim and "sharding" in claim}
 
 
-def _joined(items: list[Item]) -> list[Item]:
+def joined(items: Sequence[Item]) -> list[Item]:
     """Let small items of one module and one sharding share one; as neighbours in program order they make no cycle."""
     out: list[Item] = []
     stands: dict[str, str] = {}  # item -> the item that it joined
@@ -226,7 +238,8 @@ def _joined(items: list[Item]) -> list[Item]:
         last = out[-1] if out else item
         stands[item.name] = item.name
         sources = dict.fromkeys(stands[source] for source in item.sources)
-        if out and item.small and last.small and (item.modules, item.sharding) == (last.modules, last.sharding):
+        alike = (item.modules, item.sharding, item.was) == (last.modules, last.sharding, last.was)
+        if out and item.small and last.small and alike:
             stands[item.name] = last.name
             sources.pop(last.name, None)
             out[-1] = replace(

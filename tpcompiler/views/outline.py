@@ -15,7 +15,8 @@ from torch.export import ExportedProgram
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import Manifest, read_manifest
 from tpcompiler.runtime.rank_file import read_rank
-from tpcompiler.views.items import Item, Module, color_of, items_of, seen_from
+from tpcompiler.views.before import with_before
+from tpcompiler.views.items import Item, Module, color_of, items_of, joined, seen_from
 
 FEWEST = 4  # ops that are worth a frame of their own
 
@@ -84,21 +85,37 @@ class Outline:
         return ", ".join(f"{axis}={degree}" for axis, degree in self.manifest.mesh.items())
 
 
-def outline_of(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> Outline:
+def outline_of(
+    directory: str | os.PathLike[str],
+    rank: int = 0,
+    *,
+    first: str | os.PathLike[str] | None = None,
+    trust: bool = False,
+) -> Outline:
     """Read the outline of one rank's program from the files of an artifact, whose weights need not be cut yet.
+
+    With `first`, another artifact of the same model, items have what they are in its rank 0.
 
     Raises:
         ArtifactError: no artifact, a damaged one, one that needs a module imported, or a rank outside its world.
     """
-    manifest = read_manifest(directory)
-    exported = expand_collectives(read_rank(directory, manifest, rank, trust=trust, weights=_numbers))
+    manifest, exported = _read(directory, rank, trust)
     items = items_of(exported, manifest)
+    if first is not None:
+        was, program = _read(first, 0, trust)
+        items = with_before(items, items_of(program, was))
+    items = joined(items)
     stands: Stands = {}
     root = _folded(_tree(items), stands)
     root = _merged_ends(root, items, stands)
     root = _flattened(_redirected(root, stands))
     drawn = {item.name: _stand(item.name, stands) for item in items}
     return Outline(manifest, rank, *_bytes(exported, manifest), root, exported, tuple(items), drawn)
+
+
+def _read(directory: str | os.PathLike[str], rank: int, trust: bool) -> tuple[Manifest, ExportedProgram]:
+    manifest = read_manifest(directory)
+    return manifest, expand_collectives(read_rank(directory, manifest, rank, trust=trust, weights=_numbers))
 
 
 def _numbers(
@@ -113,7 +130,7 @@ def legend_of(root: Group) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
     for item in root.items():
         for sharding in (item.sharding, *(leaf.sharding for leaf in item.leaves)):
-            if item.kind != "collective" and sharding:
+            if not _is_sent(item) and sharding:
                 found.setdefault(color_of(sharding), set()).add(sharding)
     return {color: sorted(shardings) for color, shardings in found.items()}
 
@@ -126,6 +143,12 @@ def counted(records: Sequence[Any]) -> str:
 
 def wire(records: Sequence[Any]) -> int:
     return sum(record["wire_bytes"] for record in records)
+
+
+def sent(item: Item) -> list[Any]:
+    """What is alike of collectives that are alike."""
+    record = item.record or {}
+    return [record.get(key) for key in ("kind", "axis", "payload_bytes", "wire_bytes", "why")]
 
 
 def _tree(items: Sequence[Item], path: str = "", depth: int = 0) -> Group:
@@ -193,13 +216,13 @@ def _structure(group: Group, stands: Stands) -> Any:
     place = {item.name: at for at, item in enumerate(items)}
     rows = []
     for item in items:
-        record = item.record or {}
         rows.append(
             (
                 (item.kind, item.ops, item.sharding, item.value),
                 [seen_from(group.path, module.path) for module in item.modules],
                 [replace(leaf, name=seen_from(group.path, leaf.name)) for leaf in item.leaves],
-                [record.get(key) for key in ("kind", "axis", "payload_bytes", "wire_bytes", "why")],
+                sent(item),
+                item.before and (item.was, [leaf.sharding for leaf in item.before.leaves], sent(item.before)),
                 {place.get(_stand(source, stands)) for source in item.sources},
             )
         )
@@ -228,7 +251,7 @@ def _merged_ends(root: Group, items: Sequence[Item], stands: Stands) -> Group:
         if isinstance(member, Item) and member.kind in ("input", "output"):
             sources = tuple(_stand(source, stands) for source in member.sources)
             read_by = frozenset(readers.get(member.name, ()))
-            key = (member.kind, member.sharding, member.value, sources, member.leaves, read_by)
+            key = (member.kind, member.sharding, member.was, member.value, sources, member.leaves, read_by)
             if key in place:
                 kept = members[place[key]]
                 assert isinstance(kept, Item)
@@ -276,7 +299,7 @@ def _size(group: Group) -> int:
 
 
 def _is_sent(member: Item | Group) -> bool:
-    return isinstance(member, Item) and member.kind == "collective"
+    return isinstance(member, Item) and member.kind in ("collective", "gone")
 
 
 def _bytes(exported: ExportedProgram, manifest: Manifest) -> tuple[int, int]:

@@ -15,9 +15,9 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding, row_sharding
 from tpcompiler.printed import one_line
-from tpcompiler.runtime.artifact import Manifest, inside, rank_file
+from tpcompiler.runtime.artifact import Manifest, inside, rank_file, read_manifest
 from tpcompiler.views.items import Item, color_of, seen_from
-from tpcompiler.views.outline import Group, counted, legend_of, numbered, outline_of, wire
+from tpcompiler.views.outline import Group, Outline, counted, legend_of, numbered, outline_of, sent, wire
 from tpcompiler.views.slices import slices_of
 from tpcompiler.views.timeline import Times, predict_times
 
@@ -26,13 +26,22 @@ GRAPH = "/models/model.json"  # the entry of torch's archive that is the graph, 
 Row = TypeVar("Row")
 
 
-def page_data(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> dict[str, Any]:
+def page_data(
+    directory: str | os.PathLike[str],
+    rank: int = 0,
+    *,
+    first: str | os.PathLike[str] | None = None,
+    trust: bool = False,
+) -> dict[str, Any]:
     """Everything that the page shows; rows name each other by their place in their list.
+
+    With `first`, another artifact of the same model, rows have what they were there: `was`, `before`, `differs`; and
+    `gone` are its collectives that are no more.
 
     Raises:
         ArtifactError: no artifact, a damaged one, or a rank outside its world.
     """
-    outline = outline_of(directory, rank, trust=trust)
+    outline = outline_of(directory, rank, first=first, trust=trust)
     manifest, mesh, machine = outline.manifest, Mesh.of(outline.manifest.mesh), Machine.read()
     names = [item.name for item in outline.items if item.record is not None]
     times = predict_times(outline.program, dict(zip(names, manifest.collectives, strict=True)), machine, mesh)
@@ -71,7 +80,9 @@ def page_data(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool =
     }  # fmt: skip
     data["items"] = [_item(item, place, tensors, slices, manifest) for item in items]
     data["slices"] = slices.rows
-    return _printable(data)  # type: ignore[no-any-return]
+    if first is not None:
+        _add_before(data, read_manifest(first), outline, drawn)
+    return printable(data)  # type: ignore[no-any-return]
 
 
 class _Slices:
@@ -157,11 +168,30 @@ def _item(
         "value": item.value,
         "slices": slices.of(row["shape"], row_sharding(row, slices.mesh))
         if row
-        else slices.of_value(sharding, item.value),
+        else slices.of_value(sharding, item.value if item.kind != "gone" else ""),
         "sources": [place[source] for source in item.sources],
         "tensors": [tensors[leaf.name] for leaf in item.leaves],
         "note": item.note.split("\n"),
     }
+
+
+def _add_before(data: dict[str, Any], first: Manifest, outline: Outline, drawn: Mapping[str, int]) -> None:
+    """What tensors and items were in the first artifact, its collectives that are gone, and where the boundary is."""
+    held = {row["name"]: row["sharding"] for row in first.tensors}
+    for row in data["tensors"]:
+        row["was"] = held[row["name"]] if held[row["name"]] != row["sharding"] else ""
+    for row, item in zip(data["items"], outline.root.items(), strict=True):
+        row["was"] = item.was
+        row["before"] = item.before.record if item.before else None
+        sends_otherwise = sent(item) != sent(item.before) if item.before else item.record is not None
+        row["differs"] = bool(item.was or sends_otherwise or any(data["tensors"][at]["was"] for at in row["tensors"]))
+    data["gone"] = [
+        {**item.before.record, "item": drawn[item.name]}
+        for item in outline.items
+        if item.kind == "gone" and item.before and item.before.record
+    ]
+    ends = (item for item in outline.items if item.kind in ("input", "output"))
+    data["ends"] = {f"{item.kind} {item.origin}": drawn[item.name] for item in ends}
 
 
 def _layer(module: str) -> str:
@@ -218,10 +248,10 @@ def _folded(rows: Mapping[str, Row]) -> Iterator[tuple[str, int, Row]]:
         yield (f"{first}-{numbered(first)[1] + layers - 1}" if layers > 1 else first), layers, row
 
 
-def _printable(value: Any) -> Any:
+def printable(value: Any) -> Any:
     """Texts without unseen characters: files choose their own names."""
     if isinstance(value, str):
         return one_line(value)
     if isinstance(value, Mapping):
-        return {one_line(str(key)): _printable(each) for key, each in value.items()}
-    return [_printable(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {one_line(str(key)): printable(each) for key, each in value.items()}
+    return [printable(each) for each in value] if isinstance(value, (list, tuple)) else value

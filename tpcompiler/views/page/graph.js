@@ -36,16 +36,22 @@ function bytes(count) {
 function linesOf(item) {
   const made = item.sharding.replace("->", "→");
   const module = within(item.module, outerOf[item.at] < 0 ? "" : groups[outerOf[item.at]].path);
-  if (item.kind !== "collective") {
+  if (!isSent(item)) {
     const head = item.kind === "op" ? [module, item.label] : [item.kind, item.label];
-    return [head.filter(Boolean).join("  "), `${made}  ${item.value}`.trim()].filter(Boolean);
+    return [head.filter(Boolean).join("  "), `${made}  ${item.value}`.trim(), item.was ? `was ${item.was}` : ""].filter(Boolean);
   }
   const record = recordsOf(item)[0];
-  const lines = [`${record.kind}  ${made}`, `${bytes(record.payload_bytes)} over ${record.axis}, ${bytes(record.wire_bytes)} on the wire`];
-  return record.why === "inherent" ? lines : [...lines, `${record.why}: ${record.reason}`];
+  const fate = item.kind === "gone" ? "gone: " : isNew(item) ? "new: " : "";
+  const lines = [`${fate}${record.kind}  ${made}`, carried(record)];
+  if (record.why !== "inherent") lines.push(`${record.why}: ${record.reason}`);
+  return item.differs && !fate ? [...lines, `was ${carried(item.before)}`] : lines;
 }
 
-const recordsOf = (item) => data.records.filter((record) => record.item === item.at);
+const isSent = (item) => item.kind === "collective" || item.kind === "gone";
+const isNew = (item) => item.differs && item.kind === "collective" && !item.before;
+const carried = (record) => `${bytes(record.payload_bytes)} over ${record.axis}, ${bytes(record.wire_bytes)} on the wire`;
+
+const recordsOf = (item) => (item.kind === "gone" ? data.gone : data.records).filter((record) => record.item === item.at);
 
 const pen = document.createElement("canvas").getContext("2d");
 pen.font = FONT;
@@ -61,8 +67,28 @@ data.items.forEach((item, at) => {
 data.items.forEach((item) => {
   item.classes = `item ${item.kind} ${item.color.replace(" ", "-")}`;
   if (item.kind === "collective") item.classes += ` ${recordsOf(item)[0].why}`;
-  item.box = box(linesOf(item).map(shortened), item.kind === "collective" ? 56 : 24);
+  if (item.differs) item.classes += " differs";
+  item.box = box(linesOf(item).map(shortened), isSent(item) ? 56 : 24);
 });
+
+// Of a group that differs: what its collectives were, where they sent otherwise.
+groups.forEach((group) => {
+  group.differs = itemsIn(group.members).some((at) => data.items[at].differs);
+  if (!group.differs) return;
+  const records = recordsBefore(group.members);
+  const kinds = [...new Set(records.map((record) => record.kind))];
+  const counted = kinds.map((kind) => `${records.filter((record) => record.kind === kind).length} ${kind}`).join(", ") || "no collectives";
+  const wire = records.reduce((sum, record) => sum + record.wire_bytes, 0);
+  if (counted !== group.counted || wire !== group.wire) group.was = `${counted}, ${bytes(wire)} on the wire`;
+});
+
+function itemsIn(members) {
+  return members.flatMap((member) => (typeof member === "number" ? member : itemsIn(member.members)));
+}
+
+function recordsBefore(members) {
+  return members.flatMap((member) => (typeof member === "number" ? data.items[member].before ?? [] : Array(member.count).fill(recordsBefore(member.members)).flat()));
+}
 
 // The id of what stands in the graph for an item: itself, or the outermost folded group around it.
 function standIn(item) {
@@ -87,7 +113,8 @@ function elements() {
         found.push({ data: { id, parent, ...box([lines.join("   ")], 0) }, classes: "group unfolded" });
         walk(member.members, id);
       } else {
-        found.push({ data: { id, parent, ...box(lines, 32) }, classes: member.count > 1 ? "group folded layers" : "group folded" });
+        if (member.was) lines.push(`was ${member.was}`);
+        found.push({ data: { id, parent, ...box(lines, 32) }, classes: `group folded${member.count > 1 ? " layers" : ""}${member.differs ? " differs" : ""}` });
       }
     }
   })(data.members, undefined);
@@ -115,11 +142,14 @@ function style() {
     { selector: ".item, .folded", style: { "shape": "round-rectangle", "width": "data(width)", "height": "data(height)" } },
     ...colors.map((name) => ({ selector: `.${name}`, style: { "background-color": css(`${name}-fill`), "border-color": css(name) } })),
     { selector: ".input, .output", style: { "shape": "rectangle", "background-color": css("page") } },
-    { selector: ".collective", style: { "shape": "polygon", "shape-polygon-points": [-1, 0, -0.92, -1, 0.92, -1, 1, 0, 0.92, 1, -0.92, 1], "background-color": css("collective"), "border-color": css("collective"), "color": css("on-collective"), "border-width": 2 } },
+    { selector: ".collective, .gone", style: { "shape": "polygon", "shape-polygon-points": [-1, 0, -0.92, -1, 0.92, -1, 1, 0, 0.92, 1, -0.92, 1] } },
+    { selector: ".collective", style: { "background-color": css("collective"), "border-color": css("collective"), "color": css("on-collective"), "border-width": 2 } },
     { selector: ".fallback", style: { "background-color": css("page"), "color": css("collective"), "border-style": "dashed" } },
     { selector: ".group", style: { "background-color": css("group"), "border-color": css("faint"), "border-width": 1.5 } },
     { selector: ".layers", style: { "border-style": "double", "border-width": 5, "border-color": css("ink") } },
     { selector: ".unfolded", style: { "shape": "round-rectangle", "padding": 30, "text-valign": "top", "text-margin-x": (node) => node.data("width") / 2 + 12 - node.outerWidth() / 2, "text-margin-y": 22, "background-opacity": 0.5 } },
+    { selector: ".differs", style: { "border-color": css("differs"), "border-width": 4 } },
+    { selector: ".gone", style: { "background-color": css("page"), "border-style": "dashed", "color": css("differs") } },
     { selector: "edge", style: { "width": 1.5, ...ROUTED, "line-color": css("faint"), "target-arrow-color": css("faint"), "target-arrow-shape": "triangle", "arrow-scale": 0.8 } },
     { selector: ".critical", style: { "width": 4, "line-color": css("ink"), "target-arrow-color": css("ink") } },
     { selector: ".current", style: { "outline-width": 4, "outline-color": css("focus"), "outline-offset": 3 } },

@@ -89,9 +89,9 @@ document.addEventListener("keydown", (event) => {
 
 const entries = [
   ...groups.map((group) => ({ kind: "module", text: group.title === group.path ? group.path : `${group.path} (${group.title})`, go: () => revealGroup(group.at) })),
-  ...data.items.filter((item) => item.kind !== "collective").map((item) => ({ kind: item.kind, text: [item.module, item.label, item.name].filter(Boolean).join(" "), go: () => choose(`i${item.at}`) })),
+  ...data.items.filter((item) => !isSent(item)).map((item) => ({ kind: item.kind, text: [item.module, item.label, item.name].filter(Boolean).join(" "), go: () => choose(`i${item.at}`) })),
   ...data.tensors.map((tensor) => ({ kind: tensor.kind, text: tensor.name, go: () => revealTensor(tensor) })),
-  ...data.records.map((record) => ({ kind: "collective", text: [record.kind, record.module, record.node, record.why].filter(Boolean).join(" "), go: () => choose(`i${record.item}`, record) })),
+  ...[...data.records, ...(data.gone ?? [])].map((record) => ({ kind: "collective", text: [record.kind, record.module, record.node, record.why].filter(Boolean).join(" "), go: () => choose(`i${record.item}`, record) })),
 ];
 
 function revealGroup(at) {
@@ -172,10 +172,13 @@ byId("legend").append(
   ...Object.entries(data.legend).sort().map(([color, shardings]) => key(color.replace(" ", "-"), `${shardings.slice(0, 3).join(" ")}${shardings.length > 3 ? " …" : ""} ${color.split(" ")[0]}`)),
   ...(data.records.some((record) => record.why !== "fallback") ? [key("collective", "collective")] : []),
   ...(data.records.some((record) => record.why === "fallback") ? [key("fallback", "fallback collective")] : []),
+  ...(data.items.some((item) => item.differs) ? [key("differs", "differs from the first")] : []),
+  ...(data.gone?.length ? [key("gone", "collective that is gone")] : []),
   ...(data.chain.length ? [key("critical", "critical path")] : []));
 showBill();
 showTimeline();
 overview();
+if (data.difference) showDifference(data.difference);
 cy.resize(); // the legend has taken its place
 draw();
 fit();

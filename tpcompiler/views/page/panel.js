@@ -29,13 +29,14 @@ const table = (caption, heads, rows) =>
 const panelOf = (name, ...children) => document.getElementById(name).replaceChildren(...children.filter(Boolean));
 
 function describeItem(item, record) {
-  if (item.kind === "collective") return describeCollective(item, record);
+  if (isSent(item)) return describeCollective(item, record);
   panelOf("details",
     make("h2", {}, [item.module, item.label].filter(Boolean).join(": ")),
     facts([
       ["Kind", item.kind],
       ["Ops", item.ops.join(", ")],
       ["Placement", item.sharding],
+      ["It was", item.was ?? ""],
       [`Value on rank ${data.rank}`, item.value],
       ["Why", item.note[0]],
       ["Source line", item.note[1] ?? ""],
@@ -47,16 +48,18 @@ function describeItem(item, record) {
 function describeCollective(item, chosen) {
   const records = recordsOf(item);
   const record = chosen ?? records[0];
-  const placed = item.sources.map((source) => data.items[source]).filter((source) => source.kind !== "collective");
+  const gone = item.kind === "gone";
+  const placed = item.sources.map((source) => data.items[source]).filter((source) => !isSent(source));
   panelOf("details",
-    make("h2", {}, `${record.kind} over ${record.axis}`),
+    make("h2", {}, `${record.kind} over ${record.axis}${gone ? ", which is gone" : isNew(item) ? ", which is new" : ""}`),
     facts([
       ["Change", item.sharding.replace("->", "→")],
       ["Why", `${record.why}: ${WHY[record.why]}`],
       ["Reason", record.reason],
-      ["Placed by", make("ul", {}, ...placed.map((source) => make("li", {}, link(`${source.module || source.kind} ${source.label}`, () => choose(`i${source.at}`)), `: ${source.note[0] || source.sharding}`)))],
+      [gone ? "It followed" : "Placed by", make("ul", {}, ...placed.map((source) => make("li", {}, link(`${source.module || source.kind} ${source.label}`, () => choose(`i${source.at}`)), gone ? "" : `: ${source.note[0] || source.sharding}`)))],
       ["Payload", `${number(record.payload_bytes)} bytes (${bytes(record.payload_bytes)})`],
       ["On the wire", `${number(record.wire_bytes)} bytes that each rank sends (${bytes(record.wire_bytes)})`],
+      ["It was", item.differs && item.before && !gone ? `${item.was ? `${item.was.replace("->", "→")}, ` : ""}${carried(item.before)}, ${item.before.why}` : ""],
       ["Ranks in a group", number(record.group_size)],
       ["Module", record.module],
       ["Source line", record.source],
@@ -76,20 +79,17 @@ const link = (text, onclick) => make("button", { class: "link", onclick }, text)
 
 function describeGroup(group) {
   const toggle = make("button", { onclick: () => toggled(group.at) }, unfolded.has(group.at) ? "Fold" : "Unfold");
-  const inside = [];
-  (function walk(members) {
-    for (const member of members) typeof member === "number" ? inside.push(member) : walk(member.members);
-  })(group.members);
   panelOf("details",
     make("h2", {}, group.title),
     facts([
       ["Module", group.path],
       ["Stands for", group.count > 1 ? `${group.count} that are alike` : ""],
       [group.count > 1 ? "Each sends" : "Sends", `${group.counted}; ${number(group.wire)} bytes on the wire`],
+      ["It was", group.was ?? ""],
       ["All send", group.count > 1 ? `${number(group.wire * group.count)} bytes on the wire` : ""],
     ]),
     toggle,
-    leavesOf([...new Set(inside.flatMap((at) => data.items[at].tensors))]));
+    leavesOf([...new Set(itemsIn(group.members).flatMap((at) => data.items[at].tensors))]));
 }
 
 function leavesOf(tensors) {
@@ -105,6 +105,7 @@ function describeTensor(tensor) {
     facts([
       ["Kind", tensor.kind],
       ["Placement", tensor.sharding],
+      ["It was", tensor.was ?? ""],
       ["Tied to", tensor.tied_to ?? ""],
       ["Global", `${tensor.dtype}${shaped(tensor.shape)}`],
       [`On rank ${data.rank}`, `${tensor.dtype}${shaped(slices.holders.find((holder) => holder.ranks.includes(data.rank)).local)}`],

@@ -1,0 +1,41 @@
+"""What differs between two artifacts, as the page of the second."""
+
+from __future__ import annotations
+
+import os
+
+from tpcompiler.cost.machine import DEFAULT
+from tpcompiler.explain.difference import ArtifactDifference
+from tpcompiler.views.html import html_of
+from tpcompiler.views.page_data import page_data, printable
+
+
+def difference_html(
+    found: ArtifactDifference,
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    *,
+    machine: str = DEFAULT,
+    trust: bool = False,
+) -> str:
+    """The page of the second artifact, in which what differs from the first is marked, and stands in tables.
+
+    Args:
+        found: what `diff_artifacts` says of the two, on this machine.
+
+    Raises:
+        ArtifactError: no artifact, or a damaged one.
+    """
+    data = page_data(second, first=first, trust=trust)
+    data["name"] = f"{os.path.basename(os.path.abspath(first))} → {data['name']}"
+    data["difference"] = {
+        "equal": found.equal,
+        "totals": found.totals(machine),
+        "placements": [
+            {**each._asdict(), "pattern": pattern, "times": times} for pattern, times, each in found.placements_alike()
+        ],
+        "collectives": [
+            {**each._asdict(), "pattern": pattern, "times": times} for pattern, times, each in found.collectives_alike()
+        ],
+    }
+    return html_of(printable(data))
