@@ -122,4 +122,9 @@ REASONS = [
         "tpcompiler run out --inputs in.safetensors --compiled --count",
         "Error: Invalid value for --count: a package is machine code, whose calls are not seen",
     ),
+    Row(
+        "a package that is to be traced",
+        "tpcompiler run out --inputs in.safetensors --compiled --trace trace.json",
+        "Error: Invalid value for --trace: a package is machine code, whose calls are not seen",
+    ),
 ]

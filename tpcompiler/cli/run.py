@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 from enum import Enum
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -100,6 +101,12 @@ def run(
             "--count", help="Count the collectives that are called, beside those that the files say. No package."
         ),
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="Write what every rank did when, for Perfetto or Chrome. No package."
+        ),
+    ] = None,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -107,15 +114,18 @@ def run(
     """Run the programs under torchrun.
 
     One process per rank; rank 0 prints the outputs, and writes them where asked. With --count it exits with 1 when it
-    called other collectives than its files say.
+    called other collectives than its files say. A trace has a process for each rank, with the modules, and the
+    collectives by module, with their bytes; open it at https://ui.perfetto.dev or in chrome://tracing.
 
     \b
     Example:
       torchrun --nproc-per-node 2 -m tpcompiler.cli run out --inputs in.safetensors
       torchrun --nproc-per-node 2 --no-python tpcompiler run out --inputs in.safetensors --outputs out.safetensors
+      torchrun --nproc-per-node 2 --no-python tpcompiler run out --inputs in.safetensors --trace trace.json
     """
-    if count and compiled:
-        raise typer.BadParameter("a package is machine code, whose calls are not seen", param_hint="--count")
+    looking = "--count" if count else "--trace" if trace else None
+    if looking and compiled:
+        raise typer.BadParameter("a package is machine code, whose calls are not seen", param_hint=looking)
     import torch.distributed as dist
 
     from tpcompiler.cli import printing
@@ -127,28 +137,37 @@ def run(
 
     manifest = read_manifest(directory)
     refuse_sharded_boundary(manifest)
-    if outputs is not None and not os.path.isdir(outputs.parent):
-        raise ArtifactError(f"cannot write {outputs}: {outputs.parent} is no directory", help="make it first")
+    for file in (outputs, trace):
+        if file is not None and not os.path.isdir(file.parent):
+            raise ArtifactError(f"cannot write {file}: {file.parent} is no directory", help="make it first")
     import_modules(imports or ())
-    compiled = False if count else compiled
+    compiled = False if looking else compiled
     module = load(directory, trust=trust, compiled=compiled, backend=backend.value if backend else None)
     with contextlib.ExitStack() as stack:
         if count:
             from tpcompiler.explain.measured import compare_counts, counts_table, watched_collectives
 
             calls = stack.enter_context(watched_collectives())
+        if trace is not None:
+            from tpcompiler.explain.trace import gather_traces, traced
+
+            own = stack.enter_context(traced(module, manifest))
         named = run_file(module, manifest, inputs)
     agrees = True
+    whole = gather_traces(own) if trace is not None else None
     if dist.get_rank() == 0:
         found = summarize(named)
         rows = compare_counts(directory, calls, read_tensors(inputs), trust=trust) if count else None
         agrees = all(row.agrees for row in rows or ())
         if outputs is not None:
             write_tensors(outputs, named)
+        if trace is not None:
+            printing.write_content(trace, dumps(whole))
+            typer.echo(f"wrote {trace}", err=True)
         if json:
             counts = None if rows is None else [dataclasses.asdict(row) for row in rows]
-            said = {"outputs": [each._asdict() for each in found], "out": outputs and str(outputs), "counts": counts}
-            printing.print_json(said)
+            files = {"out": outputs and str(outputs), "trace": trace and str(trace)}
+            printing.print_json({"outputs": [each._asdict() for each in found], **files, "counts": counts})
         else:
             printing.print_parts([printing.outputs_table(found), *([] if rows is None else [counts_table(rows)])])
     dist.destroy_process_group()  # as NCCL asks for

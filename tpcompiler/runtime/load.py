@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler.errors import ArtifactError
@@ -80,7 +81,7 @@ def load(
         }
     for name, each in read.items():
         module: Any = modules[name]
-        module.forward = _guarded(module.forward, each, asked)
+        module.forward = _guarded(module, each, asked)
         module.exported_program = each.program
     return modules if names else modules[""]
 
@@ -134,12 +135,12 @@ def _read(
     return _Read(exported, manifest)
 
 
-def _guarded(run: Callable[..., Any], read: _Read, asked: _Asked) -> Callable[..., Any]:
-    """The call of a module, with what all ranks agree on at the first one."""
+def _guarded(module: fx.GraphModule, read: _Read, asked: _Asked) -> Callable[..., Any]:
+    """The call of a module as it is when it is called, with what all ranks agree on at the first one."""
     unchecked = asked.check_inputs
     indices = [row["name"] for row in read.manifest.inputs if "values" in row]
 
-    @functools.wraps(run)
+    @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal unchecked
         if unchecked:
@@ -151,6 +152,6 @@ def _guarded(run: Callable[..., Any], read: _Read, asked: _Asked) -> Callable[..
         # A backward would run and give wrong gradients: sums over the ranks of a loss that is the same on all, and
         # parts that nothing adds up. Without a record of the forward it raises.
         with torch.no_grad(), named_failures(read.manifest.groups):
-            return run(*args, **kwargs)
+            return type(module).forward(module, *args, **kwargs)
 
     return forward
