@@ -41,6 +41,7 @@ def test_every_part_is_a_step() -> None:
         "zoo",
         "elastic",
         "plans",
+        "views",
         "threads",
         "long",
         "random",

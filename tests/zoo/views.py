@@ -1,0 +1,124 @@
+"""`python -m tests.zoo.views [NAME ...]`: every model's artifact in every format that is drawn or printed, read back."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+import tpcompiler
+from tests.runtime.commands import call
+from tests.zoo.index import CASES
+from tpcompiler.runtime.artifact import Manifest, read_manifest
+
+WORLD = 2
+SVG = "{http://www.w3.org/2000/svg}"
+PNG = b"\x89PNG\r\n\x1a\n"
+PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
+DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>.*</html>\s*$', re.DOTALL)
+
+
+def views_of(directory: Path) -> dict[str, bytes]:
+    """An artifact in every format, and compared with itself, as the command line writes them beside it.
+
+    Raises:
+        ValueError: it does not, or says something besides.
+    """
+    show, found = ("show", directory, "-o"), dict[str, bytes]()
+    tensor = ("show", directory, "--tensor", read_manifest(directory).tensors[0]["name"], "-o")
+    formats = {**dict.fromkeys(("txt", "dot", "svg", "png", "html"), show), "tensor.txt": tensor, "tensor.svg": tensor}
+    for name, words in {**formats, "diff.html": ("diff", directory, directory, "--html")}.items():
+        file = directory.with_name(f"{directory.name}.{name}")
+        result = call(*words, file)
+        if (result.exit_code, result.stderr) != (0, f"wrote {file}\n"):
+            raise ValueError(f"{name}: exit code {result.exit_code}: {result.stderr.strip() or result.exception!r}")
+        found[name] = file.read_bytes()
+    return found
+
+
+def faults_of(found: Mapping[str, bytes], manifest: Manifest) -> Iterator[str]:
+    """What cannot be read of these views, or is not what the manifest says, or another view."""
+    records = manifest.collectives
+    try:
+        texts = {name: content.decode() for name, content in found.items() if name != "png"}
+        svgs = {name: ElementTree.fromstring(texts[name]) for name in ("svg", "tensor.svg")}
+        pages = {name: _data(texts[name]) for name in ("html", "diff.html")}
+    except (ValueError, TypeError, ElementTree.ParseError) as error:
+        yield f"{type(error).__name__}: {error}"
+        return
+    wire = sum(record["wire_bytes"] for record in records)
+    sent = [item for item in pages["html"]["items"] if item["kind"] == "collective"]
+    if f"; {wire:,} wire bytes\n" not in texts["txt"] or texts["txt"].count(" bytes over ") != len(sent):
+        yield "txt: other collectives or bytes than the manifest's"
+    if texts["dot"].count("shape=hexagon") != len(sent) or texts["dot"][-2:] != "}\n":
+        yield "dot: other collectives than the page's, or no end"
+    ranks = [
+        rank for line in re.findall(r"^ranks? (.*): ", texts["tensor.txt"], re.MULTILINE) for rank in line.split(", ")
+    ]
+    if sorted(map(int, ranks)) != list(range(manifest.world_size)):
+        yield "tensor.txt: not of every rank"
+    if not (found["png"].startswith(PNG) and found["png"].endswith(PNG_END)):
+        yield "png: not whole"
+    for name, data in pages.items():
+        if [row["node"] for row in data["records"]] != [record["node"] for record in records] or data["wire"] != wire:
+            yield f"{name}: other collectives than the manifest's"
+        if sorted(_drawn(data["members"])) != list(range(len(data["items"]))):
+            yield f"{name}: an item that is not drawn once"
+    names = {item["name"] for item in pages["html"]["items"]}
+    drawn = {node.findtext(f"{SVG}title") for node in svgs["svg"].iter(f"{SVG}g") if node.get("class") == "node"}
+    if names != drawn:
+        yield f"svg: other nodes than the page's: {sorted(names ^ drawn)[:4]}"
+    if any(root.tag != f"{SVG}svg" for root in svgs.values()):
+        yield "svg: no picture"
+    other = pages["diff.html"]
+    if other["gone"] or any(item["differs"] for item in other["items"]) or not other["difference"]["equal"]:
+        yield "diff.html: it differs from itself"
+
+
+def _data(page: str) -> Any:
+    (data,) = DATA.findall(page)
+    return json.loads(data)
+
+
+def _drawn(members: Sequence[Any]) -> Iterator[int]:
+    for member in members:
+        yield from [member] if isinstance(member, int) else _drawn(member["members"])
+
+
+def _run(name: str) -> tuple[str, list[str], float]:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    began, case = time.perf_counter(), CASES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            program = tpcompiler.parallelize(case.export(bool(case.dims)), WORLD, case.asked())
+            program.save(Path(folder) / "out")
+            wrong = list(faults_of(views_of(Path(folder) / "out"), read_manifest(Path(folder) / "out")))
+        except Exception as error:  # the others are wanted all the same
+            wrong = [f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"]
+    return name, wrong, time.perf_counter() - began
+
+
+def main(names: Sequence[str], processes: int = 2) -> int:
+    """1 where a view is missing, cannot be read, or is not of the artifact."""
+    bad = 0
+    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=10) as pool:
+        for name, wrong, seconds in pool.imap(_run, names or CASES):
+            bad += bool(wrong)
+            print(f"{name}: {'; '.join(wrong) or 'right'}, {seconds:.1f} s", flush=True)
+    print(f"{len(names or CASES)} models in every format, {bad} of them with faults")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
