@@ -83,7 +83,7 @@ def diff(
         if html is not None:
             from tpcompiler.explain.difference_page import difference_html
 
-            printing.write_content(html, difference_html(found, first, second, machine=machine, trust=trust))
+            printing.write_content(html, difference_html(found, first, second, trust=trust))
             typer.echo(f"wrote {html}", err=True)
     if json:
         printing.print_json(found.to_data())

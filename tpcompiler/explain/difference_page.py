@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from tpcompiler.cost.machine import DEFAULT
 from tpcompiler.explain.difference import ArtifactDifference
 from tpcompiler.views.html import html_of
 from tpcompiler.views.page_data import page_data, printable
@@ -15,13 +14,12 @@ def difference_html(
     first: str | os.PathLike[str],
     second: str | os.PathLike[str],
     *,
-    machine: str = DEFAULT,
     trust: bool = False,
 ) -> str:
     """The page of the second artifact, in which what differs from the first is marked, and stands in tables.
 
     Args:
-        found: what `diff_artifacts` says of the two, on this machine.
+        found: what `diff_artifacts` says of the two.
 
     Raises:
         ArtifactError: no artifact, or a damaged one.
@@ -30,12 +28,14 @@ def difference_html(
     data["name"] = f"{os.path.basename(os.path.abspath(first))} → {data['name']}"
     data["difference"] = {
         "equal": found.equal,
-        "totals": found.totals(machine),
+        "totals": found.totals(),
         "placements": [
-            {**each._asdict(), "pattern": pattern, "times": times} for pattern, times, each in found.placements_alike()
+            {**each._asdict(), "pattern": pattern, "times": len(names)}
+            for pattern, names, each in found.placements_alike()
         ],
         "collectives": [
-            {**each._asdict(), "pattern": pattern, "times": times} for pattern, times, each in found.collectives_alike()
+            {**each._asdict(), "pattern": pattern, "times": len(modules)}
+            for pattern, modules, each in found.collectives_alike()
         ],
     }
     return html_of(printable(data))
