@@ -46,9 +46,10 @@ def saved(path: Path, program: ExportedProgram, mesh: Any) -> Path:
     return path
 
 
-MESHES = pytest.mark.parametrize("mesh", [2, {"dp": 2, "tp": 2}], ids=str)
+MESHES = pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, 2], ids=str)
 
 
+@pytest.mark.sweep(2)
 @MESHES
 def test_the_formula_holds_at_other_sizes(tmp_path: Path, mesh: Any) -> None:
     """In every layer and kind, where the model is exported for these sizes alone."""

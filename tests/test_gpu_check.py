@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import fork_code
+from tests.long import LONG
 from tools import gpu_steps
 from tools.gpu_check import Table
 
@@ -34,6 +36,7 @@ def test_on_the_cpu(tmp_path: Path) -> None:
     assert "- AOTInductor: --no-aoti was given" in done.stdout
 
 
+@pytest.mark.skipif(not os.environ.get(LONG), reason="make trust runs it: it compiles two programs for their speed")
 def test_a_step_of_a_rank(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without collectives, eagerly and compiled, beside the whole step."""
     monkeypatch.setattr(

@@ -156,6 +156,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CASES)
 def test_any_tree(name: str, tmp_path: Path) -> None:
     forward, args = CASES[name]

@@ -24,13 +24,13 @@ from tpcompiler.runtime.artifact import read_manifest
 
 pytestmark = pytest.mark.slow
 
-TIMES = 20 if os.environ.get(LONG) else 1
+TIMES = 20.0 if os.environ.get(LONG) else 0.5
 
 
 def examples(number: int) -> settings:
     """The same ones in every run, more of them in a long one; a command's time says nothing."""
     quiet = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    return settings(max_examples=number * TIMES, derandomize=True, deadline=None, suppress_health_check=quiet)
+    return settings(max_examples=int(number * TIMES), derandomize=True, deadline=None, suppress_health_check=quiet)
 
 
 WORDS = [

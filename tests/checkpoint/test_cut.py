@@ -32,6 +32,7 @@ def weights(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.glob("rank_*")}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("world", "prefix"), [(3, "model."), (4, "")])
 def test_the_same_bytes_as_with_weights(world: int, prefix: str, tmp_path: Path) -> None:
     """Tied, cut unevenly, pending biases, a prefix that the program does not have."""

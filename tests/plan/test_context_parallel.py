@@ -35,6 +35,7 @@ class Attention(nn.Module):
         return x + self.o(made.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_queries_by_steps_gather_keys_and_values(dynamic: bool, world: int, tmp_path: Path) -> None:
@@ -83,6 +84,7 @@ def calls(steps: int, *first: int) -> list[tuple[torch.Tensor, ...]]:
     ]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize(
     ("mesh", "placement"),

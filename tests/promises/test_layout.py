@@ -30,7 +30,7 @@ def single(name: str) -> list[torch.Tensor]:
     return run_single(functional(name), inputs_of(name, 1)[0]).outputs
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_have_the_strides_of_the_single_device(name: str, world: int) -> None:

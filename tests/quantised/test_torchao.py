@@ -43,6 +43,7 @@ def quantised(name: str, model: nn.Module | None = None) -> nn.Module:
     return model
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_pair_is_cut(name: str, mesh: Any, tmp_path: Path) -> None:
@@ -101,6 +102,7 @@ def test_the_search_finds_the_pair(name: str) -> None:
     }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_of_hugging_face(name: str) -> None:
     transformers = pytest.importorskip("transformers")

@@ -218,6 +218,7 @@ class Read(nn.Module):
 STEPS = 6
 
 
+@pytest.mark.sweep(4)  # each kind, and each mesh
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize(
     ("kind", "how", "gathers"),

@@ -17,7 +17,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_artifacts(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault(fault: str, artifact: Path) -> None:
     assert not wrong(fault, run_fault(artifact, fault))

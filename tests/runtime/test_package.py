@@ -15,6 +15,7 @@ import torch.distributed as dist
 import tpcompiler
 from tests.runtime import faults, packages
 from tests.runtime.commands import call
+from tests.test_json import wrong
 from tpcompiler import ArtifactError, InputsError, TpCompilerWarning, UnsupportedError, _inductor
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.package import read_package
@@ -57,10 +58,12 @@ def test_every_kind_of_collective(tmp_path: Path) -> None:
     """Self-contained files, sharded at the boundary; no weight is there to be read."""
     made = packages.write_changes(tmp_path / "out")
     assert {c.kind for c in made.collectives()} == {"all_gather", "all_reduce", "reduce_scatter", "all_to_all"}
-    package, report = tpcompiler.package(tmp_path / "out")
-    assert report is not None
-    assert report.ok, str(report)
-    assert package.models == {"": {"model_0": [0, 1]}}
+    result = call("package", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.stderr
+    said = json.loads(result.stdout)
+    assert not list(wrong(said, "package", "package", set()))
+    assert said["report"]["ok"]
+    assert said["models"] == {"": {"model_0": [0, 1]}}
 
 
 def test_a_package_that_is_wrong_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +79,7 @@ def test_a_package_that_is_wrong_is_deleted(tmp_path: Path, monkeypatch: pytest.
         module.recompile()
         return compile_module(module, args, threads)
 
-    packages.write(tmp_path / "out", 2)
+    packages.write_changes(tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     monkeypatch.setattr(_inductor, "compile_module", without_reductions)
     result = call("package", tmp_path / "out")

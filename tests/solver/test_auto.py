@@ -70,6 +70,7 @@ BETTER = ["llama", "gpt_neox", "qwen3_moe", "bert", "bloom", "gpt2", "llama_cach
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", BETTER)
 def test_no_worse_than_the_experts_plan(name: str, world: int) -> None:

@@ -38,6 +38,7 @@ SOME = [
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "mesh"), [*SOME, ("qwen3_moe", 4)], ids=str)
 def test_the_same_program(name: str, mesh: Any, tmp_path: Path) -> None:
     program = exported(name)

@@ -53,6 +53,7 @@ def rename(program: ExportedProgram) -> None:
     signature.forward_arg_names = list(reversed(signature.forward_arg_names))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["on all ranks", "on one rank"])
 @pytest.mark.parametrize("damage", [assert_more, assert_nothing, narrow, rename])
 def test_damage_that_is_written_out(made: tpcompiler.ParallelProgram, damage: Any, ranks: Any, tmp_path: Path) -> None:

@@ -60,7 +60,11 @@ def command(what: str, words: Sequence[str], line: str, **environment: str) -> S
 
 def long_tests() -> Figure:
     """Those that are run in part by `make test`."""
-    names = sorted(str(path) for path in (ROOT / "tests").rglob("*.py") if "tests.long import" in path.read_text())
+    names = sorted(
+        str(path)
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(r"tests\.long import|mark\.sweep", path.read_text())
+    )
     words = ["pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *names]
     return command("long tests", words, r"\d+ (passed|failed).* in .*", **{LONG: "1"})()
 
