@@ -58,11 +58,11 @@ INDEXING = [
     ),
     call(aten.index_put.default, t(5, 6), [ids(6, below=5)], t(6, 1), True, text="+d0 d1, i0, i0 1 -> d0 d1"),
     call(aten.index_put.default, t(5, 6), [ids(7, below=5)], t(), True, text="+d0 d1, i0, -> d0 d1"),
-    call(aten.index_add.default, t(5, 6), 0, ids(7, below=5), t(7, 6), alpha=2, text="+d0! d1, i, i d1 -> d0! d1"),
+    call(aten.index_add.default, t(5, 6), 0, ids(7, below=5), t(7, 6), alpha=2, text="+d0 d1, i, i d1 -> d0 d1"),
     call(
-        aten.index_add.default, t(5, 6, 3), -2, ids(4, below=6), t(5, 4, 3), text="+d0 d1! d2, i, d0 i d2 -> d0 d1! d2"
+        aten.index_add.default, t(5, 6, 3), -2, ids(4, below=6), t(5, 4, 3), text="+d0 d1 d2, i, d0 i d2 -> d0 d1 d2"
     ),
-    call(aten.index_reduce.default, t(5, 6), 0, ids(7, below=5), t(7, 6), "amax", text="d0! d1, i!, i! d1 -> d0! d1"),
+    call(aten.index_reduce.default, t(5, 6), 0, ids(7, below=5), t(7, 6), "amax", text="d0 d1, i!, i! d1 -> d0 d1"),
     call(aten.gather.default, t(5, 6), 1, ids(5, 3, below=6), text="d0 d1, d0 i -> d0 i"),
     call(aten.index.Tensor, t(5, 6), [None, ids(below=6)], text="d0 d1, -> d0"),
     call(aten.index.Tensor, distinct(5, 6).short(), [ids(3, below=5)], text="d0! d1, i0 -> i0 d1"),
@@ -77,14 +77,14 @@ INDEXING = [
         1,
         distinct(3).expand(5, 3),
         t(5, 3),
-        text="d0 d1!, d0 i1!, d0 s1! -> d0 d1!",
+        text="d0 d1, d0 i1!, d0 s1! -> d0 d1",
     ),
-    call(aten.scatter.src, t(5, 6), 1, distinct(3).expand(4, 3), t(5, 4), text="d0! d1!, i0! i1!, s0! s1! -> d0! d1!"),
-    call(aten.scatter.value, t(5, 6), 0, ids(2, 6, below=5), 3.0, text="d0! d1, i0! d1 -> d0! d1"),
-    call(aten.scatter_add.default, t(5, 6), 1, ids(5, 4, below=6), t(5, 4), text="+d0 d1!, d0 i1, d0 i1 -> d0 d1!"),
-    call(aten.scatter_add.default, t(5, 6), 1, ids(5, 4, below=6), t(5, 7), text="d0 d1!, d0 i1!, d0 s1! -> d0 d1!"),
-    call(aten.scatter_add.default, t(5), 0, ids(7, below=5), t(7), text="+d0!, i0, i0 -> d0!"),
-    call(aten.scatter_add.default, t(5, 6), 1, ids(4, 7, below=6), t(4, 7), text="+d0! d1!, i0! i1, s0! i1 -> d0! d1!"),
+    call(aten.scatter.src, t(5, 6), 1, distinct(3).expand(4, 3), t(5, 4), text="d0! d1, i0! i1!, s0! s1! -> d0! d1"),
+    call(aten.scatter.value, t(5, 6), 0, ids(2, 6, below=5), 3.0, text="d0 d1, i0! d1 -> d0 d1"),
+    call(aten.scatter_add.default, t(5, 6), 1, ids(5, 4, below=6), t(5, 4), text="+d0 d1, d0 i1, d0 i1 -> d0 d1"),
+    call(aten.scatter_add.default, t(5, 6), 1, ids(5, 4, below=6), t(5, 7), text="d0 d1, d0 i1!, d0 s1! -> d0 d1"),
+    call(aten.scatter_add.default, t(5), 0, ids(7, below=5), t(7), text="+d0, i0, i0 -> d0"),
+    call(aten.scatter_add.default, t(5, 6), 1, ids(4, 7, below=6), t(4, 7), text="+d0! d1, i0! i1, s0! i1 -> d0! d1"),
     call(
         aten.scatter.reduce,
         t(5, 6),
@@ -92,7 +92,7 @@ INDEXING = [
         ids(7, 6, below=5),
         t(7, 6),
         reduce="add",
-        text="+d0! d1, i0 d1, i0 d1 -> d0! d1",
+        text="+d0 d1, i0 d1, i0 d1 -> d0 d1",
     ),
     call(
         aten.scatter.reduce,
@@ -101,9 +101,9 @@ INDEXING = [
         ids(7, 6, below=5),
         t(7, 6),
         reduce="multiply",
-        text="d0! d1, i0! d1, s0! d1 -> d0! d1",
+        text="d0 d1, i0! d1, s0! d1 -> d0 d1",
     ),
-    call(aten.scatter.value_reduce, t(5, 6), 0, ids(7, 6, below=5), 2.0, reduce="add", text="d0! d1, i0! d1 -> d0! d1"),
+    call(aten.scatter.value_reduce, t(5, 6), 0, ids(7, 6, below=5), 2.0, reduce="add", text="d0 d1, i0! d1 -> d0 d1"),
     *(
         call(
             aten.scatter_reduce.two,
@@ -113,11 +113,11 @@ INDEXING = [
             t(5, 7),
             reduce,
             include_self=include_self,
-            text="+d0 d1!, d0 i1, d0 i1 -> d0 d1!"
+            text="+d0 d1, d0 i1, d0 i1 -> d0 d1"
             if free and reduce == "sum"
-            else "d0 d1!, d0 i1, d0 i1 -> d0 d1!"
+            else "d0 d1, d0 i1, d0 i1 -> d0 d1"
             if free
-            else "d0 d1!, d0 i1!, d0 s1! -> d0 d1!",
+            else "d0 d1, d0 i1!, d0 s1! -> d0 d1",
         )
         for reduce, include_self, free in (
             ("sum", True, True),

@@ -42,17 +42,17 @@ any shards
     _fused_rms_norm.default _log_softmax.default _safe_softmax.default _softmax.default all.default
     all.dim all.dims any.default any.dim any.dims argmax.default argmin.default bucketize.Tensor
     copy.default cummax.default cummin.default cumprod.default full_like.default histc.default
-    index_reduce.default kthvalue.default log_softmax.int logcumsumexp.default masked_fill.Scalar
-    max.dim median.default median.dim min.dim mode.default nanmedian.default nanmedian.dim
-    native_layer_norm.default quantized_decomposed.dequantize_per_channel.default
+    kthvalue.default log_softmax.int logcumsumexp.default masked_fill.Scalar max.dim median.default
+    median.dim min.dim mode.default nanmedian.default nanmedian.dim native_layer_norm.default
+    quantized_decomposed.dequantize_per_channel.default
     quantized_decomposed.dequantize_per_tensor.default
     quantized_decomposed.dequantize_per_tensor.tensor
     quantized_decomposed.dequantize_per_token.default
     quantized_decomposed.quantize_per_channel.default
     quantized_decomposed.quantize_per_tensor.default quantized_decomposed.quantize_per_tensor.tensor
     quantized_decomposed.quantize_per_token.default renorm.default
-    rrelu_with_noise_functional.default scatter.value scatter.value_reduce searchsorted.Tensor
-    softmax.int sort.default sort.stable topk.default var.correction var_mean.correction
+    rrelu_with_noise_functional.default searchsorted.Tensor softmax.int sort.default sort.stable
+    topk.default var.correction var_mean.correction
 any shards; leaves P(product)
     prod.default prod.dim_int
 any shards; linear in 0
@@ -66,12 +66,11 @@ any shards; linear in 0 and 1
 any shards; linear in 0 and 1 and 2
     cat.default
 any shards; linear in 0 and 2
-    index_add.default masked_fill.Tensor scatter.reduce scatter.src scatter_add.default
-    scatter_reduce.two
+    masked_fill.Tensor
 any shards; linear in 0 and 2; own body for d0
-    _unsafe_index_put.default
+    _unsafe_index_put.default index_add.default scatter.reduce
 any shards; linear in 0 and 2; own body for d1
-    index_copy.default index_put.default
+    index_copy.default index_put.default scatter.src scatter_add.default scatter_reduce.two
 any shards; linear in 0 or linear in 1
     _int_mm.default bmm.default einsum.default linalg_cross.default linear.default matmul.default
     mm.default mul.Tensor tensordot.default
@@ -99,6 +98,8 @@ any shards; linear in 1 and 2; own body for g
     group_norm.default
 any shards; linear in 1 or linear in 2
     addbmm.default addmm.default baddbmm.default
+any shards; own body for d0
+    index_reduce.default scatter.value scatter.value_reduce
 any shards; own body for n; own body for g
     native_group_norm.default
 any shards; own body for v

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -145,14 +146,41 @@ def _put_own(
     at: int,
     total: int,
 ) -> torch.Tensor:
-    """What is written at the positions that this shard has; the others are written to a place behind it."""
-    size = value.shape[at]
-    local, outside = _own(indices[at], total, shard)  # type: ignore[arg-type]
-    own = [torch.where(outside, size, local) if d == at else index for d, index in enumerate(indices)]
-    behind = value.new_zeros([1 if d == at else length for d, length in enumerate(value.shape)])
-    made = aten.index_put.default(torch.cat([value, behind], at), own, values, accumulate)
-    kept: torch.Tensor = made.narrow(at, 0, size).clone()
-    return kept
+    """What is written at the positions that this shard has."""
+    local = _own_or_behind(indices[at], total, value.shape[at], shard)  # type: ignore[arg-type]
+    own = [local if d == at else index for d, index in enumerate(indices)]
+    return _without_place_behind(aten.index_put.default(_with_place_behind(value, at), own, values, accumulate), at)
+
+
+def _write_own(
+    value: torch.Tensor,
+    dim: int,
+    positions: torch.Tensor,
+    *args: Any,
+    shard: ShardRange,
+    op: Any,
+    total: int,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The same of an op that writes along one dim."""
+    local = _own_or_behind(positions, total, value.shape[dim], shard)
+    return _without_place_behind(op(_with_place_behind(value, dim), dim, local, *args, **kwargs), dim)
+
+
+def _own_or_behind(positions: torch.Tensor, total: int, size: int, shard: ShardRange) -> torch.Tensor:
+    """Positions within the shard; for those that lie outside, the place behind it."""
+    local, outside = _own(positions, total, shard)
+    return torch.where(outside, size, local)
+
+
+def _with_place_behind(value: torch.Tensor, dim: int) -> torch.Tensor:
+    """A place more, for what other shards write."""
+    place = [1 if d == dim % value.ndim else size for d, size in enumerate(value.shape)]
+    return torch.cat([value, value.new_zeros(place)], dim)
+
+
+def _without_place_behind(value: torch.Tensor, dim: int) -> torch.Tensor:
+    return value.narrow(dim, 0, value.shape[dim] - 1).clone()
 
 
 @op_rule(aten.index_select.default, shards="any")
@@ -177,7 +205,7 @@ def index_select(node: fx.Node) -> RuleText | None:
 
 @op_rule(aten.index_copy.default, aten.index_add.default, aten.index_reduce.default, shards="any")
 def index_copy(node: fx.Node) -> RuleText | None:
-    """ "d0 d1 d2, i!, d0 i! d2 -> d0 d1 d2", or "+d0 d1! d2, i, d0 i d2 -> d0 d1! d2" where it is added.
+    """ "d0 d1 d2, i!, d0 i! d2 -> d0 d1 d2", or "+d0 d1 d2, i, d0 i d2 -> d0 d1 d2" where it is added.
 
     A rank that has some of the positions, such as a cache's steps, writes those. Jointly linear in both tensors, but
     for the reductions of `index_reduce`: products, means, extrema.
@@ -189,10 +217,11 @@ def index_copy(node: fx.Node) -> RuleText | None:
     adds = node.target is aten.index_add.default
     positions = "i" if adds else "i!"
     source = " ".join(positions if d == dim else f"d{d}" for d in range(ndim))
-    told = node.target is aten.index_copy.default and isinstance(node.meta["val"].shape[dim], int)
-    text = dims_text(ndim, set() if told else {dim})
+    total = node.meta["val"].shape[dim]
+    body = _copy_own if node.target is aten.index_copy.default else partial(_write_own, op=node.target, total=total)
+    local = {f"d{dim}": body} if isinstance(total, int) else {}
+    text = dims_text(ndim, set() if local else {dim})
     linear = () if node.target is aten.index_reduce.default else FIRST_AND_LAST
-    local = {f"d{dim}": _copy_own} if told else {}
     return RuleText(f"{'+' * adds}{text}, {positions}, {source} -> {text}", linear=linear, local=local)
 
 
@@ -250,9 +279,9 @@ def gather(node: fx.Node) -> RuleText | None:
     shards="any",
 )
 def scatter(node: fx.Node) -> RuleText | None:
-    """ "d0 d1!, d0 i1!, d0 s1! -> d0 d1!": other dims line up where all are of one size.
+    """ "d0 d1, d0 i1!, d0 s1! -> d0 d1": other dims line up where all are of one size; each rank writes in its part.
 
-    What is added may be cut by positions, "+d0 d1!, d0 i1, d0 i1 -> d0 d1!": the tensor is an addend of the sum.
+    What is added may be cut by positions, "+d0 d1, d0 i1, d0 i1 -> d0 d1": the tensor is an addend of the sum.
     So may what takes part in an extremum beside what is there: an extremum with it on every rank is one with it once.
     Jointly linear in both tensors where values are written or added, and not multiplied, averaged or compared.
     """
@@ -270,9 +299,13 @@ def scatter(node: fx.Node) -> RuleText | None:
         if together and prefix != "d":
             names[dim] = f"i{dim}"
         terms.append(" ".join(names))
+    total, local = shapes[0][dim], {}
+    if isinstance(total, int):
+        local[f"d{dim}"] = partial(_write_own, op=node.target, total=total)
+        terms[0] = terms[0].replace(f"d{dim}!", f"d{dim}")
     linear = FIRST_AND_LAST if len(shapes) == 3 and way in ("write", "add") else ()
     text = f"{'+' * (together and way == 'add')}{', '.join(terms)} -> {terms[0]}"
-    return RuleText(text, reduce=REDUCED[way] if together else "sum", linear=linear)
+    return RuleText(text, reduce=REDUCED[way] if together else "sum", linear=linear, local=local)
 
 
 def _way(node: fx.Node) -> str:
