@@ -59,9 +59,7 @@ INDEXING = [
     call(aten.index_put.default, t(5, 6), [ids(6, below=5)], t(6, 1), True, text="+d0 d1, i0, i0 1 -> d0 d1"),
     call(aten.index_put.default, t(5, 6), [ids(7, below=5)], t(), True, text="+d0 d1, i0, -> d0 d1"),
     call(aten.index_add.default, t(5, 6), 0, ids(7, below=5), t(7, 6), alpha=2, text="+d0 d1, i, i d1 -> d0 d1"),
-    call(
-        aten.index_add.default, t(5, 6, 3), -2, ids(4, below=6), t(5, 4, 3), text="+d0 d1 d2, i, d0 i d2 -> d0 d1 d2"
-    ),
+    call(aten.index_add.default, t(5, 6, 3), -2, ids(4, below=6), t(5, 4, 3), text="+d0 d1 d2, i, d0 i d2 -> d0 d1 d2"),
     call(aten.index_reduce.default, t(5, 6), 0, ids(7, below=5), t(7, 6), "amax", text="d0 d1, i!, i! d1 -> d0 d1"),
     call(aten.gather.default, t(5, 6), 1, ids(5, 3, below=6), text="d0 d1, d0 i -> d0 i"),
     call(aten.index.Tensor, t(5, 6), [None, ids(below=6)], text="d0 d1, -> d0"),

@@ -300,7 +300,10 @@ def scatter(node: fx.Node) -> RuleText | None:
             names[dim] = f"i{dim}"
         terms.append(" ".join(names))
     total, local = shapes[0][dim], {}
-    if isinstance(total, int):
+    lines_up = all(
+        name[0] == "d" or isinstance(shapes[1][d], int) for d, name in enumerate(terms[1].split()) if d != dim
+    )
+    if isinstance(total, int) and lines_up:
         local[f"d{dim}"] = partial(_write_own, op=node.target, total=total)
         terms[0] = terms[0].replace(f"d{dim}!", f"d{dim}")
     linear = FIRST_AND_LAST if len(shapes) == 3 and way in ("write", "add") else ()

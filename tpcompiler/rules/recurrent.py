@@ -21,11 +21,13 @@ GATES = {aten.lstm.input: 4, aten.gru.input: 3, aten.rnn_tanh.input: 1, aten.rnn
 
 
 @op_rule(*GATES, shards="nonempty")
-def recurrent(node: fx.Node) -> RuleText:
+def recurrent(node: fx.Node) -> RuleText | None:
     """ "t! b i!, l! b s!, (g! h!) j!, (g! h!) -> t! b (w! h!), l! b s!": the rows of a weight are gates of features.
 
     Where the features are projected ("h! r!"), the gates are of as many as there are before that ("g! r!").
     """
+    if any(value.ndim != 3 for value in edit.outputs(node)):
+        return None  # torch 2.11 records states of an LSTM with a dim too many
     given, gates = edit.bound(node), GATES[node.target]
     features = edit.outputs(node)[1].shape[-1]
     rows = [weight.meta["val"].shape[0] for weight in given["params"]]
