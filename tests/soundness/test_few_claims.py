@@ -51,6 +51,18 @@ class Windows(nn.Module):
         return (x.reshape(-1, 4, 8) * 2).reshape(x.shape[0], x.shape[1], 8)
 
 
+class Fives(nn.Module):
+    """The export finds that its rows are fewer than ten: five by five they are one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.group_norm(x.unflatten(0, (-1, 5)).relu(), 1)
+
+
+class Flat(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, y.view(-1) * 2
+
+
 class Rows(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.stack([row * 2 for row in x.chunk(2)[0].unbind(0)]), x + y
@@ -101,6 +113,23 @@ def test_sizes_that_only_the_export_has_compared() -> None:
     # An op of which ranks have a share is not believed.
     shared = artifact(Scatter(), (torch.randn(8, 12), torch.randn(8, 12)), inputs=["S(0)", "S(0)"])
     assert "ops that cannot be run here" not in checked(shared).counts
+
+
+def test_a_size_that_there_is_not_at_all_sizes() -> None:
+    """Of fewer than five rows there is no whole five, and another size is divided by how many there are."""
+    few = {0: Dim.AUTO, 1: Dim.AUTO}
+    made = artifact(Fives(), (torch.randn(5, 5, 5),), (few,), inputs=["P(sum)"], outputs=["P(sum)"])
+    for _ in range(5):  # the sizes are drawn anew
+        assert checked(made).findings == []
+
+
+def test_a_view_that_copies_on_some_ranks() -> None:
+    """As it must where a rank's value lies in memory otherwise than the others'."""
+    made = artifact(Flat(), (torch.randn(5, 8), torch.randn(2, 8)), inputs=["S(0)", "R"])
+    view = next(node for node in made.last.graph.nodes if node.target is torch.ops.aten.view.default)
+    view.target = torch.ops.aten.reshape.default
+    assert made.ranks[0].graph is not made.last.graph
+    assert checked(made).findings == []
 
 
 def test_a_call_that_makes_nothing() -> None:

@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, aten, enable_python_dispatcher, make_fx
+from tpcompiler._torch import OpOverload, enable_python_dispatcher, make_fx
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import key
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.infer import Refusal, follow, merge
 from tpcompiler.rules.notation import Rule, ShardRange
-from tpcompiler.soundness.folded import Folded
+from tpcompiler.soundness.folded import VIEWS, Folded
 from tpcompiler.soundness.region import Region
 from tpcompiler.soundness.unsound import Unsound
-
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # but for whether they may copy
 
 
 def check_body(made: Folded, region: Region, rule: Rule, rank: int, row: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ class Sizes:
 
     Nobody can know them from the files, and so make a program that is right for these alone. They are others than those
     of the trial before. Where they are to fit what an export may have found of sizes, they are multiples of many
-    numbers where that can be.
+    numbers where that can be, else as large as can be.
     """
 
     before: Mapping[str, int] = field(default_factory=dict)
@@ -36,7 +36,8 @@ class Sizes:
                 low = max(least, min(low, high - SPREAD // 2))
             others = [size for size in range(low, high + 1) if size != self.before.get(name)]
             fitting = [size for size in others if self.fits and size % MULTIPLE == 0]
-            self.chosen[name] = random.SystemRandom().choice(fitting or others or [low])
+            largest = others[-1:] if self.fits else []
+            self.chosen[name] = random.SystemRandom().choice(fitting or largest or others or [low])
         return self.chosen[name]
 
     def __str__(self) -> str:

@@ -32,6 +32,8 @@ from tpcompiler.soundness.region import Region, find_regions
 from tpcompiler.soundness.unsound import Unsound
 
 LAYOUT = (aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default)
+# One op, but for whether it may copy: where a rank's values lie in memory otherwise than another's, it must.
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 Shardings = tuple[Sharding, ...]
 Results = dict[Any, Any]
 

@@ -23,12 +23,11 @@ from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.soundness.counted import read_names
 from tpcompiler.soundness.drawn import Sizes
-from tpcompiler.soundness.folded import LAYOUT, Folded, Shardings, first_line, reads_data
+from tpcompiler.soundness.folded import LAYOUT, VIEWS, Folded, Shardings, first_line, reads_data
 from tpcompiler.soundness.sizes import plain
 from tpcompiler.soundness.unsound import Unsound
 
 DRAWS = 4  # of sizes at which an op may agree with what is said of it
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # but for whether they may copy
 
 
 def check_ops(made: Folded, rank: int) -> int:

@@ -23,7 +23,7 @@ from tpcompiler.soundness.drawn import Sizes
 from tpcompiler.soundness.folded import Folded
 from tpcompiler.soundness.region import Region
 from tpcompiler.soundness.sizes import change_shape, operand_shapes, plain, whole_shape
-from tpcompiler.soundness.unsound import Unsound
+from tpcompiler.soundness.unsound import DoesNotRun, Unsound
 from tpcompiler.verify.simulate import Waiting, lock_step, run_call
 
 Done = set[Any]
@@ -36,10 +36,6 @@ TRIALS, DRAWS = 2, 8  # how often dynamic sizes are tried, and how often drawn f
 Check = Callable[[Sequence[Folded], Sequence[Region], Rows], None]
 BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 RISING: dict[Any, tuple[str, str]] = dict.fromkeys(BAGS, ("offsets", "indices"))  # where bags begin in a list of ids
-
-
-class DoesNotRun(Unsound):
-    """A region that fails before it has made anything, as of sizes that its program is not for."""
 
 
 def check_region(name: str, ranks: Sequence[Folded], rows: Rows, done: Done) -> None:

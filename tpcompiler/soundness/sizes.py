@@ -15,6 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.soundness.folded import Folded
 from tpcompiler.soundness.region import Region
+from tpcompiler.soundness.unsound import DoesNotRun
 
 SMALL = 16
 # Their numbers are compared with values, and no sizes.
@@ -50,11 +51,19 @@ ALONG_NONE = (
 
 
 def plain(value: Any, made: Folded) -> Any:
-    """A size (or number, or truth) with a number in place of every symbol, within its range."""
+    """A size (or number, or truth) with a number in place of every symbol, within its range.
+
+    Raises:
+        DoesNotRun: it divides by a size that is 0 with these.
+    """
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
     expr, ranges = value.node.expr, made.program.range_constraints
-    result = expr.xreplace({symbol: made.sizes.of(symbol, ranges.get(symbol)) for symbol in expr.free_symbols})
+    numbers = {symbol: made.sizes.of(symbol, ranges.get(symbol)) for symbol in expr.free_symbols}
+    try:
+        result = expr.xreplace(numbers)
+    except ZeroDivisionError as error:
+        raise DoesNotRun(None, f"there is no size {expr}") from error
     kinds: list[tuple[type, type]] = [(torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)]
     return next(kind for symbolic, kind in kinds if isinstance(value, symbolic))(result)
 

@@ -12,3 +12,7 @@ class Unsound(Exception):
         super().__init__(text)
         self.node = node
         self.text = text
+
+
+class DoesNotRun(Unsound):
+    """A region that fails before it has made anything, as of sizes that its program is not for."""
