@@ -28,7 +28,7 @@ def quantised(is_dynamic: bool) -> ExportedProgram:
     prepared = pt2e.prepare_pt2e(export(randomise(Mlp()), (X,)).module(), quantizer)
     prepared(X)
     made = export(pt2e.convert_pt2e(prepared), (X,))
-    if "quantize" not in str(made.graph):
+    if torch.__version__ < (2, 13) and "quantize" not in str(made.graph):
         pytest.skip("this torchao, which is for newer versions of torch, leaves everything as it was")
     return made
 

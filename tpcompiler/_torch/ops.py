@@ -36,8 +36,8 @@ class _MissingOp(str):
 
 
 aten, c10d_functional = _Ops("aten"), _Ops("_c10d_functional")
-# Calls of a graph under a switch of autograd's, and at which argument its operands begin.
 NAMED_BY_TORCH = frozenset(_custom_builtins)  # in the Python of a graph: `inf`, `device`, ...
+# Calls of a graph under a switch of autograd's, and at which argument its operands begin.
 WRAPPERS = {_Ops("higher_order").wrap_with_set_grad_enabled: 2}
 quantized_decomposed = _Ops("quantized_decomposed")  # PT2E's
 symm_mem = _Ops("symm_mem")

@@ -300,8 +300,10 @@ def scatter(node: fx.Node) -> RuleText | None:
             names[dim] = f"i{dim}"
         terms.append(" ".join(names))
     total, local = shapes[0][dim], {}
-    lines_up = all(
-        name[0] == "d" or isinstance(shapes[1][d], int) for d, name in enumerate(terms[1].split()) if d != dim
+    lines_up = all(  # as torch asks when the body is traced
+        d == dim or statically_equal(size, whole) or (isinstance(size, int) and isinstance(whole, int))
+        for shape in shapes[1:]
+        for d, (size, whole) in enumerate(zip(shape, shapes[0], strict=True))
     )
     if isinstance(total, int) and lines_up:
         local[f"d{dim}"] = partial(_write_own, op=node.target, total=total)
