@@ -109,6 +109,7 @@ bench-comm: venv  ## What the zoo's models send: as converted, as counted by han
 
 # Takes tens of minutes on one GPU; prints tables for docs/gpu.md.
 gpu-check: venv  ## Check on a machine with GPUs what the tests, which need none, cannot
+	$(BIN)/python -m tools.gpu_zoo
 	$(BIN)/python -m tools.gpu_check
 	$(BIN)/python -m tools.gpu_steps
 

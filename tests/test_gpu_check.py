@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 
 from tests.launch import fork_code
 from tests.long import LONG
-from tools import gpu_steps
-from tools.gpu_check import Table
+from tests.zoo.index import CASES
+from tools import gpu_steps, gpu_zoo
+from tools.gpu_check import Table, on_device
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +34,27 @@ def test_on_the_cpu(tmp_path: Path) -> None:
         ("| lock step, logits in float32", "2"),
         ("| saved files, gloo", "2"),
     ]
-    assert "- NCCL, symm_mem: they take one GPU for each rank, and this machine has 0" in done.stdout
+    assert "- NCCL, symm_mem: they take a GPU" in done.stdout
     assert "- AOTInductor: --no-aoti was given" in done.stdout
+
+
+def test_models_of_the_zoo(capsys: pytest.CaptureFixture[str]) -> None:
+    """Right, and without a collective not; in bfloat16 too."""
+    assert gpu_zoo.main(["mlp_mixer", "--device", "cpu", "--dtype", "bfloat16", "--ranks", "2"]) == 0
+    model, summary = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"mlp_mixer, 2 ranks: \S+ of \S+ right", model)
+    assert (
+        "bfloat16: 1 models, 1 conversions, 0 wrong, 0 not run; 1 without their first collective, 0 of them" in summary
+    )
+
+
+def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damage that does none, and what cannot be converted."""
+    case, exported = CASES["mlp_mixer"], CASES["mlp_mixer"].export(False)
+    whole = on_device(exported, "cpu")
+    monkeypatch.setattr(gpu_zoo, "without_collective", lambda program, name: program)
+    assert gpu_zoo._compare(case, exported, whole, "cpu", 2).caught is False
+    assert "degree 0" in gpu_zoo._compare(case, exported, whole, "cpu", 0).reason
 
 
 @pytest.mark.skipif(not os.environ.get(LONG), reason="make trust runs it: it compiles two programs for their speed")

@@ -6,11 +6,15 @@ A Llama is exported on the CPU in float32 and bfloat16 and converted for the dev
 moved to the device:
 
 - all ranks of worlds of 2 and 4 run in lock step, in this process, on one device;
-- the saved files run in one process per GPU, with NCCL and over symmetric memory; with one GPU, in two processes that
-  share it, with gloo;
-- the same files are compiled by AOTInductor (`tpcompiler package`), and all ranks run the package, in such processes.
+- the saved files run in one process per rank, with NCCL, over symmetric memory, and with gloo;
+- the same files are compiled by AOTInductor (`tpcompiler package`), and all ranks run the package, in such processes;
+  where cmake and the headers are that docs/deploy.md names, so does the service of examples/cpp.
 
-`python -m tools.gpu_steps` measures a rank's step beside the whole one's.
+With fewer GPUs than ranks, the processes share one. NCCL refuses that on one machine, so each process then gives itself
+out as a machine of its own: NCCL's kernels run, and what they send goes over sockets.
+
+`python -m tools.gpu_zoo` compares many models in lock step, `python -m tools.gpu_steps` measures a rank's step beside
+the whole one's.
 
 What could not be run is listed with its reason. Exits with 1 if anything that was run broke or is not right.
 `--device cpu` takes the same way on a machine without a GPU.
@@ -20,8 +24,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,6 +51,7 @@ from tpcompiler.runtime.inputs import flatten_inputs, write_tensors
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.run import run_file
 from tpcompiler.verify.compare import FLOOR, SPREAD
+from tpcompiler.verify.processes import share_gpus
 from tpcompiler.verify.reference import run_single
 
 PLAN = {
@@ -76,12 +84,13 @@ class Table:
     def add(self, check: str, model: str, ranks: int, error: float, tolerance: float) -> None:
         right = error <= tolerance  # false for a NaN
         self.rows.append((check, model, str(ranks), f"{error:.2g}", f"{tolerance:.2g}", right))
+        print(f"{check}, {model}, {ranks} ranks: {'right' if right else 'WRONG'}", file=sys.stderr, flush=True)
 
     def text(self, device: str) -> str:
         lines = [
             "# tpcompiler on a GPU",
             "",
-            f"{_name(device)}; {datetime.date.today()}; torch {torch.__version__}; "
+            f"{name_of(device)}; {datetime.date.today()}; torch {torch.__version__}; "
             f"`python tools/gpu_check.py --device {device}`",
             "",
             "Errors are the largest over all ranks, relative to the largest magnitude of the output.",
@@ -97,7 +106,8 @@ class Table:
         return "\n".join(lines).rstrip() + "\n"
 
 
-def _name(device: str) -> str:
+def name_of(device: str) -> str:
+    """The device, as a report has it."""
     if device == "cpu":
         return f"no GPU ({platform.machine()} CPU)"
     version = ".".join(map(str, torch.cuda.nccl.version()))
@@ -141,28 +151,70 @@ def simulated(table: Table, model: str, whole: ExportedProgram, made: ParallelPr
 
 def launched(table: Table, model: str, whole: ExportedProgram, made: ParallelProgram, backend: str) -> None:
     """The saved files in real processes, on rank 0's word: every output is whole there."""
-    flat = flatten_inputs(whole, (), {"input_ids": IDS.to(made.device_type)})
-    want, exact = (run_single(whole, flat, dtype).outputs[0].double().cpu() for dtype in (None, torch.float64))
     check = f"saved files, {backend}"
-    with tempfile.TemporaryDirectory() as folder:
-        made.save(Path(folder) / "out")
-        write_tensors(Path(folder) / "in", {"input_ids": IDS})
-        if failed := _torchrun(made.world_size, __file__, "--worker", folder, "--backend", backend):
-            # Two processes on one GPU is more than gloo promises; all else must work.
-            shared = made.device_type == "cuda" and backend == "gloo"
-            (table.not_run if shared else table.broken).append((f"{check}, {model}, {made.world_size} ranks", failed))
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        made.save(folder / "out")
+        write_tensors(folder / "in", {"input_ids": IDS})
+        if failed := _torchrun(made.world_size, __file__, "--worker", directory):
+            table.broken.append((f"{check}, {model}, {made.world_size} ranks", failed))
             return
-        (got,) = load_file(Path(folder) / "answer").values()
-    scale = float(exact.abs().amax())
+        (got,) = load_file(folder / "answer").values()
+        judge(table, check, model, whole, made, got)
+
+
+def compiled(table: Table, model: str, whole: ExportedProgram, made: ParallelProgram) -> None:
+    """The package, as `package` itself compares it with the model, and as the service in C++ runs it."""
+    with tempfile.TemporaryDirectory() as folder:
+        made.save(Path(folder) / "out", layout="shared")
+        report = tpcompiler.package(Path(folder) / "out")[1]
+        assert report is not None
+        for row in report.outputs:
+            table.add(f"package, {row.name}", model, made.world_size, row.rel, row.tolerance)
+        if "symm_mem" not in model and shutil.which("cmake"):  # the service maps no symmetric memory
+            serve(table, model, whole, made, Path(folder))
+
+
+def judge(
+    table: Table, check: str, model: str, whole: ExportedProgram, made: ParallelProgram, got: torch.Tensor
+) -> None:
+    """An answer beside the whole model's on the same device."""
+    flat = flatten_inputs(whole, (), {"input_ids": IDS.to(made.device_type)})
+    want, exact = (run_single(whole, flat, dtype).outputs[0] for dtype in (None, torch.float64))
+    scale, eps = float(exact.abs().amax()), torch.finfo(want.dtype).eps
+    want, exact = want.double().cpu(), exact.double().cpu()
     noise = float((want - exact).abs().amax()) / scale
     error = float((got.double() - want).abs().amax()) / scale
-    table.add(check, model, made.world_size, error, max(SPREAD * noise, FLOOR * torch.finfo(got.dtype).eps))
+    table.add(check, model, made.world_size, error, max(SPREAD * noise, FLOOR * eps))
 
 
-def work(folder: Path, backend: str) -> None:
+def serve(table: Table, model: str, whole: ExportedProgram, made: ParallelProgram, folder: Path) -> None:
+    """The package `out` in the folder, by the service in C++."""
+    source = Path(__file__).parents[1] / "examples" / "cpp"
+    where = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    for words in (["-S", source, "-B", folder / "build", where], ["--build", folder / "build", "-j2"]):
+        done = subprocess.run(["cmake", *map(str, words)], capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            print(done.stdout + done.stderr, file=sys.stderr)
+            errors = [
+                line for line in (done.stdout + done.stderr).splitlines() if re.search("CMake Error|: error:", line)
+            ]
+            table.not_run.append((f"service in C++, {model}", f"it was not built: {(errors or ['no reason'])[0]}"))
+            return
+    request = json.dumps({"inputs": {"input_ids": IDS.tolist()}}) + "\n"
+    alone = 'LOCAL_RANK=0 NCCL_HOSTID=$RANK NCCL_SOCKET_IFNAME=lo exec "$0" "$1"'
+    shared = ["sh", "-c", alone] * (made.device_type == "cuda" and torch.cuda.device_count() < made.world_size)
+    words = ["--no-python", *shared, str(folder / "build" / "serve"), str(folder / "out")]
+    if failed := _torchrun(made.world_size, *words, given=request, answer=folder / "answer.json"):
+        table.broken.append((f"service in C++, {model}", failed))
+        return
+    (got,) = json.loads((folder / "answer.json").read_text()).values()
+    judge(table, "service in C++", model, whole, made, torch.tensor(got))
+
+
+def work(folder: Path) -> None:
     """One process of `launched`."""
-    if backend == "gloo":
-        dist.init_process_group("gloo")  # for NCCL it is `load` that joins, as it does for users
+    share_gpus()
     module = tpcompiler.load(folder / "out")
     named = run_file(module, read_manifest(folder / "out"), folder / "in")
     if dist.get_rank() == 0:
@@ -170,22 +222,13 @@ def work(folder: Path, backend: str) -> None:
     dist.destroy_process_group()
 
 
-def compiled(table: Table, model: str, made: ParallelProgram) -> None:
-    """All ranks run the package in processes, which share the GPU where there is one; compared with the model."""
-    with tempfile.TemporaryDirectory() as folder:
-        made.save(Path(folder) / "out", layout="shared")
-        report = tpcompiler.package(Path(folder) / "out")[1]
-    assert report is not None
-    for row in report.outputs:
-        table.add(f"package, {row.name}", model, made.world_size, row.rel, row.tolerance)
-
-
-def _torchrun(ranks: int, *words: str) -> str:
-    """Nothing, or why the processes did not end well."""
+def _torchrun(ranks: int, *words: str, given: str = "", answer: Path | None = None) -> str:
+    """Nothing, or why the processes did not end well; the last line that they print is their answer."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *words]
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]))
     process = subprocess.Popen(
         command,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -193,21 +236,23 @@ def _torchrun(ranks: int, *words: str) -> str:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(given, timeout=120)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         process.communicate()
-        return "no end within 300 s"
+        return "no end within 120 s"
     if process.returncode == 0:
+        if answer:
+            answer.write_text(output.splitlines()[-1])
         return ""
     errors = [line for line in output.splitlines() if "Error" in line]
     return (errors or output.splitlines() or ["no output"])[0].strip()
 
 
-def attempt(table: Table, what: str, check: Callable[[], None]) -> None:
+def attempt(table: Table, what: str, check: Callable[..., None], *args: object) -> None:
     """A check that breaks is reported; the others go on."""
     try:
-        check()
+        check(*args)
     except Exception as error:  # whatever the device, its driver or its compiler raises
         table.broken.append((what, f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"))
 
@@ -220,40 +265,37 @@ def main() -> int:
     options.add_argument("--ranks", type=int, action="append", help="one number of them; without it 2, 4 and 8")
     options.add_argument("--no-aoti", action="store_true", help="leave AOTInductor out, which takes a minute")
     options.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    options.add_argument("--backend", help=argparse.SUPPRESS)
     asked = options.parse_args()
     if asked.worker:
-        work(asked.worker, asked.backend)
+        work(asked.worker)
         return 0
     if asked.device == "cuda" and not torch.cuda.is_available():
         print("torch finds no CUDA device here: nothing was checked (try --device cpu)", file=sys.stderr)
         return 2
     table = Table()
-    gpus = torch.cuda.device_count() if asked.device == "cuda" else 0
-    backend = "nccl" if gpus > 1 else "gloo"
-    dtypes = asked.dtype or DTYPES
-    for name in dtypes:
+    gpu = asked.device == "cuda"
+    backend = "nccl" if gpu else "gloo"
+    for name in asked.dtype or DTYPES:
         model = f"Llama, {name}"
         program = exported(getattr(torch, name))
         whole = on_device(program, asked.device)
         for ranks in asked.ranks or (2, 4, 8):
             made = tpcompiler.parallelize(program, ranks, PLAN, device_type=asked.device)
             at = f"{model}, {ranks} ranks"
-            attempt(table, f"lock step, {at}", lambda m=model, w=whole, p=made: simulated(table, m, w, p))
-            if ranks <= max(gpus, 2):
-                attempt(table, f"saved files, {at}", lambda m=model, w=whole, p=made: launched(table, m, w, p, backend))
-            elif name == dtypes[0]:
-                table.not_run.append((f"saved files, {ranks} ranks", f"this machine has {gpus} GPU{'s' * (gpus != 1)}"))
-            if backend == "nccl" and ranks <= gpus:
+            attempt(table, f"lock step, {at}", simulated, table, model, whole, made)
+            if ranks > max(2, torch.cuda.device_count()):
+                continue  # processes that share a GPU take turns on it
+            attempt(table, f"saved files, {at}", launched, table, model, whole, made, backend)
+            if ranks == 2 and not asked.no_aoti:
+                attempt(table, f"AOTInductor, {at}", compiled, table, model, whole, made)
+            if gpu:
                 over = f"{model}, symm_mem"
                 one = tpcompiler.parallelize(program, ranks, PLAN, device_type="cuda", collectives="symm_mem")
-                attempt(table, f"saved files, {over}", lambda m=over, w=whole, p=one: launched(table, m, w, p, "nccl"))
+                attempt(table, f"saved files, {over}", launched, table, over, whole, one, backend)
                 if ranks == 2 and not asked.no_aoti:
-                    attempt(table, f"AOTInductor, {over}", lambda m=over, p=one: compiled(table, m, p))
-            if ranks == 2 and not asked.no_aoti:
-                attempt(table, f"AOTInductor, {at}", lambda m=model, p=made: compiled(table, m, p))
-    if backend == "gloo":
-        table.not_run.append(("NCCL, symm_mem", f"they take one GPU for each rank, and this machine has {gpus}"))
+                    attempt(table, f"AOTInductor, {over}", compiled, table, over, whole, one)
+    if not gpu:
+        table.not_run.append(("NCCL, symm_mem", "they take a GPU"))
     if asked.no_aoti:
         table.not_run.append(("AOTInductor", "--no-aoti was given"))
     text = table.text(asked.device)

@@ -3,33 +3,42 @@
 Models of the shape of Llama's, exported without weights and given random ones: 1B (16 layers), and four layers of 8B,
 in bfloat16; a prompt of (1, 512) tokens and a step of (8, 1), for 2, 4 and 8 ranks. Rank 0's program runs alone: its
 collectives answer at once, with what the rank itself holds, so what is measured is its own work and no communication.
-Eagerly, compiled by AOTInductor, and on CUDA as a graph that is captured once and replayed.
+Eagerly, compiled by AOTInductor, and on CUDA as a graph that is captured once and replayed. All are compiled side by
+side, in a process each, and measured one after the other. The last column is what `tpcompiler doctor` would say of the
+rank's work: the roofline of an H100 by its data sheet, which is for no other device.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
+import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.export import ExportedProgram
 
-import tpcompiler
 from passes.move_device import move_device
 from tpcompiler._inductor import compile_module, write_package
-from tpcompiler._torch import fake_group
+from tpcompiler._torch import aten, fake_group
+from tpcompiler.api import conversions_of
+from tpcompiler.cost.machine import Machine
 from tpcompiler.exporting import export_prefill_and_decode
 from tpcompiler.packaging import plain_module
+from tpcompiler.pipeline import solved_together
 from tpcompiler.plan import Plan
+from tpcompiler.solver.step_time import measure_step_time
 
 Run = Callable[[], Any]
 SHAPES: dict[str, dict[str, int]] = {
@@ -43,6 +52,17 @@ SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 8},
 }
 PHASES = {"prefill": (1, 512), "decode": (8, 1)}
+WHOLE = Plan.of({"**": "replicate"})
+
+
+class Job(NamedTuple):
+    """A program to measure; the whole model is one rank of one."""
+
+    shape: str
+    phase: str
+    ranks: int
+    device: str
+    dtype: str
 
 
 def programs_of(shape: str, batch: int, length: int, dtype: str) -> tuple[dict[str, ExportedProgram], Plan]:
@@ -94,55 +114,92 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-@contextmanager
-def ways(program: ExportedProgram, args: tuple[torch.Tensor, ...], device: str) -> Iterator[dict[str, Run]]:
+def prepare(
+    job: Job, folder: Path, group: contextlib.ExitStack
+) -> tuple[ExportedProgram, tuple[torch.Tensor, ...], float]:
+    """The program of rank 0 with random weights, what it is called with, and seconds by the roofline.
+
+    The package is in the folder. The group that answers at once is there until the stack closes.
+    """
+    batch, count = PHASES[job.phase]
+    programs, plan = programs_of(job.shape, batch, count if job.phase == "prefill" else 512, job.dtype)
+    whole = programs[job.phase]
+    converted = conversions_of(whole, max(job.ranks, 2), plan if job.ranks > 1 else WHOLE, device_type=job.device)
+    found, made = solved_together(converted)
+    roofline = measure_step_time(found, [], Machine.read(), fused=True).compute
+    if job.ranks > 1:
+        program, mesh = made[""].rank_program(0), made[""].mesh
+        group.enter_context(fake_group(mesh.group_name(mesh.names), 0, job.ranks, job.device))
+    else:
+        program = move_device(whole, job.device)
+        for node in program.graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
+            program.graph.erase_node(node)  # to Inductor `cuda` and `cuda:0` differ there
+    fill(program, job.device)
+    module, example = plain_module(program, folder)
+    write_package(folder / "compiled.pt2", {"model": compile_module(module, example, torch.get_num_threads())})
+    start = 100 if job.phase == "decode" else 0
+    args = torch.randint(500, (batch, count), device=job.device), torch.arange(count, device=job.device) + start
+    return program, args, roofline
+
+
+def ways(program: ExportedProgram, args: tuple[torch.Tensor, ...], device: str, package: Path) -> dict[str, Run]:
     """The ways to run a program whose collectives answer at once."""
     eager = program.module(check_guards=False)
     kwargs = dict(zip(("input_ids", "cache_position"), args, strict=True))
     found: dict[str, Run] = {"eager": lambda: eager(**kwargs)}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "compiled.pt2"
-        module, example = plain_module(program, path)
-        write_package(path, {"model": compile_module(module, example, torch.get_num_threads())})
-        runner: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1 if device == "cpu" else 0)
-        held = {**program.constants, **program.state_dict}
-        constants = {name: held[name].detach() for name in runner.get_constant_fqns()}
-        runner.load_constants(constants, False, True, True)
-        found["AOTInductor"] = lambda: runner.run(list(args))
-        if device == "cuda":
-            graph = torch.cuda.CUDAGraph()
+    runner: Any = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1 if device == "cpu" else 0)
+    held = {**program.constants, **program.state_dict}
+    constants = {name: held[name].detach() for name in runner.get_constant_fqns()}
+    runner.load_constants(constants, False, True, True)
+    found["AOTInductor"] = lambda: runner.run(list(args))
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        runner.run(list(args))
+        with torch.cuda.graph(graph):
             runner.run(list(args))
-            with torch.cuda.graph(graph):
-                runner.run(list(args))
-            found["CUDA graph"] = graph.replay
-        yield found
+        found["CUDA graph"] = graph.replay
+    return found
 
 
-def measure(shape: str, phase: str, device: str, worlds: list[int], dtype: str) -> Iterator[str]:
-    """A line for each way to run and each number of ranks."""
-    batch, count = PHASES[phase]
-    programs, plan = programs_of(shape, batch, count if phase == "prefill" else 512, dtype)
-    args = (
-        torch.randint(500, (batch, count), device=device),
-        torch.arange(count, device=device) + (100 if phase == "decode" else 0),
-    )
-    whole = move_device(programs[phase], device)
-    fill(whole, device)
-    with ways(whole, args, device) as found:
-        full = {name: seconds(run, device) for name, run in found.items()}
-    del whole
-    for world in worlds:
-        made = tpcompiler.parallelize({phase: programs[phase]}, world, plan, device_type=device)[phase]
-        program = made.rank_program(0)
-        fill(program, device)
-        group = made.mesh.group_name(made.mesh.names)
-        with fake_group(group, 0, world, device), ways(program, args, device) as found:
-            for name, run in found.items():
-                spent = seconds(run, device)
-                yield (
-                    f"| {shape} | {phase} {PHASES[phase]} | {world} | {name} | {full[name] * 1e3:.2f} | "
-                    f"{spent * 1e3:.2f} | {spent / (full[name] / world):.2f} |"
-                )
+def work(job: Job, link: Connection) -> None:
+    """Prepare, say so, wait until the others are prepared, measure, and send the seconds by way to run."""
+    warnings.simplefilter("ignore")
+    try:
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as group, torch.no_grad():
+            program, args, roofline = prepare(job, Path(folder), group)
+            link.send("")
+            link.recv()
+            found = ways(program, args, job.device, Path(folder) / "compiled.pt2")
+            link.send(({name: seconds(run, job.device) for name, run in found.items()}, roofline))
+    except Exception:  # whatever the device or its compiler raises: the others are wanted all the same
+        link.send(traceback.format_exc())
+
+
+def measure(jobs: list[Job]) -> Iterator[tuple[Job, dict[str, float], float]]:
+    """Seconds by way to run of each, and by the roofline; what fails is printed and left out."""
+    spawn, links = multiprocessing.get_context("spawn"), list[Connection]()
+    for job in jobs:
+        ours, theirs = spawn.Pipe()
+        spawn.Process(target=work, args=(job, theirs), daemon=True).start()
+        theirs.close()  # so that the end of the process is seen here
+        links.append(ours)
+    for job, link, failed in [(job, link, receive(link)) for job, link in zip(jobs, links, strict=True)]:
+        answer = failed
+        if not failed:
+            link.send("go")
+            answer = receive(link)
+        if isinstance(answer, str):
+            print(f"{job}: {answer}", file=sys.stderr, flush=True)
+        else:
+            yield job, *answer
+
+
+def receive(link: Connection) -> Any:
+    """What a process sends, or that it has ended."""
+    try:
+        return link.recv()
+    except EOFError:
+        return "its process ended"
 
 
 def main() -> int:
@@ -156,14 +213,27 @@ def main() -> int:
     if asked.device == "cuda" and not torch.cuda.is_available():
         print("torch finds no CUDA device here: nothing was measured (try --device cpu --shape tiny)", file=sys.stderr)
         return 2
-    warnings.simplefilter("ignore")
-    print("| model | step | ranks | run | whole, ms | a rank, ms | a rank / (whole / ranks) |\n" + "|---" * 7 + "|")
-    with torch.no_grad():
-        for shape in asked.shape or ["1B", "8B, 4 layers"]:
-            for phase in asked.phase or PHASES:
-                for line in measure(shape, phase, asked.device, asked.ranks or [2, 4, 8], asked.dtype):
-                    print(line, flush=True)
-    return 0
+    jobs = [
+        Job(shape, phase, ranks, asked.device, asked.dtype)
+        for shape in asked.shape or ["1B", "8B, 4 layers"]
+        for phase in asked.phase or PHASES
+        for ranks in (1, *(asked.ranks or (2, 4, 8)))
+    ]
+    print("| model | step | ranks | run | whole, ms | a rank, ms | a rank / (whole / ranks) | roofline, ms |")
+    print("|---" * 8 + "|")
+    whole, measured = dict[tuple[str, str, str], float](), 0
+    for job, spent, roofline in measure(jobs):
+        measured += 1
+        for name, took in spent.items():
+            if job.ranks == 1:
+                whole[job.shape, job.phase, name] = took
+            full = whole.get((job.shape, job.phase, name), math.nan)
+            print(
+                f"| {job.shape} | {job.phase} {PHASES[job.phase]} | {job.ranks} | {name} | {full * 1e3:.2f} | "
+                f"{took * 1e3:.2f} | {took * job.ranks / full:.2f} | {roofline * 1e3:.3f} |",
+                flush=True,
+            )
+    return int(measured < len(jobs))
 
 
 if __name__ == "__main__":

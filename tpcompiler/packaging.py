@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -64,7 +65,7 @@ def package(
 
     Raises:
         ArtifactError: no artifact, or the package cannot be written there.
-        UnsupportedError: no compiler, or a program that AOTInductor does not take.
+        UnsupportedError: no compiler that fits torch, or a program that AOTInductor does not take.
         LaunchError, InputsError: as `verify_package`.
     """
     folder = Path(directory)
@@ -96,6 +97,9 @@ def package(
         if manifest.programs:  # otherwise the weights lie in the program's own file, and it is read anyhow
             called[model] = _without_ops(program)
         files[model] = _compile(program, folder / name / program_file(manifest, ranks[0]), manifest, ranks[0], threads)
+        for file in files[model]:
+            if Path(file).suffix == ".so":
+                refuse_static(Path(file), compiler)
     with _beside(folder) as temporary:
         _inductor.write_package(temporary / COMPILED, files)
         shutil.copy(build_runner(compiler), temporary / RUNNER)
@@ -245,6 +249,19 @@ def _take_contiguous(node: fx.Node, value: torch.Tensor) -> None:
         user.replace_input_with(node, rows)
 
 
+def refuse_static(library: Path, compiler: str) -> None:
+    """Torch and a package share what the C++ library has once, such as its locales: with a copy of its own one crashes.
+
+    Raises:
+        UnsupportedError: the compiler has put such a copy into the library.
+    """
+    if not re.search(rb"lib(std)?c\+\+\.so", library.read_bytes()):
+        raise UnsupportedError(
+            f"{compiler} puts the C++ library into what it builds, which would crash beside torch's",
+            help="use a compiler that links libstdc++.so, such as CXX=/usr/bin/g++",
+        )
+
+
 def build_runner(compiler: str) -> Path:
     """The library that runs packages from Python, built once for this torch and kept in the user's cache.
 
@@ -279,6 +296,7 @@ def build_runner(compiler: str) -> Path:
                     f"{compiler} does not compile {SOURCE}: {next(iter(done.stderr.splitlines()), 'no reason given')}",
                     help="use a compiler of C++20, such as g++ 11, by CXX=...",
                 )
+            refuse_static(Path(folder) / "runner.so", compiler)
             os.replace(f"{folder}/runner.so", library)
     except OSError as error:
         raise ArtifactError(f"cannot write {cache}: {reason(error)}", help="set XDG_CACHE_HOME") from error

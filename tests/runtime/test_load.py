@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from tpcompiler import load, parallelize
 from tpcompiler.errors import ArtifactError, LaunchError
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.world import own_device, warn_of_machines
+from tpcompiler.verify.processes import share_gpus
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,37 @@ def test_fewer_gpus_than_processes(
         "  help: start 1 on a machine, each of which sees all its GPUs (CUDA_VISIBLE_DEVICES)"
     )
     assert chosen == []
+
+
+def test_processes_that_share_a_gpu(
+    for_cuda: Path, gpus: Callable[[int], list[torch.device]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `verify` of a package starts them: NCCL takes each for a machine of its own."""
+    chosen = gpus(1)
+    environment(monkeypatch, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # what is set from here on is unset after the test
+    share_gpus()
+    assert os.environ["NCCL_HOSTID"] == "1"
+    assert own_device(read_manifest(for_cuda)) == torch.device("cuda:0")
+    assert chosen == [torch.device("cuda:0")]
+
+
+def test_gloo_gathers_nothing_on_a_gpu(
+    for_cuda: Path, gpus: Callable[[int], list[torch.device]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch ends the process there; what only reduces runs."""
+    chosen = gpus(1)
+    environment(monkeypatch, RANK="0", WORLD_SIZE="2")
+    manifest = read_manifest(for_cuda)
+    own_device(manifest, "gloo")
+    assert {row["kind"] for row in manifest.collectives} == {"all_reduce"}
+    gathering = replace(manifest, collectives=[{**manifest.collectives[0], "kind": "all_gather"}])
+    assert own_device(gathering) == torch.device("cuda:0")  # NCCL
+    with pytest.raises(LaunchError, match=r"^1 all_gather of tensors on GPUs"):
+        own_device(gathering, "gloo")
+    assert chosen == [torch.device("cuda:0")] * 2
 
 
 @pytest.mark.parametrize(

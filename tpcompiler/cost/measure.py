@@ -23,7 +23,7 @@ from tpcompiler.runtime.target import reason
 ROUNDS = 7  # of each measurement, of which the median counts
 LONGEST = timedelta(minutes=1)  # of one collective
 SIZES = tuple(1 << power for power in range(10, 24, 2))  # bytes of a payload
-SIDE, COPIED = 1024, 1 << 26  # of a square matrix; bytes
+FILLING = {"cpu": (1024, 1 << 26), "cuda": (8192, 1 << 30)}  # side of a square matrix, and bytes that no cache holds
 
 
 def main(folder: str) -> None:
@@ -49,8 +49,9 @@ def main(folder: str) -> None:
 def measure_device(device: torch.device) -> dict[str, float]:
     """FLOP/s and bytes/s of the slowest rank while all of them work, and bytes of memory for each."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a, b = (torch.randn(SIDE, SIDE, device=device, dtype=dtype) for _ in range(2))
-    source = torch.zeros(COPIED, device=device, dtype=torch.uint8)
+    side, copied = FILLING[device.type]
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    source = torch.zeros(copied, device=device, dtype=torch.uint8)
     target = torch.zeros_like(source)
     product = seconds_of(lambda: torch.mm(a, b), device, None)
     copy = seconds_of(lambda: target.copy_(source), device, None)
@@ -58,7 +59,7 @@ def measure_device(device: torch.device) -> dict[str, float]:
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dist.get_world_size()
-    return {"flops": 2 * SIDE**3 / product, "memory_bandwidth": 2 * COPIED / copy, "memory": memory}
+    return {"flops": 2 * side**3 / product, "memory_bandwidth": 2 * copied / copy, "memory": memory}
 
 
 def measure_links(ranks: int, group: Any, device: torch.device) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ def own_device(manifest: Manifest, backend: str | None = None) -> torch.device:
     """The device of this process, which for CUDA becomes the current one: the programs name no index.
 
     Raises:
-        LaunchError: there is no GPU for it.
+        LaunchError: there is no GPU for it, or gloo is to gather on GPUs.
     """
     if manifest.device_type != "cuda":
         return torch.device(manifest.device_type)
@@ -34,16 +34,27 @@ def own_device(manifest: Manifest, backend: str | None = None) -> torch.device:
     rank = dist.get_rank() if joined else _number("RANK")
     local = _number("LOCAL_RANK", rank % count)
     processes = max(_number("LOCAL_WORLD_SIZE", 1), local + 1)
-    # gloo's processes may share a device; who joined a group has seen to it.
-    if processes > count and not joined and backend != "gloo":
+    # gloo's processes may share a device, and NCCL's that do not know of each other; who joined a group has seen to it.
+    if processes > count and not joined and backend != "gloo" and "NCCL_HOSTID" not in os.environ:
         raise LaunchError(
             f"{processes} processes on this machine, and torch finds {count} CUDA device{'s' * (count != 1)}: NCCL "
             "needs one each",
             help=f"start {count} on a machine, each of which sees all its GPUs (CUDA_VISIBLE_DEVICES)",
         )
+    if "gloo" in (backend, joined and dist.get_backend()):
+        _refuse_gathers(manifest)
     device = torch.device("cuda", local % count)
     torch.cuda.set_device(device)
     return device
+
+
+def _refuse_gathers(manifest: Manifest) -> None:
+    """Of torch's collectives on gloo, all take tensors on a GPU but one."""
+    if gathers := sum(row["kind"] == "all_gather" for row in manifest.collectives):
+        raise LaunchError(
+            f"{gathers} all_gather of tensors on GPUs, which ends a process by SIGSEGV in torch's gloo",
+            help="use NCCL (docs/gpu.md says how processes share a GPU), or convert the model again with --device cpu",
+        )
 
 
 def join_world(

@@ -52,6 +52,16 @@ def answers_of_ranks(
     return [[RankResult(*of_rank[at]) for of_rank in answers] for at in range(len(calls))]
 
 
+def share_gpus() -> None:
+    """Let processes share the GPUs where there are fewer than ranks: each gives itself out as a machine of its own.
+
+    NCCL refuses two ranks of one machine on one GPU. Those of two machines send over sockets, to one another here.
+    """
+    if torch.cuda.is_available() and torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
+        os.environ |= {"NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+
+
 def run_ranks(command: Sequence[str], threads: int, timeout: timedelta, *, help: str) -> None:
     """Run what torchrun starts, and end all processes where they take too long.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +14,12 @@ from torch.export.graph_signature import InputKind
 
 from tpcompiler._torch import WRITTEN_KINDS, tree_flatten, tree_unflatten
 from tpcompiler.checkpoint.load import load
+from tpcompiler.verify.processes import share_gpus
 
 
 def main(directory: str, folder: str, trust: str, checkpoint: str | None = None) -> None:
-    shared = torch.cuda.is_available() and torch.cuda.device_count() < int(os.environ["WORLD_SIZE"])
-    backend = "gloo" if shared else None  # NCCL wants a GPU for each
-    loaded = load(directory, compiled=True, backend=backend, trust=bool(trust), checkpoint=checkpoint)
+    share_gpus()
+    loaded = load(directory, compiled=True, trust=bool(trust), checkpoint=checkpoint)
     rank = dist.get_rank()
     answers = []
     for name, flat in torch.load(Path(folder) / f"{rank}.calls", weights_only=True):
