@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,16 @@ def without_compiler(patch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("No working C++ compiler found")
 
     patch.setattr(_inductor, "compiler", none)
+
+
+def copying_compiler(patch: pytest.MonkeyPatch) -> None:
+    def build(*_: object) -> list[str]:
+        library = Path(tempfile.mkdtemp(dir=".."), "model.so")
+        library.write_bytes(b"std::locale and no name of another library")
+        return [str(library)]
+
+    patch.setattr(_inductor, "compiler", lambda: "/opt/gcc/bin/g++")
+    patch.setattr(_inductor, "compile_module", build)
 
 
 PACKAGES = [
@@ -101,6 +112,13 @@ PACKAGES = [
         "there is no C++ compiler here: No working C++ compiler found",
         "install g++, or name one with CXX=...",
         spoil=without_compiler,
+    ),
+    Row(
+        "a compiler that copies the C++ library",
+        "tpcompiler package out",
+        "/opt/gcc/bin/g++ puts the C++ library into what it builds, which would crash beside torch's",
+        "use a compiler that links libstdc++.so, such as CXX=/usr/bin/g++",
+        spoil=copying_compiler,
     ),
     Row(
         "a package without weights to check it with",
