@@ -66,6 +66,20 @@ class Mixed(nn.Module):
         return ranked, self.out(x)
 
 
+class Unknown(nn.Module):
+    """What nobody knows the FLOPs of: a product that torch does not count, twice, and a branch. And two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.first = nn.Bilinear(8, 8, 8, bias=False)
+        self.second = nn.Bilinear(8, 8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.second(x, self.first(x, x))
+        return self.up(x), torch.cond(y.sum() > 0, torch.neg, torch.exp, (y,)), *x.topk(2)
+
+
 def ids() -> torch.Tensor:
     return torch.zeros(2, 6, dtype=torch.int64)
 

@@ -15,7 +15,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from tests.runtime.commands import call
-from tests.views.artifacts import LAYERS, Mixed, Tower, ids, saved
+from tests.views.artifacts import LAYERS, Mixed, Tower, Unknown, ids, saved
 from tpcompiler.views.html import artifact_html
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -39,15 +39,17 @@ def chromium() -> Iterator[webdriver.Chrome]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`tower.html`, `mixed.html`, `hostile.html`, of which the manifest has tags in a text, and `difference.html`."""
+    """`tower.html`, `mixed.html`, `unknown.html`, `hostile.html`, of which the manifest has tags in a text, and
+    `difference.html`."""
     folder = tmp_path_factory.mktemp("pages")
     saved(folder / "tower", Tower(), ids(), LAYERS)
+    saved(folder / "unknown", Unknown(), torch.zeros(4, 8), {"up": "colwise"})
     saved(folder / "mixed", Mixed(), torch.zeros(4, 8), {"up": "colwise", "out": "colwise_gather_output"})
     shutil.copytree(folder / "mixed", folder / "hostile")
     manifest = json.loads((folder / "hostile/manifest.json").read_text())
     manifest["collectives"][0]["reason"] = HOSTILE
     (folder / "hostile/manifest.json").write_text(json.dumps(manifest))
-    for name in ("tower", "mixed", "hostile"):
+    for name in ("tower", "mixed", "hostile", "unknown"):
         (folder / f"{name}.html").write_text(artifact_html(folder / name), encoding="utf-8")
     saved(folder / "other", Tower(), ids(), OTHER)
     assert call("diff", folder / "tower", folder / "other", "--html", folder / "difference.html").exit_code == 1
@@ -268,6 +270,22 @@ def test_a_fallback_says_why(chromium: webdriver.Chrome, pages: Path) -> None:
     page.click_node("fallback: softmax")
     assert "fallback: an op needs something whole" in page.text("details")
     assert "Reason\nsoftmax: it needs the dim of 4 whole" in page.text("details")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_bill_and_the_timeline_say_what_they_leave_out(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
+    page = Page(chromium, pages / "unknown.html", width)
+    page.click("tab-bill")
+    told = page.text("bill").replace("\n", " ")
+    assert "What this page does not know What Of Why FLOPs 2 _trilinear, 1 cond torch's counter does not" in told
+    assert "global shape 1 topk it is not one tensor of plain sizes" in told
+    page.click("tab-timeline")
+    assert "Left out: 2 _trilinear, 1 cond, which may multiply matrices" in page.text("timeline")
+    page.click_node("topk")
+    assert "Global shape\nnot known: it is not one tensor of plain sizes" in page.text("details")
+    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
+    page = Page(chromium, pages / "tower.html", width)
+    assert "does not know" not in page.driver.find_element(By.ID, "bill").get_attribute("textContent")
 
 
 def test_texts_of_files_stay_texts(chromium: webdriver.Chrome, pages: Path) -> None:

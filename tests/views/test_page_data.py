@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 
 import tpcompiler
 from tests.ir.drawn import GRID, Cut, cuts
-from tests.views.artifacts import LAYERS, Mixed, Mlp, Tower, ids, saved
+from tests.views.artifacts import LAYERS, Mixed, Mlp, Tower, Unknown, ids, saved
 from tpcompiler.cost.machine import Link, Machine
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
@@ -147,8 +149,37 @@ def test_values_of_ranks_that_differ_are_not_guessed(tmp_path: Path) -> None:
     data = page_data(saved(tmp_path / "out", uneven, torch.zeros(4, 8), {"0": "colwise", "2": "rowwise"}))
     slices = {item["label"]: item["slices"] for item in data["items"]}
     assert slices["relu"] is None
+    assert [(row["what"], row["why"]) for row in data["unknown"]] == [
+        ("global shape", "the ranks' local shapes differ")
+    ]
     (weight,) = [row for row in data["tensors"] if row["name"] == "0.weight"]
     assert [h["local"] for h in data["slices"][weight["slices"]]["holders"]] == [[8, 8], [7, 8]]
+
+
+def test_what_is_not_known_is_said(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "out", Unknown(), torch.zeros(4, 8), {"up": "colwise"})
+    rows = [(row["what"], dict(row["ops"])) for row in page_data(directory)["unknown"]]
+    assert rows == [("FLOPs", {"_trilinear": 2, "cond": 1}), ("global shape", {"topk": 1})]
+
+
+def test_a_claim_that_cannot_be_read_gives_no_global_shape(tower: Path, tmp_path: Path) -> None:
+    assert page_data(tower)["unknown"] == []
+    out = Path(shutil.copytree(tower, tmp_path / "out"))
+    manifest = json.loads((out / "manifest.json").read_text())
+    for name in ("rank_0.pt2", "rank_1.pt2"):
+        program = torch.export.load(out / name)
+        for node in program.graph.nodes:
+            if "relu" in node.name:
+                node.meta["custom"]["tpcompiler"]["sharding"] = ["S(2) or so"]
+        torch.export.save(program, out / name)
+        manifest["files"][name] = hashlib.sha256((out / name).read_bytes()).hexdigest()
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    data = page_data(out)
+    (row,) = data["unknown"]
+    assert (row["what"], dict(row["ops"])) == ("global shape", {"relu": 3})
+    (relu,) = [item for item in data["items"] if item["label"] == "relu"]
+    assert (relu["slices"], relu["unknown"]) == (None, row["why"])
+    assert row["why"] == "its claim cannot be read: S(2) or so"
 
 
 SLOW = Machine(flops=1.0, memory_bandwidth=1e6, memory=1e9, links={("", 0): Link(latency=0.5, bandwidth=64.0)})

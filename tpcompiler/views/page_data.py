@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from tpcompiler.views.slices import slices_of
 from tpcompiler.views.timeline import Times, predict_times
 
 GRAPH = "/models/model.json"  # the entry of torch's archive that is the graph, without values
+UNCOUNTED = "torch's counter does not know the op, or its sizes or rounds depend on values"
 
 Row = TypeVar("Row")
 
@@ -79,6 +81,7 @@ def page_data(
         "chain": _chain(times, items, drawn),
     }  # fmt: skip
     data["items"] = [_item(item, place, tensors, slices, manifest) for item in items]
+    data["unknown"] = list(_unknown(times, outline.items, slices, manifest))
     data["slices"] = slices.rows
     if first is not None:
         _add_before(data, read_manifest(first), outline, drawn)
@@ -100,16 +103,20 @@ class _Slices:
             self.rows.append(slices_of(shape, sharding, self.mesh))
         return self._known[key]
 
-    def of_value(self, text: str, value: str) -> int | None:
-        """Of what an op makes, `f32[2, 8]` here; None where the ranks' shapes differ, or no one tensor is made."""
+    def of_value(self, text: str, value: str) -> int | str:
+        """Of what an op makes, `f32[2, 8]` here; or why its global shape is not known."""
         shaped = re.fullmatch(r"[\w.]+\[([^\[\]()]*)\]", value)
-        if not shaped or not text or not self.alike:
-            return None
+        if not shaped:
+            return "it is not one tensor of plain sizes"
+        if not text:
+            return "nothing is claimed of its placement"
+        if not self.alike:
+            return "the ranks' local shapes differ"
         local = [int(size) if size.isdecimal() else size for size in shaped[1].split(", ") if size]
         try:
             sharding = read_sharding(text, self.mesh, len(local))
         except (ShardingError, ValueError):
-            return None
+            return f"its claim cannot be read: {text}"
         shape: list[int | str] = []
         for size, by in zip(local, sharding.dims, strict=True):
             times = self.mesh.size(by.axes)
@@ -154,9 +161,7 @@ def _members(group: Group, place: Mapping[str, int]) -> list[Any]:
 def _item(
     item: Item, place: Mapping[str, int], tensors: Mapping[str, int], slices: _Slices, manifest: Manifest
 ) -> dict[str, Any]:
-    sharding = item.sharding.rpartition(" -> ")[2]
-    rows = {"input": manifest.inputs, "output": manifest.outputs}.get(item.kind, [])
-    row = next((row for row in rows if row["name"] == item.ops[0]), None)
+    found = _slices_of(item, slices, manifest)
     return {
         "name": item.name,
         "kind": item.kind,
@@ -166,13 +171,22 @@ def _item(
         "sharding": item.sharding,
         "color": color_of(item.sharding),
         "value": item.value,
-        "slices": slices.of(row["shape"], row_sharding(row, slices.mesh))
-        if row
-        else slices.of_value(sharding, item.value if item.kind != "gone" else ""),
+        "slices": found if isinstance(found, int) else None,
+        "unknown": found if isinstance(found, str) else "",
         "sources": [place[source] for source in item.sources],
         "tensors": [tensors[leaf.name] for leaf in item.leaves],
         "note": item.note.split("\n"),
     }
+
+
+def _slices_of(item: Item, slices: _Slices, manifest: Manifest) -> int | str | None:
+    """Of the value that it makes, or why they are not known; None where no such value is in the program."""
+    if item.kind == "gone":
+        return None
+    rows = {"input": manifest.inputs, "output": manifest.outputs}.get(item.kind, [])
+    if row := next((row for row in rows if row["name"] == item.ops[0]), None):
+        return slices.of(row["shape"], row_sharding(row, slices.mesh))
+    return slices.of_value(item.sharding.rpartition(" -> ")[2], item.value)
 
 
 def _add_before(data: dict[str, Any], first: Manifest, outline: Outline, drawn: Mapping[str, int]) -> None:
@@ -225,6 +239,18 @@ def _timeline(times: Times) -> list[dict[str, Any]]:
         row["sent"] += step.sent
         row["critical"] += (step.compute + step.sent) * step.critical
     return [{"layer": title, "layers": layers, **row} for title, layers, row in _folded(rows)]
+
+
+def _unknown(times: Times, items: Iterable[Item], slices: _Slices, manifest: Manifest) -> Iterator[dict[str, Any]]:
+    """Why what is not known of how many of which ops."""
+    if times.uncounted:
+        yield {"what": "FLOPs", "why": UNCOUNTED, "ops": times.uncounted}
+    shapeless = dict[str, Counter[str]]()
+    for item in items:
+        if isinstance(why := _slices_of(item, slices, manifest), str):
+            shapeless.setdefault(why, Counter())[item.ops[-1]] += 1
+    for why, ops in shapeless.items():
+        yield {"what": "global shape", "why": why, "ops": ops}
 
 
 def _chain(times: Times, items: Sequence[Item], drawn: Mapping[str, int]) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,13 +11,14 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from tpcompiler._torch import OpOverload, calls_others, sym_hint
+from tpcompiler._torch import HigherOrderOperator, OpOverload, calls_others, sym_hint
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import SEARCHED
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
+from tpcompiler.rules.registry import rule_of
 
 # Each row times one of the stacked matrices; torch's counter does not know them.
 GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))
@@ -39,10 +40,12 @@ class Times(NamedTuple):
     Attributes:
         steps: products of matrices and collectives, in order; all else counts as fused with them and takes no time.
         chain: the critical path: the nodes of the chain of dependences that takes longest, in order.
+        uncounted: how many calls of which ops may multiply matrices, and take no time here: nobody knows their FLOPs.
     """
 
     steps: tuple[Step, ...]
     chain: tuple[str, ...]
+    uncounted: Mapping[str, int]
 
 
 def predict_times(
@@ -56,12 +59,14 @@ def predict_times(
         records: the manifest's record of each collective, by node.
     """
     objective = SEARCHED._replace(machine=machine)
-    compute, sent = dict[fx.Node, float](), dict[fx.Node, float]()
+    compute, sent, uncounted = dict[fx.Node, float](), dict[fx.Node, float](), Counter[str]()
     for node in edit.calls(exported.graph):
         if node.name in records:
             record = records[node.name]
             sent[node] = machine.link(record["kind"], record["group_size"]).seconds(record["wire_bytes"])
-        elif flops := _flops(node):
+        elif (flops := _flops(node)) is None:
+            uncounted[op_name(node)] += 1
+        elif flops:
             values = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
             local = [(value, Sharding.replicated(value.ndim)) for value in values]
             compute[node] = objective.compute_seconds(flops, local, mesh)
@@ -71,23 +76,45 @@ def predict_times(
         for node in exported.graph.nodes
         if node in compute or node in sent
     )
-    return Times(tuple(steps), tuple(node.name for node in chain))
+    return Times(tuple(steps), tuple(node.name for node in chain), uncounted)
 
 
-def _flops(node: fx.Node) -> int:
-    """By torch's counter, which sees what an op that is made of others calls. A product has two operands or more."""
+def _flops(node: fx.Node) -> int | None:
+    """By torch's counter, which sees what an op that is made of others calls; None where it cannot tell.
+
+    A product has two operands or more. A body of control flow may run any number of times.
+    """
     op, operands = node.target, edit.operands(node)
+    if isinstance(op, HigherOrderOperator):
+        return None
     if not isinstance(op, OpOverload) or len(operands) < 2:
         return 0
     if op_name(node) in GROUPED:
         rows, matrices = (_example(operand.meta["val"]) for operand in operands[:2])
         return int(2 * rows.numel() * matrices.shape[-1])
-    if not calls_others(op) and op.overloadpacket not in flop_registry:
-        return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: _example(operand.meta["val"]))
-    with FlopCounterMode(display=False) as counter, contextlib.suppress(NotImplementedError):
-        op(*args, **kwargs)  # not where sizes depend on values
-    return int(counter.get_total_flops())
+    if calls_others(op) or op.overloadpacket in flop_registry:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: _example(operand.meta["val"]))
+        try:
+            with FlopCounterMode(display=False) as counter:
+                op(*args, **kwargs)
+        except NotImplementedError:  # sizes depend on values
+            return None
+        if (count := int(counter.get_total_flops())) or op.overloadpacket in flop_registry:
+            return count
+    return None if _may_multiply(node) else 0
+
+
+def _may_multiply(node: fx.Node) -> bool:
+    """Whether a dim that operands share is summed, or nothing is known of the op."""
+    if (rule := rule_of(node)) is None:
+        return True
+    terms = zip(rule.pattern.inputs, edit.operands(node), strict=True)
+    held = [{factor for dim in term for factor in dim} for term, operand in terms if not _holds_indices(operand)]
+    return any(sum(factor in each for each in held) > 1 for factor in rule.reduced)
+
+
+def _holds_indices(operand: fx.Node) -> bool:
+    return operand.meta["val"].dtype in (torch.int64, torch.bool)
 
 
 def _example(value: Any) -> Any:

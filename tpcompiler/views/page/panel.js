@@ -38,6 +38,7 @@ function describeItem(item, record) {
       ["Placement", item.sharding],
       ["It was", item.was ?? ""],
       [`Value on rank ${data.rank}`, item.value],
+      ["Global shape", item.unknown && `not known: ${item.unknown}`],
       ["Why", item.note[0]],
       ["Source line", item.note[1] ?? ""],
     ]),
@@ -162,6 +163,7 @@ function rectangle(slices, holders, slab) {
   return make("svg", { "viewBox": `-1 -1 ${width + 2} ${height + 2}`, "width": width + 2, "height": height + 2, "role": "img", "aria-label": `${slab} ${text}`.slice(0, 400) }, ...cells);
 }
 
+const opsOf = (ops) => Object.entries(ops).map(([op, count]) => `${count} ${op}`).join(", ");
 const times = (row) => (row.layers > 1 ? `${row.layers} ×` : "");
 
 function showBill() {
@@ -171,7 +173,8 @@ function showBill() {
     make("h2", {}, "What one call sends"),
     make("p", {}, `${data.counted}. Each rank sends ${number(data.wire)} bytes (${bytes(data.wire)}).`),
     table("By kind", heads("").slice(2), data.bill.kinds.map(cells)),
-    table("By layer", heads("Layer"), data.bill.layers.map((row) => [row.layer, times(row), ...cells(row)])));
+    table("By layer", heads("Layer"), data.bill.layers.map((row) => [row.layer, times(row), ...cells(row)])),
+    data.unknown.length ? table("What this page does not know", [["What", ""], ["Of", ""], ["Why", ""]], data.unknown.map((row) => [row.what, opsOf(row.ops), row.why])) : null);
 }
 
 function seconds(value) {
@@ -183,6 +186,7 @@ function showTimeline() {
   const rows = data.timeline.map((row) => ({ ...row, total: row.layers * (row.compute + row.sent) }));
   const all = rows.reduce((sum, row) => sum + row.total, 0);
   const critical = rows.reduce((sum, row) => sum + row.layers * row.critical, 0);
+  const uncounted = data.unknown.find((row) => row.what === "FLOPs");
   const { name, flops, memory_bandwidth, link_bandwidth } = data.machine;
   let start = 0;
   const bars = rows.map((row) => {
@@ -196,6 +200,7 @@ function showTimeline() {
     make("h2", {}, "Predicted time of one call"),
     make("p", {}, `One step after the other: ${seconds(all)}. The critical path, which is the longest chain of steps that need each other, takes ${seconds(critical)}; the graph draws it with thick lines.`),
     make("p", {}, `A prediction, not a measurement. Machine ${name}, by its data sheet: ${flops / 1e12} TFLOP/s, memory ${memory_bandwidth / 1e12} TB/s, links ${link_bandwidth / 1e9} GB/s a rank without latency. Products take the roofline's time with the rank's own shapes, at the sizes of the example; other ops count as fused with them.`),
+    uncounted ? make("p", {}, `Left out: ${opsOf(uncounted.ops)}, which may multiply matrices and have no FLOPs here (${uncounted.why}).`) : null,
     make("p", { class: "key" }, make("span", { class: "compute" }), "compute ", make("span", { class: "sent" }), "communication"),
     table("By layer; times are those of each", [["Layer", ""], ["", "number"], ["Time", "time"], ["Compute", "number"], ["Communication", "number"], ["Critical", "number"]], bars));
 }
