@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from tests.runtime.commands import call, refused, right
 from tests.runtime.models import PLAN, export_mlp
 from tpcompiler import parallelize
+from tpcompiler.runtime.artifact import read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +30,30 @@ def test_show_an_artifact(out: Path) -> None:
     assert "all_reduce" in dot
     assert right("show", out, "--format", "html").startswith("<!doctype html>\n")
     assert refused("show", out, "--rank", 2).startswith("rank 2 is outside the artifact's world of 2\n")
+
+
+SLOW = """\
+flops: 1.0e+9
+memory_bandwidth: 1.0e+6
+memory: 1.0e+9
+links:
+  - {latency: 0.5, bandwidth: 64.0}
+"""
+
+
+def test_the_page_is_of_the_machine_that_is_asked_for(out: Path, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.yaml"
+    slow.write_text(SLOW, encoding="utf-8")
+    assert call("show", out, "-o", tmp_path / "show.html", "--machine", slow).exit_code == 0
+    assert call("diff", out, out, "--html", tmp_path / "diff.html", "--machine", slow).exit_code == 0
+    sent = [0.5 + record["wire_bytes"] / 64.0 for record in read_manifest(out).collectives]
+    for name in ("show.html", "diff.html"):
+        (text,) = re.findall(r'id="data">(.*?)</script>', (tmp_path / name).read_text(encoding="utf-8"))
+        data = json.loads(text)
+        assert data["machine"]["name"] == str(slow)
+        assert sum(row["layers"] * row["sent"] for row in data["timeline"]) == pytest.approx(sum(sent))
+    assert "--machine: only the page predicts times: --format html" in refused("show", out, "--machine", slow)
+    assert refused("show", out, "--format", "html", "--machine", "h99").startswith("machine 'h99' cannot be read: ")
 
 
 @pytest.fixture

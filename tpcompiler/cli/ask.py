@@ -22,6 +22,7 @@ from tpcompiler.cli.options import (
     read_mesh,
     refuse_two_meshes,
 )
+from tpcompiler.cost.machine import DEFAULT
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL.pt2", help="What torch.export.save wrote.")]
 
@@ -32,7 +33,7 @@ def plan(
     tp: Tp = None,
     mesh: MeshOption = None,
     memory: Memory = None,
-    machine: Machine = "h100",
+    machine: Machine = DEFAULT,
     partial: Annotated[
         Path | None,
         typer.Option("--partial", metavar="PLAN.yaml", help="A plan for some layers; the search decides the rest."),
@@ -93,7 +94,7 @@ def doctor(
     ] = None,
     inputs: Inputs = None,
     outputs: Outputs = None,
-    machine: Machine = "h100",
+    machine: Machine = DEFAULT,
     memory: Memory = None,
     imports: Imports = None,
     trust: Trust = False,

@@ -37,6 +37,7 @@ from tpcompiler.cli.options import (
     refuse_two_meshes,
 )
 from tpcompiler.cli.weights import Partial
+from tpcompiler.cost.machine import DEFAULT
 from tpcompiler.errors import TpCompilerWarning
 from tpcompiler.printed import one_line, printable
 
@@ -189,7 +190,7 @@ def convert(
         _Collectives,
         typer.Option("--collectives", help="What sends, on GPUs: symm_mem where it fits, auto where it should gain."),
     ] = _Collectives.nccl,
-    machine: Machine = "h100",
+    machine: Machine = DEFAULT,
     memory: Memory = None,
     budget: Limits = None,
     max_wire_bytes: MaxWireBytes = None,
@@ -282,6 +283,7 @@ def show(
         str | None,
         typer.Option("--tensor", metavar="NAME", help="Which ranks hold which slices of it, as text or svg, instead."),
     ] = None,
+    machine: Machine = DEFAULT,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -304,6 +306,8 @@ def show(
         raise typer.BadParameter("a tensor is drawn as text or svg", param_hint="--format")
     if kind is _Format.png and file is None:
         raise typer.BadParameter("a png is no text: name its file with -o", param_hint="--format")
+    if machine != DEFAULT and (json or kind is not _Format.html):
+        raise typer.BadParameter("only the page predicts times: --format html", param_hint="--machine")
     with progress(f"reading {directory}", quiet=json):
         from tpcompiler.cli import printing
         from tpcompiler.runtime.model_file import import_modules
@@ -313,7 +317,7 @@ def show(
         if json:
             printing.print_json(artifact_rows(directory, rank, trust=trust))
             return
-        picture = printing.picture(directory, kind.value, file, rank, tensor, trust=trust)
+        picture = printing.picture(directory, kind.value, file, rank, tensor, machine=machine, trust=trust)
     if picture.note:
         typer.echo(picture.note, err=True)
     if picture.file is None:

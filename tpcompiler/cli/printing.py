@@ -120,7 +120,7 @@ class Picture(NamedTuple):
 
 
 def picture(
-    directory: Path, format: str, file: Path | None, rank: int, tensor: str | None, *, trust: bool = False
+    directory: Path, format: str, file: Path | None, rank: int, tensor: str | None, *, machine: str, trust: bool = False
 ) -> Picture:
     """A tensor, or a rank's program, as text, html, dot, svg or png. Without Graphviz's `dot` the program's svg and png
     become dot, with a note."""
@@ -135,7 +135,7 @@ def picture(
     if format == "html":
         from tpcompiler.views.html import artifact_html
 
-        return Picture(artifact_html(directory, rank, trust=trust), file)
+        return Picture(artifact_html(directory, rank, machine=machine, trust=trust), file)
     import graphviz
 
     from tpcompiler.views.dot import artifact_dot

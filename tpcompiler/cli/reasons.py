@@ -11,6 +11,7 @@ import typer
 
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Machine, Trust, app
+from tpcompiler.cost.machine import DEFAULT
 from tpcompiler.errors import InputsError
 
 
@@ -20,7 +21,7 @@ def explain(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="A node of the single-device program, a parameter or a collective.")
     ],
-    machine: Machine = "h100",
+    machine: Machine = DEFAULT,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -58,7 +59,7 @@ def diff(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write the page of OUT2 too, where what differs is marked."),
     ] = None,
-    machine: Machine = "h100",
+    machine: Machine = DEFAULT,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -83,7 +84,8 @@ def diff(
         if html is not None:
             from tpcompiler.explain.difference_page import difference_html
 
-            printing.write_content(html, difference_html(found, first, second, trust=trust))
+            page = difference_html(found, first, second, machine=machine, trust=trust)
+            printing.write_content(html, page)
             typer.echo(f"wrote {html}", err=True)
     if json:
         printing.print_json(found.to_data())
@@ -100,7 +102,7 @@ def cost(
         str | None,
         typer.Option("--at", metavar="NAME=N,..", help="Dynamic sizes that numbers are for: batch=8,sequence=4096."),
     ] = None,
-    machine: Machine = "h100",
+    machine: Machine = DEFAULT,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,

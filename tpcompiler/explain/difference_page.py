@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from tpcompiler.cost.machine import DEFAULT
 from tpcompiler.explain.difference import ArtifactDifference
 from tpcompiler.views.html import html_of
 from tpcompiler.views.page_data import page_data, printable
@@ -14,17 +15,20 @@ def difference_html(
     first: str | os.PathLike[str],
     second: str | os.PathLike[str],
     *,
+    machine: str | os.PathLike[str] = DEFAULT,
     trust: bool = False,
 ) -> str:
     """The page of the second artifact, in which what differs from the first is marked, and stands in tables.
 
     Args:
         found: what `diff_artifacts` says of the two.
+        machine: whose times are predicted, as of `parallelize`.
 
     Raises:
         ArtifactError: no artifact, or a damaged one.
+        MachineError: the description of the machine cannot be read.
     """
-    data = page_data(second, first=first, trust=trust)
+    data = page_data(second, first=first, machine=machine, trust=trust)
     data["name"] = f"{os.path.basename(os.path.abspath(first))} → {data['name']}"
     data["difference"] = {
         "equal": found.equal,

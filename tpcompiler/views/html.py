@@ -12,6 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from tpcompiler.cost.machine import DEFAULT
 from tpcompiler.views.page_data import page_data
 
 HERE = Path(__file__).parent
@@ -26,16 +27,26 @@ SCRIPTS = (
 STYLE = "page/page.css"
 
 
-def artifact_html(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> str:
+def artifact_html(
+    directory: str | os.PathLike[str],
+    rank: int = 0,
+    *,
+    machine: str | os.PathLike[str] = DEFAULT,
+    trust: bool = False,
+) -> str:
     """The program of one rank as a page: the graph, folded; slices of tensors; the bill; predicted times.
 
     Nothing but the scripts and the style that stand in the page can run or be fetched (Content-Security-Policy), and
     what comes from files is one block of JSON, in which no tag can end.
 
+    Args:
+        machine: whose times are predicted, as of `parallelize`.
+
     Raises:
         ArtifactError: no artifact, a damaged one, or a rank outside its world.
+        MachineError: the description of the machine cannot be read.
     """
-    return html_of(page_data(directory, rank, trust=trust))
+    return html_of(page_data(directory, rank, machine=machine, trust=trust))
 
 
 def html_of(data: Mapping[str, Any]) -> str:

@@ -33,6 +33,7 @@ def page_data(
     rank: int = 0,
     *,
     first: str | os.PathLike[str] | None = None,
+    machine: str | os.PathLike[str] = DEFAULT,
     trust: bool = False,
 ) -> dict[str, Any]:
     """Everything that the page shows; rows name each other by their place in their list.
@@ -42,11 +43,13 @@ def page_data(
 
     Raises:
         ArtifactError: no artifact, a damaged one, or a rank outside its world.
+        MachineError: the description of the machine cannot be read.
     """
+    described = Machine.read(machine)
     outline = outline_of(directory, rank, first=first, trust=trust)
-    manifest, mesh, machine = outline.manifest, Mesh.of(outline.manifest.mesh), Machine.read()
+    manifest, mesh = outline.manifest, Mesh.of(outline.manifest.mesh)
     names = [item.name for item in outline.items if item.record is not None]
-    times = predict_times(outline.program, dict(zip(names, manifest.collectives, strict=True)), machine, mesh)
+    times = predict_times(outline.program, dict(zip(names, manifest.collectives, strict=True)), described, mesh)
     slices = _Slices(mesh, alike=_run_one_graph(directory, manifest))
     items = list(outline.root.items())
     place = {item.name: at for at, item in enumerate(items)}
@@ -76,8 +79,8 @@ def page_data(
         ],
         "bill": {"layers": _bill(records, "layer"), "kinds": _bill(records, "kind")},
         "timeline": _timeline(times),
-        "machine": {"name": DEFAULT, "flops": machine.flops, "memory_bandwidth": machine.memory_bandwidth,
-                    "link_bandwidth": machine.plain_link.bandwidth},
+        "machine": {"name": described.name, "flops": described.flops, "memory_bandwidth": described.memory_bandwidth,
+                    "link": described.plain_link._asdict(), "more_links": len(described.links) - 1},
         "chain": _chain(times, items, drawn),
     }  # fmt: skip
     data["items"] = [_item(item, place, tensors, slices, manifest) for item in items]

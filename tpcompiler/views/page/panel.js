@@ -177,9 +177,11 @@ function showBill() {
     data.unknown.length ? table("What this page does not know", [["What", ""], ["Of", ""], ["Why", ""]], data.unknown.map((row) => [row.what, opsOf(row.ops), row.why])) : null);
 }
 
+const rounded = (value) => Number(value.toPrecision(3));
+
 function seconds(value) {
-  for (const [unit, size] of [["s", 1], ["ms", 1e-3], ["µs", 1e-6]]) if (value >= size) return `${Number((value / size).toPrecision(3))} ${unit}`;
-  return `${Number((value / 1e-9).toPrecision(3))} ns`;
+  for (const [unit, size] of [["s", 1], ["ms", 1e-3], ["µs", 1e-6]]) if (value >= size) return `${rounded(value / size)} ${unit}`;
+  return `${rounded(value / 1e-9)} ns`;
 }
 
 function showTimeline() {
@@ -187,7 +189,8 @@ function showTimeline() {
   const all = rows.reduce((sum, row) => sum + row.total, 0);
   const critical = rows.reduce((sum, row) => sum + row.layers * row.critical, 0);
   const uncounted = data.unknown.find((row) => row.what === "FLOPs");
-  const { name, flops, memory_bandwidth, link_bandwidth } = data.machine;
+  const { name, flops, memory_bandwidth, link, more_links } = data.machine;
+  const links = `links ${rounded(link.bandwidth / 1e9)} GB/s a rank${link.latency ? ` after ${seconds(link.latency)}` : " without latency"}${more_links ? `, and ${more_links} that its file tells apart` : ""}`;
   let start = 0;
   const bars = rows.map((row) => {
     const [x, compute, sent] = [start, row.layers * row.compute, row.layers * row.sent].map((value) => (all ? (100 * value) / all : 0));
@@ -199,7 +202,7 @@ function showTimeline() {
   panelOf("timeline",
     make("h2", {}, "Predicted time of one call"),
     make("p", {}, `One step after the other: ${seconds(all)}. The critical path, which is the longest chain of steps that need each other, takes ${seconds(critical)}; the graph draws it with thick lines.`),
-    make("p", {}, `A prediction, not a measurement. Machine ${name}, by its data sheet: ${flops / 1e12} TFLOP/s, memory ${memory_bandwidth / 1e12} TB/s, links ${link_bandwidth / 1e9} GB/s a rank without latency. Products take the roofline's time with the rank's own shapes, at the sizes of the example; other ops count as fused with them.`),
+    make("p", {}, `A prediction, not a measurement. Machine ${name}, by its file: ${rounded(flops / 1e12)} TFLOP/s, memory ${rounded(memory_bandwidth / 1e12)} TB/s, ${links}. Products take the roofline's time with the rank's own shapes, at the sizes of the example; other ops count as fused with them.`),
     uncounted ? make("p", {}, `Left out: ${opsOf(uncounted.ops)}, which may multiply matrices and have no FLOPs here (${uncounted.why}).`) : null,
     make("p", { class: "key" }, make("span", { class: "compute" }), "compute ", make("span", { class: "sent" }), "communication"),
     table("By layer; times are those of each", [["Layer", ""], ["", "number"], ["Time", "time"], ["Compute", "number"], ["Communication", "number"], ["Critical", "number"]], bars));
