@@ -103,6 +103,24 @@ def test_what_the_search_found_is_the_cheapest(tmp_path: Path, program: Exported
         assert all(each.seconds is None or each.seconds >= 0 for each in alternatives)
 
 
+def test_what_a_plan_pins_stays_so(tmp_path: Path) -> None:
+    """But for the layer that is asked about; the search was free to choose all else, and chose the cheapest."""
+    tpcompiler.parallelize(mlp(), 2, {"up": "rowwise", "**": "auto"}).save(tmp_path / "out")
+    found = {name: explain_artifact(tmp_path / "out", name) for name in ("down.weight", "linear_1", "relu")}
+    for name, each in found.items():
+        assert [one.seconds for one in each.alternatives if one.is_chosen] == [0.0], name
+        assert "pinned" not in each.reason
+    (least,) = {each.seconds for each in found.values()}
+    assert explain_artifact(tmp_path / "out", "up.weight").reason == 'pinned by the plan ("up": "rowwise")'
+    pinned = explain_artifact(tmp_path / "out", "linear")
+    assert pinned.reason.endswith(""" 'up.weight' is pinned by the plan ("up": "rowwise")""")
+    (own,) = [one.seconds for one in pinned.alternatives if one.is_chosen]
+    assert own is not None
+    assert pinned.seconds is not None
+    assert least is not None
+    assert (own > 0, pinned.seconds + own) == (True, pytest.approx(least))
+
+
 def test_choices_that_cost_the_same_are_ties(tmp_path: Path) -> None:
     """A sum may be reduced before it is negated, or after."""
 

@@ -99,6 +99,8 @@ class Conversion:
             asked["collectives"] = self.collectives
         if gathers:
             asked["plan"] = "auto:free"
+        elif self.plan.searches and len(self.plan.entries) > 1:
+            asked["plan"] = self.plan.to_data()
         made = ParallelProgram(
             self.exported,
             Partition(folded, self.device, self.collectives),

@@ -49,26 +49,31 @@ class Price(NamedTuple):
 class Again:
     """What the search finds for an artifact, with the programs beside it that share its weights.
 
-    `plan`: "auto" or "auto:free" where there was none.
+    `at`: which of the programs the artifact's is. `free`: what no plan says was for the search. `gathers`: as of `Aim`.
     """
 
     found: Solution
-    at: int  # which of the programs the artifact's is
+    at: int
     machine: Machine
-    plan: str
+    free: bool
+    gathers: bool
 
     @property
     def program(self) -> PlannedProgram:
         return self.found.programs[self.at]
 
+    def pinned_by(self, leaf: fx.Node) -> str:
+        """The entry of the plan that says what a leaf is; empty where none does."""
+        seed = self.program.seeds.get(leaf.name) or self.program.kept.get(leaf.name)
+        return seed.asked_by if seed else ""
+
     def prices(self, value: fx.Node, layers: Collection[str]) -> list[Price]:
         """Of every choice of a call or a leaf, all else free to follow; of these `layers` a plan says nothing then."""
-        programs = [_opened(program, self.found.model, layers) for program in self.found.programs]
+        open_layers = _without if self.free else _opened
+        programs = [open_layers(program, self.found.model, layers) for program in self.found.programs]
         objective = SEARCHED._replace(machine=self.machine)
         with no_new_guards(*(program.graph for program in programs)):
-            choices = price_otherwise(
-                replace(self.found, programs=programs), value, objective, self.plan != "", self.plan == "auto:free"
-            )
+            choices = price_otherwise(replace(self.found, programs=programs), value, objective, self.free, self.gathers)
             return [self._price(each) for each in choices]
 
     def _price(self, choice: Otherwise) -> Price:
@@ -93,15 +98,24 @@ def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: 
     conversions = []
     for each in paths:
         manifest = read_manifest(each)
-        plan = Plan.of(manifest.plan)
-        is_found = plan.searches or "plan" in manifest.asked
-        plan = Plan().with_search() if is_found else plan
+        plan, said = Plan.of(manifest.plan), manifest.asked.get("plan", {})
+        gathers = said == "auto:free"
+        if gathers or plan.searches:  # in the manifest a plan is with what the search found
+            plan = Plan.of({} if gathers else said).with_search()
         boundary = asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")
         program, mesh = read_original(each, manifest, trust=trust), Mesh.of(manifest.asked.get("mesh", manifest.mesh))
         conversions.append(Conversion.of(program, mesh, plan, boundary, manifest.device_type, None, "nccl"))
-    said = str(manifest.asked.get("plan", "auto" if is_found else ""))
-    found = find_placements(conversions, Aim(machine, gathers=said == "auto:free"))
-    return Again(found, paths.index(path), machine, said)
+    found = find_placements(conversions, Aim(machine, gathers=gathers))
+    return Again(found, paths.index(path), machine, plan.searches, gathers)
+
+
+def _without(program: PlannedProgram, model: tuple[str, ...], layers: Collection[str]) -> PlannedProgram:
+    """The program without what the plan says of these layers, which are for the search then."""
+    names = {node.name for node, fqn in program.leaves() if layer_of(fqn) in layers}
+    seeds, kept = (
+        {name: seed for name, seed in own.items() if name not in names} for own in (program.seeds, program.kept)
+    )
+    return replace(program, seeds=seeds, kept=kept)
 
 
 def _opened(program: PlannedProgram, model: tuple[str, ...], layers: Collection[str]) -> PlannedProgram:

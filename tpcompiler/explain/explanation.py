@@ -151,10 +151,10 @@ def explain_artifact(
     """Say why a value, a parameter or a collective of an artifact is placed as it is, and price what else it could be.
 
     What is said of the artifact is read from its files. The prices come of the search, posed again from the `model.pt2`
-    in it with every choice of this op or parameter in turn, the rest of the plan held and everything else free to
-    follow. Of a layer whose weights are asked about (themselves or by their op) the plan is left open. A price is the
-    least total with that choice, minus the least of all; that of the artifact's own is above 0 where a plan, another
-    machine or a limit on memory decided. On a mesh of several axes a choice is one over the axis that cuts layers.
+    in it with every choice of this op or parameter in turn, and everything else free to follow. What a plan pins stays
+    so, but for a layer whose weights are asked about (themselves or by their op). A price is the least total with that
+    choice, minus the least of all; that of the artifact's own is above 0 where a plan, another machine or a limit on
+    memory decided. On a mesh of several axes a choice is one over the axis that cuts layers.
 
     Args:
         directory: what `ParallelProgram.save` or `tpcompiler convert` wrote; of several programs, one's.
@@ -213,7 +213,9 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
     shardings, reason = (rows, "an input") if is_input else written.placed(name)
     tensors = edit.outputs(node)
     placed = [read_claimed(text, mesh, value) for text, value in zip(shardings, tensors, strict=False)]
-    layers = {layer_of(fqn) for leaf, fqn in again.program.leaves() if leaf in edit.operands(node)}
+    weights = [(leaf, fqn) for leaf, fqn in again.program.leaves() if leaf in edit.operands(node)]
+    layers = {layer_of(fqn) for _, fqn in weights}
+    pins = [f"'{fqn}' is pinned by {asked}" for leaf, fqn in weights if (asked := again.pinned_by(leaf)) and again.free]
     is_call = node in again.found.choices
     prices = again.prices(node, layers) if is_call else []
     chosen = again.found.choices[node].wants if is_call else ()
@@ -226,7 +228,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
         source=edit.source_line(node),
         type=", ".join(map(value_text, tensors)),
         sharding=shardings,
-        reason=reason,
+        reason="; ".join([reason, *pins]),
         slices=list(_slices(tensors[0], placed[0], mesh)) if placed else [],
         operands=written.operands(name),
         users=[],
@@ -263,8 +265,8 @@ def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explan
 
 
 def _why(again: Again, node: fx.Node, name: str, users: Sequence[str], written: Written) -> str:
-    if seed := again.program.seeds.get(node.name):
-        return seed.asked_by
+    if asked_by := again.pinned_by(node):
+        return f"pinned by {asked_by}"
     found = again.found.styles
     style = found.get(layer_of(name)) or found.get(weight_of(name))
     uses = "; ".join(f"{user}: {written.placed(user)[1]}" for user in users)

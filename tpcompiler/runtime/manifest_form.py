@@ -154,13 +154,17 @@ PACKAGE: dict[str, Form] = {
     "threads": number,
 }
 PACKED: Form = lambda value: value == {} or row(PACKAGE)(value)  # noqa: E731
+PLAN: Form = table(text, lambda value: nesting(value) <= DEEPEST)
 ASKED: dict[str, Form] = {"mesh": mesh, "inputs": boundaries, "outputs": boundaries}
-ASKED_TOO: dict[str, Form] = {"collectives": one_of("auto", "symm_mem"), "plan": one_of("auto:free")}
+ASKED_TOO: dict[str, Form] = {
+    "collectives": one_of("auto", "symm_mem"),
+    "plan": lambda value: value == "auto:free" or PLAN(value),
+}
 FIELDS: dict[str, Form] = {
     "mesh": mesh,
     "groups": table(text, some(some(number))),
     "device_type": one_of("cpu", "cuda"),
-    "plan": table(text, lambda value: nesting(value) <= DEEPEST),
+    "plan": PLAN,
     "tensors": some(row(TENSOR, {"tied_to": text, "stored_in": program, "persistent": lambda value: value is False})),
     "inputs": some(row(BOUNDARY, {"values": lambda value: some(whole)(value) and len(value) == 2})),
     "outputs": some(row(BOUNDARY)),
