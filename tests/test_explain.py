@@ -99,8 +99,29 @@ def test_what_the_search_found_is_the_cheapest(tmp_path: Path, program: Exported
     assert {"x", "linear", "relu", "linear_1"} <= set(names)
     for name in names:
         alternatives = explain_artifact(tmp_path / "out", name).alternatives
-        assert [each.seconds for each in alternatives if each.is_chosen] == [0.0] * bool(alternatives), name
+        axes = {each.axis for each in alternatives}
+        assert axes in (set(), {"tp"} if mesh == 2 else {"tp", "dp"})
+        assert [each.seconds for each in alternatives if each.is_chosen] == [0.0] * len(axes), name
         assert all(each.seconds is None or each.seconds >= 0 for each in alternatives)
+
+
+def test_every_axis_has_its_choices(tmp_path: Path) -> None:
+    """By hand of the last: samples are gathered before it (2,048 bytes) and not after it, and the sum is of all."""
+    tpcompiler.parallelize(mlp(), {"dp": 2, "tp": 2}, "auto", inputs=[{"dp": "S(0)"}]).save(tmp_path / "out")
+    text = right("explain", tmp_path / "out", "relu")
+    assert_expected_inline(
+        text[text.index("alternatives") :],
+        """\
+alternatives (least total 0.178 us on h100)
+axis  makes         needs             us  wire bytes  held bytes
+tp    [R, S(2)]     [R, S(2)]     +0.000          +0          +0  the artifact's
+tp    [R, R]        [R, R]        +0.008      +3,072          +0
+tp    [R, S(1)]     [R, S(1)]     +0.009      +4,096          +0
+dp    [S(0), S(2)]  [S(0), S(2)]  +0.000          +0          +0  the artifact's
+dp    [R, S(2)]     [R, S(2)]     +0.006      +2,048          +0
+
+""",
+    )
 
 
 def test_what_a_plan_pins_stays_so(tmp_path: Path) -> None:

@@ -32,11 +32,13 @@ from tpcompiler.solver.solution import Solution
 
 
 class Price(NamedTuple):
-    """A choice, and what the whole program comes to with it: `wire_bytes` of a call and `held_bytes` of weights, of one
-    rank, and `seconds` as docs/auto.md counts them. None of these where no placement has it, or where the
-    one that the search finds cannot be marked: why not is `failed`.
+    """A choice over the last of `axes`, and what the whole program comes to with it.
+
+    `wire_bytes` of a call and `held_bytes` of weights, of one rank, and `seconds` as docs/auto.md counts them. None of
+    these where no placement has it, or where the one that the search finds cannot be marked: why not is `failed`.
     """
 
+    axes: tuple[str, ...]
     wants: tuple[Sharding, ...]
     made: tuple[Sharding, ...]
     wire_bytes: int | None
@@ -77,13 +79,14 @@ class Again:
             return [self._price(each) for each in choices]
 
     def _price(self, choice: Otherwise) -> Price:
+        own = choice.axes, choice.wants, choice.made
         if math.isinf(choice.solution.seconds):
-            return Price(choice.wants, choice.made, None, None, None)
+            return Price(*own, None, None, None)
         try:
             marked = mark_placements(choice.solution.programs[self.at], choice.solution)
         except TpCompilerError as error:  # such as a packed style whose uses show no parts then
-            return Price(choice.wants, choice.made, None, None, None, failed=error.message)
-        return Price(choice.wants, choice.made, wire_bytes(marked), held_bytes(marked), choice.solution.seconds)
+            return Price(*own, None, None, None, failed=error.message)
+        return Price(*own, wire_bytes(marked), held_bytes(marked), choice.solution.seconds)
 
 
 def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: bool = False) -> Again:

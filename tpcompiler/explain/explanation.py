@@ -29,6 +29,7 @@ from tpcompiler.tables import Part, Shown, Table
 Kind = Literal["op", "parameter", "collective", "input"]
 MOST_RUNS = 4  # of elements that a rank holds of a dim, that are listed
 EQUAL = 1e-15  # seconds: of equals the search takes the first, by less than that
+Placed = tuple[Sharding, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Alternative:
     """A choice and its price: the least that the whole program comes to with it, above the least of all choices.
 
     Attributes:
+        axis: of the mesh, over which it is a choice, beside what was found over those before.
         needs: of an op, the shardings of its operands.
         makes: the sharding of the op's results, or of the parameter.
         seconds: of a call on the machine, as docs/auto.md counts them: what is sent, multiplied, and the price of the
@@ -57,6 +59,7 @@ class Alternative:
         failed: why the cheapest placement with it cannot be carried out; empty where it can, or there is none.
     """
 
+    axis: str
     needs: tuple[str, ...]
     makes: tuple[str, ...]
     seconds: float | None
@@ -135,8 +138,9 @@ class Explanation(Shown):
         yield Table("collectives", ("name", "kind", "bytes", "wire bytes", "why"), rows)
         least = "" if self.seconds is None else f" (least total {self.seconds * 1e6:,.3f} us on {self.machine})"
         makes = "makes" if any(each.needs for each in self.alternatives) else "sharding"
-        headers = (makes, "needs", "us", "wire bytes", "held bytes", "")
-        yield Table(f"alternatives{least}", headers, [each.row() for each in self.alternatives])
+        axis = "axis" if len({each.axis for each in self.alternatives}) > 1 else ""
+        headers = (axis, makes, "needs", "us", "wire bytes", "held bytes", "")
+        yield Table(f"alternatives{least}", headers, [(axis and each.axis, *each.row()) for each in self.alternatives])
         if failed := [f"{', '.join(each.makes)}: fails: {each.failed}" for each in self.alternatives if each.failed]:
             yield from (*failed, "")
 
@@ -154,7 +158,8 @@ def explain_artifact(
     in it with every choice of this op or parameter in turn, and everything else free to follow. What a plan pins stays
     so, but for a layer whose weights are asked about (themselves or by their op). A price is the least total with that
     choice, minus the least of all; that of the artifact's own is above 0 where a plan, another machine or a limit on
-    memory decided. On a mesh of several axes a choice is one over the axis that cuts layers.
+    memory decided. Of a mesh of several axes every one has its choices, as they are solved: beside what was found over
+    the axes before, while those after follow.
 
     Args:
         directory: what `ParallelProgram.save` or `tpcompiler convert` wrote; of several programs, one's.
@@ -218,8 +223,10 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
     pins = [f"'{fqn}' is pinned by {asked}" for leaf, fqn in weights if (asked := again.pinned_by(leaf)) and again.free]
     is_call = node in again.found.choices
     prices = again.prices(node, layers) if is_call else []
-    chosen = again.found.choices[node].wants if is_call else ()
-    least, alternatives = _priced(prices, placed, chosen, again, tensors)
+    wants = again.found.choices[node].wants if is_call else ()
+    reads = [operand.meta["val"] for operand in edit.operands(node)]
+    made, taken = list(zip(placed, tensors, strict=False)), list(zip(wants, reads, strict=False))
+    least, alternatives = _priced(prices, made, taken, again.found.mesh)
     return Explanation(
         name=name,
         kind="input" if is_input else "op",
@@ -244,7 +251,7 @@ def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explan
     row = next(row for row in written.manifest.tensors if row["name"] == name)
     placed, users = read_claimed(row["sharding"], mesh, value), written.users(name)
     sent = {record["node"]: dict(record) for user in users for record in written.sent(user)}
-    least, alternatives = _priced(again.prices(node, {layer_of(name)}), [placed], (), again, [value])
+    least, alternatives = _priced(again.prices(node, {layer_of(name)}), [(placed, value)], [], again.found.mesh)
     return Explanation(
         name=name,
         kind="parameter",
@@ -283,25 +290,32 @@ def _node(again: Again, name: str) -> fx.Node:
 
 
 def _priced(
-    prices: Sequence[Price],
-    placed: Sequence[Sharding],
-    wants: tuple[Sharding, ...],
-    again: Again,
-    values: Sequence[torch.Tensor],
+    prices: Sequence[Price], made: Sequence[Placed], wants: Sequence[Placed], mesh: Mesh
 ) -> tuple[float | None, list[Alternative]]:
-    """The least total, and the alternatives, the cheapest first. `placed` and `wants`: what the artifact does."""
-    first, mesh = again.found.model[:1], again.found.mesh
-    own = tuple(each.within(first, value.shape, mesh) for each, value in zip(placed, values, strict=False))
-    alike = [price for price in prices if price.made == own]
-    needs = [price for price in alike if not price.wants or price.wants == tuple(w.only(first[0]) for w in wants)]
-    chosen = next(iter(needs or alike), None)
+    """The least total, and the alternatives of each axis, the cheapest first. `made` and `wants`: of the artifact."""
     least = min((price.seconds for price in prices if price.seconds is not None), default=None)
+    alternatives = list[Alternative]()
+    for axes in dict.fromkeys(price.axes for price in prices):
+        own_made, own_wants = (
+            tuple(sharding.within(axes, value.shape, mesh) for sharding, value in each) for each in (made, wants)
+        )
+        own = [price for price in prices if price.axes == axes]
+        alternatives += _of_axis(own, own_made, own_wants, least, mesh)
+    return least, alternatives
 
+
+def _of_axis(
+    prices: Sequence[Price], made: tuple[Sharding, ...], wants: tuple[Sharding, ...], least: float | None, mesh: Mesh
+) -> list[Alternative]:
+    alike = [price for price in prices if price.made == made]
+    needs = [price for price in alike if not price.wants or price.wants == wants]
+    chosen = next(iter(needs or alike), None)
     at = chosen.seconds if chosen else None
 
     def told(price: Price) -> Alternative:
         is_tied = at is not None and price.seconds is not None and abs(price.seconds - at) < EQUAL
         return Alternative(
+            price.axes[-1],
             tuple(each.text(mesh) for each in price.wants),
             tuple(each.text(mesh) for each in price.made),
             None if price.seconds is None or least is None else price.seconds - least,
@@ -315,7 +329,7 @@ def _priced(
     def place(price: Price) -> tuple[float, bool]:
         return math.inf if price.seconds is None else price.seconds, price is not chosen
 
-    return least, [told(price) for price in sorted(prices, key=place)]
+    return [told(price) for price in sorted(prices, key=place)]
 
 
 def _minus(count: int | None, other: int | None) -> int | None:

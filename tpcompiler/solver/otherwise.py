@@ -14,11 +14,13 @@ from tpcompiler.solver.solution import Held, Solution, search_over
 
 
 class Otherwise(NamedTuple):
-    """One way in which a call may run, or one sharding of a leaf (`wants` is empty), over the first axis of layers.
+    """One way in which a call may run, or one sharding of a leaf (`wants` is empty).
 
-    `solution`: the cheapest of all programs that has it; of infinite seconds where there is none.
+    `axes`: it is a choice over the last of these, beside what was found over those before. `solution`: the cheapest of
+    all programs that has it; of infinite seconds where there is none.
     """
 
+    axes: tuple[str, ...]
     wants: tuple[Sharding, ...]
     made: tuple[Sharding, ...]
     solution: Solution
@@ -33,26 +35,27 @@ class _Option(NamedTuple):
 def price_otherwise(
     found: Solution, value: fx.Node, objective: Objective, free: bool, gathers: bool = False
 ) -> list[Otherwise]:
-    """Every choice of a call or a leaf of `found.programs`, each with the least total that it leaves.
+    """Every choice of a call or a leaf of `found.programs`, axis by axis, each with the least total that it leaves.
 
     Exact, as the search is: the variable is held to each of its values in turn, and the rest is solved again. Axes are
-    solved one after the other, the choice is one of the first that cuts layers, and the later ones follow. Axes that
-    run as two, and ops in simpler ones, stay as they are in `found`.
+    solved one after the other, so that the later ones follow. Axes that run as two, and ops in simpler ones, stay as
+    they are in `found`.
     """
-    options: list[_Option] = []
+    options: list[tuple[tuple[str, ...], _Option]] = []
 
-    def note_options(problem: Problem) -> list[tuple[int, list[bool]]]:
-        options.extend(_of_leaf(problem, value) if value in problem.groups else _of_call(problem, value))
-        return []
+    def note_options(problem: Problem) -> Iterator[tuple[int, list[bool]]]:
+        each = _of_leaf(problem, value) if value in problem.groups else _of_call(problem, value)
+        options.extend((problem.stage.axes, option) for option in each)
+        yield from ()
 
     def solve(held: Held) -> Solution:
         return search_over(found.programs, objective, found.model, free, gathers, held)[0]
 
-    def holding(option: _Option) -> Held:
-        return lambda problem: option.held
+    def holding(axes: tuple[str, ...], option: _Option) -> Held:
+        return lambda problem: option.held if problem.stage.axes == axes else ()
 
     solve(note_options)
-    return [Otherwise(each.wants, each.made, solve(holding(each))) for each in options]
+    return [Otherwise(axes, each.wants, each.made, solve(holding(axes, each))) for axes, each in options]
 
 
 def _of_call(problem: Problem, call: fx.Node) -> Iterator[_Option]:

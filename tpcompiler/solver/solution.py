@@ -150,7 +150,7 @@ def search_over(
     """The solution over the `model` axes, then over the others; and how many heads ranks could share, by axis.
 
     Args:
-        held: what some variables of the first axis may be; then no weight is gathered, whatever it is for.
+        held: what some variables of an axis may be; then no weight is gathered, whatever it is for.
     """
     mesh, found, heads = programs[0].mesh, Solution(programs, model=model), list[tuple[str, int]]()
     groups, read = dict[str, Sharding](), Known()
@@ -163,7 +163,7 @@ def search_over(
         is_given = any(axis in s.axes for program in programs for s in program.input_shardings.values())
         counted = objective.keeping_cuts() if is_given else objective  # what comes in cut stays so
         problem = pose(programs, stage, counted, groups)
-        for variable, allowed in held(problem) if held and not found.choices else ():
+        for variable, allowed in held(problem) if held else ():
             problem.tables.price([variable], numpy.where(allowed, 0.0, NEVER))
         values = _solved(problem)
         if values is None and not stage.free and held is None:
