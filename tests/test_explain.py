@@ -132,6 +132,9 @@ def test_what_a_plan_pins_stays_so(tmp_path: Path) -> None:
         assert [one.seconds for one in each.alternatives if one.is_chosen] == [0.0], name
         assert "pinned" not in each.reason
     (least,) = {each.seconds for each in found.values()}
+    text = right("explain", tmp_path / "out", "up.weight")
+    assert re.search(r"^P\(sum\) +never$", text, re.MULTILINE)
+    assert "never: the plan, the boundary or the ops leave no placement of the whole program with it" in text
     assert explain_artifact(tmp_path / "out", "up.weight").reason == 'pinned by the plan ("up": "rowwise")'
     pinned = explain_artifact(tmp_path / "out", "linear")
     assert pinned.reason.endswith(""" 'up.weight' is pinned by the plan ("up": "rowwise")""")

@@ -141,8 +141,10 @@ class Explanation(Shown):
         axis = "axis" if len({each.axis for each in self.alternatives}) > 1 else ""
         headers = (axis, makes, "needs", "us", "wire bytes", "held bytes", "")
         yield Table(f"alternatives{least}", headers, [(axis and each.axis, *each.row()) for each in self.alternatives])
-        if failed := [f"{', '.join(each.makes)}: fails: {each.failed}" for each in self.alternatives if each.failed]:
-            yield from (*failed, "")
+        said = [f"{', '.join(each.makes)}: fails: {each.failed}" for each in self.alternatives if each.failed]
+        if any(each.seconds is None and not each.failed for each in self.alternatives):
+            said.append("never: the plan, the boundary or the ops leave no placement of the whole program with it")
+        yield from (*said, "") if said else ()
 
 
 def explain_artifact(
