@@ -22,7 +22,10 @@ import tpcompiler
 from tests.launch import ROOT
 from tests.runtime.models import PLAN, export_mlp
 from tpcompiler.cli import bars
+from tpcompiler.errors import ArtifactError
 from tpcompiler.progress import counted, listening, telling
+from tpcompiler.runtime.artifact import sha256
+from tpcompiler.runtime.model_file import read_model
 
 Told = dict[str, list[tuple[str, int, int]]]
 
@@ -70,6 +73,8 @@ def test_every_long_step_tells_how_far_it_is(model: Path) -> None:
         "check": lambda: tpcompiler.check(model.with_name("out")),
         "verify": lambda: made.verify(args, kwargs),
         "doctor": lambda: tpcompiler.diagnose(exported),
+        "fit": lambda: tpcompiler.parallelize(exported, 2, "auto", memory=2000),
+        "explain": lambda: tpcompiler.explain_artifact(model.with_name("out"), "linear"),
     }
     told = {name: heard(work) for name, work in steps.items()}
     for name, step in (
@@ -82,12 +87,41 @@ def test_every_long_step_tells_how_far_it_is(model: Path) -> None:
         ("verify", "running the ranks"),
         ("verify", "running the model"),
         ("doctor", "trying degrees"),
+        ("convert", "eliminating choices"),
+        ("fit", "making it fit"),
+        ("explain", "trying other choices"),
     ):
         (_, first, _), *_, (_, done, total) = told[name][step]
         assert (first, done) == (0, total), (name, step)
         assert total > 0, (name, step)
     calls = sum(len(made.rank_program(rank).graph.nodes) for rank in range(2))
     assert told["verify"]["running the ranks"][-1] == ("ops", calls, calls)
+    variables = told["explain"]["eliminating choices"]
+    of_one = variables[: next(at for at, (_, done, total) in enumerate(variables) if done == total) + 1]
+    assert [done for _, done, _ in of_one] == list(range(len(of_one)))
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_file_tells_how_many_of_its_bytes_are_read(model: Path, trust: bool) -> None:
+    """Each once, and up to the end, also where it cannot be read."""
+    told = heard(lambda: read_model(model, trust=trust))["reading model.pt2"]
+    size = model.stat().st_size
+    assert {(unit, total) for unit, _, total in told} == {("bytes", size)}
+    done = [done for _, done, _ in told]
+    assert done == sorted(done)
+    assert (done[0], done[-1]) == (0, size)
+    assert size > done[-2] > 0.9 * size
+    assert not {done for done in done[1:-1] if done in (0, size)}
+    damaged = model.with_name("damaged.pt2")
+    damaged.write_bytes(model.read_bytes().replace(b"graph_module", b"graph_modulo"))
+
+    def fail() -> None:
+        with pytest.raises(ArtifactError):
+            read_model(damaged, trust=trust)
+
+    assert heard(fail)["reading damaged.pt2"][-1] == ("bytes", size, size)
+    hashed = heard(lambda: sha256(model))["hashing model.pt2"]
+    assert hashed[-1] == ("bytes", size, size)
 
 
 def test_a_bar_has_the_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,14 +131,17 @@ def test_a_bar_has_the_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(bars, "Console", lambda **_: console)
     monkeypatch.setattr(bars, "Progress", partial(Progress, auto_refresh=False, get_time=lambda: now))
     ops, weights = telling("running the ranks", "ops"), telling("cutting the weights", "bytes")
-    with bars.progress("reading [/b]"):
+    with bars.progress("waiting") as steps:
+        now = 10.0
+        steps.update("reading [/b]")
         for done in range(4):
-            now = float(done)
+            now = 10.0 + done
             ops(250 * done, 25_000)
             weights(2_000_000 * done, 20_000_000)
         telling("drawing all again", "files")(0, 2)
         *_, reading, running, cutting, _ = console.export_text().splitlines()
     assert "reading [/b]" in reading
+    assert reading.endswith("0:00:03")  # since it was said
     assert running.split()[-6:] == ["750", "of", "25,000", "ops", "250.0/s", "0:01:37"]
     assert cutting.split()[-7:] == ["MB", "of", "20.0", "MB", "2.0", "MB/s", "0:00:07"]
 

@@ -32,6 +32,22 @@ def telling(step: str, unit: str) -> Callable[[int, int], None]:
     return tell
 
 
+@contextmanager
+def measured(step: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
+    """What tells in the block how many are done; all are when it ends."""
+    tell = telling(step, unit)
+
+    def tell_some(done: int) -> None:
+        if done < total:
+            tell(done, total)
+
+    tell_some(0)
+    try:
+        yield tell_some
+    finally:
+        tell(total, total)
+
+
 def counted(items: Sequence[T], step: str, unit: str) -> Iterator[T]:
     """The items, of which there may become more; each is done when the next one is asked for, and all when none is."""
     tell = telling(step, unit)

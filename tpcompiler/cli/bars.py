@@ -16,6 +16,7 @@ from rich.progress import (
     Task,
     TaskID,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
@@ -36,6 +37,15 @@ class _Amount(ProgressColumn):
         return Text(f"{done:,} of {total:,} {unit}  {task.speed or 0:,.1f}/s")
 
 
+class _Time(ProgressColumn):
+    """The time left; of what is not counted, how long it takes already."""
+
+    left, elapsed = TimeRemainingColumn(), TimeElapsedColumn()
+
+    def render(self, task: Task) -> Text:
+        return (self.elapsed if task.total is None else self.left).render(task)
+
+
 class Steps:
     """A line for the command, and under it one for each step that is counted and under way."""
 
@@ -44,16 +54,18 @@ class Steps:
         self._task = bars.add_task(one_line(text), total=None)
 
     def update(self, text: str) -> None:
-        self._bars.update(self._task, description=one_line(text))
+        self._bars.reset(self._task, description=one_line(text))
 
     def show(self, step: str, unit: str, done: int, total: int) -> None:
         """A `progress.Listener`."""
+        if done == total:
+            if step in self._counted:
+                self._bars.remove_task(self._counted.pop(step))
+            return
         if step not in self._counted:
-            self._counted[step] = self._bars.add_task(step, total=total, unit=unit)
+            self._counted[step] = self._bars.add_task(one_line(step), total=total, unit=unit)
             self._bars.refresh()
         self._bars.update(self._counted[step], completed=done, total=total)
-        if done == total:
-            self._bars.remove_task(self._counted.pop(step))
 
 
 @contextmanager
@@ -64,7 +76,7 @@ def progress(text: str, *, quiet: bool = False) -> Iterator[Steps]:
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(16), _Amount()
     is_shown = console.is_terminal and not quiet
     with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not is_shown, redirect_stdout=False
+        *columns, _Time(), console=console, transient=True, disable=not is_shown, redirect_stdout=False
     ) as bars:
         steps = Steps(bars, text)
         if not is_shown:

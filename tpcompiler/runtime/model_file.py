@@ -174,7 +174,7 @@ def looked_into(file: Opened, *, trust: bool) -> Iterator[None]:
     if found := _other_than_pt2(file):
         raise _refusal(file.path, *found)
     try:
-        with quiet_torch() as heard:
+        with quiet_torch() as heard, file.telling():
             if not trust:
                 inspect_archive(file)
             yield

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import errno
 import hashlib
 import io
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from tpcompiler.errors import ArtifactError
+from tpcompiler.progress import measured
 
 INHERITED = (Path("/dev/fd"), Path("/proc/self/fd"))
 
@@ -33,6 +35,8 @@ class Opened(io.RawIOBase):
         self._at = 0
         self._starts: list[int] = []
         self._kept: list[bytes] = []
+        self._read = 0
+        self._tell: Callable[[int], None] | None = None
         self._descriptor = -1
         self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         if not stat.S_ISREG(mode := os.fstat(self._descriptor).st_mode):
@@ -52,6 +56,15 @@ class Opened(io.RawIOBase):
                 self._kept.append(self._read_file(at, start - at))
             at = max(at, end)
 
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell in the block how many of its bytes are read; some are read again, which does not count."""
+        with measured(f"reading {self.path.name}", "bytes", self.size) as self._tell:
+            try:
+                yield
+            finally:
+                self._tell = None
+
     def refuse_change(self) -> None:
         """Raises ArtifactError if the file, or what its path leads to, is another than when it was opened."""
         try:
@@ -66,8 +79,10 @@ class Opened(io.RawIOBase):
         """In hex, read in pieces."""
         digest = hashlib.sha256()
         self.seek(0)
-        while piece := self.read(1 << 20):
-            digest.update(piece)
+        with measured(f"hashing {self.path.name}", "bytes", self.size) as tell:
+            while piece := self.read(1 << 20):
+                digest.update(piece)
+                tell(self._at)
         self.seek(0)
         return digest.hexdigest()
 
@@ -106,14 +121,22 @@ class Opened(io.RawIOBase):
             into[: len(piece)] = piece
             return len(piece)
         following = self._starts[index + 1] if index + 1 < len(self._starts) else self.size
-        return os.preadv(self._descriptor, [into[: following - at]], at)
+        count = os.preadv(self._descriptor, [into[: following - at]], at)
+        self._count(count)
+        return count
 
     def _read_file(self, at: int, count: int) -> bytes:
         pieces = []
         while count and (piece := os.pread(self._descriptor, count, at)):
             pieces.append(piece)
+            self._count(len(piece))
             at, count = at + len(piece), count - len(piece)
         return b"".join(pieces)
+
+    def _count(self, count: int) -> None:
+        if self._tell is not None:
+            self._read += count
+            self._tell(self._read)
 
     def _state(self) -> tuple[int, ...]:
         found = os.fstat(self._descriptor)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 
 from tpcompiler.errors import UnsupportedError
+from tpcompiler.progress import measured
 
 MOST_CELLS = 1 << 25  # of one table: 256 MiB
 TOO_SLOW = 1 << 20  # from which it is worth while to look for dead ends first
@@ -119,19 +120,9 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
             of[v].add(number)
             near[v].update(variables)
     queue = [(_cells(near[v], tables.sizes), v) for v in range(len(tables.sizes))]
-    heapq.heapify(queue)
-    left, steps, total, fresh = set(range(len(tables.sizes))), [], tables.constant, len(factors)
+    steps, total, fresh = [], tables.constant, len(factors)
     known: dict[Any, tuple[numpy.ndarray, numpy.ndarray, Any]] = {}
-    while queue:
-        cells, v = heapq.heappop(queue)
-        if v not in left:
-            continue
-        if cells != (now := _cells(near[v], tables.sizes)):
-            heapq.heappush(queue, (now, v))
-            continue
-        if cells > most:
-            raise UnsupportedError(f"the choices depend on each other in tables of {cells:,} cells", help="give a plan")
-        left.remove(v)
+    for v in _smallest_first(queue, near, tables.sizes, most):
         taken = [factors.pop(number) for number in sorted(of[v])]
         others = sorted(near[v] - {v})
         place = {u: at for at, u in enumerate((*others, v))}
@@ -158,6 +149,29 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
     for v, others, best in reversed(steps):
         values[v] = int(best[tuple(values[u] for u in others)])
     return total, values
+
+
+def _smallest_first(
+    queue: list[tuple[int, int]], near: Sequence[Collection[int]], sizes: Sequence[int], most: int
+) -> Iterator[int]:
+    """Every variable once, that with the smallest table next, while its user pushes what has changed on the queue."""
+    heapq.heapify(queue)
+    left = set(range(len(sizes)))
+    with measured("eliminating choices", "variables", len(sizes)) as tell:
+        while queue:
+            cells, v = heapq.heappop(queue)
+            if v not in left:
+                continue
+            if cells != (now := _cells(near[v], sizes)):
+                heapq.heappush(queue, (now, v))
+                continue
+            if cells > most:
+                raise UnsupportedError(
+                    f"the choices depend on each other in tables of {cells:,} cells", help="give a plan"
+                )
+            left.remove(v)
+            yield v
+            tell(len(sizes) - len(left))
 
 
 def _cells(variables: Collection[int], sizes: Sequence[int]) -> int:

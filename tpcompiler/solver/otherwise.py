@@ -9,6 +9,7 @@ from torch import fx
 
 from tpcompiler.cost.objective import Objective
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.progress import counted
 from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.solution import Held, Solution, search_over
 
@@ -55,7 +56,10 @@ def price_otherwise(
         return lambda problem: option.held if problem.stage.axes == axes else ()
 
     solve(note_options)
-    return [Otherwise(axes, each.wants, each.made, solve(holding(axes, each))) for axes, each in options]
+    return [
+        Otherwise(axes, each.wants, each.made, solve(holding(axes, each)))
+        for axes, each in counted(options, "trying other choices", "choices")
+    ]
 
 
 def _of_call(problem: Problem, call: fx.Node) -> Iterator[_Option]:

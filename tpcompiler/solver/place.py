@@ -13,6 +13,7 @@ from tpcompiler.errors import ShardingError
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.program import Note, PlannedProgram, Seed
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.progress import counted
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.solution import Solution, search
 
@@ -89,7 +90,7 @@ def _infeasible(programs: Sequence[PlannedProgram], objective: Objective, aim: A
     seeds = (seed for program in programs for own in (program.seeds, program.kept) for seed in own.values())
     entries = dict.fromkeys(seed.asked_by for seed in seeds)
     kept = list(entries)
-    for entry in kept[:MOST_ENTRIES]:
+    for entry in counted(kept[:MOST_ENTRIES], "looking for what conflicts", "entries"):
         rest = [each for each in kept if each != entry]
         fewer = [program.without(entries.keys() - rest) for program in programs]
         if math.isinf(search(fewer, objective, auto, aim.gathers).seconds):
@@ -114,7 +115,7 @@ def _fitted(
         return found, 0.0
     bound, low, high, times = found.seconds, 1.0, math.inf, 4.0
     best: Solution | None = None
-    for _ in range(MOST_TRIALS if auto else 0):
+    for _ in counted(range(MOST_TRIALS if auto else 0), "making it fit", "searches"):
         trial = search(programs, objective._replace(held=objective.held * times), auto, aim.gathers)
         memory, more = measure_memory(trial), times - 1
         room = limit - memory.total + memory.floats  # for weights
