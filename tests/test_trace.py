@@ -24,6 +24,37 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("trace") / "out", exported(4, 6, 5, DIMS), 2)
 
 
+METADATA = {"process_name": "name", "process_sort_index": "sort_index", "thread_name": "name", "thread_sort_index": "sort_index"}  # fmt: skip
+
+
+def faults_of(events: list[Any]) -> list[str]:
+    """What Perfetto drops or does not know, of events that it takes at whole nanoseconds."""
+    faults, tracks, arrows = list[str](), dict[Any, list[tuple[int, int, str]]](), Counter[Any]()
+    for event in events:
+        if event["ph"] == "M":
+            known = event["name"] in METADATA and METADATA[event["name"]] in event["args"]
+        else:
+            track = event["pid"], event["tid"]
+            known = all(type(part) is int and 0 <= part < 1 << 32 for part in track) and event["ts"] >= 0
+        if event["ph"] == "X":
+            begin, lasts = (round(event[key] * 1000) for key in ("ts", "dur"))
+            known &= lasts >= 0
+            tracks.setdefault(track, []).append((begin, -lasts, event["name"]))
+        elif event["ph"] in ("s", "f"):
+            arrows[event["id"], event["name"]] += 1 if event["ph"] == "s" else -1
+        if not known or event["ph"] not in ("M", "X", "s", "f", "i"):
+            faults.append(f"unknown: {event}")
+    for track, spans in tracks.items():
+        around: list[tuple[int, str]] = []  # ends
+        for begin, lasts, name in sorted(spans):
+            while around and around[-1][0] <= begin:
+                around.pop()
+            if around and begin - lasts > around[-1][0]:
+                faults.append(f"{track}: {name} ends {begin - lasts - around[-1][0]} ns after {around[-1][1]}")
+            around.append((begin - lasts, name))
+    return faults + [f"arrow {key} without its other end" for key, left in arrows.items() if left]
+
+
 @pytest.mark.slow
 def test_each_collective_is_there_once_with_its_bytes(out: Path, tmp_path: Path) -> None:
     """On every rank, at sizes that are not the example's, inside of its module's span."""
@@ -33,6 +64,8 @@ def test_each_collective_is_there_once_with_its_bytes(out: Path, tmp_path: Path)
     assert ended.codes == (0, 0), ended.printed
     assert f"wrote {file}" in ended.printed[0]
     events: list[Any] = json.loads(file.read_text())["traceEvents"]
+    assert faults_of(events) == []
+    assert min(event["ts"] for event in events if "ts" in event) == 0
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["rank 0", "rank 1"]
     records = read_manifest(out).collectives
@@ -67,19 +100,36 @@ def test_ranks_stand_side_by_side() -> None:
         ],
     }
     whole = merge_traces([first, {**first, "baseTimeNanoseconds": 1_500_000}])
-    assert whole["baseTimeNanoseconds"] == 1_000_000
+    assert whole["baseTimeNanoseconds"] == 1_005_000
+    assert faults_of(whole["traceEvents"]) == []
     assert [(e["ph"], e["name"], e["pid"], e.get("ts"), e.get("id")) for e in whole["traceEvents"]] == [
         ("M", "process_name", 0, None, None),
         ("M", "process_sort_index", 0, None, None),
-        ("X", "aten::add", 0, 5.0, None),
-        ("s", "ac2g", 0, 6.0, 6),
-        ("f", "ac2g", 0, 7.0, 6),
         ("M", "process_name", 1, None, None),
         ("M", "process_sort_index", 1, None, None),
-        ("X", "aten::add", 1, 505.0, None),
-        ("s", "ac2g", 1, 506.0, 7),
-        ("f", "ac2g", 1, 507.0, 7),
+        ("X", "aten::add", 0, 0.0, None),
+        ("s", "ac2g", 0, 1.0, 6),
+        ("f", "ac2g", 0, 2.0, 6),
+        ("X", "aten::add", 1, 500.0, None),
+        ("s", "ac2g", 1, 501.0, 7),
+        ("f", "ac2g", 1, 502.0, 7),
     ]
+
+
+def test_spans_stay_inside_of_each_other_on_another_clock() -> None:
+    """Two that end at the same nanosecond, on a host whose clock counts from elsewhere."""
+
+    def span(begin: int, end: int) -> dict[str, Any]:
+        return {"ph": "X", "name": "op", "pid": 7, "tid": 7, "ts": begin / 1000, "dur": (end - begin) / 1000}
+
+    begin = 4_797_233_257_199_007
+    spans = [span(at + inside, at + 900) for at in range(begin, begin + 1_000_000, 1009) for inside in (0, 333)]
+    traces = [{"baseTimeNanoseconds": base, "traceEvents": spans} for base in (10**18, 10**18 + 1_234_567_890_123_457)]
+    events = merge_traces(traces)["traceEvents"]
+    assert faults_of(events) == []
+    assert [round(event["dur"] * 1000) for event in events if event["ph"] == "X"] == [900, 567] * (len(spans))
+    broken = [event | {"dur": event["dur"] + 0.001} if event.get("dur") == 0.567 else event for event in events]
+    assert len(faults_of(broken)) == len(spans)
 
 
 def test_a_package_shows_nothing(out: Path, tmp_path: Path) -> None:

@@ -78,19 +78,28 @@ def gather_traces(own: Trace) -> Trace | None:
 
 
 def merge_traces(traces: Sequence[Trace]) -> Trace:
-    """One trace with a process for each rank. The clocks of several hosts are taken as they are."""
-    events: list[Any] = []
-    for rank, trace in enumerate(traces):
-        later = (trace["baseTimeNanoseconds"] - traces[0]["baseTimeNanoseconds"]) / 1000
-        for name, said in ("name", f"rank {rank}"), ("sort_index", rank):
-            events.append({"ph": "M", "name": f"process_{name}", "pid": rank, "args": {name: said}})
-        for event in trace["traceEvents"]:
-            # Numbers are of a process or a device; texts are for what the profiler says of itself.
-            if isinstance(event["pid"], int) and not event["name"].startswith("process_"):
-                events.append({**event, "pid": rank, "ts": event["ts"] + later})
-                if "id" in event:  # of an arrow between two events
-                    events[-1]["id"] = event["id"] * len(traces) + rank
-    return {"displayTimeUnit": "ms", "baseTimeNanoseconds": traces[0]["baseTimeNanoseconds"], "traceEvents": events}
+    """One trace with a process for each rank, from its first event on; clocks of several hosts are taken as they are.
+
+    Perfetto drops an event that ends a nanosecond after the one around it, so times are added as whole nanoseconds.
+    """
+    # Numbers are of a process or a device; texts are for what the profiler says of itself.
+    kept = [
+        (rank, trace["baseTimeNanoseconds"] + round(event["ts"] * 1000), event)
+        for rank, trace in enumerate(traces)
+        for event in trace["traceEvents"]
+        if isinstance(event["pid"], int) and not event["name"].startswith("process_")
+    ]
+    first = min(at for _, at, _ in kept)
+    events: list[Any] = [
+        {"ph": "M", "name": f"process_{name}", "pid": rank, "args": {name: said}}
+        for rank in range(len(traces))
+        for name, said in (("name", f"rank {rank}"), ("sort_index", rank))
+    ]
+    for rank, at, event in kept:
+        events.append({**event, "pid": rank, "ts": (at - first) / 1000})
+        if "id" in event:  # of an arrow between two events
+            events[-1]["id"] = event["id"] * len(traces) + rank
+    return {"displayTimeUnit": "ms", "baseTimeNanoseconds": first, "traceEvents": events}
 
 
 def _records(graph: fx.Graph, manifest: Manifest) -> dict[fx.Node, Record]:
