@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from torch.export import ExportedProgram
 
 import tpcompiler
 from tests.zoo.case import Case
+from tests.zoo.each import judge_each
 from tests.zoo.index import CASES
 from tpcompiler.elastic import merge, reshard
 from tpcompiler.errors import ShardingError
@@ -57,28 +56,16 @@ def there_and_back(case: Case, directory: Path, layout: Any) -> tuple[str, list[
     return f"2 -> {world}{uneven} -> 1, {len(new)} tensors", sorted(wrong)
 
 
-def _run(number: int, name: str) -> tuple[str, str, bool]:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+def _judge(name: str) -> tuple[str, bool]:
+    layout = ("ranks", "shared")[list(CASES).index(name) % 2]
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            said, wrong = there_and_back(CASES[name], Path(folder), ("ranks", "shared")[number % 2])
-        except Exception as error:  # the others are wanted all the same
-            return name, f"{type(error).__name__}: {str(error).splitlines()[0]}", False
-    return name, said + (f": not the same: {', '.join(wrong[:5])}" if wrong else ": the same bits"), not wrong
+        said, wrong = there_and_back(CASES[name], Path(folder), layout)
+    return said + (f": not the same: {', '.join(wrong[:5])}" if wrong else ": the same bits"), not wrong
 
 
 def main(names: Sequence[str]) -> int:
     """1 where a model came back changed, or not at all."""
-    bad = 0
-    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=10) as pool:
-        work = [pool.apply_async(_run, each) for each in enumerate(names or CASES)]
-        for each in work:
-            name, said, ok = each.get()
-            bad += not ok
-            print(f"{name}: {said}", flush=True)
-    print(f"{len(work)} models, {bad} of them not bit for bit what went in")
-    return int(bad > 0)
+    return judge_each(_judge, names, "", "not bit for bit what went in")
 
 
 if __name__ == "__main__":

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import sys
 import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.export import ExportedProgram
 
 import tpcompiler
+from tests.zoo.each import judge_each
 from tests.zoo.index import CASES
 from tpcompiler import ParallelProgram
 from tpcompiler.explain.plan_text import plan_text
@@ -43,34 +41,22 @@ def written(made: ParallelProgram) -> list[Any]:
     return [manifest, graphs, states]
 
 
-def _run(name: str) -> tuple[str, str, bool]:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    program = CASES[name].export(False)
-    parts, said = ("manifest", "graphs", "weights"), []
+def _judge(name: str) -> tuple[str, bool]:
+    program, said = CASES[name].export(False), list[str]()
     with tempfile.TemporaryDirectory() as folder:
         for world in WORLDS:
-            try:
-                both = (
-                    written(tpcompiler.parallelize(program, world, "auto")),
-                    written(from_file(program, world, Path(folder))),
-                )
-                said += [f"other {part} on {world}" for part, a, b in zip(parts, *both, strict=True) if a != b]
-            except Exception as error:  # the others are wanted all the same
-                said.append(f"{type(error).__name__} on {world}: {str(error).splitlines()[0]}")
-    return name, "; ".join(said) or "the same", not said
+            both = (
+                written(tpcompiler.parallelize(program, world, "auto")),
+                written(from_file(program, world, Path(folder))),
+            )
+            parts = zip(("manifest", "graphs", "weights"), *both, strict=True)
+            said += [f"other {part} on {world}" for part, a, b in parts if a != b]
+    return "; ".join(said) or "the same", not said
 
 
 def main(names: Sequence[str]) -> int:
     """1 where a plan gives another program than was found."""
-    asked = list(names or CASES)
-    bad = 0
-    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=10) as pool:
-        for name, said, ok in pool.imap(_run, asked):
-            bad += not ok
-            print(f"{name}: {said}", flush=True)
-    print(f"{len(asked)} models on {' and '.join(map(str, WORLDS))} ranks, {bad} of them not as found")
-    return int(bad > 0)
+    return judge_each(_judge, names, f" on {' and '.join(map(str, WORLDS))} ranks", "not as found")
 
 
 if __name__ == "__main__":

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from tests.zoo.case import OUTSIDE, Case
+from tests.zoo.each import in_processes
 from tests.zoo.index import CASES
 from tests.zoo.measure import FALLBACK, WORLDS, Measured, measured, strain, unseen_parameters
 from tpcompiler.ir import edit
 
 SHORT = {"all_reduce": "R", "all_gather": "G", "reduce_scatter": "S", "all_to_all": "A"}
 SHORT |= {f"{kind} ({FALLBACK})": f"{letter}?" for kind, letter in SHORT.items()}
-PROCESSES = 2
 COLUMNS = ("model", "shapes", "nodes", "worlds", "rel err / allowed", "bytes cut / least", "flops cut / least")
 COLUMNS += ("per layer", "outside", "gathers by plan", "fallback bytes", "check", "s", "")
 CAPTION = (
@@ -105,22 +102,11 @@ def _joined(texts: Iterable[str]) -> str:
 
 
 def _rows(name: str) -> list[Row]:
-    torch.set_num_threads(1)
     case = CASES[name]
     return [row(case, dynamic) for dynamic in ((False, True) if case.dims else (False,))]
 
 
-@contextlib.contextmanager
-def _pool(processes: int) -> Iterator[Callable[..., Iterator[list[Row]]]]:
-    """A `map` whose calls run in processes that are each ended after ten, for what torch keeps."""
-    if not processes:
-        yield map
-        return
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=10) as pool:
-        yield pool.imap
-
-
-def main(names: Sequence[str], processes: int = PROCESSES) -> int:
+def main(names: Sequence[str], processes: int = 2) -> int:
     """Print the table; 1 if any row fails, 2 for a name that is no case. No processes: all is done in this one."""
     console = Console(width=None if sys.stdout.isatty() else 230)
     unknown = [name for name in names if name not in CASES]
@@ -129,17 +115,17 @@ def main(names: Sequence[str], processes: int = PROCESSES) -> int:
         return 2
     table = Table(*COLUMNS, caption=CAPTION)
     rows = []
-    with _pool(processes) as each_of:
-        for name, made in zip(names or CASES, each_of(_rows, names or CASES), strict=True):
-            rows += made
-            for each in made:
-                table.add_row(*each.cells)
-            print(f"{name}: {', '.join(each.cells[-1] for each in made)}", file=sys.stderr, flush=True)
-            if not CASES[name].dims:
-                table.add_row("", f"static: {CASES[name].static_because}")
+    asked = list(names or CASES)
+    for name, made in zip(asked, in_processes(_rows, asked, processes), strict=True):
+        rows += made
+        for each in made:
+            table.add_row(*each.cells)
+        print(f"{name}: {', '.join(each.cells[-1] for each in made)}", file=sys.stderr, flush=True)
+        if not CASES[name].dims:
+            table.add_row("", f"static: {CASES[name].static_because}")
     console.print(table)
     console.print(f"check: {sum(r.checked for r in rows)} conversions, {sum(r.refused for r in rows)} of them refused")
-    for case in (CASES[name] for name in names or CASES if CASES[name].pending):
+    for case in (CASES[name] for name in asked if CASES[name].pending):
         console.print(f"{case.name} is pending: {case.pending}", markup=False, soft_wrap=True)
     for text in (r.error for r in rows if r.error):
         console.print(text, style="red", markup=False, soft_wrap=True)

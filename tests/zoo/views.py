@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import sys
 import tempfile
-import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import torch
-
 import tpcompiler
 from tests.runtime.commands import call
+from tests.zoo.each import judge_each
 from tests.zoo.index import CASES
 from tpcompiler.runtime.artifact import Manifest, read_manifest
 
@@ -95,29 +91,18 @@ def _drawn(members: Sequence[Any]) -> Iterator[int]:
         yield from [member] if isinstance(member, int) else _drawn(member["members"])
 
 
-def _run(name: str) -> tuple[str, list[str], float]:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    began, case = time.perf_counter(), CASES[name]
+def _judge(name: str) -> tuple[str, bool]:
+    case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            program = tpcompiler.parallelize(case.export(bool(case.dims)), WORLD, case.asked())
-            program.save(Path(folder) / "out")
-            wrong = list(faults_of(views_of(Path(folder) / "out"), read_manifest(Path(folder) / "out")))
-        except Exception as error:  # the others are wanted all the same
-            wrong = [f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"]
-    return name, wrong, time.perf_counter() - began
+        out = Path(folder) / "out"
+        tpcompiler.parallelize(case.export(bool(case.dims)), WORLD, case.asked()).save(out)
+        wrong = list(faults_of(views_of(out), read_manifest(out)))
+    return "; ".join(wrong) or "right", not wrong
 
 
-def main(names: Sequence[str], processes: int = 2) -> int:
+def main(names: Sequence[str]) -> int:
     """1 where a view is missing, cannot be read, or is not of the artifact."""
-    bad = 0
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=10) as pool:
-        for name, wrong, seconds in pool.imap(_run, names or CASES):
-            bad += bool(wrong)
-            print(f"{name}: {'; '.join(wrong) or 'right'}, {seconds:.1f} s", flush=True)
-    print(f"{len(names or CASES)} models in every format, {bad} of them with faults")
-    return int(bad > 0)
+    return judge_each(_judge, names, " in every format", "with faults")
 
 
 if __name__ == "__main__":
