@@ -23,7 +23,7 @@ from tpcompiler.ir.symm_mem import fitted_text
 from tpcompiler.manifest import manifest_of, shardings_of
 from tpcompiler.partition import Partition
 from tpcompiler.plan import Plan
-from tpcompiler.runtime.artifact import Manifest, Writer, write_artifact
+from tpcompiler.runtime.artifact import Manifest, write_artifact
 from tpcompiler.soundness.check import check_artifact
 from tpcompiler.tables import Part, Report, Shown
 from tpcompiler.verify.compare import Call, Subject, VerifyReport, read_call
@@ -147,7 +147,7 @@ class ParallelProgram(Shown):
             ProgramError: the program was exported without weights.
             InternalError: the written programs, read back and checked, are not sound.
         """
-        writer = self.writer(keep_output_types=keep_output_types, layout=layout)
+        writer = writer_of(self, keep_output_types=keep_output_types, layout=layout)
         write_artifact(directory, *writer, force=force, inspect=self.inspect)
 
     def inspect(self, directory: Path) -> None:
@@ -161,16 +161,6 @@ class ParallelProgram(Shown):
             raise InternalError(
                 f"the written programs are not sound: {report.findings[0]}", help="report this with the model and plan"
             )
-
-    def writer(
-        self,
-        *,
-        keep_output_types: bool = False,
-        elsewhere: Mapping[str, str] | None = None,
-        layout: Files | None = None,
-    ) -> Writer:
-        """The manifest, and what writes the files (`writer_of`)."""
-        return writer_of(self, keep_output_types=keep_output_types, elsewhere=elsewhere or {}, layout=layout)
 
     def verify(
         self,
@@ -205,10 +195,6 @@ class ParallelProgram(Shown):
             self.resharded.output_names(),
             self.resharded.source,
         )
-
-    def leaf_names(self) -> set[str]:
-        """The FQNs of parameters, buffers and constants."""
-        return {fqn for _, fqn in self.resharded.leaves()}
 
     @cached_property
     def _reference(self) -> ExportedProgram:

@@ -13,7 +13,7 @@ from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.runtime.artifact import write_set
 from tpcompiler.tables import Part, Report, Shown
 from tpcompiler.verify.compare import VerifyReport
-from tpcompiler.writing import Files
+from tpcompiler.writing import Files, writer_of
 
 Call = tuple[str, Sequence[Any]] | tuple[str, Sequence[Any], Mapping[str, Any]]
 
@@ -75,9 +75,10 @@ class ProgramSet(Shown, Mapping[str, ParallelProgram]):
         stored: dict[str, str] = {}
         writers = {}
         for name, program in self.items():
-            elsewhere = {fqn: stored[fqn] for fqn in program.leaf_names() if fqn in stored}
-            stored.update(dict.fromkeys(program.leaf_names() - stored.keys(), name))
-            writers[name] = program.writer(keep_output_types=keep_output_types, elsewhere=elsewhere, layout=layout)
+            leaves = {fqn for _, fqn in program.resharded.leaves()}
+            elsewhere = {fqn: stored[fqn] for fqn in leaves & stored.keys()}
+            stored.update(dict.fromkeys(leaves - stored.keys(), name))
+            writers[name] = writer_of(program, keep_output_types=keep_output_types, elsewhere=elsewhere, layout=layout)
 
         def inspect(written: Path) -> None:
             for name, program in self.items():

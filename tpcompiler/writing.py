@@ -44,7 +44,11 @@ class _Written(NamedTuple):
 
 
 def writer_of(
-    converted: Converted, *, keep_output_types: bool, elsewhere: Mapping[str, str], layout: Files | None
+    converted: Converted,
+    *,
+    keep_output_types: bool = False,
+    elsewhere: Mapping[str, str] | None = None,
+    layout: Files | None = None,
 ) -> Writer:
     """The manifest, and what writes the files.
 
@@ -55,7 +59,7 @@ def writer_of(
     Raises:
         UnsupportedError, ProgramError: what torch's file format, or this layout, cannot keep.
     """
-    hollow = weightless_names(converted.original)
+    elsewhere, hollow = elsewhere or {}, weightless_names(converted.original)
     if layout == "ranks":
         refuse_hollow(converted.original, "written in self-contained files")
     layout = layout or ("shared" if hollow else "ranks")

@@ -222,6 +222,7 @@ def convert(
         from tpcompiler.plan import Plan
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.target import free_target
+        from tpcompiler.writing import writer_of
 
         over, allowed = read_mesh(tp, mesh), Budget.read(budget or (), max_wire_bytes, max_memory)
         chosen: Any = (
@@ -249,7 +250,7 @@ def convert(
         if out is not None and not dry_run:
             status.update(f"writing {over.world_size} ranks' programs to {out}")
             if checkpoint is not None:
-                described = [(one.writer(layout="shared").manifest, one.original) for one in each.values()]
+                described = [(writer_of(one, layout="shared").manifest, one.original) for one in each.values()]
                 refuse_other_checkpoint(described, checkpoint, partial)
             files: Any = layout.value if layout else None
             made.save(out, force=force, keep_output_types=keep_output_types, layout=files)
