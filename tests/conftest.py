@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+import tpcompiler
 from tests.durations import VARIABLE, Durations, read_record
 from tests.long import left_out
+from tests.runtime.models import PLAN, export_mlp
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for launched processes; torch has read its own already
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # is compiled sooner
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model in a file: `export_mlp`."""
+    path = tmp_path_factory.mktemp("model") / "model.pt2"
+    torch.export.save(export_mlp(), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its artifact for two ranks, to be read: who changes one copies it."""
+    path = tmp_path_factory.mktemp("artifact") / "out"
+    tpcompiler.parallelize(export_mlp(), 2, PLAN).save(path)
+    return path
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,18 +15,11 @@ from torch import nn
 import tpcompiler.cli.printing
 from tests.launch import torchrun
 from tests.runtime.commands import call, right
-from tests.runtime.models import PLAN_TEXT, export_mlp, mlp_inputs
+from tests.runtime.models import PLAN_TEXT, mlp_inputs
 from tpcompiler import cli
 from tpcompiler.explain.summary import summary_parts
 
 COMMANDS = ["inspect", "doctor", "plan", "calibrate", "convert", "verify", "run", "show"]
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("cli") / "model.pt2"
-    torch.export.save(export_mlp(), path)
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -11,23 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.runtime.commands import call, right
-from tests.runtime.models import PLAN, export_mlp, mlp_inputs
-from tpcompiler import parallelize
+from tests.runtime.models import mlp_inputs
 from tpcompiler.runtime.artifact import sha256
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("judge") / "model.pt2"
-    torch.export.save(export_mlp(), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def out(model: Path) -> Path:
-    path = model.with_name("out")
-    parallelize(torch.export.load(model), 2, PLAN).save(path)
-    return path
 
 
 def test_verify_an_equal_artifact(model: Path, out: Path, tmp_path: Path) -> None:

@@ -11,16 +11,7 @@ import graphviz
 import pytest
 
 from tests.runtime.commands import call, refused, right
-from tests.runtime.models import PLAN, export_mlp
-from tpcompiler import parallelize
 from tpcompiler.runtime.artifact import read_manifest
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("show") / "out"
-    parallelize(export_mlp(), 2, PLAN).save(path)
-    return path
 
 
 def test_show_an_artifact(out: Path) -> None:

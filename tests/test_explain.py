@@ -44,13 +44,6 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("explain") / "out"
-    tpcompiler.parallelize(export_mlp(), 2, PLAN).save(path)
-    return path
-
-
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 @pytest.mark.parametrize("kind", ["auto", "plan"])
 def test_the_prices_of_the_layer_by_hand(by_hand: Path, kind: str) -> None:

@@ -19,7 +19,7 @@ import yaml
 import tpcompiler
 from tests.launch import fork_code
 from tests.runtime.commands import call, refused, right
-from tests.runtime.models import PLAN, export_mlp
+from tests.runtime.models import export_mlp
 from tests.runtime.poisons import MODEL, entries_of, write_entries
 from tests.runtime.test_opened import sign
 from tpcompiler.plan.fold import folded
@@ -52,16 +52,9 @@ def test_a_long_name_is_shortened_in_an_error() -> None:
     assert said[1] == "  help: write another"
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("artifact") / "out"
-    tpcompiler.parallelize(export_mlp(), 2, PLAN).save(path)
-    return path
-
-
 @pytest.fixture
-def out(artifact: Path, tmp_path: Path) -> Path:
-    shutil.copytree(artifact, tmp_path / "out")
+def out(out: Path, tmp_path: Path) -> Path:
+    shutil.copytree(out, tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -176,9 +169,9 @@ def test_names_that_differ_in_digits_are_folded_at_once() -> None:
         ("| true", 0, ""),
     ],
 )
-def test_an_output_that_takes_nothing(to: str, code: int, said: str, artifact: Path) -> None:
+def test_an_output_that_takes_nothing(to: str, code: int, said: str, out: Path) -> None:
     """It is no defect, and not the answer 'not sound' either."""
-    words = f"set -o pipefail; {sys.executable} -m tpcompiler.cli inspect {artifact} {to}"
+    words = f"set -o pipefail; {sys.executable} -m tpcompiler.cli inspect {out} {to}"
     done = subprocess.run(["bash", "-c", words], stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
     assert (done.returncode, done.stderr) == (code, said)
 

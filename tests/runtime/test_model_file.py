@@ -23,13 +23,6 @@ from tpcompiler.runtime import expressions
 from tpcompiler.runtime.model_file import import_modules, read_model
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("file") / "model.pt2"
-    torch.export.save(export_mlp(), path)
-    return path
-
-
 def test_a_model_is_read_under_any_name(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "model.bin"  # torch warns about other suffixes
     other.write_bytes(model.read_bytes())

@@ -141,20 +141,13 @@ def test_a_plan_from_a_pipe_of_the_shell(tmp_path: Path) -> None:
         os.close(reader)
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("artifact") / "out"
-    tpcompiler.parallelize(export_mlp(), 2, PLAN).save(path)
-    return path
-
-
 @pytest.mark.parametrize("command", ["check", "show"])
 @pytest.mark.parametrize(
     "graph", [b"[]", b"{}", b"null", b"7", b"[" * 100_000, b'{"graph_module": {"graph": {"nodes": 3}}}', b"\xff", b""]
 )
-def test_a_rank_whose_program_is_none(command: str, graph: bytes, artifact: Path, tmp_path: Path) -> None:
+def test_a_rank_whose_program_is_none(command: str, graph: bytes, out: Path, tmp_path: Path) -> None:
     """`check` compares graphs by itself before it reads them; who can write the files can write their hashes."""
-    path = copied(artifact, tmp_path) / "rank_1.pt2"
+    path = copied(out, tmp_path) / "rank_1.pt2"
     zipped(path, [(f"rank_1/{n}", graph if n == "models/model.json" else c) for n, c in entries_of(path).items()])
     sign(path)
     words = (command, path.parent, *(("--rank", 1) if command == "show" else ()))
@@ -181,8 +174,8 @@ def test_a_module_without_a_name(clean: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [[], [("rank_1/", b"")]], ids=["no entry", "a folder"])
-def test_a_rank_without_entries(content: list[tuple[str, bytes]], artifact: Path, tmp_path: Path) -> None:
-    path = copied(artifact, tmp_path) / "rank_1.pt2"
+def test_a_rank_without_entries(content: list[tuple[str, bytes]], out: Path, tmp_path: Path) -> None:
+    path = copied(out, tmp_path) / "rank_1.pt2"
     zipped(path, content)
     sign(path)
     assert refused("check", path.parent).startswith(f"{path} ")
@@ -198,8 +191,8 @@ def test_example_inputs_of_another_form(clean: Path, tmp_path: Path) -> None:
     assert str(raised.value) == f"{tmp_path / 'model.pt2'}: {said}"
 
 
-def test_a_poisoned_rank_is_not_parsed(artifact: Path, tmp_path: Path) -> None:
-    path = copied(artifact, tmp_path) / "rank_1.pt2"
+def test_a_poisoned_rank_is_not_parsed(out: Path, tmp_path: Path) -> None:
+    path = copied(out, tmp_path) / "rank_1.pt2"
     write_entries(path, {**entries_of(path), EXAMPLES: saved(((Fire(tmp_path / "marker"),), {}))})
     sign(path)
     assert "needs a pickle that may run code" in refused("check", path.parent)
