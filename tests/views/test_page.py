@@ -52,10 +52,20 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tower", "mixed", "hostile", "unknown"):
         (folder / f"{name}.html").write_text(artifact_html(folder / name), encoding="utf-8")
     saved(folder / "other", Tower(), ids(), OTHER)
-    assert call("diff", folder / "tower", folder / "other", "--html", folder / "difference.html").exit_code == 1
+    (folder / "slow.yaml").write_text(SLOW, encoding="utf-8")
+    words = ("diff", folder / "tower", folder / "other", "--html", folder / "difference.html")
+    assert call(*words, "--machine", folder / "slow.yaml").exit_code == 1
     return folder
 
 
+SLOW = """\
+flops: 1.25e+11
+memory_bandwidth: 1.0e+10
+memory: 1.0e+9
+links:
+  - {latency: 2.0e-5, bandwidth: 1.0e+9}
+  - {collective: all_reduce, latency: 1.0e-3, bandwidth: 1.0e+9}
+"""
 OTHER = {"layers.*.up": "colwise_gather_output", "embed": "embedding_rowwise"}
 
 
@@ -253,6 +263,18 @@ def test_a_difference_leads_to_its_node(chromium: webdriver.Chrome, pages: Path,
     assert follow("embed.weight").startswith("embed  embedding")
     assert page.text("details").startswith("embed.weight\nKind\nparameter\nPlacement\nS(0)\nIt was\nR\n")
     assert follow("layers.0: relu").startswith("relu\nR  f32[2, 6, 16]\nwas S(2)")
+
+
+def test_the_times_are_of_a_machine(chromium: webdriver.Chrome, pages: Path) -> None:
+    page = Page(chromium, pages / "difference.html", 900)
+    page.click("tab-timeline")
+    told = page.text("timeline")
+    assert (
+        f"Machine {pages}/slow.yaml, by its file: 0.125 TFLOP/s, memory 0.01 TB/s, links 1 GB/s a rank after 20 µs"
+        in told
+    )
+    assert "(and 1 more, for collectives or numbers of ranks that it names)" in told
+    assert " 1 ms" in told  # of the sum of the embedding
 
 
 def test_everything_has_a_name(chromium: webdriver.Chrome, pages: Path) -> None:

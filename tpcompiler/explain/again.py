@@ -71,8 +71,10 @@ class Again:
 
     def prices(self, value: fx.Node, layers: Collection[str]) -> list[Price]:
         """Of every choice of a call or a leaf, all else free to follow; of these `layers` a plan says nothing then."""
-        open_layers = _without if self.free else _opened
-        programs = [open_layers(program, self.found.model, layers) for program in self.found.programs]
+        programs = [
+            _without(program, layers) if self.free else _opened(program, self.found.model, layers)
+            for program in self.found.programs
+        ]
         objective = SEARCHED._replace(machine=self.machine)
         with no_new_guards(*(program.graph for program in programs)):
             choices = price_otherwise(replace(self.found, programs=programs), value, objective, self.free, self.gathers)
@@ -112,7 +114,7 @@ def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: 
     return Again(found, paths.index(path), machine, plan.searches, gathers)
 
 
-def _without(program: PlannedProgram, model: tuple[str, ...], layers: Collection[str]) -> PlannedProgram:
+def _without(program: PlannedProgram, layers: Collection[str]) -> PlannedProgram:
     """The program without what the plan says of these layers, which are for the search then."""
     names = {node.name for node, fqn in program.leaves() if layer_of(fqn) in layers}
     seeds, kept = (

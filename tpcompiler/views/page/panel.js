@@ -190,7 +190,7 @@ function showTimeline() {
   const critical = rows.reduce((sum, row) => sum + row.layers * row.critical, 0);
   const uncounted = data.unknown.find((row) => row.what === "FLOPs");
   const { name, flops, memory_bandwidth, link, more_links } = data.machine;
-  const links = `links ${rounded(link.bandwidth / 1e9)} GB/s a rank${link.latency ? ` after ${seconds(link.latency)}` : " without latency"}${more_links ? `, and ${more_links} that its file tells apart` : ""}`;
+  const links = `links ${rounded(link.bandwidth / 1e9)} GB/s a rank${link.latency ? ` after ${seconds(link.latency)}` : " without latency"}${more_links ? ` (and ${more_links} more, for collectives or numbers of ranks that it names)` : ""}`;
   let start = 0;
   const bars = rows.map((row) => {
     const [x, compute, sent] = [start, row.layers * row.compute, row.layers * row.sent].map((value) => (all ? (100 * value) / all : 0));
