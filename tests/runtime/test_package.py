@@ -17,6 +17,7 @@ from tests.runtime import faults, packages
 from tests.runtime.commands import call
 from tests.test_json import wrong
 from tpcompiler import ArtifactError, InputsError, TpCompilerWarning, UnsupportedError, _inductor
+from tpcompiler.progress import listening
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.package import read_package
 
@@ -40,7 +41,10 @@ def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_ranks_that_are_not_alike_have_models_of_their_own(every: Path) -> None:
     """A vocabulary of 7 on 3 ranks; a buffer and an input that are written; outputs that are no tensors."""
-    made, report = tpcompiler.package(every)
+    told: list[tuple[str, int, int]] = []
+    with listening(lambda step, *rest: told.append(rest) if step == "compiling" else None):
+        made, report = tpcompiler.package(every)
+    assert told == [("models", done, 2) for done in range(3)]
     assert report is not None
     assert report.ok, str(report)
     assert [each.name for each in report.outputs] == ["0", "1", "2", "3", "calls", "total"]
