@@ -99,7 +99,7 @@ class Conversion:
             asked["collectives"] = self.collectives
         if gathers:
             asked["plan"] = "auto:free"
-        elif self.plan.searches and len(self.plan.entries) > 1:
+        elif self.plan.searches and len(self.plan.entries) > 1 and self.plan.to_data() != plan.to_data():
             asked["plan"] = self.plan.to_data()
         made = ParallelProgram(
             self.exported,

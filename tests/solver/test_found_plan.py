@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,13 +73,7 @@ def test_the_same_files(tmp_path: Path) -> None:
     from_file(mlp(), 2, tmp_path).save(tmp_path / "file")
     files = sorted(path.name for path in (tmp_path / "auto").iterdir())
     assert "rank_1.pt2" in files
-    apart = [
-        name for name in files if (tmp_path / "auto" / name).read_bytes() != (tmp_path / "file" / name).read_bytes()
-    ]
-    assert apart == ["manifest.json"]
-    auto, file = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("auto", "file"))
-    assert file["asked"].pop("plan") == WHOLE_NARROW
-    assert auto == file
+    assert all((tmp_path / "auto" / name).read_bytes() == (tmp_path / "file" / name).read_bytes() for name in files)
 
 
 def test_the_same_where_a_limit_binds(tmp_path: Path) -> None:

@@ -29,16 +29,14 @@ def from_file(program: ExportedProgram, mesh: Any, folder: Path, **asked: Any) -
 
 
 def written(made: ParallelProgram) -> list[Any]:
-    """The manifest, but for the plan that was asked for, and of every rank the graph with its claims, and the state."""
+    """The manifest, and of every rank the graph with its claims, and the state."""
     ranks = [made.rank_program(rank) for rank in range(made.world_size)]
     graphs = [
         [(node.name, str(node.target), str(node.args), str(node.meta.get("custom"))) for node in rank.graph.nodes]
         for rank in ranks
     ]
     states = [{name: value.tolist() for name, value in rank.state_dict.items()} for rank in ranks]
-    manifest = dataclasses.asdict(made.manifest())
-    manifest["asked"].pop("plan", None)
-    return [manifest, graphs, states]
+    return [dataclasses.asdict(made.manifest()), graphs, states]
 
 
 def _judge(name: str) -> tuple[str, bool]:
