@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from passes.apply_plan import Boundary, apply_plan, names_of
+from passes.attend_in_turns import attend_in_turns
 from passes.canonicalize import canonicalize
 from passes.divide_sizes import divide_sizes
 from passes.fold_reshards import fold_reshards
@@ -86,7 +87,8 @@ class Conversion:
             planned = replace(planned, notes=(*planned.notes, *self.dropped))
             joined = after(join_branches(planned), "join_branches")
             spread = after(spread_experts(joined), "spread_experts")
-            return after(divide_sizes(spread), "divide_sizes")
+            divided = after(divide_sizes(spread), "divide_sizes")
+            return after(attend_in_turns(divided), "attend_in_turns")
 
     def finished(self, marked: MarkedProgram, plan: Plan, adviser: Adviser, gathers: bool) -> ParallelProgram:
         """All passes from a marked program up to the program for all ranks. `plan`: with what the search found."""

@@ -24,6 +24,7 @@ MARK = "tpcompiler_mark"
 ORIGIN = "tpcompiler_origin"
 RESHARD = "tpcompiler_reshard"
 PIN = "tpcompiler_pin"
+IN_TURNS = "tpcompiler_in_turns"  # of attention that is to gather its keys so
 CALL = "tpcompiler_call"  # the call of the whole, as data, where a rank runs another one for its share
 BODY = "tpcompiler_body"  # the op that a node does a share of, where its rule's body has taken its place
 GLOBAL = "tpcompiler_global"  # the global fake value of a node whose "val" is local already
@@ -105,6 +106,14 @@ class Seed:
         made = self.sharding.beside(have, self.axes) if self.axes else self.sharding
         refuse_mixed(made.partial, "a value", self.asked_by)
         return made
+
+
+@dataclass(frozen=True)
+class InTurns:
+    """That attention cuts its steps over an axis, and gathers keys and values a part at a time (`attend_in_turns`)."""
+
+    axis: str
+    asked_by: str
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,10 @@ class Style:
     inputs: Layouts = field(default=(), hash=False)  # wanted of the layer's inputs, in order; None = as it comes
     outputs: Layouts = field(default=(), hash=False)  # that the layer's outputs are pinned to; None = as it comes
     placement: PlacementSpec | None = field(default=None, hash=False)  # explicit, of a parameter or buffer
-    axis: str = ""  # that the placement is over, where the mesh has it; else over the one that splits layers
+    axis: str = ""  # that it is over, where the mesh has it; else over the one that splits layers
     packed: bool = False  # what is cut are parts in a row, each of them by itself
     sizes: tuple[int, ...] = ()  # of the parts; a single one counts equal parts; none: the uses show them
+    in_turns: bool = False  # attention has steps cut over `axis`, and gathers keys and values a part at a time
 
     @property
     def places(self) -> bool:
@@ -86,6 +87,7 @@ STYLES = {
         Style("gather", outputs=(Replicate(),)),
         Style("moe_tp_experts"),  # its weights have entries of their own; pending sums are reduced where they are small
         Style("grouped_gemm", placement=Shard(0), axis="ep"),  # each rank holds some experts
+        Style("attend_in_turns", in_turns=True, axis="cp"),
     )
 }
 

@@ -11,8 +11,9 @@ from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pointwise import broadcast, is_one
 from tpcompiler.rules.registry import op_rule
 
+CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 KERNELS = (
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    CPU,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
@@ -47,7 +48,7 @@ def attention(node: fx.Node) -> RuleText | None:
             factors = {"i": times}
             names = ["(h i g)", *("(h i)" if statically_equal(size, several) else "h" for size in (k[-3], v[-3]))]
         queries, keys, values = ([*heads[:-1], name] for name in names)
-    s, e = "s!" if kernel or args["is_causal"] else "s", "e!" if kernel else "e"
+    s, e = "s!" if args["is_causal"] or (kernel and node.target is not CPU) else "s", "e!" if kernel else "e"
     terms = [
         broadcast(q, [*queries, s, "d!"], [*out.shape[:-1], q[-1]]),
         broadcast(k, [*keys, "t!", "d!"], [*kv[0], *k[-2:]]),
@@ -56,7 +57,7 @@ def attention(node: fx.Node) -> RuleText | None:
     ]
     made = [" ".join([*queries, s, e])]
     for i, value in enumerate(others):
-        rest = [f"x{i}{d}!" for d in range(value.ndim - len(queries))]
+        rest = [s] if node.target is CPU else [f"x{i}{d}!" for d in range(value.ndim - len(queries))]
         made.append(" ".join([*queries, *rest] if i == 0 else [f"x{i}{d}!" for d in range(value.ndim)]))
     text = f"{', '.join(terms)} -> {', '.join(made)}"
     return RuleText(text, factors=factors, linear=() if kernel else ((2,),))
