@@ -14,7 +14,7 @@ from tpcompiler._torch import OpOverload, aten, enable_python_dispatcher
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import DimSharding
-from tpcompiler.ir.local import fake_mode_of, key
+from tpcompiler.ir.local import fake_mode_of, key, memory_order
 from tpcompiler.ir.program import IN_TURNS, PIN, InTurns, PlannedProgram, Seed, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
@@ -111,10 +111,16 @@ class _Turns:
         _, sums, values = found
         sums = self(aten.masked_fill.Scalar, sums, self(aten.eq.Scalar, sums, 0), 1)  # of a query that sees no key
         made = self(aten.div.Tensor, values, self(aten.unsqueeze.default, sums, FEATURES))
-        if made.meta["val"].dtype != self.node.meta["val"].dtype:
-            made = self(aten._to_copy.default, made, dtype=self.node.meta["val"].dtype)
-        edit.replace_uses(self.node, made)
+        edit.replace_uses(self.node, self.as_made(made))
         edit.erase(self.node)
+
+    def as_made(self, value: fx.Node) -> fx.Node:
+        """In the dtype of the call, and laid out as that is: kernels choose how their results lie in memory."""
+        made = self.node.meta["val"]
+        order = memory_order(made)
+        value = self(aten.permute.default, value, order)
+        value = self(aten._to_copy.default, value, dtype=made.dtype, memory_format=torch.contiguous_format)
+        return self(aten.permute.default, value, [order.index(dim) for dim in range(made.ndim)])
 
     def dealt(self, value: fx.Node, dim: int) -> fx.Node:
         """A dim of steps as three: of ranks, of turns, and of what one rank gives in one turn."""

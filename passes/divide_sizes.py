@@ -23,7 +23,7 @@ from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies
 from tpcompiler.ir.local import fake_mode_of
-from tpcompiler.ir.program import PIN, Note, PlannedProgram
+from tpcompiler.ir.program import IN_TURNS, PIN, InTurns, Note, PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import sym_quotient
 
@@ -44,31 +44,28 @@ def divide_sizes(program: PlannedProgram) -> PlannedProgram:
     parts: dict[Any, int] = {}
     ranges = program.source.range_constraints
     given = symbols_of(node.meta["val"] for node in program.user_inputs())  # others depend on data: nobody chooses them
-    for what, value, sharding, asked_by in _placed(program):
-        for dim, cut in enumerate(sharding.dims):
-            degree = program.mesh.size(cut.axes)
-            size = value.shape[dim]
-            if not cut.axes or isinstance(size, int) or sym_quotient(size, degree) is not None:
-                continue
-            multiple = sym_multiple(size)
-            if multiple is None or multiple[0] not in given:
-                raise UnsupportedError(
-                    f"cannot shard {what} on dim {dim}: its size {size} is dynamic and need not be a multiple "
-                    f"of {degree}",
-                    help=f"export with that dim static or as {degree} * Dim(...), or leave it whole",
-                    asked_by=asked_by,
-                )
-            symbol, count = multiple
-            part = parts[symbol] = math.lcm(parts.get(symbol, 1), degree // math.gcd(degree, count))
-            least, greatest = divided_range(ranges[symbol], part)
-            if least >= greatest:
-                known, found = ranges[symbol], "one" if least == greatest else "none"
-                raise UnsupportedError(
-                    f"cannot shard {what} on dim {dim}: its size {size} is dynamic, with {symbol} from {known.lower} "
-                    f"to {known.upper}, and {found} of these is a multiple of {part}",
-                    help="export with that dim static or with a wider range, or leave it whole",
-                    asked_by=asked_by,
-                )
+    for what, value, dim, degree, asked_by in _divided(program):
+        size = value.shape[dim]
+        if isinstance(size, int) or sym_quotient(size, degree) is not None:
+            continue
+        multiple = sym_multiple(size)
+        if multiple is None or multiple[0] not in given:
+            raise UnsupportedError(
+                f"cannot shard {what} on dim {dim}: its size {size} is dynamic and need not be a multiple of {degree}",
+                help=f"export with that dim static or as {degree} * Dim(...), or leave it whole",
+                asked_by=asked_by,
+            )
+        symbol, count = multiple
+        part = parts[symbol] = math.lcm(parts.get(symbol, 1), degree // math.gcd(degree, count))
+        least, greatest = divided_range(ranges[symbol], part)
+        if least >= greatest:
+            known, found = ranges[symbol], "one" if least == greatest else "none"
+            raise UnsupportedError(
+                f"cannot shard {what} on dim {dim}: its size {size} is dynamic, with {symbol} from {known.lower} "
+                f"to {known.upper}, and {found} of these is a multiple of {part}",
+                help="export with that dim static or with a wider range, or leave it whole",
+                asked_by=asked_by,
+            )
     if not parts:
         return program
     mode, standing = divided_sizes(fake_mode_of(program.graph), parts, ranges)
@@ -92,6 +89,21 @@ def _notes(before: PlannedProgram, after: PlannedProgram, parts: Mapping[Any, in
                 multiple = sym_multiple(size)
                 must = f"a multiple of {multiple[1] * parts[multiple[0]]}" if multiple is not None else str(divided)
                 yield Note("size", f"dim {dim} of input '{old.name}' must be {must}")
+
+
+def _divided(program: PlannedProgram) -> Iterator[tuple[str, torch.Tensor, int, int, str]]:
+    """What, value, which of its dims is divided by how much, and who asked, of every dim that must be divided."""
+    for what, value, sharding, asked_by in _placed(program):
+        for dim, cut in enumerate(sharding.dims):
+            if cut.axes:
+                yield what, value, dim, program.mesh.size(cut.axes), asked_by
+    for node in edit.calls(program.graph):
+        if IN_TURNS in node.meta:
+            asked: InTurns = node.meta[IN_TURNS]
+            ranks, args = program.mesh.degree(asked.axis), edit.bound(node)
+            for name, parts in (("query", ranks), ("key", ranks**2)):  # of keys each rank's are parts themselves
+                value = args[name].meta["val"]
+                yield f"'{args[name].name}'", value, value.ndim - 2, parts, asked.asked_by
 
 
 def _placed(program: PlannedProgram) -> Iterator[tuple[str, torch.Tensor, Sharding, str]]:
