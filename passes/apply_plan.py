@@ -12,14 +12,14 @@ from torch import fx
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.export.graph_signature import OutputKind
 
-from tpcompiler._torch import aten
+from passes._turns import ask_for_turns
 from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.placements import PlacementSpec
-from tpcompiler.ir.program import IN_TURNS, PIN, CanonicalProgram, InTurns, Note, PlannedProgram, Seed, pin, tied
+from tpcompiler.ir.program import PIN, CanonicalProgram, Note, PlannedProgram, Seed, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
 from tpcompiler.ir.static import computed_from_leaves
@@ -79,8 +79,7 @@ def apply_plan(
         if assigned[name].style.cut and not weight:
             unseeded.update(dict.fromkeys((node.name for node in owned.get(name, {}).values()), assigned[name].where))
         _pin_module(graph, name, assigned[name], static, mesh)
-        if assigned[name].style.in_turns:
-            _attend_in_turns(graph, name, assigned[name], mesh)
+        ask_for_turns(graph, name, assigned[name], mesh)
     _tie(seeds, planned)
     shardings = _input_shardings(planned, mesh, inputs)
     _pin_outputs(planned, mesh, outputs)
@@ -142,7 +141,8 @@ def _seeds(
     for fqn, node in inside.items():
         ndim = node.meta["val"].ndim
         if style.placement is not None:
-            spec = style.placement if isinstance(style.placement, Mapping) else {_axis_of(style, mesh): style.placement}
+            axis = style.axis if style.axis in mesh.names else mesh.model_axis
+            spec = style.placement if isinstance(style.placement, Mapping) else {axis: style.placement}
             if len(weight) > 1 and fqn != largest:
                 spec = _of_part(spec, node.meta["val"])
             placed = Sharding.of(spec, mesh, ndim, f"'{fqn}'", entry.where)
@@ -247,10 +247,6 @@ def _misfit(style: Style, inside: Mapping[str, Sequence[fx.Node]]) -> tuple[str,
     )
 
 
-def _axis_of(style: Style, mesh: Mesh) -> str:
-    return style.axis if style.axis in mesh.names else mesh.model_axis
-
-
 def _over_axes(spec: PlacementSpec, mesh: Mesh) -> Mapping[str, Placement]:
     """A placement that names no axis is over the one that splits layers."""
     return spec if isinstance(spec, Mapping) else {mesh.model_axis: spec}
@@ -294,19 +290,6 @@ def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Nod
             made = _pin(value, seed, before, owner=before if what == "input" else value)
             for user in users:
                 user.replace_input_with(value, made)
-
-
-def _attend_in_turns(graph: fx.Graph, name: str, entry: PlanEntry, mesh: Mesh) -> None:
-    inside = [node for node in edit.calls(graph) if name in edit.module_paths(node)]
-    calls = [node for node in inside if node.target is aten.scaled_dot_product_attention.default]
-    if not calls:
-        raise PlanError(
-            f"style '{entry.style.name}' does not fit '{name}': it makes no call of scaled_dot_product_attention",
-            help="name the module that attends, and convert the program as torch.export gives it",
-            asked_by=entry.where,
-        )
-    for node in calls:
-        node.meta[IN_TURNS] = InTurns(_axis_of(entry.style, mesh), entry.where)
 
 
 def _aliases(program: CanonicalProgram) -> dict[str, list[fx.Node]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes._turns import STEPS, dealt_out
 from tpcompiler._torch import (
     FakeTensorMode,
     divided_range,
@@ -23,7 +24,7 @@ from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies
 from tpcompiler.ir.local import fake_mode_of
-from tpcompiler.ir.program import IN_TURNS, PIN, InTurns, Note, PlannedProgram
+from tpcompiler.ir.program import IN_TURNS, PIN, Note, PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import sym_quotient
 
@@ -98,12 +99,8 @@ def _divided(program: PlannedProgram) -> Iterator[tuple[str, torch.Tensor, int, 
             if cut.axes:
                 yield what, value, dim, program.mesh.size(cut.axes), asked_by
     for node in edit.calls(program.graph):
-        if IN_TURNS in node.meta:
-            asked: InTurns = node.meta[IN_TURNS]
-            ranks, args = program.mesh.degree(asked.axis), edit.bound(node)
-            for name, parts in (("query", ranks), ("key", ranks**2)):  # of keys each rank's are parts themselves
-                value = args[name].meta["val"]
-                yield f"'{args[name].name}'", value, value.ndim - 2, parts, asked.asked_by
+        for _, operand, parts in dealt_out(node, program.mesh) if IN_TURNS in node.meta else ():
+            yield f"'{operand.name}'", operand.meta["val"], STEPS, parts, node.meta[IN_TURNS].asked_by
 
 
 def _placed(program: PlannedProgram) -> Iterator[tuple[str, torch.Tensor, Sharding, str]]:

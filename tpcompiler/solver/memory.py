@@ -13,6 +13,7 @@ from tpcompiler.cost.objective import local_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import PlannedProgram, pin, tied
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.solver.domain import tensor_index
 from tpcompiler.solver.solution import Solution
 
 
@@ -70,6 +71,7 @@ def _find_peak(program: PlannedProgram, found: Solution, leaves: set[str]) -> tu
     what it is a view of."""
     owner: dict[fx.Node, fx.Node] = {}
     size: dict[fx.Node, int] = {}
+    gathered: dict[fx.Node, int] = {}
     last: dict[fx.Node, int] = {}
     for at, node in enumerate(program.graph.nodes):
         for operand in node.all_input_nodes:
@@ -77,9 +79,11 @@ def _find_peak(program: PlannedProgram, found: Solution, leaves: set[str]) -> tu
                 last[owner[operand]] = max(last[owner[operand]], at)
         if node.name in leaves or not edit.outputs(node):
             continue
+        gathered[node] = _gathered_bytes(program, found, node)
         if node.op == "call_function" and _is_view(node) and (source := node.all_input_nodes[0]) in owner:
-            owner[node] = owner[source]
-            continue
+            if not gathered[node]:
+                owner[node] = owner[source]
+                continue
         owner[node], last[node] = node, len(program.graph.nodes) if node.op == "placeholder" else at
         values, settled = edit.outputs(node), found.settled.get(node)
         size[node] = sum(
@@ -92,9 +96,29 @@ def _find_peak(program: PlannedProgram, found: Solution, leaves: set[str]) -> tu
         ends.setdefault(at, []).append(node)
     for at, node in enumerate(program.graph.nodes):
         now += size.get(node, 0)
-        most = max(most, (now, node.name), key=lambda pair: pair[0])
+        used = 0 if node.target is pin else gathered.get(node, 0)  # what a pin gathers is its own result
+        most = max(most, (now + used, node.name), key=lambda pair: pair[0])
         now -= sum(size[ended] for ended in ends.get(at, ()))
     return most
+
+
+def _gathered_bytes(program: PlannedProgram, found: Solution, node: fx.Node) -> int:
+    """Of what is gathered of operands for this op alone."""
+    total = 0
+    wants = found.choices[node].wants if node in found.choices else ()
+    for operand, want in zip(edit.operands(node) if wants else (), wants, strict=True):
+        have, value = found.settled.get(operand) or _sharding(program, found, operand), operand.meta["val"]
+        held, needed = (local_bytes(value, each, program.mesh) for each in (have, want))
+        total += needed if needed > held else 0
+    return total
+
+
+def _sharding(program: PlannedProgram, found: Solution, value: fx.Node) -> Sharding:
+    """Of one tensor as it is made."""
+    if value in found.leaves:
+        return found.leaves[value]
+    source: Any = value.args[0] if value.target is operator.getitem else value
+    return _made(program, found, source)[0 if source is value else tensor_index(source, value.args[1])]
 
 
 def _is_view(node: fx.Node) -> bool:
