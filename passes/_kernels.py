@@ -7,23 +7,19 @@ from typing import Any
 from torch import fx
 
 from tpcompiler._torch import OpOverload, aten
-from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.sizes import statically_equal
 
 ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 ON_CUDA = aten._scaled_dot_product_efficient_attention.default
-QUERIES, OTHERS = 32, 8  # on cuda log-sum-exps may be padded to the one; rows begin at multiples of the other
+# Of what each takes a multiple: steps of queries (log-sum-exps may be padded to it), of keys, features.
+MULTIPLES = {"cpu": (1, 1, 1), "cuda": (32, 8, 8)}
 
 Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
 
 def kernel_for(node: fx.Node, device_type: str) -> Call | None:
-    """The call that does on a device what one of these kernels does on another; None for any other call.
-
-    Raises:
-        UnsupportedError: it does not take these sizes.
-    """
+    """The call that does on a device what one of these kernels does on another; None for any other call."""
     if node.target is ON_CPU and device_type == "cuda":
         return _on_cuda(node)
     return _on_cpu(node) if node.target is ON_CUDA and device_type == "cpu" else None
@@ -31,16 +27,6 @@ def kernel_for(node: fx.Node, device_type: str) -> Call | None:
 
 def _on_cuda(node: fx.Node) -> Call:
     args = edit.bound(node)
-    (_, _, steps, features), keys = args["query"].meta["val"].shape, args["key"].meta["val"].shape[2]
-    sizes = [("steps of queries", steps, QUERIES), ("features", features, OTHERS)]
-    sizes += [("steps of keys", keys, OTHERS)] if args["attn_mask"] is not None else []
-    for what, size, multiple in sizes:
-        if not statically_equal(size % multiple, 0):
-            raise UnsupportedError(
-                f"'{node.name}' has {size} {what} on a rank, and its kernel on cuda needs a multiple of {multiple}",
-                help="pad the sequence, or leave 'attend_in_turns' out of the plan",
-                used_at=edit.source_line(node),
-            )
     given = (args["query"], args["key"], args["value"], args["attn_mask"], True, args["dropout_p"], args["is_causal"])
     return ON_CUDA, given, {"scale": args["scale"]}
 

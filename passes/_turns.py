@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from torch import fx
 
+from passes._kernels import MULTIPLES
 from tpcompiler._torch import aten
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
@@ -37,9 +39,12 @@ def ask_for_turns(graph: fx.Graph, name: str, entry: PlanEntry, mesh: Mesh) -> N
         node.meta[IN_TURNS] = InTurns(axis, entry.where)
 
 
-def dealt_out(node: fx.Node, mesh: Mesh) -> Iterator[tuple[str, fx.Node, int]]:
-    """What of a call has steps that are dealt out, and in how many parts: of keys one to each rank in each turn."""
+def dealt_out(node: fx.Node, mesh: Mesh, device_type: str) -> Iterator[tuple[str, fx.Node, int]]:
+    """What of a call has steps that are dealt out, and of what they are a multiple: of keys each rank has some in each
+    turn.
+    """
     ranks, args = mesh.degree(node.meta[IN_TURNS].axis), edit.bound(node)
-    for what, operand, parts in (("queries", args["query"], ranks), ("keys", args["key"], ranks**2)):
+    queries, keys, _ = MULTIPLES[device_type]
+    for what, operand, each in (("queries", args["query"], queries), ("keys", args["key"], math.lcm(ranks, keys))):
         if operand.meta["val"].ndim == 4:
-            yield what, operand, parts
+            yield what, operand, ranks * each

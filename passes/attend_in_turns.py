@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._kernels import ON_CPU
+from passes._kernels import MULTIPLES, ON_CPU
 from passes._turns import STEPS, dealt_out
 from tpcompiler._torch import aten, enable_python_dispatcher
 from tpcompiler.errors import PlanError
@@ -28,7 +28,7 @@ HEADS, FEATURES = 1, 3  # beside STEPS
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints)
 
 
-def attend_in_turns(program: PlannedProgram) -> PlannedProgram:
+def attend_in_turns(program: PlannedProgram, device_type: str = "cpu") -> PlannedProgram:
     """Write attention that the plan wants so as attention to one part of the keys after the other.
 
     Before    y = scaled_dot_product_attention(q, k, v)      over 2 ranks of cp
@@ -49,31 +49,32 @@ def attend_in_turns(program: PlannedProgram) -> PlannedProgram:
     for node in edit.calls(graph):
         if IN_TURNS in node.meta:
             asked: InTurns = node.meta[IN_TURNS]
-            if why := _misfit(node, program.mesh):
+            ranks = program.mesh.degree(asked.axis)
+            if why := _misfit(node, program.mesh, device_type):
                 raise PlanError(
-                    f"'{node.name}' cannot attend in turns over {asked.axis}={program.mesh.degree(asked.axis)}: {why}",
-                    help="leave the module out of the plan: its keys and values are then gathered at once",
+                    f"'{node.name}' cannot attend in turns over {asked.axis}={ranks}: {why}",
+                    help="leave the module out of the plan, so that keys and values are gathered at once, or pad sizes",
                     asked_by=asked.asked_by,
                     used_at=edit.source_line(node),
                 )
-            _Turns(node, asked, program.mesh.degree(asked.axis)).write()
+            _Turns(node, asked, ranks).write()
     return replace(program, graph=graph)
 
 
-def _misfit(node: fx.Node, mesh: Mesh) -> str:
+def _misfit(node: fx.Node, mesh: Mesh, device_type: str) -> str:
     """Why a call cannot be written so; nothing where it can."""
     args = edit.bound(node)
     q, k, v = (args[name].meta["val"].shape for name in ("query", "key", "value"))
-    if args["dropout_p"]:
-        return "it drops at random"
     if not len(q) == len(k) == len(v) == 4 or not all(map(statically_equal, (*k, q[0], q[3]), (*v, k[0], k[3]))):
         shapes = ", ".join(str(list(shape)) for shape in (q, k, v))
         return f"it takes {shapes}, and must take [batch, heads, steps, features] of as many samples and features"
     if not isinstance(sym_quotient(q[HEADS], k[HEADS]), int):
         return f"{q[HEADS]} heads of queries are no groups over {k[HEADS]} heads of keys"
-    for what, operand, parts in dealt_out(node, mesh):
-        if sym_quotient(size := operand.meta["val"].shape[STEPS], parts) is None:
-            return f"{size} steps of {what} are no multiple of {parts}"
+    sizes = [("features", args["query"], FEATURES, MULTIPLES[device_type][-1])]
+    sizes += [(f"steps of {what}", each, STEPS, parts) for what, each, parts in dealt_out(node, mesh, device_type)]
+    for what, operand, dim, multiple in sizes:
+        if sym_quotient(size := operand.meta["val"].shape[dim], multiple) is None:
+            return f"{size} {what} are no multiple of {multiple}, which its kernel on {device_type} needs"
     return ""
 
 

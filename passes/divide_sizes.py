@@ -29,7 +29,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import sym_quotient
 
 
-def divide_sizes(program: PlannedProgram) -> PlannedProgram:
+def divide_sizes(program: PlannedProgram, device_type: str = "cpu") -> PlannedProgram:
     """Let the size of a dynamic dim that an input, an output or a pin cuts be a multiple of the degree.
 
     Before    x: f32[s0, 8]                         inputs: x: S(0), by 2 ranks
@@ -45,7 +45,7 @@ def divide_sizes(program: PlannedProgram) -> PlannedProgram:
     parts: dict[Any, int] = {}
     ranges = program.source.range_constraints
     given = symbols_of(node.meta["val"] for node in program.user_inputs())  # others depend on data: nobody chooses them
-    for what, value, dim, degree, asked_by in _divided(program):
+    for what, value, dim, degree, asked_by in _divided(program, device_type):
         size = value.shape[dim]
         if isinstance(size, int) or sym_quotient(size, degree) is not None:
             continue
@@ -92,14 +92,14 @@ def _notes(before: PlannedProgram, after: PlannedProgram, parts: Mapping[Any, in
                 yield Note("size", f"dim {dim} of input '{old.name}' must be {must}")
 
 
-def _divided(program: PlannedProgram) -> Iterator[tuple[str, torch.Tensor, int, int, str]]:
+def _divided(program: PlannedProgram, device_type: str) -> Iterator[tuple[str, torch.Tensor, int, int, str]]:
     """What, value, which of its dims is divided by how much, and who asked, of every dim that must be divided."""
     for what, value, sharding, asked_by in _placed(program):
         for dim, cut in enumerate(sharding.dims):
             if cut.axes:
                 yield what, value, dim, program.mesh.size(cut.axes), asked_by
     for node in edit.calls(program.graph):
-        for _, operand, parts in dealt_out(node, program.mesh) if IN_TURNS in node.meta else ():
+        for _, operand, parts in dealt_out(node, program.mesh, device_type) if IN_TURNS in node.meta else ():
             yield f"'{operand.name}'", operand.meta["val"], STEPS, parts, node.meta[IN_TURNS].asked_by
 
 

@@ -87,8 +87,8 @@ class Conversion:
             planned = replace(planned, notes=(*planned.notes, *self.dropped))
             joined = after(join_branches(planned), "join_branches")
             spread = after(spread_experts(joined), "spread_experts")
-            divided = after(divide_sizes(spread), "divide_sizes")
-            return after(attend_in_turns(divided), "attend_in_turns")
+            divided = after(divide_sizes(spread, self.device), "divide_sizes")
+            return after(attend_in_turns(divided, self.device), "attend_in_turns")
 
     def finished(self, marked: MarkedProgram, plan: Plan, adviser: Adviser, gathers: bool) -> ParallelProgram:
         """All passes from a marked program up to the program for all ranks. `plan`: with what the search found."""
