@@ -74,7 +74,7 @@ def _misfit(node: fx.Node, mesh: Mesh, device_type: str) -> str:
     sizes += [(f"steps of {what}", each, STEPS, parts) for what, each, parts in dealt_out(node, mesh, device_type)]
     for what, operand, dim, multiple in sizes:
         if sym_quotient(size := operand.meta["val"].shape[dim], multiple) is None:
-            return f"{size} {what} are no multiple of {multiple}, which its kernel on {device_type} needs"
+            return f"{size} {what} are no multiple of {multiple}, as that many ranks on {device_type} need"
     return ""
 
 
@@ -134,22 +134,22 @@ class _Turns:
 
     def attend(self, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None) -> tuple[fx.Node, fx.Node]:
         """What the kernel makes of some keys, and the log-sum-exp of their scores: -inf where a query sees none."""
-        bias = None if mask is None else self.as_bias(mask, q.meta["val"].dtype)
-        whole = None if bias is None else self.expand(bias, q, k)
+        whole = None if mask is None else self.expand(self.as_bias(mask, q.meta["val"].dtype), q, k)
         both = self(ON_CPU, q, k, v, attn_mask=whole, scale=edit.bound(self.node)["scale"])
         made, scores = (self(operator.getitem, both, at) for at in (0, 1))
-        if bias is None:
+        if mask is None:
             return made, scores
-        sees = self(aten.any.dim, self(aten.gt.Scalar, bias, -math.inf), -1)
-        blind = self(aten.logical_not.default, sees)  # kernels say 0 of such a query, as if its scores were 0
-        return made, self(aten.masked_fill.Scalar, scores, blind, -math.inf)
+        is_seen = mask if mask.meta["val"].dtype == torch.bool else self(aten.gt.Scalar, mask, -math.inf)
+        blind = self(aten.logical_not.default, self(aten.any.dim, is_seen, -1))
+        return made, self(aten.masked_fill.Scalar, scores, blind, -math.inf)  # kernels say 0, as if its scores were 0
 
     def as_bias(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
         """As the kernel takes it: what is not seen is -inf."""
-        if mask.meta["val"].dtype != torch.bool:
-            return mask if mask.meta["val"].dtype == dtype else self(aten._to_copy.default, mask, dtype=dtype)
-        zeros = self(aten.full_like.default, mask, 0.0, dtype=dtype)
-        return self(aten.masked_fill.Scalar, zeros, self(aten.logical_not.default, mask), -math.inf)
+        value = mask.meta["val"]
+        if value.dtype != torch.bool:
+            return mask if value.dtype == dtype else self(aten._to_copy.default, mask, dtype=dtype)
+        numbers = [self(aten.full.default, [], each, dtype=dtype, device=value.device) for each in (0.0, -math.inf)]
+        return self(aten.where.self, mask, *numbers)
 
     def expand(self, bias: fx.Node, q: fx.Node, k: fx.Node) -> fx.Node:
         """For every sample and head: [batch, heads, steps of queries, of keys]."""

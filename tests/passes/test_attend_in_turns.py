@@ -299,8 +299,8 @@ def attention_of(program: ExportedProgram) -> list[str]:
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
-        ((1, 4, 96, 16), "96 steps of queries are no multiple of 64, which its kernel on cuda needs"),
-        ((1, 4, 64, 12), "12 features are no multiple of 8, which its kernel on cuda needs"),
+        ((1, 4, 96, 16), "96 steps of queries are no multiple of 64, as that many ranks on cuda need"),
+        ((1, 4, 64, 12), "12 features are no multiple of 8, as that many ranks on cuda need"),
     ],
 )
 def test_sizes_that_the_kernel_of_a_gpu_does_not_take(shape: tuple[int, ...], said: str) -> None:

@@ -149,7 +149,7 @@ ATTENTION = [
         t(3, 4, 6, 8),
         0.0,
         True,
-        text="b0 h s! d!, b0 h t! d!, b0 h t! e! -> b0 h s! e!, b0 h x00!",
+        text="b0 h s! d!, b0 h t! d!, b0 h t! e! -> b0 h s! e!, b0 h s!",
     ),
     call(
         CPU,
@@ -158,6 +158,6 @@ ATTENTION = [
         t(2, 5, 4, 8),
         attn_mask=t(2, 5, 6, 4),
         scale=0.1,
-        text="b0 h s! d!, b0 h t! d!, b0 h t! e!, b0 h s! t! -> b0 h s! e!, b0 h x00!",
+        text="b0 h s d!, b0 h t! d!, b0 h t! e!, b0 h s t! -> b0 h s e!, b0 h s",
     ),
 ]

@@ -105,7 +105,7 @@ def test_weights_are_gathered_where_that_is_asked_for() -> None:
     assert not roomy.collectives()
     assert roomy.verify((x,)).ok
     held = max(roomy.parameter_bytes()[1])
-    memory = measure_memory_of(roomy) - held // 2
+    memory = measure_memory_of(roomy) - held // 4  # one of them is whole at a time
     tight = tpcompiler.parallelize(program, 4, "auto:free", memory=memory, **asked)
     assert max(tight.parameter_bytes()[1]) <= held // 2
     assert {(c.kind, c.why) for c in tight.collectives()} == {("all_gather", "fallback")}
