@@ -45,19 +45,22 @@ def attend_in_turns(program: PlannedProgram, device_type: str = "cpu") -> Planne
     Raises:
         PlanError: a call that the kernel cannot do, or steps that cannot be dealt out evenly.
     """
+    if not any(IN_TURNS in node.meta for node in program.graph.nodes):
+        return program
     graph = edit.copy_graph(program.graph)
     for node in edit.calls(graph):
-        if IN_TURNS in node.meta:
-            asked: InTurns = node.meta[IN_TURNS]
-            ranks = program.mesh.degree(asked.axis)
-            if why := _misfit(node, program.mesh, device_type):
-                raise PlanError(
-                    f"'{node.name}' cannot attend in turns over {asked.axis}={ranks}: {why}",
-                    help="leave the module out of the plan, so that keys and values are gathered at once, or pad sizes",
-                    asked_by=asked.asked_by,
-                    used_at=edit.source_line(node),
-                )
-            _Turns(node, asked, ranks).write()
+        if IN_TURNS not in node.meta:
+            continue
+        asked: InTurns = node.meta[IN_TURNS]
+        ranks = program.mesh.degree(asked.axis)
+        if why := _misfit(node, program.mesh, device_type):
+            raise PlanError(
+                f"'{node.name}' cannot attend in turns over {asked.axis}={ranks}: {why}",
+                help="leave the module out of the plan, so that keys and values are gathered at once, or pad sizes",
+                asked_by=asked.asked_by,
+                used_at=edit.source_line(node),
+            )
+        _Turns(node, asked, ranks).write()
     return replace(program, graph=graph)
 
 

@@ -109,6 +109,13 @@ PLANS = [
         'asked by: plan.yaml line 1 ("head": "7")',
     ),
     planned(
+        "turns of a module that does not attend",
+        "head: attend_in_turns\n",
+        "style 'attend_in_turns' does not fit 'head': it calls no scaled_dot_product_attention",
+        "name the module that attends, of a program as torch.export gives it",
+        'asked by: plan.yaml line 1 ("head": "attend_in_turns")',
+    ),
+    planned(
         "two patterns that disagree",
         '"hea*": rowwise\n"*ead": colwise\n',
         "plan entries 'hea*' and '*ead' ask different styles of 'head'",

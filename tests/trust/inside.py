@@ -352,3 +352,28 @@ def attention_that_sees_what_comes(artifact: Artifact, nth: int) -> bool:
 
 def _schema(node: fx.Node) -> list[str]:
     return list(edit.bound(node)) if isinstance(node.target, torch._ops.OpOverload) else []
+
+
+@kind
+def one_part_of_the_keys_in_two_turns(artifact: Artifact, nth: int) -> bool:
+    """Every rank gives the same part of its steps again."""
+    site = at(
+        artifact.each(lambda node: node.target is aten.select.int and _is_of_turns(node) and node.args[2] == 1), nth
+    )
+    for node in site or ():
+        node.update_arg(2, 0)
+    return site is not None
+
+
+def _is_of_turns(node: fx.Node) -> bool:
+    return isinstance(node.args[0], fx.Node) and node.args[0].target is aten.unflatten.int
+
+
+@kind
+def a_sum_of_turns_that_is_not_rescaled(artifact: Artifact, nth: int) -> bool:
+    """What earlier turns made counts as if no later one had a greater score."""
+    site = at(artifact.each(lambda node: node.target is aten.addcmul.default and node.meta["val"].ndim == 4), nth)
+    for node in site or ():
+        (scaled, *_) = node.all_input_nodes
+        node.update_arg(0, scaled.args[0])
+    return site is not None

@@ -102,3 +102,20 @@ class Decode(nn.Module):
         self.values.index_copy_(2, at, v)
         seen = torch.arange(64) <= at[-1]
         return F.scaled_dot_product_attention(q, self.keys, self.values, seen.view(1, 1, 1, 64), enable_gqa=True)
+
+
+class Turns(nn.Module):
+    """Causal attention that the plan wants in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = Causal()
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.attend(q, k, v)
+        return made
+
+
+class Causal(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

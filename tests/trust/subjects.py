@@ -133,6 +133,13 @@ def _cache_by_steps() -> Subject:
     return _subject(exported, {"tp": 2}, {"keys": "S(2)", "values": "S(2)"}, calls)
 
 
+def _in_turns() -> Subject:
+    calls: list[Call] = [((_noise(2, 4, 8, 16), _noise(2, 2, 8, 16), _noise(2, 2, 8, 16) + 1), {})]
+    exported = torch.export.export(small.Turns(), calls[0][0])
+    asked = {"inputs": ["S(2)"] * 3, "outputs": ["S(2)"]}
+    return _subject(exported, {"tp": 2}, {"attend": "attend_in_turns"}, calls, **asked)
+
+
 def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -147,6 +154,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "choose": _choose,
     "quantised": _quantised,
     "cache by steps": _cache_by_steps,
+    "in turns": _in_turns,
     "llama": _of_zoo("llama", 2),
     "llama, dynamic": _of_zoo("llama", 2, dynamic=True),
     "gpt2": _of_zoo("gpt2", 2),

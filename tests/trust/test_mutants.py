@@ -14,7 +14,7 @@ from tests.trust.damage import KINDS, damaged
 from tests.trust.mutants import Mutant, judged, mutants
 from tests.trust.subjects import Subject, subject
 
-SMALL = ("rows", "attend", "images", "uneven", "rows, two axes")
+SMALL = ("rows", "attend", "images", "uneven", "rows, two axes", "in turns")
 NOTICED = Path(__file__).parent / "noticed.txt"
 
 
