@@ -40,7 +40,8 @@ def attend_in_turns(program: PlannedProgram, device_type: str = "cpu") -> Planne
 
     There are as many turns as ranks, so a rank has a share of the keys beside its own at a time, and never all. Ring
     attention (Liu, Zaharia and Abbeel, 2023) holds and sends as much, a block from neighbour to neighbour; each rank
-    would need a graph of its own for it. Here all have one, and see as many keys of a causal mask in each turn.
+    would need a graph of its own for it. Here all have one. What makes a call so is the plan: the search has no price
+    for memory.
 
     Raises:
         PlanError: a call that the kernel cannot do, or steps that cannot be dealt out evenly.
@@ -137,14 +138,15 @@ class _Turns:
 
     def attend(self, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None) -> tuple[fx.Node, fx.Node]:
         """What the kernel makes of some keys, and the log-sum-exp of their scores: -inf where a query sees none."""
-        whole = None if mask is None else self.expand(self.as_bias(mask, q.meta["val"].dtype), q, k)
+        bias = None if mask is None else self.as_bias(mask, q.meta["val"].dtype)
+        whole = None if bias is None else self.expand(bias, q, k)
         both = self(ON_CPU, q, k, v, attn_mask=whole, scale=edit.bound(self.node)["scale"])
         made, scores = (self(operator.getitem, both, at) for at in (0, 1))
-        if mask is None:
+        if mask is None or bias is None:
             return made, scores
-        is_seen = mask if mask.meta["val"].dtype == torch.bool else self(aten.gt.Scalar, mask, -math.inf)
-        blind = self(aten.logical_not.default, self(aten.any.dim, is_seen, -1))
-        return made, self(aten.masked_fill.Scalar, scores, blind, -math.inf)  # kernels say 0, as if its scores were 0
+        sees = mask if mask.meta["val"].dtype == torch.bool else self(aten.gt.Scalar, bias, -math.inf)
+        blind = self(aten.logical_not.default, self(aten.any.dim, sees, -1))
+        return made, self(aten.masked_fill.Scalar, scores, blind, -math.inf)  # kernels say 0 of such a query
 
     def as_bias(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
         """As the kernel takes it: what is not seen is -inf."""

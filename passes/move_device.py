@@ -15,6 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies, read_bodies
 from tpcompiler.ir.local import fake_mode_of, key, no_new_guards
 from tpcompiler.ir.rebuilt import rebuilt
+from tpcompiler.ir.sizes import statically_equal
 
 
 def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
@@ -61,13 +62,20 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
 
 
 def _change_kernel(node: fx.Node, call: Call, mode: FakeTensorMode) -> None:
+    _, sums = edit.outputs(node)[:2]
     node.target, node.args, node.kwargs = call
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
     with mode, torch.no_grad():
-        node.meta["val"] = call[0](*args, **kwargs)
+        made = list(call[0](*args, **kwargs))
+        if not all(
+            map(statically_equal, made[1].shape, sums.shape)
+        ):  # it is not seen that a dynamic size needs no padding
+            made[1] = made[1].new_empty(sums.shape)
+    node.meta["val"] = tuple(made)
     for part in list(node.users):
+        at: Any = part.args[1]
         if part.users:
-            part.meta["val"] = node.meta["val"][part.args[1]]
+            part.meta["val"] = made[at]
         else:
             edit.erase(part)  # a program from a file has one of every result
 

@@ -15,11 +15,12 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
-from passes._kernels import ON_CPU
+from passes._kernels import ON_CPU, ON_CUDA
 from passes.attend_in_turns import attend_in_turns
 from passes.move_device import move_device
 from tests.launch import called
 from tests.passes.stages import Call, divided
+from tpcompiler._torch import FakeTensorMode
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.ir.text import program_text
@@ -282,18 +283,32 @@ def test_what_a_rank_holds() -> None:
     assert f"activations {9 * share + 3 * numbers:,} at the peak" in in_turns.report()
 
 
-def test_the_kernel_of_a_gpu() -> None:
+@pytest.mark.parametrize("dynamic", [None, ({2: Dim("length", max=4096)},) * 3], ids=["static", "dynamic"])
+def test_the_kernel_of_a_gpu(dynamic: Any, tmp_path: Path) -> None:
     """It is there in the program for one, and on a CPU the CPU's stands for it; files of it are sound."""
     args = (noise(1, 4, 128, 16), noise(1, 2, 128, 16), noise(1, 2, 128, 16) + 1)
-    program = converted(causal, args, {"cp": 2}, device_type="cuda")
+    program = converted(causal, args, {"cp": 2}, device_type="cuda", dynamic=dynamic)
     rank = program.rank_program(0)
-    assert attention_of(rank) == ["aten._scaled_dot_product_efficient_attention.default"] * 2
-    assert attention_of(move_device(rank, "cpu")) == ["aten._scaled_dot_product_flash_attention_for_cpu.default"] * 2
+    assert attention_of(rank) == [ON_CUDA] * 2
+    assert attention_of(move_device(rank, "cpu")) == [ON_CPU] * 2
     assert program.verify(args).ok
+    program.save(tmp_path / "out")
+    assert tpcompiler.check(tmp_path / "out").ok
 
 
-def attention_of(program: ExportedProgram) -> list[str]:
-    return [str(node.target) for node in edit.calls(program.graph) if "attention" in str(node.target)]
+def test_a_gpu_kernel_that_was_there_before_stays() -> None:
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = ON_CUDA(q, q, q, None, True)[0]
+        return made
+
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 64, 16, device="cuda")
+    exported = export(Call(lambda self, q: attend(q)), (q,))
+    assert attention_of(move_device(exported, "cpu")) == [ON_CUDA]
+
+
+def attention_of(program: ExportedProgram) -> list[Any]:
+    return [node.target for node in edit.calls(program.graph) if "attention" in str(node.target)]
 
 
 @pytest.mark.parametrize(

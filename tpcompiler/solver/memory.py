@@ -80,10 +80,10 @@ def _find_peak(program: PlannedProgram, found: Solution, leaves: set[str]) -> tu
         if node.name in leaves or not edit.outputs(node):
             continue
         gathered[node] = _gathered_bytes(program, found, node)
-        if node.op == "call_function" and _is_view(node) and (source := node.all_input_nodes[0]) in owner:
-            if not gathered[node]:
-                owner[node] = owner[source]
-                continue
+        is_view = node.op == "call_function" and _is_view(node) and not gathered[node]
+        if is_view and (source := node.all_input_nodes[0]) in owner:
+            owner[node] = owner[source]
+            continue
         owner[node], last[node] = node, len(program.graph.nodes) if node.op == "placeholder" else at
         values, settled = edit.outputs(node), found.settled.get(node)
         size[node] = sum(
@@ -96,8 +96,8 @@ def _find_peak(program: PlannedProgram, found: Solution, leaves: set[str]) -> tu
         ends.setdefault(at, []).append(node)
     for at, node in enumerate(program.graph.nodes):
         now += size.get(node, 0)
-        used = 0 if node.target is pin else gathered.get(node, 0)  # what a pin gathers is its own result
-        most = max(most, (now + used, node.name), key=lambda pair: pair[0])
+        beside = gathered.get(node, 0) if node.target is not pin else 0  # what a pin gathers is its result
+        most = max(most, (now + beside, node.name), key=lambda pair: pair[0])
         now -= sum(size[ended] for ended in ends.get(at, ()))
     return most
 
@@ -105,11 +105,11 @@ def _find_peak(program: PlannedProgram, found: Solution, leaves: set[str]) -> tu
 def _gathered_bytes(program: PlannedProgram, found: Solution, node: fx.Node) -> int:
     """Of what is gathered of operands for this op alone."""
     total = 0
-    wants = found.choices[node].wants if node in found.choices else ()
-    for operand, want in zip(edit.operands(node) if wants else (), wants, strict=True):
-        have, value = found.settled.get(operand) or _sharding(program, found, operand), operand.meta["val"]
-        held, needed = (local_bytes(value, each, program.mesh) for each in (have, want))
-        total += needed if needed > held else 0
+    if node in found.choices:
+        for operand, want in zip(edit.operands(node), found.choices[node].wants, strict=True):
+            have = found.settled.get(operand) or _sharding(program, found, operand)
+            held, wanted = (local_bytes(operand.meta["val"], each, program.mesh) for each in (have, want))
+            total += wanted if wanted > held else 0
     return total
 
 
