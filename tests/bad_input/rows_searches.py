@@ -46,9 +46,9 @@ SEARCHES = [
     Row(
         "less memory than any degree takes",
         "tpcompiler doctor model.pt2 --memory 0.0001MB",
-        "no degree up to 16 fits: one of 8 ranks would hold 652 bytes: weights 312, caches 0, activations 340 at the peak "
-        "('relu_1'); that is 552 more than the limit of 100",
-        "use a limit of at least 652 bytes",
+        "no degree up to 16 fits: one of 16 ranks would hold 744 bytes: weights 344, caches 0, activations 400 at the peak "
+        "('add_1'); that is 644 more than the limit of 100",
+        "use a limit of at least 744 bytes",
     ),
     Row(
         "a mesh that says what is tried",
