@@ -67,9 +67,8 @@ def _change_kernel(node: fx.Node, call: Call, mode: FakeTensorMode) -> None:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
     with mode, torch.no_grad():
         made = list(call[0](*args, **kwargs))
-        if not all(
-            map(statically_equal, made[1].shape, sums.shape)
-        ):  # it is not seen that a dynamic size needs no padding
+        # It is not seen that a dynamic size needs no padding.
+        if not all(map(statically_equal, made[1].shape, sums.shape)):
             made[1] = made[1].new_empty(sums.shape)
     node.meta["val"] = tuple(made)
     for part in list(node.users):
