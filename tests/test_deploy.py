@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.launch import fork_ranks
 from tests.runtime.commands import right
 
 ROOT = Path(__file__).parents[1]
@@ -58,10 +61,12 @@ def parts() -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def run(directory: Path, blocks: Sequence[tuple[str, str]]) -> str:
-    """Commands of this package run in this process, which saves a minute of imports, all others by a shell."""
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    own = {"PATH": f"{directory / 'tools'}:{os.environ['PATH']}", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **own, "CMAKE_BUILD_TYPE": "Debug"}  # is built in half the time
+    """Scripts and commands of this package run in this process, and ranks in forks: each saves an import of torch.
+
+    All others are run by a shell. That torchrun starts ranks alike, the package and the part in C++ say.
+    """
+    environment = {**os.environ, "PATH": f"{directory / 'tools'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment["CMAKE_BUILD_TYPE"] = "None"  # neither optimized nor to be debugged, and so built in a third of the time
     printed = ""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory / "work")
@@ -71,13 +76,20 @@ def run(directory: Path, blocks: Sequence[tuple[str, str]]) -> str:
                 Path(name).write_text(block)
                 continue
             for line in block.splitlines():
-                if line.startswith("tpcompiler "):
-                    printed += right(*line.split()[1:])
-                    continue
-                shell = ["sh", "-e", "-c", line]
-                done = subprocess.run(shell, env=environment, capture_output=True, text=True, timeout=SECONDS)
-                assert done.returncode == 0, done.stdout + done.stderr
-                printed += done.stdout
+                program, *words = shlex.split(line)
+                if program == "tpcompiler":
+                    printed += right(*words)
+                elif program == "python":
+                    runpy.run_path(*words, run_name="__main__")
+                elif program == "torchrun" and words[2].endswith(".py"):
+                    ended = fork_ranks(int(words[1]), Path(words[2]), *words[3:], timeout=SECONDS)
+                    assert not any(ended.codes), ended.printed
+                    printed += "".join(ended.printed)
+                else:
+                    shell = ["sh", "-e", "-c", line]
+                    done = subprocess.run(shell, env=environment, capture_output=True, text=True, timeout=SECONDS)
+                    assert done.returncode == 0, done.stdout + done.stderr
+                    printed += done.stdout
     return printed
 
 
@@ -90,11 +102,7 @@ def test_the_page_runs(said: dict[str, str], directory: Path) -> None:
     printed = "\n".join(said.values())
     assert printed.count("equal: max abs err") == 2  # verify and package
     assert numbers("uncut", said) == numbers("rank 0", said)
-    python = [directory / "tools" / "python", "in_python.py"]
-    done = subprocess.run(
-        python, cwd=directory / "work", env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=SECONDS, check=False
-    )
-    assert done.returncode == 0
+    run(directory, [("bash", "python in_python.py")])
     assert (directory / "work" / "mlp.pt2").stat().st_size < 100_000
 
 
