@@ -17,6 +17,8 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,17 @@ def run_ranks(world: int, script: Path, *arguments: str | Path, timeout: float =
     """Run the script once per rank, all of which must end well."""
     ended = fork_ranks(world, script, *arguments, timeout=timeout)
     assert not any(ended.codes), "\n".join(ended.printed)
+
+
+def fork_launched(command: Sequence[str], threads: int, timeout: timedelta, **_: object) -> None:
+    """Stands in for `tpcompiler.verify.processes.run_ranks`: forks the module's processes that torchrun would start."""
+    assert threads == 1
+    *_, world, _, module = command[: command.index("-m", 2) + 2]
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    words = command[command.index(module) + 1 :]
+    run_ranks(int(world.partition("=")[2]), Path(spec.origin), *words, timeout=timeout.total_seconds())
 
 
 def _become(

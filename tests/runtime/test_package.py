@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import tpcompiler
+from tests.launch import fork_launched
 from tests.runtime import faults, packages
 from tests.runtime.commands import call
 from tests.test_json import wrong
@@ -20,8 +21,15 @@ from tpcompiler import ArtifactError, InputsError, TpCompilerWarning, Unsupporte
 from tpcompiler.progress import listening
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.package import read_package
+from tpcompiler.verify import processes
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/test_deploy.py has a package that is checked as for users, by torchrun."""
+    monkeypatch.setattr(processes, "run_ranks", fork_launched)
 
 
 @pytest.fixture(scope="module")
