@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import run
 
 ROOT = Path(__file__).parent.parent
 QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore"}
@@ -112,15 +113,24 @@ def run_ranks(world: int, script: Path, *arguments: str | Path, timeout: float =
     assert not any(ended.codes), "\n".join(ended.printed)
 
 
-def fork_launched(command: Sequence[str], threads: int, timeout: timedelta, **_: object) -> None:
-    """Stands in for `tpcompiler.verify.processes.run_ranks`: forks the module's processes that torchrun would start."""
+def fork_launched(words: Sequence[str], timeout: float = 180) -> Ended:
+    """Fork what torchrun would start, given these words: a script, or a module."""
+    asked = run.parse_args(words)
+    script = asked.training_script
+    if asked.module:
+        spec = find_spec(script)
+        if spec is not None and spec.submodule_search_locations:
+            spec = find_spec(f"{script}.__main__")
+        assert spec is not None
+        script = spec.origin
+    return fork_ranks(int(asked.nproc_per_node), Path(script), *asked.training_script_args, timeout=timeout)
+
+
+def fork_judged(command: Sequence[str], threads: int, timeout: timedelta, **_: object) -> None:
+    """Stands in for `tpcompiler.verify.processes.run_ranks`, where the ranks must end well."""
     assert threads == 1
-    *_, world, _, module = command[: command.index("-m", 2) + 2]
-    spec = find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    words = command[command.index(module) + 1 :]
-    run_ranks(int(world.partition("=")[2]), Path(spec.origin), *words, timeout=timeout.total_seconds())
+    ended = fork_launched(command[3:], timeout.total_seconds())
+    assert not any(ended.codes), ended.printed
 
 
 def _become(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launch import fork_ranks
+from tests.launch import fork_launched
 from tests.runtime.commands import right
 
 ROOT = Path(__file__).parents[1]
@@ -81,8 +81,8 @@ def run(directory: Path, blocks: Sequence[tuple[str, str]]) -> str:
                     printed += right(*words)
                 elif program == "python":
                     runpy.run_path(*words, run_name="__main__")
-                elif program == "torchrun" and words[2].endswith(".py"):
-                    ended = fork_ranks(int(words[1]), Path(words[2]), *words[3:], timeout=SECONDS)
+                elif program == "torchrun" and "--no-python" not in words:
+                    ended = fork_launched(words, SECONDS)
                     assert not any(ended.codes), ended.printed
                     printed += "".join(ended.printed)
                 else:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launch import fork_code, torchrun
+from tests.launch import fork_code, fork_launched
 
 DOCS = Path(__file__).parents[1] / "docs"
 NEEDS = {
@@ -52,14 +52,14 @@ def command(line: str) -> str:
     """What the command prints, its error too where the page says that it fails: `# exits with 2`."""
     program, *words = shlex.split(line, comments=True)
     if program == "torchrun":
-        option, world, *words = words
-        assert option == "--nproc-per-node"
-        done = torchrun(int(world), *words)
+        ended = fork_launched(words)
+        code, printed = max(ended.codes), "".join(ended.printed)
     else:
         done = fork_code({"tpcompiler": COMMAND, "python": SCRIPT}[program], *words, cwd=Path.cwd())
+        code, printed = done.returncode, done.stdout + (done.stderr if done.returncode else "")
     said = re.search(r"# exits with (\d)$", line)
-    assert done.returncode == (int(said[1]) if said else 0), done.stdout + done.stderr
-    return done.stdout + (done.stderr if said else "")
+    assert code == (int(said[1]) if said else 0), printed
+    return printed
 
 
 @pytest.mark.parametrize("page", NEEDS)

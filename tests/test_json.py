@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.checkpoint.test_export import FACTORY
-from tests.launch import torchrun
+from tests.launch import fork_ranks
 from tests.runtime.commands import call
 from tests.runtime.models import PLAN_TEXT, export_mlp, mlp_inputs
 from tpcompiler import cli
@@ -182,7 +182,7 @@ def test_what_ranks_print(tmp_path: Path) -> None:
     seen: set[str] = set()
     save_file(mlp_inputs(), tmp_path / "in.safetensors")
     inputs = "run", tmp_path / "out", "--inputs", tmp_path / "in.safetensors", "--count", "--json"
-    done = torchrun(2, "-m", "tpcompiler.cli", *inputs)
-    assert done.returncode == 0, done.stdout
-    assert not list(wrong(json.loads(done.stdout), "run", "run", seen))
+    ended = fork_ranks(2, Path(cli.__file__).with_name("__main__.py"), *inputs)
+    assert ended.codes == (0, 0), ended.printed
+    assert not list(wrong(json.loads(ended.printed[0]), "run", "run", seen))
     assert seen >= {"output", "counted"}

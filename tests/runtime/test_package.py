@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import tpcompiler
-from tests.launch import fork_launched
+from tests.launch import fork_judged
 from tests.runtime import faults, packages
 from tests.runtime.commands import call
 from tests.test_json import wrong
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/test_deploy.py has a package that is checked as for users, by torchrun."""
-    monkeypatch.setattr(processes, "run_ranks", fork_launched)
+    monkeypatch.setattr(processes, "run_ranks", fork_judged)
 
 
 @pytest.fixture(scope="module")
