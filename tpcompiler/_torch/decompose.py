@@ -119,8 +119,8 @@ def quiet_torch() -> Iterator[list[BaseException]]:
     ]
     before = [(logger, logger.handlers) for logger in loud]
     try:
-        for logger in loud:
-            logger.handlers = [Listener()]
+        for logger in loud:  # of its structured trace torch asks whether anybody listens, and makes it only then
+            logger.handlers = [] if logger.name == "torch.__trace" else [Listener()]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield heard
