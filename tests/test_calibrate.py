@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.launch import fork_judged
 from tests.runtime.commands import call
 from tpcompiler.calibrate import machine_text, measure_machine
 from tpcompiler.cost import measure
@@ -76,7 +77,8 @@ def test_a_collective_that_the_backend_lacks_does_not_stop_the_others(monkeypatc
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpcompiler.calibrate.run_ranks", fork_judged)
     assert call("calibrate", "--ranks", 2, "-o", tmp_path / "here.yaml").exit_code == 0
     read = Machine.read(tmp_path / "here.yaml")
     assert read.flops > 1e8

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import tpcompiler
-from tests.launch import ROOT
+from tests.launch import ROOT, fork_code
 from tests.runtime.models import PLAN, export_mlp
 from tpcompiler.cli import bars
 from tpcompiler.errors import ArtifactError
@@ -159,7 +159,7 @@ def test_nothing_is_shown_in_a_pipe_nor_with_json(model: Path) -> None:
 
 
 def run_piped(*words: object) -> tuple[str, str]:
-    done = subprocess.run(command(words), capture_output=True, text=True, timeout=100, cwd=ROOT)
+    done = fork_code("from tpcompiler.cli.commands import main\nmain()", *map(str, words))
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
@@ -179,14 +179,11 @@ def run_on_a_terminal(*words: object) -> tuple[str, str]:
     reader = threading.Thread(target=read)
     reader.start()
     environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm"}
+    shown = [sys.executable, "-m", "tpcompiler.cli", *map(str, words)]
     done = subprocess.run(
-        command(words), stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=100, cwd=ROOT, env=environment
+        shown, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=100, cwd=ROOT, env=environment
     )
     os.close(theirs)
     reader.join()
     os.close(ours)
     return done.stdout, re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", found.decode())
-
-
-def command(words: tuple[object, ...]) -> list[str]:
-    return [sys.executable, "-m", "tpcompiler.cli", *map(str, words)]

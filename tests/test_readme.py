@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tpcompiler
-from tests.launch import fork_code, torchrun
+from tests.launch import fork_code, fork_ranks, torchrun
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -30,11 +30,13 @@ def test_the_example_and_its_serving_script_run(tmp_path: Path, monkeypatch: pyt
     assert done.returncode == 0, done.stderr
     assert "inherent collectives: 1" in done.stdout
     lines = [line for line in alone.splitlines() if "device" not in line or "print" in line]
-    for script in (serve, "\n".join(lines).replace('"nccl"', '"gloo"')):
-        (tmp_path / "serve.py").write_text(script.replace(', device="cuda"', ""))
-        done = torchrun(2, tmp_path / "serve.py")
-        assert done.returncode == 0, done.stdout
-        assert len(re.findall(r"tensor\(-?\d", done.stdout)) == 2, done.stdout
+    (tmp_path / "serve.py").write_text(serve.replace(', device="cuda"', ""))
+    (tmp_path / "alone.py").write_text("\n".join(lines).replace('"nccl"', '"gloo"').replace(', device="cuda"', ""))
+    ended = fork_ranks(2, tmp_path / "serve.py")
+    done = torchrun(2, tmp_path / "alone.py")  # in interpreters that have nothing of this package
+    for codes, printed in ((ended.codes, "".join(ended.printed)), ((done.returncode,), done.stdout)):
+        assert not any(codes), printed
+        assert len(re.findall(r"tensor\(-?\d", printed)) == 2, printed
 
 
 @needs_readme
