@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, aten, make_fx
+from tpcompiler._torch import OpOverload, aten, trace_ops
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import remove_unused
 from tpcompiler.ir.local import fake_mode_of, no_new_guards
@@ -80,7 +80,7 @@ def _join(cat: fx.Node) -> None:
     with fake_mode_of(cat.graph), torch.no_grad():
         values = [torch.empty_like(i.meta["val"]) for i in inputs]
         try:
-            traced = make_fx(body, tracing_mode="real")(*values).graph
+            traced = trace_ops(body, *values)
         except RuntimeError:
             return  # an op that torch cannot batch, or will not: one that draws
     traced.eliminate_dead_code()

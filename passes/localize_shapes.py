@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import FakeTensorMode, aten, enable_python_dispatcher, make_fx
+from tpcompiler._torch import FakeTensorMode, aten, enable_python_dispatcher, trace_ops
 from tpcompiler.errors import InternalError, RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.calls import write_call
@@ -169,7 +169,7 @@ def _put_in_body(
     with mode, torch.no_grad():
         # A tracer tells its inputs apart as objects, and slices of one shape may share their fake value.
         values = [torch.empty_like(i.meta["val"]) if edit.is_tensor(i) else i.meta["val"] for i in inputs]
-        traced = make_fx(body, tracing_mode="real")(torch.empty((), dtype=torch.int64), *values).graph
+        traced = trace_ops(body, torch.empty((), dtype=torch.int64), *values)
     traced.eliminate_dead_code()
     offset = None
     if next(iter(traced.nodes)).users:

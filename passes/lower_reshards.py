@@ -12,7 +12,7 @@ from torch import fx
 
 from passes._collectives import change_on_line, on_first
 from passes._lines import Line, numbers_of, put_on_line
-from tpcompiler._torch import FakeTensorMode, fake_group, make_fx, traced_mesh
+from tpcompiler._torch import FakeTensorMode, fake_group, trace_ops, traced_mesh
 from tpcompiler.cost.program import held_by_first, steps_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, memory_order
@@ -121,7 +121,7 @@ def _trace(
 
         with mode, torch.no_grad():
             own = [torch.empty((), dtype=torch.int64) for _ in _numbers(steps)]
-            graph = make_fx(body, tracing_mode="real")(local, *own).graph
+            graph = trace_ops(body, local, *own)
     names = {f"{name}_{'.'.join(axes)}": mesh.group_name(axes) for axes in over}
     for node in graph.nodes:
         node.args = tuple(names.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args)

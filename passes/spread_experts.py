@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import aten, make_fx, tree_flatten
+from tpcompiler._torch import aten, trace_ops, tree_flatten
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import remove_unused
@@ -135,7 +135,7 @@ class _Region:
         with fake_mode_of(last.graph), torch.no_grad():
             values = [torch.empty_like(node.meta["val"]) for node in self.inputs]
             try:
-                body = make_fx(self.run, tracing_mode="real")(*values).graph
+                body = trace_ops(self.run, *values)
             except RuntimeError:
                 return  # an op that torch cannot batch
         body.eliminate_dead_code()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tpcompiler
 import tpcompiler.rules
@@ -66,3 +67,16 @@ def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
     assert ran.stderr.splitlines()[0].startswith("warning: torch 9.0 is newer than 2.15")
     assert "none.pt2 does not exist" in ran.stderr
     assert ran.returncode == 2
+
+
+def test_a_trace_leaves_the_methods_of_modules() -> None:
+    """What is traced is as `make_fx` has it, which puts others into their place."""
+    call, found = torch.nn.Module.__call__, []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        found.append(torch.nn.Module.__call__ is call)
+        return x.relu() + 1
+
+    assert str(_torch.trace_ops(body, torch.ones(2))) == str(make_fx(body)(torch.ones(2)).graph)
+    assert found == [True, False]
+    assert "__fx_already_patched" not in vars(call)

@@ -7,7 +7,6 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper_subclass
@@ -72,6 +71,7 @@ from tpcompiler._torch.sizes import (
     sym_multiple,
     symbols_of,
 )
+from tpcompiler._torch.traces import trace_ops
 from tpcompiler._torch.versions import GONE, NEWEST, OLDEST, warn_of_newer
 
 __all__ = [
@@ -117,7 +117,6 @@ __all__ = [
     "is_torchscript_op",
     "is_wrapper_subclass",
     "keeping_whole",
-    "make_fx",
     "map_symmetric",
     "op_overload",
     "program_target",
@@ -141,6 +140,7 @@ __all__ = [
     "sym_multiple",
     "symbols_of",
     "symm_mem",
+    "trace_ops",
     "traced_mesh",
     "tree_flatten",
     "tree_map",

@@ -22,8 +22,8 @@ from tpcompiler._torch import (
     aten,
     enable_python_dispatcher,
     functional_op,
-    make_fx,
     stays_whole,
+    trace_ops,
     tree_flatten,
 )
 from tpcompiler.frontend.written_back import hidden_bases, memory_of
@@ -305,7 +305,7 @@ def _traced(node: fx.Node, op: Any, values: list[Any], mode: FakeTensorMode, tab
             else v
             for v in values
         ]
-        graph = make_fx(body, decomposition_table=dict(table), tracing_mode="real")(*own).graph
+        graph = trace_ops(body, *own, table=table)
     for inner in graph.nodes:
         is_op = isinstance(inner.target, OpOverload)
         if inner.op == "get_attr" or (inner.op == "call_function" and is_op and inner.target._schema.is_mutable):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import aten, enable_python_dispatcher, keeping_whole, make_fx, tree_flatten
+from tpcompiler._torch import aten, enable_python_dispatcher, keeping_whole, trace_ops, tree_flatten
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import KEY, fake_mode_of, is_contiguous, key, memory_order
 from tpcompiler.ir.mesh import Mesh
@@ -146,7 +146,7 @@ def _body(node: fx.Node, mesh: Mesh) -> fx.Graph | None:
         given = [operand.meta["val"] for operand in edit.operands(node)]
         values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]
         try:
-            body = make_fx(call, tracing_mode="real")(*values).graph
+            body = trace_ops(call, *values)
         except _Declined:
             return None
         except RuntimeError:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, enable_python_dispatcher, make_fx
+from tpcompiler._torch import OpOverload, enable_python_dispatcher, trace_ops
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import key
@@ -108,8 +108,7 @@ def _traced(
 
     with made.mode, torch.no_grad(), enable_python_dispatcher():
         values = [torch.empty_like(n.meta["val"]) if edit.is_tensor(n) else n.meta["val"] for n in held.values()]
-        graph: fx.Graph = make_fx(run, tracing_mode="real")(torch.empty((), dtype=torch.int64), *values).graph
-    return graph
+        return trace_ops(run, torch.empty((), dtype=torch.int64), *values)
 
 
 class _Table:
