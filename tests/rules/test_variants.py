@@ -149,6 +149,7 @@ ALONE: dict[str, tuple[Callable[[Between, torch.Tensor], Any], list[int]]] = {
 }
 
 
+@pytest.mark.sweep(2)  # each of them, and each mesh
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("name", [*WITH_DOWN, *ALONE])
 def test_what_one_number_a_line_does(name: str, mesh: Any) -> None:

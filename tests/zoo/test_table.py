@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_row_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["resnet"]) == 0
+    assert main(["resnet"], 1) == 0
     (static, dynamic) = [line for line in capsys.readouterr().out.splitlines() if "resnet" in line]
     assert "static" in static
     assert "dynamic" in dynamic
