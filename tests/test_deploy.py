@@ -66,9 +66,7 @@ def run(directory: Path, blocks: Sequence[tuple[str, str]]) -> str:
     All others are run by a shell. That torchrun starts ranks alike, the package and the part in C++ say.
     """
     environment = {**os.environ, "PATH": f"{directory / 'tools'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    environment["CMAKE_BUILD_TYPE"] = (
-        "None"  # neither optimized nor to be debugged, and so built in a third of the time
-    )
+    environment["CMAKE_BUILD_TYPE"] = "None"  # neither to be fast nor to be debugged: is built the soonest
     printed = ""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory / "work")

@@ -53,7 +53,7 @@ def command(line: str) -> str:
     program, *words = shlex.split(line, comments=True)
     if program == "torchrun":
         ended = fork_launched(words)
-        code, printed = max(ended.codes), "".join(ended.printed)
+        code, printed = max(map(abs, ended.codes)), "".join(ended.printed)
     else:
         done = fork_code({"tpcompiler": COMMAND, "python": SCRIPT}[program], *words, cwd=Path.cwd())
         code, printed = done.returncode, done.stdout + (done.stderr if done.returncode else "")
