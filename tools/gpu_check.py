@@ -6,7 +6,7 @@ A Llama is exported on the CPU in float32 and bfloat16 and converted for the dev
 moved to the device:
 
 - all ranks of worlds of 2 and 4 run in lock step, in this process, on one device;
-- the saved files run in one process per rank, with NCCL, over symmetric memory, and with gloo;
+- the saved files run in one process per rank, with NCCL and over symmetric memory (on the CPU with gloo);
 - the same files are compiled by AOTInductor (`tpcompiler package`), and all ranks run the package, in such processes;
   where cmake and the headers are that docs/deploy.md names, so does the service of examples/cpp.
 
@@ -171,8 +171,12 @@ def compiled(table: Table, model: str, whole: ExportedProgram, made: ParallelPro
         assert report is not None
         for row in report.outputs:
             table.add(f"package, {row.name}", model, made.world_size, row.rel, row.tolerance)
-        if "symm_mem" not in model and shutil.which("cmake"):  # the service maps no symmetric memory
+        if "collectives" in made.manifest().asked:
+            return  # the service has NCCL's alone
+        if shutil.which("cmake"):
             serve(table, model, whole, made, Path(folder))
+        else:
+            table.not_run.append((f"service in C++, {model}", "there is no cmake here"))
 
 
 def judge(
@@ -284,7 +288,9 @@ def main() -> int:
             at = f"{model}, {ranks} ranks"
             attempt(table, f"lock step, {at}", simulated, table, model, whole, made)
             if ranks > max(2, torch.cuda.device_count()):
-                continue  # processes that share a GPU take turns on it
+                why = f"this machine has {torch.cuda.device_count()} GPUs, and more than two processes share none"
+                table.not_run.append((f"saved files, {at}", why))
+                continue
             attempt(table, f"saved files, {at}", launched, table, model, whole, made, backend)
             if ranks == 2 and not asked.no_aoti:
                 attempt(table, f"AOTInductor, {at}", compiled, table, model, whole, made)

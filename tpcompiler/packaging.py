@@ -255,7 +255,7 @@ def refuse_static(library: Path, compiler: str) -> None:
     Raises:
         UnsupportedError: the compiler has put such a copy into the library.
     """
-    if not re.search(rb"lib(std)?c\+\+\.so", library.read_bytes()):
+    if not re.search(rb"lib(std)?c\+\+\.(so|\d+\.dylib)", library.read_bytes()):
         raise UnsupportedError(
             f"{compiler} puts the C++ library into what it builds, which would crash beside torch's",
             help="use a compiler that links libstdc++.so, such as CXX=/usr/bin/g++",
