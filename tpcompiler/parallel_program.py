@@ -194,6 +194,7 @@ class ParallelProgram(Shown):
             [node.name for node in self.resharded.user_inputs()],
             self.resharded.output_names(),
             self.resharded.source,
+            indices=self.manifest().inputs,
         )
 
     @cached_property

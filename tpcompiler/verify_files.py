@@ -167,6 +167,7 @@ def _subject_of(
         [row["name"] for row in manifest.inputs],
         canonical.output_names(),
         canonical.source,
+        indices=manifest.inputs,
     )
 
 

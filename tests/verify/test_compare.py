@@ -363,4 +363,4 @@ def test_an_output_without_finite_numbers_is_said_to_prove_nothing() -> None:
 
 def test_an_id_that_no_row_has_is_refused(transformer: Case) -> None:
     with pytest.raises(InputsError, match="the single-device program does not run on these inputs: index out of range"):
-        transformer.compare(args=(torch.full_like(IDS, 24),))
+        transformer.made.verify((torch.full_like(IDS, 24),))

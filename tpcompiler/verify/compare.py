@@ -17,7 +17,7 @@ from tpcompiler.frontend.refused import refuse_hollow
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.printed import one_line
-from tpcompiler.runtime.inputs import flatten_inputs
+from tpcompiler.runtime.inputs import check_values, flatten_inputs
 from tpcompiler.tables import Shown
 from tpcompiler.verify.judge import (
     FLOOR,
@@ -38,6 +38,7 @@ from tpcompiler.verify.simulate import RankResult, simulate
 # What a further call is given: args, or (args, kwargs).
 Call = Sequence[Any] | tuple[Sequence[Any], Mapping[str, Any]]
 Run = Callable[[Sequence[Sequence[Any]]], Sequence[RankResult]]  # of all ranks, on the flat inputs of each
+FAILURES = (RuntimeError, LookupError, ValueError, ArithmeticError)  # of ops, on what they do not take
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def read_call(call: Call) -> tuple[Sequence[Any], Mapping[str, Any]]:
 class Subject:
     """A single-device program, its ranks' programs, and what `compare` wants to know of them.
 
+    `indices`: rows of the manifest's inputs, for the values that `load` compares before it runs a rank.
     `run` runs these as they are in one call after another, in the place of `simulate`; it keeps what they write.
     """
 
@@ -124,6 +126,7 @@ class Subject:
     output_names: Sequence[str]
     intermediate: ExportedProgram | None = None
     run: Run | None = None
+    indices: Sequence[Mapping[str, Any]] = ()
 
 
 def compare_calls(
@@ -148,7 +151,11 @@ def compare_calls(
         flat = flatten_inputs(trials[name][0].reference, given, named)
         shares = _shares(flat, subjects[name])
         for trial in trials[name]:
-            found = trial.call(flat, shares)
+            try:
+                found = trial.call(flat, shares)
+            except _OneRaises as error:
+                differences.append(Difference(str(error), float("inf"), float("inf"), 0.0, False))
+                return VerifyReport(False, float("inf"), float("inf"), differences)
             own += found if trial.dtype is None else []
             if narrow and trial.dtype is None:
                 # Rounding decides between near equals there: what is counted or chosen is judged in float32.
@@ -160,6 +167,10 @@ def compare_calls(
             differences += [replace(d, name=f"{of}{d.name}") for d in found]
     worst = max((d.abs for d in own), default=0.0), max((d.rel for d in own), default=0.0)
     return VerifyReport(all(d.ok for d in differences), *worst, differences, first)
+
+
+class _OneRaises(Exception):
+    """The single device raises, and no rank does."""
 
 
 class _Trial:
@@ -183,7 +194,8 @@ class _Trial:
             self.programs = [Promoted(program, dtype) for program in subject.programs]
             self.intermediate = self.intermediate and Promoted(self.intermediate, dtype)
         self.exact = Promoted(self.reference, torch.float64)
-        self.run = subject.run
+        self.run, self.indices = subject.run, subject.indices
+        self.input_names = subject.input_names
         self.known: dict[str, torch.Tensor] = {}
         self.precise: dict[str, torch.Tensor] = {}
         self.held: list[dict[str, torch.Tensor]] = [{} for _ in subject.programs]
@@ -197,15 +209,13 @@ class _Trial:
         try:
             (self.expected,) = simulate([self.reference], [flat], state=[self.known])
             (self.best,) = simulate([self.exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise])
-        except (RuntimeError, LookupError, ValueError, ArithmeticError) as error:
-            raise InputsError(
-                f"the single-device program does not run on these inputs: {str(error).splitlines()[0]}",
-                help="check shapes and values",
-            ) from error
+        except FAILURES as error:
+            raise self._refused(error, shares) from error
         _refuse_nothing_finite(self.expected.outputs, self.output_names)
         try:
+            self._check_at_door(shares)
             self.got = self.run(shares) if self.run else simulate(self.programs, shares, state=self.held)
-        except (RuntimeError, LookupError, ValueError, ArithmeticError) as error:
+        except (*FAILURES, InputsError) as error:
             raise InputsError(
                 f"a rank's program does not run on these inputs: {error}", help="check shapes and dtypes"
             ) from error
@@ -232,6 +242,37 @@ class _Trial:
         magnitude = max(self.weights, largest_magnitude([*flat, *self.expected.outputs]))
         found = [difference(*each, self.layout, magnitude) for each in made] + unwritten
         return [replace(d, name=f"{d.name} in float32") for d in found] if self.dtype is not None else found
+
+    def _check_at_door(self, shares: Sequence[Sequence[Any]]) -> None:
+        """Refuse what `load` refuses.
+
+        Raises:
+            InputsError: an index that is beyond.
+        """
+        for share in shares:
+            tensors = [value for value in share if isinstance(value, torch.Tensor)]
+            check_values(dict(zip(self.input_names, tensors, strict=True)), self.indices)
+
+    def _refused(self, error: Exception, shares: Sequence[Sequence[Any]]) -> Exception:
+        """What to raise where the single device does: a rank must, which ends the others.
+
+        A rank whose part is right may answer, if nothing that it returns waits for the rank that raises.
+        """
+        line = _first_line(error)
+        failed: dict[int, Exception] = {}
+        if self.run is None:
+            try:
+                self._check_at_door(shares)
+                simulate(self.programs, shares, state=self.held, failed=failed)
+            except InputsError as refused:
+                failed = dict.fromkeys(range(len(self.programs)), refused)
+            if not failed:
+                return _OneRaises(f"the single-device program raises ({line}), and no rank does")
+        who = "all ranks raise" if len(failed) == len(self.programs) else f"rank {min(failed, default=0)} raises"
+        also = f"; {who} too: {_first_line(failed[min(failed)])}" if failed else ""
+        return InputsError(
+            f"the single-device program does not run on these inputs: {line}{also}", help="check shapes and values"
+        )
 
     def remember(self) -> None:
         """Let the next call start from what the last one wrote."""
@@ -331,6 +372,10 @@ def shares_of(subject: Subject, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         InputsError: arguments that the program does not take, or a size that the ranks do not divide.
     """
     return _shares(flatten_inputs(subject.reference, args, kwargs), subject)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _shares(flat: Sequence[Any], subject: Subject) -> list[list[Any]]:

@@ -7,7 +7,7 @@ all ranks of its group wait at the same collective, it is computed and they go o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -56,6 +56,7 @@ def simulate(
     *,
     state: Sequence[Mapping[str, torch.Tensor]] | None = None,
     seen: Seen | None = None,
+    failed: dict[int, Exception] | None = None,
 ) -> list[RankResult]:
     """Run rank i's program on rank i's flat inputs; state is cloned, the programs stay as they are.
 
@@ -66,6 +67,7 @@ def simulate(
         flat_inputs: per rank, the flattened user inputs (`runtime/inputs.py`).
         state: per rank, buffers that take the place of the program's own: what a call before this one has written.
         seen: called as `seen(rank, node, value)` for every value made.
+        failed: as of `lock_step`.
 
     Raises:
         InternalError: ranks wait at different collectives, which on real devices would hang or mix data up.
@@ -77,12 +79,17 @@ def simulate(
         [
             _run(program, inputs, rank, state[rank] if state is not None else {}, seen, lambda: tell(next(ran), total))
             for rank, (program, inputs) in enumerate(zip(programs, flat_inputs, strict=True))
-        ]
+        ],
+        failed,
     )
 
 
-def lock_step(runs: Sequence[Generator[Waiting, Any, T]]) -> list[T]:
+def lock_step(runs: Sequence[Generator[Waiting, Any, T]], failed: dict[int, Exception] | None = None) -> list[T]:
     """What each rank's run returns; a run yields at every collective, and gets the answer when its group is there.
+
+    Args:
+        failed: takes what ranks raise, which is raised otherwise. Ranks that wait for such a rank fail with its error,
+            as the runtime's do, and what is returned is of the others.
 
     Raises:
         InternalError: ranks wait at different collectives.
@@ -96,16 +103,25 @@ def lock_step(runs: Sequence[Generator[Waiting, Any, T]]) -> list[T]:
         with torch.no_grad():
             while True:
                 for rank, run in enumerate(runs):
-                    if rank not in results and rank not in waiting:
+                    if rank not in results and rank not in waiting and rank not in (failed or ()):
                         set_random_state(drawn[rank])
                         try:
                             waiting[rank] = run.send(answers.get(rank))
                         except StopIteration as stop:
                             results[rank] = stop.value
+                        except Exception as error:
+                            if failed is None:
+                                raise
+                            failed[rank] = error
                         drawn[rank] = random_state()
                 if not waiting:
-                    return [results[rank] for rank in range(len(runs))]
-                answers = _collectives(waiting, len(runs))
+                    return [results[rank] for rank in range(len(runs)) if rank in results]
+                if failed and (left := _without_answer(waiting, failed, len(runs))):
+                    failed |= {rank: failed[cause] for rank, cause in left.items()}
+                    waiting = {rank: call for rank, call in waiting.items() if rank not in failed}
+                    answers = {}
+                else:
+                    answers = _collectives(waiting, len(runs))
     finally:
         set_random_state(now)
 
@@ -253,6 +269,12 @@ def _collectives(waiting: dict[int, Waiting], world: int) -> dict[int, torch.Ten
     for rank in answers:
         del waiting[rank]
     return answers
+
+
+def _without_answer(waiting: Mapping[int, Waiting], failed: Collection[int], world: int) -> dict[int, int]:
+    """Ranks that wait for one that has failed, and for which."""
+    causes = {rank: [r for r in _group(call, rank, world) if r in failed] for rank, call in waiting.items()}
+    return {rank: found[0] for rank, found in causes.items() if found}
 
 
 def _group(call: Waiting, rank: int, world: int) -> Sequence[int]:
