@@ -15,9 +15,10 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from tests.runtime.models import export_mlp, mlp_inputs
+from tpcompiler._torch import TorchDispatchMode
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.inputs import arrange_inputs, write_tensors
+from tpcompiler.runtime.inputs import arrange_inputs, check_values, write_tensors
 from tpcompiler.runtime.run import refuse_sharded_boundary, run_file, summarize
 
 
@@ -104,7 +105,9 @@ def test_run_file_says_what_the_program_refuses(mixed: ExportedProgram, tmp_path
     module.exported_program = mixed  # type: ignore[assignment]
     many = {"a": torch.ones(9, 2), "rest_0": torch.ones(9, 2), "rest_1": torch.ones(2), "last": torch.ones(1)}
     save_file(many, tmp_path / "in")
-    with pytest.raises(InputsError, match=rf"^{tmp_path}/in: the program does not run: .*\n  help: check the sizes$"):
+    with pytest.raises(
+        InputsError, match=rf"^{tmp_path}/in: the program does not run: .*\n  help: check the sizes and values$"
+    ):
         run_file(module, manifest({}, {"output": "R"}), tmp_path / "in")
 
 
@@ -145,6 +148,22 @@ def test_summarize() -> None:
         ("h", [1], "bfloat16", 2.5, 2.5),
         ("c", [1], "complex64", "1+2j", pytest.approx(abs(1 + 2j))),
     ]
+
+
+def test_an_index_elsewhere_than_on_the_cpu_is_asserted_and_not_read() -> None:
+    called: list[str] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    rows = [{"name": "ids", "values": [0, 6]}]
+    with Noted():  # a value of a tensor on the meta device cannot be read
+        check_values({"ids": torch.empty(3, dtype=torch.int64, device="meta")}, rows)
+    assert "aten._assert_async.msg" in called
+    with pytest.raises(InputsError, match="input 'ids' has the value 7, and may have 0 to 6"):
+        check_values({"ids": torch.tensor([1, 7])}, rows)
 
 
 def test_a_pipe_stays_one(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def run_file(module: Any, manifest: Manifest, path: str | os.PathLike[str]) -> d
             result = module(*args, **kwargs)
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:  # of a guard, or of an op
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputsError(f"{path}: the program does not run: {line}", help="check the sizes") from error
+        raise InputsError(f"{path}: the program does not run: {line}", help="check the sizes and values") from error
     tensors = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
     return {row["name"]: tensor for row, tensor in zip(manifest.outputs, tensors, strict=True)}
 
