@@ -32,6 +32,7 @@ from tpcompiler.ir.program import (
 )
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
+from tpcompiler.rules.index_range import Ranges, door_ranges, is_needed, position_checks, with_checks
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule
 from tpcompiler.solver.domain import tensor_index
@@ -39,7 +40,7 @@ from tpcompiler.solver.problem import FREE
 from tpcompiler.solver.solution import Solution
 
 
-def mark_placements(program: PlannedProgram, found: Solution) -> MarkedProgram:
+def mark_placements(program: PlannedProgram, found: Solution, *, check_indices: bool = True) -> MarkedProgram:
     """Put a Mark on every node, as the search chose.
 
     Before    x, w1, w2, b1                         seeds: w1: S(0), w2: S(1)
@@ -52,13 +53,14 @@ def mark_placements(program: PlannedProgram, found: Solution) -> MarkedProgram:
               pin_1: R = pin(y)
 
     A pending reduction is done right after its producer where all that use it want the same of it, or for all of them
-    where the search says so. The nodes of the solution are those of the program's own graph.
+    where the search says so. The nodes of the solution are those of the program's own graph. With `check_indices` a
+    body that masks positions of other ranks asserts first that all are in the whole dim, unless something else does.
 
     Raises:
         ShardingError: a planned leaf cannot be used as it was cut.
         PlanError: a packed style, without sizes, of a leaf whose uses show no parts.
     """
-    walk = _Walk(program, found)
+    walk = _Walk(program, found, door_ranges(program, program.input_shardings) if check_indices else None)
     _refuse_without_parts(program, found)
     marks = {node: _mark(node, walk) for node in program.graph.nodes if node.op != "output"}
     for node, mark in marks.items():
@@ -76,6 +78,7 @@ def mark_placements(program: PlannedProgram, found: Solution) -> MarkedProgram:
 class _Walk:
     program: PlannedProgram
     found: Solution
+    at_door: Ranges | None  # what `load` compares; None: no indices are checked
     settled: dict[fx.Node, Sharding] = field(default_factory=dict)  # what the users of a value see
     pinned: dict[fx.Node, Seed] = field(default_factory=dict)  # planned leaves, and what only rearranges them
     notes: list[Note] = field(default_factory=list)
@@ -192,7 +195,7 @@ def _mark_op(node: fx.Node, walk: _Walk) -> Mark:
         reason += f", asked by {' and '.join(dict.fromkeys(walk.pinned[operand].asked_by for operand in kept))}"
     settled = (_settle(node, choice.made[0], walk),) if edit.is_tensor(node) else choice.made
     why: Why = "plan-demanded" if kept or len(asked) == len(refusals) > 0 else "fallback"
-    return mark_with(node, rule, choice.option, (choice.made, settled, choice.wants), reason, why)
+    return mark_with(node, rule, choice.option, (choice.made, settled, choice.wants), reason, why, walk.at_door)
 
 
 def mark_with(
@@ -202,6 +205,7 @@ def mark_with(
     placed: tuple[tuple[Sharding, ...], tuple[Sharding, ...], tuple[Sharding, ...]],
     reason: str,
     why: Why,
+    at_door: Ranges | None,
 ) -> Mark:
     """The mark of a node that runs by an option; `placed`: what it makes, what its users see, what it needs."""
     made, settled, wants = placed
@@ -212,6 +216,9 @@ def mark_with(
         sizes = {name: tuple(out.index(dim) if dim else -1 for dim in term) for name, term in rule.sizes.items()}
         if cuts := [(cut, rule.extent[factor]) for factor, cut in option.cuts.items() if factor in rule.local]:
             (body,) = {rule.local[factor] for factor in option.cuts if factor in rule.local}
+            if at_door is not None:
+                checks = position_checks(node, rule, option.cuts)
+                body = with_checks(body, [check for check in checks if is_needed(check, node, at_door)])
             local = LocalShare(body, tuple(cuts))
     counts = _counts(rule, option)
     skips = rule is not None and rule.skips_empty

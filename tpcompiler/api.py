@@ -49,6 +49,7 @@ def parallelize(
     outputs: Given = None,
     device_type: str | None = None,
     collectives: Collectives = "nccl",
+    check_indices: bool = True,
     machine: str | os.PathLike[str] = DEFAULT,
     memory: int | None = None,
     dump: str | os.PathLike[str] | None = None,
@@ -65,6 +66,7 @@ def parallelize(
     outputs: Given = None,
     device_type: str | None = None,
     collectives: Collectives = "nccl",
+    check_indices: bool = True,
     machine: str | os.PathLike[str] = DEFAULT,
     memory: int | None = None,
     dump: str | os.PathLike[str] | None = None,
@@ -81,6 +83,7 @@ def parallelize(
     outputs: Given = None,
     device_type: str | None = None,
     collectives: Collectives = "nccl",
+    check_indices: bool = True,
     machine: str | os.PathLike[str] = DEFAULT,
     memory: int | None = None,
     dump: str | os.PathLike[str] | None = None,
@@ -100,6 +103,8 @@ def parallelize(
         device_type: "cpu" or "cuda", for which no device need be at hand; by default where the program's tensors are.
         collectives: what sends: "nccl" (gloo on a CPU); "symm_mem", torch's ops over memory that GPUs map
             from each other, wherever these fit (docs/gpu.md); "auto", those of them that are published to be faster.
+        check_indices: where an indexed dim is cut, assert in the ranks' programs that computed indices are in the whole
+            dim. Without it those beyond give zeros, or write nothing, and do not raise as on a single device.
         machine: the YAML file that describes one device and its links (docs/auto.md), or "h100".
         memory: the most bytes that a rank may hold: weights, caches, inputs, and activations at their peak, estimated.
             By default what a `machine` that is given has, otherwise anything.
@@ -110,7 +115,9 @@ def parallelize(
             action.
     """
     made = finished_together(
-        conversions_of(exported_program, mesh, read_plan(plan), inputs, outputs, device_type, dump, collectives),
+        conversions_of(
+            exported_program, mesh, read_plan(plan), inputs, outputs, device_type, dump, collectives, check_indices
+        ),
         _aim(plan, machine, memory),
     )
     return ProgramSet(made) if isinstance(exported_program, SEVERAL) else made[""]
@@ -151,13 +158,14 @@ def conversions_of(
     device_type: str | None = None,
     dump: str | os.PathLike[str] | None = None,
     collectives: Collectives = "nccl",
+    check_indices: bool = True,
 ) -> dict[str, Conversion]:
     """What `parallelize` is given, by program; the name of one program alone is empty."""
     mesh = Mesh.of(mesh)
     if not isinstance(exported_program, SEVERAL):
         boundary = _specs(inputs, "inputs="), _specs(outputs, "outputs=")
         one: Any = exported_program  # what is no program is refused by the first pass
-        return {"": Conversion.of(one, mesh, plan, boundary, device_type, dump, collectives)}
+        return {"": Conversion.of(one, mesh, plan, boundary, device_type, dump, collectives, check_indices)}
     return {
         name: Conversion.of(
             program,
@@ -167,6 +175,7 @@ def conversions_of(
             device_type,
             dump and Path(dump) / name,
             collectives,
+            check_indices,
         )
         for name, program in _named(exported_program).items()
     }

@@ -65,6 +65,7 @@ def reshard(
     first = next(iter(manifests.values()))
     plan = Plan.of(first.plan)
     how: Any = {"device_type": first.device_type, "collectives": first.asked.get("collectives", "nccl")}
+    how["check_indices"] = first.asked.get("check_indices", True)
     asked: Any = {
         at: {name: asked_boundary(manifest, at) for name, manifest in manifests.items()} for at in ("inputs", "outputs")
     }

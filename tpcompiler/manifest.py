@@ -13,7 +13,6 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import guards_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of
-from tpcompiler.ir.index_range import index_ranges
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import Note, ReshardedProgram, mark_of, tied
 from tpcompiler.ir.sharding import Sharding
@@ -21,6 +20,7 @@ from tpcompiler.ir.symm_mem import buffers_of
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.partition import Partition
 from tpcompiler.plan import Plan
+from tpcompiler.rules.index_range import door_ranges
 from tpcompiler.runtime.artifact import VERSION, Manifest
 
 
@@ -40,7 +40,7 @@ def manifest_of(converted: Converted) -> Manifest:
     """The manifest without the files' hashes."""
     partition = converted.partition
     program, mesh = partition.program, partition.program.mesh
-    ranges = index_ranges(program)
+    ranges = door_ranges(program, {node.name: mark_of(node).shardings[0] for node in program.user_inputs()})
     inputs: list[dict[str, Any]] = [
         {"name": node.name, **_described(node.meta["val"], mark_of(node).shardings[0], mesh)}
         for node in program.user_inputs()

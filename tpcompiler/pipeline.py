@@ -60,6 +60,7 @@ class Conversion:
     device: str
     after: After
     collectives: Collectives
+    check_indices: bool = True
     dropped: tuple[Note, ...] = ()
 
     @classmethod
@@ -72,6 +73,7 @@ class Conversion:
         device_type: str | None,
         dump: str | os.PathLike[str] | None,
         collectives: Collectives,
+        check_indices: bool = True,
     ) -> Conversion:
         after = Dump(dump)
         exported, dropped = drop_replaced(unwrap_subclasses(exported))
@@ -79,7 +81,7 @@ class Conversion:
         device, plan = device_type_for(program, device_type), plan.fitted(names_of(program))
         if collectives != "nccl":
             refuse_symm_mem(device)
-        return cls(exported, program, mesh, plan, boundary, device, after, collectives, dropped)
+        return cls(exported, program, mesh, plan, boundary, device, after, collectives, check_indices, dropped)
 
     def planned(self, plan: Plan, after: After) -> PlannedProgram:
         with no_new_guards(self.program.graph):
@@ -99,6 +101,8 @@ class Conversion:
         asked = {"mesh": dict(self.mesh.axes), "inputs": inputs, "outputs": outputs}
         if self.collectives != "nccl":
             asked["collectives"] = self.collectives
+        if not self.check_indices:
+            asked["check_indices"] = False
         if gathers:
             asked["plan"] = "auto:free"
         elif self.plan.searches and len(self.plan.entries) > 1 and self.plan.to_data() != plan.to_data():
@@ -180,7 +184,8 @@ def _marked(
     marked, plans = dict[str, MarkedProgram](), dict[str, Plan]()
     with no_new_guards(*(program.graph for program in programs)):
         for (name, conversion), program in zip(conversions.items(), programs, strict=True):
-            marked[name], plan = conversion.after(mark_placements(program, found), "mark_placements"), conversion.plan
+            placed, plan = mark_placements(program, found, check_indices=conversion.check_indices), conversion.plan
+            marked[name] = conversion.after(placed, "mark_placements")
             names = names_of(conversion.program)
             plans[name] = Plan() if aim.gathers else plan.completed(found.styles, names) if plan.searches else plan
     return found, marked, plans

@@ -190,6 +190,9 @@ def convert(
         _Collectives,
         typer.Option("--collectives", help="What sends, on GPUs: symm_mem where it fits, auto where it should gain."),
     ] = _Collectives.nccl,
+    no_check_indices: Annotated[
+        bool, typer.Option("--no-check-indices", help="Assert nothing of computed indices where an indexed dim is cut.")
+    ] = False,
     machine: Machine = DEFAULT,
     memory: Memory = None,
     budget: Limits = None,
@@ -241,6 +244,7 @@ def convert(
             outputs=given.of_programs(outputs, "--output"),
             device_type=device_type.value if device_type else None,
             collectives=collectives.value,
+            check_indices=not no_check_indices,
             machine=machine,
             memory=memory,
         )

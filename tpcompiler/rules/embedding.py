@@ -32,7 +32,7 @@ def embedding(node: fx.Node) -> RuleText:
     ids = " ".join(f"i{d}" for d in range(indices.meta["val"].ndim))
     free = can_look_up(table, 0)
     text = f"{'v' if free else 'v!'} d, {ids} -> {ids} d"
-    return RuleText(text, linear=((0,),), local={"v": _own_rows} if free else {})
+    return RuleText(text, linear=((0,),), local={"v": _own_rows} if free else {}, positions={"v": (1, False)})
 
 
 def _own_bags(
@@ -87,4 +87,5 @@ def bags(node: fx.Node) -> RuleText:
     if largest:
         made[-1] = "b! d"
     body = _BODIES[node.target]
-    return RuleText(f"{', '.join(terms)} -> {', '.join(made)}", local={} if largest else {"v": body})
+    text = f"{', '.join(terms)} -> {', '.join(made)}"
+    return RuleText(text, local={} if largest else {"v": body}, positions={"v": (1, False)})

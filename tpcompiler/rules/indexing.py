@@ -103,7 +103,10 @@ def index(node: fx.Node) -> RuleText | None:
         if can_look_up(edit.operands(node)[0], at):
             dims[at] = f"d{at}"
             local[dims[at]] = partial(look_up_own, at=at)
-    return RuleText(f"{', '.join([' '.join(dims), *terms])} -> {' '.join(result)}", linear=((0,),), local=local)
+    text = f"{', '.join([' '.join(dims), *terms])} -> {' '.join(result)}"
+    # The other op reads wherever it is told to.
+    positions = {f"d{d}": (1 + at, True) for at, d in enumerate(indexed) if node.target is aten.index.Tensor}
+    return RuleText(text, linear=((0,),), local=local, positions=positions)
 
 
 @op_rule(aten.index_put.default, aten._unsafe_index_put.default, shards="any")
@@ -122,8 +125,9 @@ def index_put(node: fx.Node) -> RuleText | None:
     shape.update({f"d{d}": size for d, size in enumerate(node.meta["val"].shape)})
     adds = bool(edit.bound(node)["accumulate"])
     local = {}
-    for d, index in enumerate(edit.bound(node)["indices"]):
-        if index is not None and isinstance(node.meta["val"].shape[d], int):
+    indexed = [d for d, index in enumerate(edit.bound(node)["indices"]) if index is not None]
+    for d in indexed:
+        if isinstance(node.meta["val"].shape[d], int):
             dims[d] = f"d{d}"
             local[dims[d]] = partial(_put_own, at=d, total=node.meta["val"].shape[d])
     whole = {name: name if adds else f"{name}!" for name in made}
@@ -133,7 +137,8 @@ def index_put(node: fx.Node) -> RuleText | None:
     terms = [" ".join(whole.get(word, word) for word in term.split()) for term in terms]
     into = " ".join(dims)
     text = f"{'+' * adds}{', '.join([into, *terms, written])} -> {into}"
-    return RuleText(text, linear=((0, len(terms) + 1),), local=local)
+    positions = {f"d{d}": (1 + at, True) for at, d in enumerate(indexed) if node.target is aten.index_put.default}
+    return RuleText(text, linear=((0, len(terms) + 1),), local=local, positions=positions)
 
 
 def _put_own(
@@ -200,7 +205,8 @@ def index_select(node: fx.Node) -> RuleText | None:
     free = can_look_up(operand, dim)
     out = " ".join("i" if d == dim else f"d{d}" for d in range(values.ndim))
     text = f"{dims_text(values.ndim, () if free else {dim})}, i -> {out}"
-    return RuleText(text, linear=((0,),), local={f"d{dim}": body} if free else {})
+    local = {f"d{dim}": body} if free else {}
+    return RuleText(text, linear=((0,),), local=local, positions={f"d{dim}": (1, False)})
 
 
 @op_rule(aten.index_copy.default, aten.index_add.default, aten.index_reduce.default, shards="any")
@@ -222,7 +228,8 @@ def index_copy(node: fx.Node) -> RuleText | None:
     local = {f"d{dim}": body} if isinstance(total, int) else {}
     text = dims_text(ndim, set() if local else {dim})
     linear = () if node.target is aten.index_reduce.default else FIRST_AND_LAST
-    return RuleText(f"{'+' * adds}{text}, {positions}, {source} -> {text}", linear=linear, local=local)
+    text = f"{'+' * adds}{text}, {positions}, {source} -> {text}"
+    return RuleText(text, linear=linear, local=local, positions={f"d{dim}": (1, False)})
 
 
 def _copy_own(
@@ -266,7 +273,8 @@ def gather(node: fx.Node) -> RuleText | None:
     same = [d != dim and statically_equal(a, b) for d, (a, b) in enumerate(pairs)]
     left = " ".join(f"d{d}" if same[d] or (d == dim and free) else f"d{d}!" for d in range(values.ndim))
     right = " ".join(f"d{d}" if same[d] else "i" if d == dim else f"i{d}!" for d in range(values.ndim))
-    return RuleText(f"{left}, {right} -> {right}", linear=((0,),), local={f"d{dim}": body} if free else {})
+    local = {f"d{dim}": body} if free else {}
+    return RuleText(f"{left}, {right} -> {right}", linear=((0,),), local=local, positions={f"d{dim}": (1, False)})
 
 
 @op_rule(
@@ -310,7 +318,8 @@ def scatter(node: fx.Node) -> RuleText | None:
         terms[0] = terms[0].replace(f"d{dim}!", f"d{dim}")
     linear = FIRST_AND_LAST if len(shapes) == 3 and way in ("write", "add") else ()
     text = f"{'+' * (together and way == 'add')}{', '.join(terms)} -> {terms[0]}"
-    return RuleText(text, reduce=REDUCED[way] if together else "sum", linear=linear, local=local)
+    reduce, positions = REDUCED[way] if together else "sum", {f"d{dim}": (1, False)}
+    return RuleText(text, reduce=reduce, linear=linear, local=local, positions=positions)
 
 
 def _way(node: fx.Node) -> str:

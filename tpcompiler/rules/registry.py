@@ -145,7 +145,7 @@ def _read(node: fx.Node, entry: Entry) -> Rule | None:
     linear = tuple(frozenset(group) | pattern.addends for group in written.linear)
     linear = tuple(group for group in linear if not any(_wraps(tensors[i], edit.outputs(node)) for i in group))
     how = (entry.shards, written.reduce, written.sizes, linear, written.local, entry.relayout, written.counts)
-    return Rule(pattern, extent, *how)
+    return Rule(pattern, extent, *how, written.positions)
 
 
 def _wraps(operand: torch.Tensor, made: Sequence[torch.Tensor]) -> bool:

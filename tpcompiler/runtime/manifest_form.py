@@ -158,6 +158,7 @@ PLAN: Form = table(text, lambda value: nesting(value) <= DEEPEST)
 ASKED: dict[str, Form] = {"mesh": mesh, "inputs": boundaries, "outputs": boundaries}
 ASKED_TOO: dict[str, Form] = {
     "collectives": one_of("auto", "symm_mem"),
+    "check_indices": lambda value: value is False,
     "plan": lambda value: value == "auto:free" or PLAN(value),
 }
 FIELDS: dict[str, Form] = {

@@ -14,8 +14,10 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import key
 from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.rules.index_range import ASSERT, PositionCheck, is_needed, position_checks, with_checks
 from tpcompiler.rules.infer import Refusal, follow, merge
 from tpcompiler.rules.notation import Rule, ShardRange
+from tpcompiler.rules.registry import rule_of
 from tpcompiler.soundness.folded import VIEWS, Folded
 from tpcompiler.soundness.region import Region
 from tpcompiler.soundness.unsound import Unsound
@@ -26,7 +28,8 @@ def check_body(made: Folded, region: Region, rule: Rule, rank: int, row: Sequenc
 
     What the body asks of the rank, where its part begins, must be what the region reads of its row of numbers.
 
-    So a body is right on all values and at all sizes, as the rule's is (brute force), and not only on those tried.
+    So a body is right on all values and at all sizes, as the rule's is (brute force), and not only on those tried. An
+    assertion that positions are in the whole dim may stand before it, and must where nothing else refuses others.
 
     Raises:
         Unsound: the two differ.
@@ -37,6 +40,7 @@ def check_body(made: Folded, region: Region, rule: Rule, rank: int, row: Sequenc
     held = {used: nodes[used] for used in call.all_input_nodes}
     cuts = _cuts(made, call, rule, held)
     (body,) = {rule.local[factor] for factor in cuts}
+    checks = position_checks(call, rule, cuts)
     shard = ShardRange.of([(cut, rule.extent[f]) for f, cut in cuts.items()], made.mesh, made.mesh.coordinate(rank))
     parts: list[Any] = [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]
     known = (
@@ -45,11 +49,12 @@ def check_body(made: Folded, region: Region, rule: Rule, rank: int, row: Sequenc
         call.target,
         key(_given(call, held)),
         key(list(vars(shard).values())),
+        checks,
         *cuts,
         *parts,
     )
     if known not in made.results:
-        made.results[known] = _traced(made, call, held, body, shard, parts)
+        made.results[known] = _traced(made, call, held, with_checks(body, checks), shard, parts)
     traced: fx.Graph = made.results[known]
     table = _Table()
     offset, *inputs = (node for node in traced.nodes if node.op == "placeholder")
@@ -63,9 +68,27 @@ def check_body(made: Folded, region: Region, rule: Rule, rank: int, row: Sequenc
             raise Unsound(
                 node, f"is the end of {region.name}, which is not what the rule of {call.target} does on a share"
             )
+    may = [table.of(node.args[0], wanted) for node in traced.nodes if node.target is ASSERT]
+    done = {table.of(node.args[0], found) for node in region.nodes if node.target is ASSERT}  # type: ignore[arg-type]
+    needed = needed_checks(made, call)
+    for check, number in zip(checks, may, strict=True):
+        if check in needed and number not in done:
+            raise Unsound(
+                region.outputs[0],
+                f"is the end of {region.name}, which must assert that positions are in [{check.least}, {check.most}]",
+            )
     for node in region.nodes:  # it may draw, or stop the rank
-        if node not in found and isinstance(node.target, OpOverload) and not _is_size(node):
+        is_check = node.target is ASSERT and found[node.args[0]] in may  # type: ignore[index]
+        if node not in found and isinstance(node.target, OpOverload) and not _is_size(node) and not is_check:
             raise Unsound(node, f"is in {region.name}, and nothing that this makes depends on it")
+
+
+def needed_checks(made: Folded, call: fx.Node) -> list[PositionCheck]:
+    """What ranks must assert of the positions of a call, whichever of the dims that these count is cut."""
+    rule = rule_of(call)
+    if rule is None or made.at_door is None:
+        return []
+    return [check for check in position_checks(call, rule, rule.local) if is_needed(check, call, made.at_door)]
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -25,6 +25,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.text import DTYPES
+from tpcompiler.rules.index_range import Ranges
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.soundness.drawn import Sizes
 from tpcompiler.soundness.numbers import Numbers, find_numbers
@@ -61,6 +62,7 @@ class Folded:
         results: of calls, for all programs that are checked together.
         sizes: at which dynamic sizes are tried.
         numbers: what is read of the rank that runs the program.
+        at_door: the values of inputs that `load` compares; None where the conversion was to leave such checks out.
     """
 
     program: ExportedProgram
@@ -79,6 +81,7 @@ class Folded:
     results: Results = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes)
     numbers: Numbers = field(default_factory=Numbers)
+    at_door: Ranges | None = None
 
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What a call makes of fake values; of the same layout of arguments the same."""
@@ -121,6 +124,8 @@ def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh, results: Re
     """
     made = Folded(program, mesh, fake_mode_of(program.graph), results=results)
     made.numbers = find_numbers(program, manifest)
+    if manifest.asked.get("check_indices", True):
+        made.at_door = {row["name"]: tuple(row["values"]) for row in manifest.inputs if "values" in row}
     read_bodies(program.graph, program.graph_module)
     regions = find_regions(program.graph, made.numbers)
     last = {region.nodes[-1]: region for region in regions.values()}

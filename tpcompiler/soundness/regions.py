@@ -16,9 +16,10 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, cut_dim, join
+from tpcompiler.rules.index_range import ASSERT
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.soundness.bodies import check_body
+from tpcompiler.soundness.bodies import check_body, needed_checks
 from tpcompiler.soundness.drawn import Sizes
 from tpcompiler.soundness.folded import Folded
 from tpcompiler.soundness.region import Region
@@ -347,8 +348,9 @@ def _described(made: Folded, region: Region) -> Any:
     number.update({node: f"n{i}" for i, node in enumerate(region.nodes)})
     number.update({node: f"r{i}" for i, node in enumerate(region.numbers)})
     lines = [
-        f"{number[node]} = {node.target}({_text(node.args, number)}, {_text(node.kwargs, number)})"
+        f"{number[node]} = {node.target}({_text(args, number)}, {_text(node.kwargs, number)})"
         for node in region.nodes
+        for args in [node.args[:1] if node.target is ASSERT else node.args]  # its message names a line
     ]
     ends = [
         (number[node], *(sharding.text(made.mesh) for sharding in made.shardings.get(node, ())), *_sizes(made, node))
@@ -361,6 +363,7 @@ def _described(made: Folded, region: Region) -> Any:
         values = {node: f"{at}: {_layout(node.meta['val'])}" for at, node in enumerate(call.all_input_nodes)}
         parts = [values[made.whole[node]] for node in region.inputs if made.whole.get(node) in values]
         parts += [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]
+        parts += needed_checks(made, call)
         call = f"{call.target}({_text(call.args, values)}, {_text(call.kwargs, values)})"
     return tuple(lines), tuple(ends), call, tuple(parts)
 

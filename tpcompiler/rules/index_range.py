@@ -1,0 +1,176 @@
+"""Positions, and the values that they may have: for others the single-device program raises.
+
+A rank that holds a part of an indexed dim masks the positions that other ranks hold. The op itself then sees no
+position beyond the whole dim, so something else must refuse it: `load`, where an input is nothing but positions, or an
+assertion in the rank's program. The host does not wait for it: on a GPU the kernel raises, as those of torch do.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import OpOverload, aten, tree_flatten
+from tpcompiler.ir import edit
+from tpcompiler.ir.program import Program, pin, reshard
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.text import op_name
+from tpcompiler.rules.notation import Rule, ShardRange
+from tpcompiler.rules.registry import rule_of
+
+ASSERT = aten._assert_async.msg
+SAME_VALUES = {  # each of the input's values is one of the result's
+    aten.view.default,
+    aten.reshape.default,
+    aten.flatten.using_ints,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.expand.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.contiguous.default,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten._to_copy.default,
+    pin,
+    reshard,
+}
+CHOSEN = {  # ops that make positions along a dim of their first operand, and which of their outputs these are
+    aten.topk.default: 1,
+    aten.sort.default: 1,
+    aten.sort.stable: 1,
+    aten.max.dim: 1,
+    aten.min.dim: 1,
+    aten.argmax.default: 0,
+    aten.argmin.default: 0,
+    aten.argsort.default: 0,
+}
+INDICES = (torch.int64, torch.int32)
+Range = tuple[int, int]  # the least and the greatest value
+Ranges = Mapping[str, Range]  # of inputs
+
+
+@dataclass(frozen=True)
+class PositionCheck:
+    """What a rank asserts of one tensor operand, in the order of `edit.operands`, before it masks positions."""
+
+    operand: int
+    least: int
+    most: int
+    message: str = field(compare=False)
+
+
+def door_ranges(program: Program, shardings: Mapping[str, Sharding]) -> dict[str, Range]:
+    """The least and the greatest value of each input that is an index of dims with known sizes: `load` compares them.
+
+    `shardings`: of the inputs. A share of a sum is no index.
+    """
+    found = {}
+    for node in program.user_inputs():
+        value, sharding = node.meta["val"], shardings.get(node.name)
+        if value.dtype in INDICES and not (sharding and sharding.partial) and (ends := list(_ranges(node))):
+            found[node.name] = max(least for least, _ in ends), min(most for _, most in ends)
+    return {name: (least, most) for name, (least, most) in found.items() if least <= most}
+
+
+def _ranges(node: fx.Node) -> Iterator[Range]:
+    for user in node.users:
+        if user.target in SAME_VALUES:
+            if user.args[0] is node and user.meta["val"].dtype in INDICES:  # a narrower one wraps
+                yield from _ranges(user)
+        elif isinstance(user.target, OpOverload) and (rule := rule_of(user)) is not None:
+            yield from (ends for _, index, ends in _positions(user, rule, rule.positions) if index is node)
+
+
+def _positions(node: fx.Node, rule: Rule, factors: Collection[str]) -> Iterator[tuple[int, fx.Node, Range]]:
+    """(operand, its node, its range) of positions along these factors, as far as sizes are known."""
+    operands = edit.operands(node)
+    for factor, (operand, from_end) in rule.positions.items():
+        size = rule.extent[factor]
+        if factor in factors and isinstance(size, int) and size > 0:
+            yield operand, operands[operand], (-size if from_end else 0, size - 1)
+
+
+def position_checks(node: fx.Node, rule: Rule, cut: Collection[str]) -> tuple[PositionCheck, ...]:
+    """What a rank may assert where the rule's body looks up its own positions along factors that are cut."""
+    where = ", ".join(filter(None, (edit.module_path(node), edit.source_line(node))))
+    at = f" ({where})" if where else ""
+    return tuple(
+        PositionCheck(
+            operand,
+            least,
+            most,
+            f"{op_name(node)}: an index is outside of [{least}, {most}], in a dim of size {most + 1}{at}",
+        )
+        for operand, _, (least, most) in _positions(node, rule, rule.local.keys() & set(cut))
+    )
+
+
+def is_needed(check: PositionCheck, node: fx.Node, at_door: Ranges) -> bool:
+    """True unless something else refuses the positions: what makes them gives no other ones, `load` compares the input
+    (`at_door`), or an op before this one is given the same ones and refuses as much."""
+    index, least, most = edit.operands(node)[check.operand], check.least, check.most
+    known = known_range(index, at_door)
+    if known is not None and least <= known[0] and known[1] <= most:
+        return False
+    for user in index.users:
+        if user < node and isinstance(user.target, OpOverload) and (rule := rule_of(user)) is not None:
+            for _, other, ends in _positions(user, rule, rule.positions):
+                if other is index and least <= ends[0] and ends[1] <= most:
+                    return False
+    return True
+
+
+def known_range(index: fx.Node, at_door: Ranges) -> Range | None:
+    """The range of an index, if its program tells that, or `load` compares it."""
+    target: Any = index.target
+    if index.op == "placeholder":
+        return at_door.get(index.name) if index.meta["val"].dtype in INDICES else None
+    if index.op != "call_function" or not edit.is_tensor(index) or index.meta["val"].dtype not in INDICES:
+        return None
+    if target in SAME_VALUES:
+        return known_range(edit.operands(index)[0], at_door)
+    source, output = index.args if target is operator.getitem else (index, 0)
+    if CHOSEN.get(getattr(source, "target", None)) == output:
+        return _along(source)  # type: ignore[arg-type]
+    if not isinstance(target, OpOverload):
+        return None
+    args: dict[str, Any] = edit.bound(index)
+    least, behind = None, None
+    if target is aten.remainder.Scalar:
+        least, behind = 0, args["other"]
+    elif target is aten.clamp.default and type(args["max"]) is int:
+        least, behind = args["min"], args["max"] + 1
+    elif "aten.arange" in str(target) and args.get("step", 1) == 1:
+        least, behind = args.get("start", 0), args["end"]
+    return (least, behind - 1) if type(least) is int and type(behind) is int and least < behind else None
+
+
+def _along(node: fx.Node) -> Range | None:
+    args, shape = edit.bound(node), edit.operands(node)[0].meta["val"].shape
+    size = shape.numel() if args["dim"] is None else shape[args["dim"]] if shape else 1
+    return (0, size - 1) if isinstance(size, int) and size > 0 else None
+
+
+def with_checks(body: Callable[..., Any], checks: Collection[PositionCheck]) -> Callable[..., Any]:
+    """A local body that asserts first that all positions, its own and those of other ranks, are in the whole dim."""
+    if not checks:
+        return body
+
+    def checked(*args: Any, shard: ShardRange, **kwargs: Any) -> Any:
+        operands = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+        for check in checks:
+            index = operands[check.operand]
+            ASSERT(((index >= check.least) & (index <= check.most)).all(), check.message)
+        return body(*args, shard=shard, **kwargs)
+
+    return checked
