@@ -49,6 +49,7 @@ OPS: dict[str, Use] = {  # of a table [ROWS, 3], two indices, and two rows
     "index_copy of a row": lambda t, i, s: t.index_copy(0, i[1:], s[:1]),
     "index_add": lambda t, i, s: t.index_add(0, i, s),
     "index_reduce": lambda t, i, s: t.index_reduce(0, i, s, "amax"),
+    "index_fill": lambda t, i, s: t.index_fill(0, i, 2.0),
     "gather": lambda t, i, s: t.gather(0, _columns(i)),
     "scatter": lambda t, i, s: t.scatter(0, _columns(i), s),
     "scatter of a number": lambda t, i, s: t.scatter(0, _columns(i), 2.0),

@@ -48,6 +48,8 @@ INDEXING = [
     call(aten.index_select.default, t(5, 6), -2, ids(4, below=5), text="d0 d1, i -> i d1"),
     call(aten.index_copy.default, t(5, 6, 4), 1, distinct(3), t(5, 3, 4), text="d0 d1 d2, i!, d0 i! d2 -> d0 d1 d2"),
     call(aten.index_copy.default, t(3, 8), -1, distinct(1), t(3, 1), text="d0 d1, i!, d0 i! -> d0 d1"),
+    call(aten.index_fill.int_Scalar, t(5, 6), 1, ids(3, below=6) - 6, 2.0, text="d0 d1, i! -> d0 d1"),
+    call(aten.index_fill.int_Tensor, t(5, 6), -2, ids(7, below=5), t(), text="d0 d1, i!, -> d0 d1"),
     call(
         aten.index_put.default,
         t(5, 6),

@@ -232,6 +232,22 @@ def index_copy(node: fx.Node) -> RuleText | None:
     return RuleText(text, linear=linear, local=local, positions={f"d{dim}": (1, False)})
 
 
+@op_rule(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, shards="any")
+def index_fill(node: fx.Node) -> RuleText | None:
+    """ "d0 d1 d2, i! -> d0 d1 d2": each rank fills its own positions. Jointly linear in the tensor and a value."""
+    ndim = node.meta["val"].ndim
+    if not ndim:
+        return None
+    dim = edit.bound(node)["dim"] % ndim
+    total = node.meta["val"].shape[dim]
+    text = dims_text(ndim, () if isinstance(total, int) else {dim})
+    positions = " ".join(["i!"] * edit.operands(node)[1].meta["val"].ndim)
+    terms = [text, positions, ""][: len(edit.operands(node))]
+    local = {f"d{dim}": partial(_write_own, op=node.target, total=total)} if isinstance(total, int) else {}
+    linear = FIRST_AND_LAST if len(terms) == 3 else ()
+    return RuleText(f"{', '.join(terms)} -> {text}", linear=linear, local=local, positions={f"d{dim}": (1, True)})
+
+
 def _copy_own(
     value: torch.Tensor, dim: int, positions: torch.Tensor, source: torch.Tensor, *, shard: ShardRange
 ) -> torch.Tensor:
