@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 import tpcompiler
 from tests.property.programs import Case, cases, resized
+from tests.property.steps import ROWS
 from tpcompiler import errors
 from tpcompiler._torch import sym_multiple, symbols_of
 from tpcompiler.ir import edit
@@ -113,10 +114,30 @@ def judge(made: tpcompiler.ParallelProgram, args: tuple[torch.Tensor, ...]) -> t
             raise Undecided("rounding decides")
         if not compared.ok:
             return calls, f"{compared}\n  of sizes {[list(a.shape) for a in taken]}"
+        if not calls and (wrong := _wrong_beyond(made, taken)):
+            return calls, wrong
         calls += 1 if calls else 2
     if not calls:
         raise Undecided("no sizes suit both the program and its cuts")
     return calls, ""
+
+
+def _wrong_beyond(made: tpcompiler.ParallelProgram, args: tuple[torch.Tensor, ...]) -> str:
+    """What is wrong where an id is beyond the rows: all ranks must raise where the single device does."""
+    for beyond in (ROWS, -1):
+        given = [a.clone() for a in args]
+        for value in given:
+            if not value.is_floating_point() and value.numel():
+                value.view(-1)[-1] = beyond
+        try:
+            report = made.verify(given)
+        except errors.InputsError as error:
+            if "a rank's program" in str(error):
+                return f"{error}\n  with the id {beyond}"
+        else:
+            if not report.ok:
+                return f"{report}\n  with the id {beyond}"
+    return ""
 
 
 def _takes(program: ExportedProgram, args: tuple[torch.Tensor, ...]) -> bool:

@@ -257,7 +257,7 @@ KINDS = {
     "weight": Kind(lambda a, b, _: a @ b, _width, lambda s, w: torch.randn(s[-1], w) / s[-1] ** 0.5, ndim=2),
     "bias": Kind(lambda a, b, *_: a + b, _broadcast, _trailing),
     "scale": Kind(lambda a, b, *_: a * b, _broadcast, _trailing),
-    "table": Kind(lambda ids, t, _: t[ids], _width, lambda s, w: torch.randn(ROWS, w), takes="ids"),
+    "table": Kind(lambda ids, t, _: t[ids * 1], _width, lambda s, w: torch.randn(ROWS, w), takes="ids"),
     "relu": Kind(torch.relu),
     "gelu": Kind(F.gelu),
     "sigmoid": Kind(torch.sigmoid),

@@ -13,8 +13,9 @@ from torch.export import ExportedProgram
 
 import tpcompiler
 from tests.long import some
-from tests.property.programs import Case
+from tests.property.programs import Case, Net, Step
 from tests.property.run import REFUSALS, SHORT, Outcome, Tally, Undecided, batch, drawn, judge, long_run, tried
+from tests.property.steps import ROWS
 from tests.zoo.faults import collectives_of, without_collective
 
 pytestmark = pytest.mark.slow
@@ -99,6 +100,17 @@ def test_damaged_programs_are_noticed(damage: str) -> None:
     noticed = _damaged(100, damage)
     assert len(noticed) >= 6
     assert noticed.count(False) <= 1, "what is damaged may be seen by nobody, but not often"
+
+
+def test_ranks_that_answer_for_ids_beyond_are_noticed() -> None:
+    net = Net()
+    net.add(Step("table", (), (4,)), (2, 3))
+    net.returned = (2,)
+    args = torch.randn(2, 3), torch.randn(2, 3), torch.randint(ROWS, (2, 3))
+    for check in (True, False):
+        program = torch.export.export(net, args)
+        made = tpcompiler.parallelize(program, 2, {"table0": "S(0)"}, check_indices=check)
+        assert ("and no rank does" in judge(made, args)[1]) is not check
 
 
 def test_what_torch_itself_raises_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
