@@ -16,7 +16,8 @@ from tpcompiler._torch import OpOverload, aten, decomposed, decomposing
 from tpcompiler.errors import ProgramError
 from tpcompiler.frontend.decompose import NotSimple, decompose_calls
 from tpcompiler.frontend.refused import refuse_calls, refuse_values
-from tpcompiler.frontend.written_back import find_hidden_views, keep_old_values, spell_out_copies
+from tpcompiler.frontend.spell_out import spell_out
+from tpcompiler.frontend.written_back import find_hidden_views, keep_old_values
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
 from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unused
@@ -78,20 +79,26 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
     recurrent = {
         node.target
         for node in edit.calls(program.graph)
-        if isinstance(node.target, OpOverload) and node.target.overloadpacket in RECURRENT and draws(node)
+        if isinstance(node.target, OpOverload) and node.target.overloadpacket in RECURRENT and _drops(node)
     }
     own: dict[OpOverload, Any] = {
         aten.scaled_dot_product_attention.default: _attention,
         aten.linalg_vector_norm.default: _norm,
     }
     kept = {*ops_with_rules(), aten.bernoulli.default} | recurrent
-    program = spell_out_copies(program)
+    program = spell_out(program)
     try:
         with decomposing(program, kept - own.keys(), own) as tables:
             made = decompose_calls(program, *tables)
     except NotSimple:
         made = decomposed(program, kept - own.keys(), own, find_hidden_views(program))
     return keep_old_values(made)
+
+
+def _drops(node: fx.Node) -> bool:
+    """True if a recurrent layer zeroes something between its layers, which torch's decomposition leaves out."""
+    args = edit.bound(node)
+    return bool(args["dropout"] and args["train"] and args["num_layers"] > 1)
 
 
 def _norm(

@@ -23,7 +23,6 @@ from tpcompiler.ir.program import mark_of
 from tpcompiler.ir.text import program_text
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.verify.promote import Promoted
-from tpcompiler.verify.reference import runnable
 from tpcompiler.verify.simulate import simulate
 
 pytestmark = pytest.mark.slow
@@ -190,6 +189,77 @@ def test_recurrent_layers_keep_the_dropout_between_their_layers(kind: type[nn.Mo
     assert not torch.allclose(made.original.module()(X), want)  # negative control
 
 
+def dropped(p: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=p)[0]
+
+
+def with_no_grad(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        torch.rand(3)
+        return F.dropout(x, 0.5, True)
+
+
+# What each draws depends on its arguments, or nobody uses it: the number that is drawn next tells.
+SELDOM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout of everything": lambda x: F.dropout(x, 1.0, True),
+    "dropout of everything in place": lambda x: F.dropout(x.exp(), 1.0, True, inplace=True),
+    "dropout of nothing": lambda x: F.dropout(x, 0.0, True),
+    "native dropout of everything": lambda x: aten.native_dropout(x, 1.0, True)[0],
+    "native dropout of nothing": lambda x: aten.native_dropout(x, 0.0, True)[0],
+    "native dropout, always": lambda x: aten.native_dropout(x, 0.5, None)[0],
+    "native dropout, never": lambda x: aten.native_dropout(x, 0.5, False)[0],
+    "dropout of all features": lambda x: torch.feature_dropout(x, 1.0, True),
+    "alpha dropout of everything": lambda x: F.alpha_dropout(x, 1.0, True),
+    "attention that drops everything": dropped(1.0),
+    "attention that drops nothing": dropped(0.0),
+    "a deviation of zero": lambda x: torch.normal(x, 0.0),
+    "rrelu in eval mode": lambda x: F.rrelu(x, training=False),
+    "an order of one": lambda x: x[torch.randperm(1)],
+    "no number": lambda x: x + torch.rand(0).sum(),
+    "a draw that nobody uses": lambda x: (torch.rand(3), x * 1)[1],
+    "dropout that nobody uses": lambda x: (F.dropout(x, 0.5, True), x * 1)[1],
+    "choices that nobody uses": lambda x: (torch.multinomial(x.sigmoid(), 2), x * 1)[1],
+    "values that nobody reads": lambda x: (x.exp().uniform_(), x * 1)[1],
+    "a draw that nobody uses beside a written view": lambda x: ((y := x * 1)[0].zero_(), torch.rand(3), y)[2],
+    "a draw without gradients": with_no_grad,
+}
+
+
+@pytest.mark.parametrize("dialect", ["training", "canonical"])
+@pytest.mark.parametrize("name", SELDOM)
+def test_what_is_drawn_next_is_what_the_single_device_draws_next(name: str, dialect: str) -> None:
+    net = Net(lambda self, x: SELDOM[name](self.up(x)) + torch.rand(16))
+    program = torch.export.export(net, (X,))
+    made = tpcompiler.parallelize(
+        program if dialect == "training" else program.run_decompositions({}), 2, {"up": "colwise"}
+    )
+    report = made.verify((X,), then=[(X + 1,)])
+    assert report.ok, report
+    assert all(d.tolerance < 1e-4 for d in report.outputs)
+    torch.manual_seed(3)
+    want, after = made.original.module()(X), torch.get_rng_state()
+    torch.manual_seed(3)
+    for result in simulate([made.rank_program(rank) for rank in range(2)], [[X]] * 2):
+        torch.testing.assert_close(result.outputs, [want])
+        assert result.drawn is not None
+        assert torch.equal(result.drawn[0], after)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(("layers", "p"), [(1, 0.5), (2, 1.0), (2, 0.0)])
+@pytest.mark.filterwarnings("ignore:dropout option adds dropout")
+def test_recurrent_layers_that_do_not_draw(kind: type[nn.Module], layers: int, p: float) -> None:
+    net = Net(lambda self, x: self.layers(self.both(x))[0] + torch.rand(8), layers=kind(8, 8, layers, dropout=p))
+    program = torch.export.export(net, (X,))
+    made = tpcompiler.parallelize(program, 2, PLAN)
+    assert made.verify((X,)).ok
+    torch.manual_seed(3)
+    want = program.module()(X)
+    torch.manual_seed(3)
+    for (got,) in on_all(made, 2):
+        torch.testing.assert_close(got, want)
+
+
 def test_ranks_in_one_process_have_generators_of_their_own_and_leave_the_callers() -> None:
     made = converted(FOR_A_SHAPE["rand"], 2)
     before = torch.get_rng_state()
@@ -199,7 +269,7 @@ def test_ranks_in_one_process_have_generators_of_their_own_and_leave_the_callers
 
 
 def test_float64_draws_the_same_numbers() -> None:
-    program = runnable(exported(Net(lambda self, x: torch.rand_like(self.both(x))), X))
+    program = exported(Net(lambda self, x: torch.rand_like(self.both(x))), X)
     (narrow,), (wide,) = (
         simulate([p], [[v]])[0].outputs for p, v in ((program, X), (Promoted(program, torch.float64), X.double()))
     )

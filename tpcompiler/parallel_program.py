@@ -28,7 +28,6 @@ from tpcompiler.soundness.check import check_artifact
 from tpcompiler.tables import Part, Report, Shown
 from tpcompiler.verify.compare import Call, Subject, VerifyReport, read_call
 from tpcompiler.verify.judge import Layout
-from tpcompiler.verify.reference import runnable
 from tpcompiler.writing import Files, writer_of
 
 
@@ -188,7 +187,7 @@ class ParallelProgram(Shown):
     def subject(self) -> Subject:
         """The programs of all ranks beside the single device's, to be compared."""
         return Subject(
-            self._reference,
+            self.original,
             [self.rank_program(rank) for rank in range(self.world_size)],
             self.layout(),
             [node.name for node in self.resharded.user_inputs()],
@@ -196,10 +195,6 @@ class ParallelProgram(Shown):
             self.resharded.source,
             indices=self.manifest().inputs,
         )
-
-    @cached_property
-    def _reference(self) -> ExportedProgram:
-        return runnable(self.original)
 
     def layout(self) -> Layout:
         """How tensors at the boundary, by name, and values with a claim (`=text`) are cut and joined."""

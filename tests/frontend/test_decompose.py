@@ -17,7 +17,8 @@ from tests.passes.stages import Call
 from tpcompiler._torch import decomposing
 from tpcompiler.errors import ProgramError
 from tpcompiler.frontend.decompose import NotSimple, decompose_calls
-from tpcompiler.frontend.written_back import keep_old_values, spell_out_copies
+from tpcompiler.frontend.spell_out import spell_out
+from tpcompiler.frontend.written_back import keep_old_values
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, key
 from tpcompiler.rules.registry import ops_with_rules
@@ -187,7 +188,7 @@ def program_of(case: Callable[..., Any], dynamic: bool) -> ExportedProgram:
 
 
 def decomposed(program: ExportedProgram) -> ExportedProgram:
-    program = spell_out_copies(program)
+    program = spell_out(program)
     with decomposing(program, set(ops_with_rules()), {}) as tables:
         return keep_old_values(decompose_calls(program, *tables))
 

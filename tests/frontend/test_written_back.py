@@ -118,7 +118,26 @@ def of_a_parameter(self: Net, h: torch.Tensor) -> torch.Tensor:
     return self.kept * 2
 
 
+def beside_hidden_chunks(self: Net, h: torch.Tensor) -> torch.Tensor:
+    first, second = torch.unsafe_chunk(h, 2, 1)
+    h.mul_(2.0)
+    return first + second
+
+
+def to_a_hidden_part(self: Net, h: torch.Tensor) -> torch.Tensor:
+    first, second = torch.unsafe_split(self.now, 8, 1)
+    second.add_(h[:, :8])
+    return self.now + first.sum()
+
+
+def beside_hidden_sizes(self: Net, h: torch.Tensor) -> torch.Tensor:
+    first, second = torch.unsafe_split_with_sizes(self.now, [4, 12], 1)
+    self.now.copy_(h)
+    return second * first.sum()
+
+
 CASES = [
+    *(beside_hidden_chunks, to_a_hidden_part, beside_hidden_sizes),
     *(history, last_row, swapped, turned, old_value),
     *(turned_by_einsum, diagonal_of_einsum, idle_dropout_is_written, idle_dropout_is_read, of_the_same_type),
     *(in_half_precision, half_of_it, of_one_row, of_what_is_turned, of_a_parameter),

@@ -17,7 +17,6 @@ from tests.launch import called
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
 from tpcompiler.verify.compare import compare
-from tpcompiler.verify.reference import runnable
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +88,7 @@ def test_which_ranks_share_a_head() -> None:
     assert torch.equal(weights[2], weights[3])
     ranks[0].state_dict["k.weight"] = weights[2]
     names = made.resharded.output_names()
-    report = compare(runnable(made.original), ranks, (X,), {}, made.layout(), ["x"], names)
+    report = compare(made.original, ranks, (X,), {}, made.layout(), ["x"], names)
     assert not report.ok
 
 

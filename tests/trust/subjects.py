@@ -20,7 +20,6 @@ from tpcompiler.compared import layout_of
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.soundness.check import CheckReport, check_programs
 from tpcompiler.verify.compare import compare
-from tpcompiler.verify.reference import runnable
 
 Call = tuple[Sequence[Any], dict[str, Any]]
 
@@ -64,7 +63,7 @@ class Subject:
 def _subject(exported: ExportedProgram, mesh: object, plan: Any, calls: list[Call], **boundary: Any) -> Subject:
     program = tpcompiler.parallelize(exported, mesh, plan, **boundary)  # type: ignore[arg-type]
     names = program.resharded.output_names()
-    return Subject(program, runnable(exported), Artifact.of(program), names, calls)
+    return Subject(program, exported, Artifact.of(program), names, calls)
 
 
 def _of_zoo(name: str, ranks: int, dynamic: bool = False) -> Callable[[], Subject]:

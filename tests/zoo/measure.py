@@ -25,7 +25,7 @@ from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written
 from tpcompiler.verify.compare import Difference, VerifyReport, compare
-from tpcompiler.verify.reference import runnable
+from tpcompiler.verify.reference import reference_of
 from tpcompiler.verify.simulate import simulate
 
 WORLDS = (2, 4)
@@ -131,7 +131,7 @@ def exported(case: Case, dynamic: bool) -> ExportedProgram:
 @lru_cache(maxsize=4)
 def alone(case: Case, dynamic: bool) -> ExportedProgram:
     """What one device runs: made once for all worlds and sizes, because torch takes longer over it than the rest."""
-    return runnable(exported(case, dynamic))
+    return reference_of(exported(case, dynamic))
 
 
 @lru_cache(maxsize=8)

@@ -15,7 +15,7 @@ from tests.zoo.index import CASES
 from tests.zoo.measure import exported
 from tpcompiler.runtime.inputs import flatten_inputs, write_tensors
 from tpcompiler.verify.compare import FLOOR, SPREAD
-from tpcompiler.verify.reference import run_single, runnable
+from tpcompiler.verify.reference import run_single
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def test_saved_files_run_on_gloo(world: int, names: list[str], tmp_path: Path) -
 
 def _single(case: Case) -> tuple[list[torch.Tensor], list[float]]:
     """What one device gives, and what the judge allows beside each output."""
-    program = runnable(exported(case, True))
+    program = exported(case, True)
     flat = flatten_inputs(program, (), case.inputs(*case.others[0]))
     expected = [v for v in run_single(program, flat).outputs if isinstance(v, torch.Tensor)]
     exact = [v for v in run_single(program, flat, torch.float64).outputs if isinstance(v, torch.Tensor)]

@@ -16,7 +16,6 @@ from torch.utils._sympy.functions import FloorDiv, Max, Min
 from tpcompiler._torch.decompose import (
     decomposed,
     decomposing,
-    functional_copy,
     keeping_whole,
     quiet_torch,
     stays_whole,
@@ -109,7 +108,6 @@ __all__ = [
     "fake_group",
     "find_op",
     "forget_index",
-    "functional_copy",
     "functional_op",
     "group_is_registered",
     "guards_of",

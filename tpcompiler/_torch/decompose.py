@@ -22,14 +22,6 @@ from torch.export.exported_program import _decompose_exported_program, _override
 from tpcompiler._torch.ops import calls_others
 
 
-def functional_copy(program: ExportedProgram, opened: Collection[OpOverload]) -> ExportedProgram:
-    """The program with every op as it was exported, but for those `opened`, and nothing changed in place.
-
-    Those are decomposed as their kernels do.
-    """
-    return _retraced(program, dict.fromkeys(_ops_called(program), _special_op_to_preserve_cia), {}, opened)
-
-
 def decomposed(
     program: ExportedProgram,
     kept: Collection[OpOverload],
@@ -129,6 +121,25 @@ def quiet_torch() -> Iterator[list[BaseException]]:
             logger.handlers = handlers
 
 
+class _AndDraws(set[Any]):
+    """The calls that torch keeps though nobody uses their results, and those that draw."""
+
+    def __contains__(self, target: object) -> bool:
+        draws = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+        return draws or super().__contains__(target)
+
+
+@contextlib.contextmanager
+def keeping_draws() -> Iterator[None]:
+    """In this block torch does not remove a call that draws, on which all later numbers depend."""
+    before = torch.fx.node._side_effectful_functions
+    torch.fx.node._side_effectful_functions = _AndDraws(before)
+    try:
+        yield
+    finally:
+        torch.fx.node._side_effectful_functions = before
+
+
 @functools.cache
 def _is_composite(op: object) -> bool:
     """Whether torch lets it be kept, or decomposed otherwise than its kernel does. A `_MissingOp` is nothing."""
@@ -144,7 +155,8 @@ def _retraced(
     longer than all else. One that is not in the table is decomposed as its kernel does.
     """
     how = {op: each for op, each in composite.items() if _is_composite(op)} | {op: _kernel_of(op) for op in opened}
-    with quiet_torch(), unset_fake_temporarily():  # torch 2.13 warns about its own LeafSpec, and logs what it raises
+    # torch 2.13 warns about its own LeafSpec, and logs what it raises
+    with quiet_torch(), keeping_draws(), unset_fake_temporarily():
         made: ExportedProgram = _decompose_exported_program(
             program,
             cia_to_decomp=how,

@@ -28,13 +28,12 @@ from tpcompiler._torch import (
 )
 from tpcompiler.frontend.written_back import hidden_bases, memory_of
 from tpcompiler.ir import edit
-from tpcompiler.ir.draws import draws
+from tpcompiler.ir.draws import DROPOUTS
 from tpcompiler.ir.local import fake_mode_of, key
 from tpcompiler.ir.rebuilt import copy_signature, rebuilt
 from tpcompiler.progress import counted
 
 Values = dict[fx.Node, Any]
-DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout)
 DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
@@ -155,7 +154,7 @@ class _Writer:
         views = (user for name in names for user in name.users if user in env and user not in names)
         if memory.isdisjoint(names) or any(_lies_in(v, names | memory, env) for v in views):
             raise NotSimple(node.name)
-        # What is copied is of the same dtype and layout (`spell_out_copies`).
+        # What is copied is of the same dtype and layout (`spell_out`).
         made = env[node.args[1]] if op is aten.copy.default else self.decompose(node, op, env)  # type: ignore[index]
         if not isinstance(made, fx.Node) or key(made.meta["val"]) != key(target.meta["val"]):
             raise NotSimple(node.name)
@@ -165,7 +164,7 @@ class _Writer:
         return made
 
     def decompose(self, node: fx.Node, op: Any, env: Values) -> Any:
-        if isinstance(op, OpOverload) and op.overloadpacket in DROPOUTS and not draws(node):
+        if isinstance(op, OpOverload) and op.overloadpacket in DROPOUTS and _drops_nothing(node):
             return env[node.all_input_nodes[0]]
         op = aten.clone.default if op is aten.lift_fresh_copy.default else op  # a constant is one already
         if stays_whole(op, self.how, self.table):
@@ -235,6 +234,11 @@ class _Writer:
             values = [each.meta["val"] for each in given]
             self.bodies[known] = _traced(node, op, values, self.mode, self.table)
         return self.bodies[known]
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    args = edit.bound(node)
+    return args["train"] is False or args["p"] == 0
 
 
 def _lies_otherwise(value: fx.Node, now: fx.Node) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -9,6 +11,10 @@ from tpcompiler._torch import OpOverload, aten
 from tpcompiler.ir import edit
 
 RECURRENT = (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)  # these draw the dropout between their layers
+DROPOUTS = (
+    *(aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout),
+    *(aten.dropout_, aten.feature_dropout_, aten.alpha_dropout_, aten.feature_alpha_dropout_),
+)
 _SHAPED = (
     aten.rand_like,
     aten.randn_like,
@@ -24,14 +30,19 @@ _SHAPED = (
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether this call draws: dropout in eval mode, or with probability 0, does not."""
+    """True if this call advances the generator, as the CPU's kernels do.
+
+    Dropout in eval mode, of nothing (p = 0) or of everything (p = 1) does not, except by `native_dropout`, which draws
+    for any probability.
+    """
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     args = edit.bound(node)
-    idle = {"train": False, "training": False, "dropout": 0, "dropout_p": 0}
-    if "train" in args:
-        idle["p"] = 0  # of a dropout; bernoulli's p is no such thing
-    return not any(name in args and args[name] == value for name, value in idle.items())
+    idle: dict[str, tuple[Any, ...]] = {"train": (False,), "training": (False,)}
+    idle |= {"dropout": (0, 1), "dropout_p": (0, 1), "num_layers": (1,)}  # dropout lies between recurrent layers
+    if node.target.overloadpacket in DROPOUTS:
+        idle["p"] = (0, 1)  # bernoulli's p is no such thing
+    return not any(name in args and args[name] in values for name, values in idle.items())
 
 
 def draws_for_a_shape(node: fx.Node) -> bool:

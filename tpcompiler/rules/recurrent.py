@@ -81,7 +81,7 @@ def unroll(
     """
     states = [states] if isinstance(states, Tensor) else states
     x = x.transpose(0, 1) if batch_first else x
-    if isinstance(x.shape[0], torch.SymInt):
+    if isinstance(x.shape[0], torch.SymInt) or (dropout and train and layers > 1):
         return NotImplemented
     ways = 1 + bidirectional
     count = len(weights) // (layers * ways)

@@ -32,7 +32,7 @@ from tpcompiler.verify.judge import (
     widened,
 )
 from tpcompiler.verify.promote import Promoted, promoted
-from tpcompiler.verify.reference import WIDE, is_narrow, runnable
+from tpcompiler.verify.reference import WIDE, is_narrow, reference_of
 from tpcompiler.verify.simulate import RankResult, simulate
 
 # What a further call is given: args, or (args, kwargs).
@@ -186,7 +186,7 @@ class _Trial:
         self.dtype, self.layout, self.output_names = dtype, subject.layout, subject.output_names
         signature, state = subject.reference.graph_signature, subject.reference.state_dict
         self.weights = largest_magnitude(state[name] for name in signature.parameters)
-        self.reference: Any = runnable(subject.reference)
+        self.reference: Any = reference_of(subject.reference)
         self.programs: Sequence[Any] = subject.programs
         self.intermediate: Any = subject.intermediate
         if dtype is not None:
@@ -219,28 +219,32 @@ class _Trial:
             raise InputsError(
                 f"a rank's program does not run on these inputs: {error}", help="check shapes and dtypes"
             ) from error
-        every = [self.expected.mutated.keys(), *(result.mutated.keys() for result in self.got)]
-        written = [name for name in every[0] if all(name in names for names in every)]
-        unwritten = [
-            Difference(f"{name}, which not all write", float("inf"), float("inf"), 0.0, False)
-            for name in dict.fromkeys(name for names in every for name in names)
-            if name not in written
-        ]
+        best = self.best if _drew_alike(self.best, self.expected) else self.expected  # whose noise means nothing
+        single = (self.reference, self.known, flat, self.expected), (self.exact, self.precise, flat, best)
+        ranks = zip(self.programs, self.held, shares, self.got, strict=True)
+        runs = [*single, *ranks]
+        written = dict.fromkeys(name for *_, result in runs for name in result.mutated)
+        after = {name: [_value_after(name, *run) for run in runs] for name in written}
+        lost = [name for name, values in after.items() if any(value is None for value in values)]
         made = [
             (
                 name,
                 f"output {name}",
                 self.expected.outputs[at],
-                self.best.outputs[at],
+                best.outputs[at],
                 [r.outputs[at] for r in self.got],
             )
             for at, name in enumerate(self.output_names)
-        ] + [
-            (name, name, self.expected.mutated[name], self.best.mutated[name], [r.mutated[name] for r in self.got])
-            for name in written
-        ]
+        ] + [(name, name, want, exact, parts) for name, (want, exact, *parts) in after.items() if name not in lost]
         magnitude = max(self.weights, largest_magnitude([*flat, *self.expected.outputs]))
-        found = [difference(*each, self.layout, magnitude) for each in made] + unwritten
+        found = [difference(*each, self.layout, magnitude) for each in made]
+        forgotten = {name for name in after if any(name not in result.mutated for *_, result in runs)}
+        found = [
+            d if d.ok or d.name not in forgotten else replace(d, name=f"{d.name}, which not all write") for d in found
+        ]
+        found += [Difference(f"{name}, which not all have", float("inf"), float("inf"), 0.0, False) for name in lost]
+        if not all(_drew_alike(result, self.expected) for result in self.got):
+            found.append(Difference("the random numbers drawn", float("inf"), float("inf"), 0.0, False))
         return [replace(d, name=f"{d.name} in float32") for d in found] if self.dtype is not None else found
 
     def _check_at_door(self, shares: Sequence[Sequence[Any]]) -> None:
@@ -333,6 +337,23 @@ class _Trial:
                 reason = claim.get("reshard_reason") or claim.get("reason", "")
                 return f"'{node.name}' ({node.target}, claimed {text}); {reason}"
         return None
+
+
+def _value_after(name: str, program: Any, held: Mapping[str, Any], flat: Sequence[Any], result: RankResult) -> Any:
+    """The value of a leaf or an input after a call that may have written it; None where the program has none."""
+    specs = program.graph_signature.input_specs
+    inputs = (spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT)
+    given = dict(zip(inputs, flat, strict=True))
+    places = (result.mutated, held, program.state_dict, program.constants, given)
+    return next((place[name] for place in places if name in place), None)
+
+
+def _drew_alike(result: RankResult, expected: RankResult) -> bool:
+    """True if two runs leave the generators in the same state; what is not known is no difference."""
+    if result.drawn is None or expected.drawn is None:
+        return True
+    pairs = zip(result.drawn, expected.drawn, strict=True)
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
 
 def _refuse_nothing_finite(outputs: Sequence[Any], names: Sequence[str]) -> None:

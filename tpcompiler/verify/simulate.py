@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from tpcompiler.errors import InternalError
+from tpcompiler.frontend.written_back import find_written
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import groups_named
 from tpcompiler.ir.shares import REDUCE
@@ -24,20 +25,22 @@ from tpcompiler.progress import telling
 from tpcompiler.verify.promote import Promoted
 
 Seen = Callable[[int, fx.Node, Any], None]
+RandomState = tuple[torch.Tensor, torch.Tensor | None]
 T = TypeVar("T")
 WEIGHTS = (InputKind.PARAMETER, InputKind.CONSTANT_TENSOR)
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """Flat user outputs, and the values written back, by name of the buffer or input.
+    """Flat user outputs, the values written back, by name of the buffer or input, and the generators afterwards.
 
-    Among them buffers that an op has changed and the signature does not name: `instance_norm` in training does, and its
-    schema does not say so, so that torch's functional form of the program knows nothing of it.
+    Written back are also the weights, buffers and inputs that an op has changed in place, whatever the signature and
+    the op's schema say: `instance_norm` in training changes its statistics, and its schema does not say so.
     """
 
     outputs: list[Any]
     mutated: dict[str, torch.Tensor]
+    drawn: RandomState | None = None  # unknown, where it ran in a process of its own
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def lock_step(runs: Sequence[Generator[Waiting, Any, T]], failed: dict[int, Exce
     now = random_state()
     drawn = [now] * len(runs)
     try:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # inference mode does not count what is written
             while True:
                 for rank, run in enumerate(runs):
                     if rank not in results and rank not in waiting and rank not in (failed or ()):
@@ -126,13 +129,13 @@ def lock_step(runs: Sequence[Generator[Waiting, Any, T]], failed: dict[int, Exce
         set_random_state(now)
 
 
-def random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
+def random_state() -> RandomState:
     """Of the generators of the CPU and of the current GPU, where that was used."""
     gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return torch.get_rng_state(), gpu
 
 
-def set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+def set_random_state(state: RandomState) -> None:
     cpu, gpu = state
     torch.set_rng_state(cpu)
     if gpu is not None:
@@ -150,8 +153,8 @@ def _run(
     waiting: dict[fx.Node, Any] = {}
     env = _Values(lambda node: _input(program, waiting[node], feed, state))
     targets = {spec.target for spec in program.graph_signature.output_specs}
+    written = program.written if isinstance(program, Promoted) else find_written(program)
     held: dict[str, Any] = {}
-    buffers: dict[str, torch.Tensor] = {}
     feed = iter(inputs)
     specs = iter(program.graph_signature.input_specs)
     outputs: list[Any] = []
@@ -159,15 +162,13 @@ def _run(
     for node in program.graph.nodes:
         if node.op == "placeholder":
             spec = next(specs)
-            if seen is None and spec.kind in WEIGHTS and spec.target not in targets:
+            name = str(node.name if spec.kind is InputKind.USER_INPUT else spec.target)
+            if seen is None and spec.kind in WEIGHTS and name not in targets and name not in written:
                 waiting[node] = spec
                 ran()
                 continue
             env[node] = _input(program, spec, feed, state)
-            if (name := node.name if spec.kind is InputKind.USER_INPUT else spec.target) in targets:
-                held[str(name)] = env[node]
-            if spec.kind is InputKind.BUFFER and isinstance(env[node], torch.Tensor):
-                buffers[str(spec.target)] = env[node]
+            held[name] = env[node]
         elif node.op == "output":
             outputs = [env[a] if isinstance(a, fx.Node) else a for a in node.args[0]]
         elif node.op == "get_attr":
@@ -189,10 +190,10 @@ def _run(
             mutated[spec.target] = _written_back(held.get(spec.target), value)
     changed = {
         name: value
-        for name, value in buffers.items()
-        if not value.is_inference() and value._version and name not in mutated
+        for name, value in held.items()
+        if isinstance(value, torch.Tensor) and (value._version or name in written) and name not in mutated
     }
-    return RankResult(user, mutated | changed)
+    return RankResult(user, mutated | changed, random_state())
 
 
 class _Values(dict[fx.Node, Any]):

@@ -1,0 +1,81 @@
+"""What torch's decompositions would read wrongly, in words that they read right."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import fx
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import aten, quiet_torch
+from tpcompiler.frontend.written_back import VIEWS, graph_modules, writes
+from tpcompiler.ir import edit
+from tpcompiler.ir.local import fake_mode_of, is_contiguous
+from tpcompiler.ir.sizes import statically_equal
+
+
+def spell_out(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite the calls whose decomposition would compute something else; the program itself is not changed.
+
+    Before    p = unsafe_split(x, 2); mul_(x, 2); copy_(buffer, y); dropout(z, 1.0, True)
+    After     p = split(x, 2); mul_(x, 2); copy_(buffer, y.to(buffer.dtype).expand_as(buffer)); mul(z, 0)
+
+    A view whose schema hides it: what is written to it or beside it would be lost. A copy to a tensor of another dtype,
+    shape or layout: torch's functional form of it is the source as it is. Dropout of everything: torch's decomposition
+    draws random numbers for it, its kernel draws none.
+    """
+    calls = [node for each in graph_modules(program.graph_module) for node in edit.calls(each.graph)]
+    changes = any(map(writes, calls))
+    if not any(_is_another(node) or _drops_all(node) or (changes and node.target in VIEWS) for node in calls):
+        return program
+    module = copy.deepcopy(program.graph_module)
+    for each in graph_modules(module):
+        for node in edit.calls(each.graph):
+            if _is_another(node):
+                _spell_out_copy(node)
+            elif _drops_all(node):
+                _spell_out_zeros(node)
+            elif changes:
+                node.target = VIEWS.get(node.target, node.target)
+        each.recompile()
+    with quiet_torch():
+        return program._update(module, program.graph_signature)
+
+
+def _drops_all(node: fx.Node) -> bool:
+    if node.target is aten.scaled_dot_product_attention.default:
+        return bool(edit.bound(node)["dropout_p"] == 1)
+    return node.target is aten.dropout.default and edit.bound(node)["p"] == 1 and edit.bound(node)["train"] is True
+
+
+def _spell_out_zeros(node: fx.Node) -> None:
+    """Multiply by zero, as the kernels do: what is not finite becomes NaN."""
+    if node.target is aten.dropout.default:
+        node.target, node.args, node.kwargs = aten.mul.Tensor, (edit.bound(node)["input"], 0), {}
+        return
+    edit.set_argument(node, "dropout_p", 0.0)
+    zeros = edit.insert_after(node, aten.mul.Tensor, (node, 0), f"{node.name}_dropped")
+    zeros.meta["val"] = node.meta["val"]
+    edit.replace_uses(node, zeros, keep=[zeros])
+
+
+def _spell_out_copy(node: fx.Node) -> None:
+    target, source = edit.operands(node)
+    steps: list[tuple[Any, ...]] = [(aten.to.dtype, target.meta["val"].dtype), (aten.expand_as.default, target)]
+    if is_contiguous(target.meta["val"]):
+        steps.append((aten.contiguous.default,))
+    for op, *rest in steps:
+        made = edit.insert_before(node, op, (source, *rest), f"{node.name}_source")
+        with fake_mode_of(node.graph):
+            made.meta["val"] = op(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in made.args))
+        source = made
+    edit.replace_operand(node, 1, source)
+
+
+def _is_another(node: fx.Node) -> bool:
+    if node.target is not aten.copy_.default:
+        return False
+    target, source = (each.meta["val"] for each in edit.operands(node))
+    same = target.ndim == source.ndim and all(map(statically_equal, target.shape, source.shape))
+    return not same or target.dtype != source.dtype or (is_contiguous(target) and not is_contiguous(source))
