@@ -49,10 +49,11 @@ def _own_bags(
     *,
     shard: ShardRange,
 ) -> tuple[torch.Tensor, ...]:
-    """This shard's part of every bag, by `look_up`: ids of other shards, and padding, weigh nothing.
+    """This shard's part of every bag, by `look_up`: zeros for ids of other shards, and for padding.
 
-    The statistics do not depend on the table, and their sizes on the look-up; the first shard holds them, the others
-    hold zeros. A mean is divided by the ids that they count.
+    They are zeros before they are weighted, because the row that is read for them may hold NaN or an infinity. The
+    statistics do not depend on the table, and their sizes on the look-up; the first shard holds them, the others hold
+    zeros. A mean is divided by the ids that they count.
     """
     padding = ids == padding_idx if padding_idx >= 0 else torch.zeros_like(ids, dtype=torch.bool)
     last = (include_last_offset, 1 if padding_idx >= 0 else -1)
@@ -63,8 +64,10 @@ def _own_bags(
     absent = (local < 0) | (local >= shard.size)
     own = torch.ones_like(ids, dtype=table.dtype) if per_sample_weights is None else per_sample_weights
     own = torch.where(absent | padding, 0.0, own)
-    local = torch.where(absent, 0, local)
-    bags = look_up(table, local, offsets, scale_grad_by_freq, SUM, sparse, own, include_last_offset)[0]
+    found = aten.embedding.default(table, torch.where(absent, 0, local))
+    found = found.masked_fill((absent | padding).unsqueeze(-1), 0)
+    each = torch.arange(ids.shape[0], dtype=ids.dtype, device=ids.device)
+    bags = look_up(found, each, offsets, scale_grad_by_freq, SUM, sparse, own, include_last_offset)[0]
     if mode == MEAN:
         bags = bags / counts[: bags.shape[0]].clamp(min=1).unsqueeze(-1)
     return bags, *(part * (shard.offset == 0) for part in (bag_of_id, counts, rows))
