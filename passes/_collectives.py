@@ -11,6 +11,7 @@ from passes._lines import LINE, Line
 from tpcompiler._torch import DeviceMesh, c10d_functional, redistribute
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Size, chunk
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.ordered import decode, encode, is_lossy
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut_dim, join_dim
 
@@ -18,6 +19,14 @@ Number = Callable[[], torch.Tensor]  # gives the next of `numbers_of`
 
 
 def change_on_line(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number) -> torch.Tensor:
+    """Make one step; a maximum or minimum of floats as integers, among which no backend loses NaN."""
+    lossy = [op for _, op in line.source.partial if is_lossy(op, x.dtype)]
+    if not lossy:
+        return _change(x, line, over, number)
+    return decode(_change(encode(x, lossy[0]), line, over, number), x.dtype)
+
+
+def _change(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number) -> torch.Tensor:
     source, target, mesh, rank = line.source, line.target, line.mesh, line.here
     degree = mesh.world_size
     # Symbolic sizes are computed from the local tensor, as the traced graph must.

@@ -12,7 +12,7 @@ from torch import fx
 
 from passes._collectives import change_on_line, on_first
 from passes._lines import Line, numbers_of, put_on_line
-from tpcompiler._torch import FakeTensorMode, fake_group, trace_ops, traced_mesh
+from tpcompiler._torch import FakeTensorMode, aten, fake_group, trace_ops, traced_mesh
 from tpcompiler.cost.program import held_by_first, steps_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, memory_order
@@ -36,7 +36,8 @@ def lower_reshards(program: ReshardedProgram, ranks: Sequence[int], traces: Trac
     begin, is read from `rank_number` nodes, so that one graph serves them all.
 
     Equal changes of equal local shapes are traced once; `traces` keeps them from one call to the next.
-    S(i) -> S(j) is an all_to_all of our own, because torch's asks for the caller's rank and gathers on CPU.
+    S(i) -> S(j) is an all_to_all of our own, because torch's asks for the caller's rank and gathers on CPU. A maximum
+    or minimum of floats is reduced as integers of the same order (`ir/ordered.py`), because backends lose NaN.
     """
     graph = edit.copy_graph(program.graph)
     mode = fake_mode_of(graph)
@@ -123,7 +124,11 @@ def _trace(
             own = [torch.empty((), dtype=torch.int64) for _ in _numbers(steps)]
             graph = trace_ops(body, local, *own)
     names = {f"{name}_{'.'.join(axes)}": mesh.group_name(axes) for axes in over}
-    for node in graph.nodes:
+    for node in list(graph.nodes):
+        if node.target is aten.detach.default:  # which make_fx puts behind a view in another dtype
+            edit.replace_uses(node, node.args[0])
+            edit.erase(node)
+            continue
         node.args = tuple(names.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args)
         if edit.is_collective(node):
             # make_fx reads sizes off the first tensor that has them, which nobody has waited for yet.

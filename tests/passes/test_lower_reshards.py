@@ -43,9 +43,19 @@ return wait_tensor
         text((4, 6), "P(max)", "R"),
         """\
 x: P(max) = input f32[4, 6]
-all_reduce = all_reduce(x, 'max', 'tp=2:tp')
-wait_tensor: R = wait_tensor(all_reduce)
-return wait_tensor
+view = view(x, i32)
+bitwise_right_shift = bitwise_right_shift(view, 31)
+bitwise_and = bitwise_and(bitwise_right_shift, 2147483647)
+bitwise_xor = bitwise_xor(view, bitwise_and)
+isnan = isnan(x)
+masked_fill = masked_fill(bitwise_xor, isnan, 2147483647)
+all_reduce = all_reduce(masked_fill, 'max', 'tp=2:tp')
+wait_tensor = wait_tensor(all_reduce)
+bitwise_right_shift_1 = bitwise_right_shift(wait_tensor, 31)
+bitwise_and_1 = bitwise_and(bitwise_right_shift_1, 2147483647)
+bitwise_xor_1 = bitwise_xor(wait_tensor, bitwise_and_1)
+view_1: R = view(bitwise_xor_1, f32)
+return view_1
 """,
     )
 

@@ -20,6 +20,7 @@ from tpcompiler._torch import sym_hint
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.ir.dim_sharding import DimSharding, Size
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.ordered import sent_itemsize
 from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.sharding import Sharding, commute
 
@@ -109,7 +110,8 @@ def _steps(
     used = mesh.ordered(source.axes | target.axes)
 
     def step(kind: Kind, axes: tuple[str, ...], made: Sharding) -> Step:
-        moved = _local_bytes(made if kind == "all_gather" else state, shape, itemsize, mesh)
+        size = sent_itemsize(pending.get(axes[0], ""), itemsize)
+        moved = _local_bytes(made if kind == "all_gather" else state, shape, size, mesh)
         free = kind in ("slice", "hold")
         return Step(kind, axes, state, made, 0 if free else wire_bytes(kind, moved, mesh.size(axes)))
 

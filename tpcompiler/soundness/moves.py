@@ -12,9 +12,11 @@ from torch import fx
 from tpcompiler._torch import OpOverload, aten, c10d_functional
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.ordered import is_lossy, sent_dtype
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import is_fixed_part, statically_equal
 from tpcompiler.soundness.folded import Folded, dtype_name
+from tpcompiler.soundness.region import Region
 from tpcompiler.soundness.unsound import Unsound
 
 END = 2**63 - 1  # a slice without an end
@@ -61,6 +63,7 @@ COLLECTIVES = (
     c10d_functional.all_to_all_single.default,
     c10d_functional.wait_tensor.default,
 )
+REDUCTIONS = (c10d_functional.all_reduce.default, c10d_functional.reduce_scatter_tensor.default)
 SIZES = (aten.sym_size.int, aten.sym_numel.default, operator.mul, operator.floordiv)
 
 
@@ -73,13 +76,33 @@ def check_changes(made: Folded) -> None:
     for region in made.regions.values():
         if region.call is None:
             (operand,) = (node for node in region.inputs if edit.is_tensor(node))
+            dtype = edit.outputs(operand)[0].dtype
             degrees = _degrees(made.shardings[operand][0], made.shardings[region.nodes[-1]][0], made.mesh)
             places = set(region.numbers)
+            _check_extrema(region)
+            inside = {node for each in region.ordered for node in each.nodes}
+            kept = dict.fromkeys((each.result for each in region.ordered if each.op), sent_dtype(dtype))
             for node in region.nodes:
                 if node.target in PLACES and places.issuperset(node.all_input_nodes):
                     places.add(node)
-                else:
-                    _check_move(node, region.name, edit.outputs(operand)[0].dtype, degrees, places)
+                elif node not in inside:
+                    kept[node] = next((kept[used] for used in node.all_input_nodes if used in kept), dtype)
+                    _check_move(node, region.name, kept[node], degrees, places)
+
+
+def _check_extrema(region: Region) -> None:
+    """Floats are reduced to a maximum or minimum as integers in which NaN comes first, and such integers no other way.
+
+    Raises:
+        Unsound: on a real backend NaN is lost, or the integers mean nothing.
+    """
+    encoded = {each.op for each in region.ordered if each.op}
+    for node in region.nodes:
+        if node.target in REDUCTIONS and (op := str(node.args[1])):
+            if is_lossy(op, edit.outputs(edit.operands(node)[0])[0].dtype):
+                raise Unsound(node, f"reduces floats by {op}, in which a backend may lose a rank's NaN")
+            if encoded - {op}:
+                raise Unsound(node, f"reduces by {op} what is encoded for {' and '.join(sorted(encoded))}")
 
 
 def _degrees(source: Sharding, target: Sharding, mesh: Mesh) -> set[int]:

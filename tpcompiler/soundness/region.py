@@ -9,6 +9,7 @@ from torch import fx
 
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.ordered import Ordered, find_ordered
 from tpcompiler.soundness.numbers import Numbers
 
 
@@ -17,7 +18,7 @@ class Region:
     """Nodes that ranks run for one change of sharding, or (`call`) for a share of one op.
 
     `inputs`: the nodes outside that they use, `outputs`: those of them that others use; `numbers`: of the rank that
-    runs them.
+    runs them. `ordered`: floats written as integers of the same order, and back (`ir/ordered.py`).
     """
 
     name: str
@@ -26,6 +27,7 @@ class Region:
     outputs: tuple[fx.Node, ...]
     numbers: tuple[fx.Node, ...] = ()
     call: Any = None
+    ordered: tuple[Ordered, ...] = ()
 
 
 def find_regions(graph: fx.Graph, numbers: Numbers) -> dict[str, Region]:
@@ -43,5 +45,5 @@ def find_regions(graph: fx.Graph, numbers: Numbers) -> dict[str, Region]:
         read = tuple(node for node in used if node in numbers.read)
         # A rank with an empty share of what is made next may need nothing of it.
         outputs = tuple(node for node in nodes if any(user not in own for user in node.users)) or (nodes[-1],)
-        found[name] = Region(name, tuple(nodes), inputs, outputs, read)
+        found[name] = Region(name, tuple(nodes), inputs, outputs, read, ordered=tuple(find_ordered(nodes)))
     return found

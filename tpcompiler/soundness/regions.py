@@ -306,8 +306,15 @@ def _run(
 
 
 def _one(region: Region, env: dict[fx.Node, Any], known: dict[str, Any]) -> Generator[Waiting, Any, list[Any]]:
-    """Run one rank's. `known`: what ranks have made, and of what; it is large, and often one tensor for all of them."""
+    """Run one rank's. `known`: what ranks have made, and of what; it is large, and often one tensor for all of them.
+
+    Integers that stand for floats in their order move and are reduced as the floats: these go on as they are.
+    """
+    same_as = {node: each.source for each in region.ordered for node in each.nodes}
     for node in region.nodes:
+        if node in same_as:
+            env[node] = env[same_as[node]]
+            continue
         if edit.is_collective(node):
             env[node] = yield from run_call(node, env)
             continue

@@ -64,6 +64,8 @@ class VerifyReport(Shown):
             lines.append(f"  {self.note}")
         for d in self.outputs:
             proved = "" if d.finite else ": it has no finite number, which proves nothing"
+            if d.strays:
+                proved = f": {d.strays} elements are NaN or infinite on one device or on a rank, and not on both"
             lines.append(
                 f"  {'ok ' if d.ok else 'BAD'} {d.name}: rel err {d.rel:.3g} (tolerance {d.tolerance:.3g}){proved}"
             )

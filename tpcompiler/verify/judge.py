@@ -29,7 +29,8 @@ class Difference:
 
     `rel` is an absolute difference over the largest magnitude of the reference, where it is largest beside its
     `tolerance` (`_bands`). `counted` says that it is made of integers or booleans, and `abs` and `rel` how many are
-    wrong. Where the reference has no `finite` number, being equal proves nothing.
+    wrong. Where the reference has no `finite` number, being equal proves nothing. `strays` counts the elements that are
+    NaN or infinite on the single device or on a rank, and not the same on both.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Difference:
     ok: bool
     counted: bool = False
     finite: bool = True
+    strays: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ def difference(
         largest = max(largest, off)
         verdicts.append((off / scale / tolerance, off / scale, tolerance))
     _, rel, tolerance = max(verdicts)
-    return Difference(name, largest, rel, tolerance, rel <= tolerance, finite=bool(widened(want).isfinite().any()))
+    finite = bool(widened(want).isfinite().any())
+    strays = max(_count_strays(w, want) for w in whole)
+    return Difference(name, largest, rel, tolerance, rel <= tolerance and not strays, finite=finite, strays=strays)
 
 
 def _bands(exact: torch.Tensor) -> list[torch.Tensor]:
@@ -121,6 +125,13 @@ def largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:
     same = (got == want) | (got.isnan() & want.isnan())
     apart = torch.where(same, 0.0, (got - want).abs())
     return float(apart.nan_to_num(nan=float("inf")).amax())
+
+
+def _count_strays(got: torch.Tensor, want: torch.Tensor) -> int:
+    """Count the elements that are NaN or infinite in one of both, and not the same in the other."""
+    got, want = widened(got), widened(want)
+    same = (got == want) | (got.isnan() & want.isnan()) | (got.isfinite() & want.isfinite())
+    return int((~same).sum())
 
 
 def is_rounded(value: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ all ranks of its group wait at the same collective, it is computed and they go o
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from tpcompiler.errors import InternalError
 from tpcompiler.frontend.written_back import find_written
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import groups_named
+from tpcompiler.ir.ordered import is_lossy
 from tpcompiler.ir.shares import REDUCE
 from tpcompiler.progress import telling
 from tpcompiler.verify.promote import Promoted
@@ -299,12 +301,26 @@ def _collective(waiting: Sequence[Waiting]) -> Sequence[torch.Tensor]:
             help="convert the model again",
         )
     if first.kind == "all_reduce":
-        return [REDUCE[first.details[0]](torch.stack(values))] * len(values)
+        return [_reduced(first.details[0], torch.stack(values))] * len(values)
     if first.kind == "all_gather_into_tensor":
         return [torch.cat(values)] * len(values)
     if first.kind == "reduce_scatter_tensor":
-        return REDUCE[first.details[0]](torch.stack(values)).chunk(len(values))
+        return _reduced(first.details[0], torch.stack(values)).chunk(len(values))
     raise InternalError(f"'{first.node}': the simulator does not know {first.kind}", help="report this")
+
+
+def _reduced(op: str, values: torch.Tensor) -> torch.Tensor:
+    """Reduce over ranks as the worst backend does.
+
+    Which value a maximum of floats has where some ranks hold NaN depends on the order of ranks and on the size: on gloo
+    it may be NaN or any of the others, even the smallest (measured with torch 2.13: of 0, NaN, 2 and 3 it is 0).
+    """
+    made = REDUCE[op](values)
+    if not is_lossy(op, values.dtype):
+        return made
+    lost = values.isnan()
+    worst = REDUCE["min" if op == "max" else "max"](values.masked_fill(lost, math.inf if op == "max" else -math.inf))
+    return torch.where(lost.any(0) & ~lost.all(0), worst, made)
 
 
 def _call(waiting: Waiting) -> str:
