@@ -187,6 +187,29 @@ def test_an_encoding_that_is_damaged_is_found(name: str) -> None:
     assert damage.words in str(report)
 
 
+class Attention(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+
+
+@pytest.mark.parametrize("number", [NAN, INF])
+@pytest.mark.parametrize("spoilt", [0, 1, 2])
+@pytest.mark.parametrize("is_bool", [True, False])
+def test_attention_over_keys_that_are_cut(spoilt: int, number: float, is_bool: bool) -> None:
+    """A number in a key or value of the second rank, which the mask hides from some queries."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, steps, 8) for steps in (4, 256, 256))
+    mask = torch.rand(4, 256) > 0.4
+    mask[1, 128:] = False
+    if not is_bool:
+        mask = torch.zeros(4, 256).masked_fill(~mask, -INF)
+    made = tpcompiler.parallelize(export(Attention(), (q, k, v, mask)), 2, {}, inputs=["R", "S(2)", "S(2)", "R"])
+    assert {each.kind for each in made.collectives()} == {"all_reduce"}
+    (q, k, v)[spoilt][0, 1, -1, 2] = number
+    report = made.verify((q, k, v, mask))
+    assert report.ok, str(report)
+
+
 class Bags(nn.Module):
     def __init__(self) -> None:
         super().__init__()

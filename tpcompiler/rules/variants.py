@@ -83,7 +83,9 @@ def attention(
             mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else aten.unflatten.int(mask, -3, [count, -1])
     scores = _wide(q) @ _wide(k).transpose(-1, -2) * scale
     if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        if mask.dtype == torch.bool:  # added as torch's kernels do: NaN in a key that a mask hides is NaN
+            mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -math.inf)
+        scores = scores + mask
     greatest = scores.amax([-1], True)
     powers = (scores - greatest.masked_fill(greatest == -math.inf, 0.0)).exp()
     both = torch.cat([powers @ _wide(v), powers.sum([-1], True)], -1)  # in one collective
