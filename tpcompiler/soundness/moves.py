@@ -12,7 +12,7 @@ from torch import fx
 from tpcompiler._torch import OpOverload, aten, c10d_functional
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.ordered import is_lossy, sent_dtype
+from tpcompiler.ir.ordered import is_lossy
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import is_fixed_part, statically_equal
 from tpcompiler.soundness.folded import Folded, dtype_name
@@ -79,30 +79,40 @@ def check_changes(made: Folded) -> None:
             dtype = edit.outputs(operand)[0].dtype
             degrees = _degrees(made.shardings[operand][0], made.shardings[region.nodes[-1]][0], made.mesh)
             places = set(region.numbers)
-            _check_extrema(region)
+            _check_extrema(region, dtype)
             inside = {node for each in region.ordered for node in each.nodes}
-            kept = dict.fromkeys((each.result for each in region.ordered if each.op), sent_dtype(dtype))
             for node in region.nodes:
                 if node.target in PLACES and places.issuperset(node.all_input_nodes):
                     places.add(node)
                 elif node not in inside:
-                    kept[node] = next((kept[used] for used in node.all_input_nodes if used in kept), dtype)
-                    _check_move(node, region.name, kept[node], degrees, places)
+                    _check_move(node, region.name, _kept_dtype(node, dtype, places), degrees, places)
 
 
-def _check_extrema(region: Region) -> None:
+def _check_extrema(region: Region, dtype: torch.dtype) -> None:
     """Floats are reduced to a maximum or minimum as integers in which NaN comes first, and such integers no other way.
 
     Raises:
         Unsound: on a real backend NaN is lost, or the integers mean nothing.
     """
     encoded = {each.op for each in region.ordered if each.op}
+    for each in region.ordered:
+        floats = each.source if each.op else each.result
+        if (other := edit.outputs(floats)[0].dtype) != dtype:
+            raise Unsound(each.result, f"encodes {dtype_name(other)} in a change of {dtype_name(dtype)}")
     for node in region.nodes:
         if node.target in REDUCTIONS and (op := str(node.args[1])):
             if is_lossy(op, edit.outputs(edit.operands(node)[0])[0].dtype):
                 raise Unsound(node, f"reduces floats by {op}, in which a backend may lose a rank's NaN")
             if encoded - {op}:
                 raise Unsound(node, f"reduces by {op} what is encoded for {' and '.join(sorted(encoded))}")
+
+
+def _kept_dtype(node: fx.Node, dtype: torch.dtype, places: Collection[fx.Node]) -> torch.dtype:
+    """Return the dtype that a move must keep: that of all it moves, which are integers where floats are encoded."""
+    taken = {each.dtype for used in node.all_input_nodes if used not in places for each in edit.outputs(used)}
+    if len(taken) > 1:
+        raise Unsound(node, f"mixes {' and '.join(sorted(map(dtype_name, taken)))}")
+    return taken.pop() if taken else dtype
 
 
 def _degrees(source: Sharding, target: Sharding, mesh: Mesh) -> set[int]:

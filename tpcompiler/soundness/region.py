@@ -45,5 +45,6 @@ def find_regions(graph: fx.Graph, numbers: Numbers) -> dict[str, Region]:
         read = tuple(node for node in used if node in numbers.read)
         # A rank with an empty share of what is made next may need nothing of it.
         outputs = tuple(node for node in nodes if any(user not in own for user in node.users)) or (nodes[-1],)
-        found[name] = Region(name, tuple(nodes), inputs, outputs, read, ordered=tuple(find_ordered(nodes)))
+        ordered = tuple(find_ordered(nodes)) if name.startswith("reshard") else ()
+        found[name] = Region(name, tuple(nodes), inputs, outputs, read, ordered=ordered)
     return found
