@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,7 @@ class Case:
     plan: dict[str, Any]
     inputs: list[Spec]
     outputs: list[Spec]
+    strange: tuple[str, ...] = ()  # where NaN and infinities are
 
     def exported(self) -> ExportedProgram:
         free: Any = dict.fromkeys(self.dynamic, Dim.AUTO)
@@ -114,6 +116,7 @@ class Case:
             f"v0 {x}, v1 {y}, ids {ids}, dynamic {list(self.dynamic)}, {self.dialect}\n{steps}\n"
             f"  return {', '.join(f'v{i}' for i in self.net.returned)}\n"
             f"  mesh {self.mesh}, plan {self.plan}\n  inputs {self.inputs}, outputs {self.outputs}"
+            f"{', '.join(['', *self.strange])}"
         )
 
 
@@ -139,7 +142,25 @@ def cases(draw: Draw, most: int) -> Case:
     free = draw(st.sampled_from([(), (), (0,), (1,), (0, 1)]))
     dynamic = tuple(dim for dim in free if dim < len(lead) and lead[dim] > 1)
     dialect = draw(st.sampled_from(["training", "training", "training", "canonical", "core"]))
-    return Case(net, args, dynamic, dialect, mesh, _plan(draw, net, mesh), inputs, outputs)
+    plan = _plan(draw, net, mesh)
+    strange = _put_strange_numbers(draw, net, args) if draw(st.sampled_from([True, False, False, False])) else ()
+    return Case(net, args, dynamic, dialect, mesh, plan, inputs, outputs, strange)
+
+
+def _put_strange_numbers(draw: Draw, net: Net, args: tuple[torch.Tensor, ...]) -> tuple[str, ...]:
+    """Write NaN or an infinity over one or two numbers; in weights NaN alone, for shares of a sum times an infinity may
+    make NaN (docs/promises.md)."""
+    named = [(name, value, True) for name, value in zip("xy", args, strict=False)]
+    named += [(name, leaf.detach(), False) for name, leaf in (*net.named_parameters(), *net.named_buffers())]
+    named = [each for each in named if each[1].is_floating_point() and each[1].numel()]
+    put = []
+    for _ in range(draw(st.integers(1, 2))):
+        name, value, is_input = draw(st.sampled_from(named[:2] if draw(st.booleans()) else named))
+        number = draw(st.sampled_from([math.nan, math.inf, -math.inf] if is_input else [math.nan]))
+        at = draw(st.integers(0, value.numel() - 1))
+        value.view(-1)[at] = number
+        put.append(f"{number} at {at} of {name}")
+    return tuple(put)
 
 
 def _grow(draw: Draw, net: Net, values: list[torch.Tensor], ids: torch.Tensor, name: str) -> None:

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch.export import ExportedProgram
 
 import tpcompiler
+from tests.property.processes import judge_processes
 from tests.property.programs import Case, cases, resized
 from tests.property.steps import ROWS
 from tpcompiler import errors
@@ -40,6 +41,7 @@ REFUSALS = (
 SIZES = (24, 13)
 ROUNDED = 1e-2  # a tolerance above this: one rounding of float32 is already seen, and says nothing about the ranks
 BATCH = 25  # programs of one seed
+IN_PROCESSES = 12  # one in so many programs is run by gloo processes too
 SHORT, STEPS = 5, 8  # long ones take twice the time
 
 
@@ -62,10 +64,12 @@ class Outcome:
     collectives: tuple[str, ...] = ()
     plan: tuple[str, ...] = ()
     boundary: tuple[str, ...] = ()
+    strange: bool = False  # with NaN or infinities
+    processes: int = 0  # that ran it
 
 
-def tried(case: Case) -> Outcome:
-    """Export, compile and judge one program."""
+def tried(case: Case, processes: bool = False) -> Outcome:
+    """Export, compile and judge one program; with `processes` also as gloo processes run it."""
     try:
         program = case.exported()
     except Exception as error:  # torch's own: there is no program
@@ -78,6 +82,8 @@ def tried(case: Case) -> Outcome:
         return _failed(error, case)
     try:
         calls, wrong = judge(made, case.args)
+        if processes and not wrong:
+            wrong = judge_processes(made, [case.args, others_like(case.args)])
     except Undecided as reason:
         return Outcome("discarded", str(reason))
     except Exception as error:
@@ -85,7 +91,8 @@ def tried(case: Case) -> Outcome:
     if wrong:
         return Outcome("failed", wrong.splitlines()[0], f"{case}\n{wrong}")
     facts = _facts(case, made)
-    return Outcome("counted" if facts.pop("counts") else "whole", calls=calls, **facts)
+    ran = made.world_size if processes else 0
+    return Outcome("counted" if facts.pop("counts") else "whole", calls=calls, processes=ran, **facts)
 
 
 class Undecided(Exception):
@@ -108,8 +115,12 @@ def judge(made: tpcompiler.ParallelProgram, args: tuple[torch.Tensor, ...]) -> t
     for taken in (args, *(resized(made.original, args, size) for size in SIZES)):
         if taken is None or not _divides(made, taken) or not (taken is args or _takes(made.original, taken)):
             continue
-        again = tuple(torch.randn_like(a) if a.is_floating_point() else a.flip(0) for a in taken)
-        compared = made.verify(taken, then=[] if calls else [(again, {})])
+        try:
+            compared = made.verify(taken, then=[] if calls else [(others_like(taken), {})])
+        except errors.InputsError as error:
+            if "no finite number" in str(error):
+                raise Undecided("nothing is finite") from error
+            raise
         if any(d.tolerance > ROUNDED for d in compared.outputs):
             raise Undecided("rounding decides")
         if not compared.ok:
@@ -138,6 +149,11 @@ def _wrong_beyond(made: tpcompiler.ParallelProgram, args: tuple[torch.Tensor, ..
             if not report.ok:
                 return f"{report}\n  with the id {beyond}"
     return ""
+
+
+def others_like(args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Other numbers of the same shapes."""
+    return tuple(torch.randn_like(a) if a.is_floating_point() else a.flip(0) for a in args)
 
 
 def _takes(program: ExportedProgram, args: tuple[torch.Tensor, ...]) -> bool:
@@ -187,6 +203,7 @@ def _facts(case: Case, made: tpcompiler.ParallelProgram) -> dict[str, Any]:
         "collectives": tuple(collective.kind for collective in made.collectives()),
         "plan": tuple(sorted({_named(style) for style in case.plan.values()})),
         "boundary": tuple(sorted({_named(spec) for spec in (*case.inputs, *case.outputs)})),
+        "strange": bool(case.strange),
     }
 
 
@@ -222,6 +239,8 @@ class Tally:
         self.of.setdefault("dialect", Counter())[outcome.dialect] += 1
         self.of.setdefault("free sizes", Counter())[str(outcome.dynamic)] += 1
         self.of.setdefault("calls", Counter())[str(outcome.calls)] += 1
+        self.of.setdefault("numbers", Counter())["with NaN or inf" if outcome.strange else "finite"] += 1
+        self.of.setdefault("judged by", Counter()).update(["verify"] + ["gloo processes"] * bool(outcome.processes))
         communicates = "with collectives" if outcome.collectives else "without"
         self.of.setdefault("programs", Counter())[communicates] += 1
 
@@ -253,7 +272,11 @@ def drawn(seed: int, number: int, use: Callable[[Case], None], *, steps: int = S
 def batch(seed: int, steps: int | None = None) -> list[Outcome]:
     """What came of the programs of one seed: one in four has long ones, unless `steps` says how long."""
     outcomes: list[Outcome] = []
-    drawn(seed, BATCH, lambda case: outcomes.append(tried(case)), steps=steps or (SHORT if seed % 4 else STEPS))
+
+    def use(case: Case) -> None:
+        outcomes.append(tried(case, processes=len(outcomes) % IN_PROCESSES == 0))
+
+    drawn(seed, BATCH, use, steps=steps or (SHORT if seed % 4 else STEPS))
     return outcomes
 
 

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 import tpcompiler
 from tests.long import some
+from tests.property.processes import judge_processes
 from tests.property.programs import Case, Net, Step
 from tests.property.run import REFUSALS, SHORT, Outcome, Tally, Undecided, batch, drawn, judge, long_run, tried
 from tests.property.steps import ROWS
@@ -51,6 +52,8 @@ def test_the_programs_are_many_kinds_of_programs() -> None:
     assert tally.of["programs"]["with collectives"] > 0.9 * counted
     assert tally.of["free sizes"]["0"] < 0.9 * counted
     assert {"colwise", "rowwise", "colwise_gather_output"} <= set(tally.of["plan"])
+    assert 0.1 * counted < tally.of["numbers"]["with NaN or inf"] < 0.5 * counted
+    assert tally.of["judged by"]["gloo processes"] >= len(SEEDS)
 
 
 def _noticed(made: tpcompiler.ParallelProgram, args: tuple[torch.Tensor, ...]) -> bool | None:
@@ -111,6 +114,24 @@ def test_ranks_that_answer_for_ids_beyond_are_noticed() -> None:
         program = torch.export.export(net, args)
         made = tpcompiler.parallelize(program, 2, {"table0": "S(0)"}, check_indices=check)
         assert ("and no rank does" in judge(made, args)[1]) is not check
+
+
+def test_processes_that_differ_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files with a wrong weight on one rank, which nobody has looked at."""
+    net, x = torch.nn.Linear(4, 6), torch.randn(3, 4)
+    made = tpcompiler.parallelize(torch.export.export(net, (x,)), 2, {"weight": "S(0)"})
+    assert judge_processes(made, [(x,), (x + 1,)]) == ""
+    right = made.partition.rank_program
+
+    def wrong(rank: int) -> ExportedProgram:
+        program = right(rank)
+        if rank == 1:
+            program.state_dict["weight"] = torch.nn.Parameter(torch.full_like(program.state_dict["weight"], torch.nan))
+        return program
+
+    monkeypatch.setattr(made.partition, "rank_program", wrong)
+    monkeypatch.setattr(tpcompiler.ParallelProgram, "inspect", lambda *_: None)
+    assert "in processes: NOT EQUAL" in judge_processes(made, [(x,)])
 
 
 def test_what_torch_itself_raises_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
