@@ -82,6 +82,7 @@ def tried(case: Case, processes: bool = False) -> Outcome:
         return _failed(error, case)
     try:
         calls, wrong = judge(made, case.args)
+        processes = processes and _divides(made, case.args)
         if processes and not wrong:
             wrong = judge_processes(made, [case.args, others_like(case.args)])
     except Undecided as reason:
