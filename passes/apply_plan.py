@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement
 from torch.export.graph_signature import OutputKind
 
+from passes._seeds import find_seeds
 from passes._turns import ask_for_turns
+from passes._wrapped import find_wrapped
 from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
-from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.placements import PlacementSpec
@@ -24,9 +25,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.ir.text import value_text
-from tpcompiler.plan import Plan, PlanEntry, Style
-from tpcompiler.rules.features import feature_dims
-from tpcompiler.rules.registry import rule_of
+from tpcompiler.plan import Plan, PlanEntry
 
 Boundary = Mapping[str, PlacementSpec] | Sequence[PlacementSpec | None] | None
 
@@ -61,23 +60,30 @@ def apply_plan(
     owned: dict[str, dict[str, fx.Node]] = {}
     weights: dict[str, dict[str, fx.Node]] = {}
     for fqn, node in leaves.items():
-        owned.setdefault(layer_of(fqn), {})[fqn] = node
+        for layer in {layer_of(fqn), fqn.rpartition(".")[0]}:  # "up.base_layer.weight" is of "up" and "up.base_layer"
+            owned.setdefault(layer, {})[fqn] = node
         for name in {fqn, weight_of(fqn)}:
             weights.setdefault(name, {})[fqn] = node
     aliases = _aliases(planned)
     assigned = plan.assign(names_of(planned))
     seeds: dict[str, Seed] = {}
     unseeded: dict[str, str] = {}
+    cutting = [name for name, entry in assigned.items() if entry.style.cut or entry.style.whole]
+    wrapped = find_wrapped(graph, cutting, owned, static)
+    named: dict[str, str] = {}  # leaf -> the layer whose entry has placed it
     for name in sorted(assigned, key=lambda n: n.count(".")):  # inner names override outer ones
-        weight = weights.get(name, {})
-        made = _seeds(name, assigned[name], leaves, weight, owned.get(name, {}), aliases, constant, mesh)
-        if plan.searches and assigned[name].style.whole and not weight:
+        weight, style = weights.get(name, {}), assigned[name].style
+        own = owned.get(wrapped.get(name, name), {})
+        made = find_seeds(name, assigned[name], leaves, weight, own, aliases, constant, mesh)
+        if plan.searches and style.whole and not weight:
             made = {leaf: replace(seed, loose=True) for leaf, seed in made.items()}  # what follows the layer's weight
         for shared in () if weight else seeds.keys() & made.keys():
-            _refuse_two(seeds[shared], made[shared], next(f for f, node in leaves.items() if node.name == shared))
+            if not name.startswith(f"{named[shared]}."):
+                _refuse_two(seeds[shared], made[shared], next(f for f, node in leaves.items() if node.name == shared))
         seeds.update(made)
-        if assigned[name].style.cut and not weight:
-            unseeded.update(dict.fromkeys((node.name for node in owned.get(name, {}).values()), assigned[name].where))
+        named.update(dict.fromkeys(made, name))
+        if style.cut and not weight:
+            unseeded.update(dict.fromkeys((node.name for node in own.values()), assigned[name].where))
         _pin_module(graph, name, assigned[name], static, mesh)
         ask_for_turns(graph, name, assigned[name], mesh)
     _tie(seeds, planned)
@@ -118,133 +124,6 @@ def names_of(program: CanonicalProgram) -> list[str]:
     for node in edit.calls(program.graph):
         names.update(dict.fromkeys(edit.module_paths(node)))
     return list(names)
-
-
-def _seeds(
-    name: str,
-    entry: PlanEntry,
-    leaves: Mapping[str, fx.Node],
-    weight: Mapping[str, fx.Node],
-    owned: Mapping[str, fx.Node],
-    aliases: Mapping[str, list[fx.Node]],
-    constant: Set[fx.Node],
-    mesh: Mesh,
-) -> dict[str, Seed]:
-    """What an entry says of a weight, a leaf or several, or of the leaves that a layer owns: by placeholder name."""
-    style = entry.style
-    inside = dict(weight or owned)
-    if not weight:
-        if style.cut is not None and not any(node.users and node.meta["val"].ndim > 1 for node in inside.values()):
-            inside |= _borrowed(name, leaves, constant, anywhere=not inside)
-    found: dict[str, Seed] = {}
-    largest = max(weight, key=lambda fqn: weight[fqn].meta["val"].numel(), default="")
-    for fqn, node in inside.items():
-        ndim = node.meta["val"].ndim
-        if style.placement is not None:
-            axis = style.axis if style.axis in mesh.names else mesh.model_axis
-            spec = style.placement if isinstance(style.placement, Mapping) else {axis: style.placement}
-            if len(weight) > 1 and fqn != largest:
-                spec = _of_part(spec, node.meta["val"])
-            placed = Sharding.of(spec, mesh, ndim, f"'{fqn}'", entry.where)
-            placed = fitted(placed, node.meta["val"].shape, mesh, f"'{fqn}'", entry.where)
-            found[node.name] = Seed(placed, entry.where)
-        elif style.whole:
-            found[node.name] = Seed(Sharding.replicated(ndim), entry.where)
-        elif style.cut is not None:
-            layer = layer_of(fqn) if weight else name
-            features = feature_dims(aliases[node.name], style.cut, constant, layer)
-            if not features:  # what other layers' leaves alone make, such as learned queries, is an activation to this
-                own = computed_from_leaves(node.graph, set(inside.values()))
-                features = feature_dims(aliases[node.name], style.cut, own, layer)
-            if len(features) > 1 and weight:  # of stacked experts: as Hugging Face counts the dims
-                features = features & {ndim - (2 if style.cut == "out" else 1)} or features
-            if len(features) > 1:
-                raise PlanError(
-                    f"style '{style.name}' is ambiguous for '{fqn}': its uses cut dims {sorted(features)}",
-                    help=f'give an explicit placement, e.g. "{fqn}": "S({min(features)})"',
-                    asked_by=entry.where,
-                )
-            for dim in features:
-                dims = list(Sharding.replicated(ndim).dims)
-                cut = _cut(fqn, dim, node.meta["val"].shape[dim], entry, mesh)
-                dims[dim] = cut if mesh.size(cut.axes) > 1 else WHOLE
-                unsaid = style.packed and not style.sizes
-                found[node.name] = Seed(Sharding(tuple(dims)), entry.where, loose=True, packed=unsaid)
-    if style.cut is not None and not found:
-        why, help = _misfit(style, {fqn: aliases[node.name] for fqn, node in inside.items()})
-        raise PlanError(f"style '{style.name}' does not fit '{name}': {why}", help=help, asked_by=entry.where)
-    return found
-
-
-def _cut(fqn: str, dim: int, size: int, entry: PlanEntry, mesh: Mesh) -> DimSharding:
-    """A dim in one piece, or in the parts that a packed style gives the sizes of."""
-    sizes, cut, style = entry.style.sizes, DimSharding.by(mesh.model_axis), entry.style
-    if not sizes:
-        return cut
-    if len(sizes) == 1:
-        sizes = (size // sizes[0],) * sizes[0]
-    if sum(sizes) != size:
-        equal = f"{size} is no multiple of {len(sizes)}"
-        given = f"{' + '.join(map(str, sizes))} = {sum(sizes)}, and not {size}"
-        raise PlanError(
-            f"style '{style.written}' does not fit dim {dim} of '{fqn}': {equal if len(style.sizes) == 1 else given}",
-            help=f"give sizes that add up to {size}, or write '{style.name}', which reads them off the uses",
-            asked_by=entry.where,
-        )
-    return DimSharding.of_parts([(part, cut) for part in sizes])
-
-
-def _borrowed(name: str, leaves: Mapping[str, fx.Node], constant: Set[fx.Node], anywhere: bool) -> dict[str, fx.Node]:
-    """The weights that a layer uses and does not hold.
-
-    A strict export keeps one name of a tied weight; PT2E keeps the layer's own, which nothing uses any more, and holds
-    the quantised one in the module around the layers. Unless `anywhere`, only what is held around this one.
-    """
-    return {
-        fqn: node
-        for fqn, node in leaves.items()
-        if not fqn.startswith(f"{name}.")
-        and (anywhere or layer_of(fqn) in _around(name))
-        and any(name == edit.module_path(user) for user in _uses(node, constant))
-    }
-
-
-def _around(name: str) -> list[str]:
-    """The modules that hold the layer: "a.b.c" is in "a.b", "a" and ""."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts))]
-
-
-def _uses(leaf: fx.Node, constant: Set[fx.Node]) -> list[fx.Node]:
-    """The ops that take the leaf, or what is computed from leaves with it."""
-    found = list(leaf.users)
-    for node in found:
-        found += node.users if node in constant else ()
-    return found
-
-
-def _of_part(spec: Mapping[str, Placement], part: torch.Tensor) -> Mapping[str, Placement]:
-    """What is asked of a weight, for a part of it: a scale that serves a whole dim of the weight stays whole."""
-    has = [isinstance(p, Shard) and -part.ndim <= p.dim < part.ndim and part.shape[p.dim] != 1 for p in spec.values()]
-    return {axis: p if cut else Replicate() for (axis, p), cut in zip(spec.items(), has, strict=True)}
-
-
-def _misfit(style: Style, inside: Mapping[str, Sequence[fx.Node]]) -> tuple[str, str]:
-    """Why no weight of a layer can be cut as the style says, and what to do."""
-    users = {fqn: [user for node in nodes for user in node.users] for fqn, nodes in inside.items()}
-    if inside and not any(users.values()):
-        return "no op of the program uses it", "remove the entry"
-    for fqn, op in ((fqn, op) for fqn, ops in users.items() for op in ops if edit.outputs(op)):
-        rule = rule_of(op)
-        if rule is None:
-            return f"{op.target} has no rule for its use of '{fqn}'", "use 'replicate' for this layer"
-        if style.cut == "in" and rule.pattern.whole & rule.reduced:
-            return f"{op.target} takes '{fqn}' and needs what it sums over whole", "use 'colwise' or 'replicate'"
-    side = "output" if style.cut == "out" else "input"
-    return (
-        f"no weight of it has {side} features of its own",
-        "use it on a linear, convolution or embedding layer, or give a parameter an explicit placement",
-    )
 
 
 def _over_axes(spec: PlacementSpec, mesh: Mesh) -> Mapping[str, Placement]:

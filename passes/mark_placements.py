@@ -15,6 +15,7 @@ from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import has_bodies
 from tpcompiler.ir.dim_sharding import WHOLE
+from tpcompiler.ir.names import layer_of
 from tpcompiler.ir.notes import notes_of, shared_leaves, whole_leaves
 from tpcompiler.ir.program import (
     MARK,
@@ -93,15 +94,19 @@ class _Walk:
 
 
 def _refuse_without_parts(program: PlannedProgram, found: Solution) -> None:
+    """Refuse a packed style of a layer none of whose weights is used in parts; what it has besides need not be."""
+    layers: dict[tuple[str, str], list[tuple[str, bool]]] = {}
     for leaf, fqn in program.leaves():
         seed = program.seeds.get(leaf.name)
-        if seed is None or not seed.packed or program.mesh.size(tuple(seed.sharding.axes)) == 1:
-            continue
-        if not any(cut.parts or any(level.block for level in cut.levels) for cut in found.leaves[leaf].dims):
+        if seed is not None and seed.packed and program.mesh.size(tuple(seed.sharding.axes)) > 1:
+            has_parts = any(cut.parts or any(level.block for level in cut.levels) for cut in found.leaves[leaf].dims)
+            layers.setdefault((seed.asked_by, layer_of(fqn)), []).append((fqn, has_parts))
+    for (asked_by, _), leaves in layers.items():
+        if not any(has_parts for _, has_parts in leaves):
             raise PlanError(
-                f"'{fqn}' is to be cut in parts, but its uses show none",
+                f"'{leaves[0][0]}' is to be cut in parts, but its uses show none",
                 help="use the style without 'packed_', or give the sizes of the parts, as in 'packed_colwise:64,16,16'",
-                asked_by=seed.asked_by,
+                asked_by=asked_by,
             )
 
 

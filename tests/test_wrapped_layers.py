@@ -39,6 +39,31 @@ class Dora(nn.Module):
         return self.base_layer(x) + (scale - 1) * nn.functional.linear(x, weight) + scale * self.lora_B(self.lora_A(x))
 
 
+class Lora(nn.Module):
+    """A linear layer as a user wraps it; `base_layer` is PEFT's name of it."""
+
+    def __init__(self, layer: nn.Linear, name: str = "linear") -> None:
+        super().__init__()
+        self.name = name
+        self.a = nn.Linear(layer.in_features, 4, bias=False)
+        self.b = nn.Parameter(torch.rand(layer.out_features, 4))
+        self.add_module(name, layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.get_submodule(self.name)(x) + (self.a(x) @ self.b.t()) * 0.5
+
+
+class Sum(nn.Module):
+    """Two layers side by side, of which none is what the other adds to."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.one, self.two = layer, nn.Linear(layer.in_features, layer.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) + self.two(x)
+
+
 def gated(layer: nn.Linear) -> nn.Module:
     parametrize.register_parametrization(layer, "weight", Gate())
     return layer
@@ -79,6 +104,35 @@ def test_a_pair_cuts_what_the_weight_is_made_of(
     assert {c.why for c in made} == {"inherent"}
     cut = [row["name"] for row in program.manifest().tensors if row["sharding"] != "R"]
     assert sum(torch.Size(program.original.state_dict[name].shape).numel() == 512 for name in cut) == 2
+
+
+@pytest.mark.parametrize("inner", ["", ".inner"])
+@pytest.mark.parametrize("name", ["linear", "base_layer"])
+def test_the_names_of_a_wrapper_and_of_its_layer_mean_the_layer(name: str, inner: str) -> None:
+    torch.manual_seed(0)
+    exported = export(Mlp(lambda layer: Lora(layer, name)).eval(), (torch.randn(4, 16),))
+    inner = inner.replace("inner", name)
+    program = tpcompiler.parallelize(exported, 2, {f"**.up{inner}": "colwise", f"**.down{inner}": "rowwise"})
+    assert program.verify((torch.randn(4, 16),)).ok
+    assert [(c.kind, c.why) for c in program.collectives()] == [("all_reduce", "inherent")]
+    cut = {row["name"]: row["sharding"] for row in program.manifest().tensors if row["sharding"] != "R"}
+    layers = {f"up.{name}.weight": "S(0)", f"up.{name}.bias": "S(0)", f"down.{name}.weight": "S(1)"}
+    assert cut == {**layers, f"down.{name}.bias": "P(sum)", "down.a.weight": "S(1)"}
+
+
+def test_the_inner_name_counts_where_both_are_given() -> None:
+    exported = export(Mlp(Lora).eval(), (torch.randn(4, 16),))
+    for plan, expected in (({"up": "replicate", "up.linear": "colwise"}, "S(0)"), ({"up": "replicate"}, "R")):
+        rows = tpcompiler.parallelize(exported, 2, plan).manifest().tensors
+        assert next(row["sharding"] for row in rows if row["name"] == "up.linear.weight") == expected
+
+
+def test_a_module_that_wraps_two_layers_stands_for_none() -> None:
+    exported = export(Mlp(Sum).eval(), (torch.randn(4, 16),))
+    with pytest.raises(tpcompiler.PlanError) as error:
+        tpcompiler.parallelize(exported, 2, {"up": "colwise"})
+    assert error.value.message == "style 'colwise' does not fit 'up': it has no weight itself"
+    assert error.value.help == "name a layer inside it, such as 'up.one', 'up.two'"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -117,14 +117,19 @@ class Distances(nn.Module):
         return x.sum() + torch.pdist(self.weight)
 
 
-FIT = "use it on a linear, convolution or embedding layer, or give a parameter an explicit placement"
+NORM = """use 'replicate', or give a dim of a parameter to cut, as in "layer.weight": "S(0)\""""
 
 
 @pytest.mark.parametrize(
     ("layer", "style", "message", "help"),
     [
-        (nn.LayerNorm(8), "colwise", "no weight of it has output features of its own", FIT),
-        (nn.Sequential(nn.Linear(8, 8)), "rowwise", "no weight of it has input features of its own", FIT),
+        (nn.LayerNorm(8), "colwise", "no weight of it has output features", NORM),
+        (
+            nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+            "rowwise",
+            "it has no weight itself",
+            "name a layer inside it, such as 'layer.0'",
+        ),
         (
             Distances(),
             "colwise",

@@ -46,6 +46,19 @@ def feature_dims(leaf: Sequence[fx.Node], side: Literal["out", "in"], static: Se
     return inside or anywhere
 
 
+def is_addend(leaf: Sequence[fx.Node], static: Set[fx.Node]) -> bool:
+    """True if all ops that take the leaf, or a view of it, with an activation add it, as a layer adds its bias."""
+    values, found = list(leaf), list[bool]()
+    for value in values:
+        for user in value.users:
+            if user in static:
+                values.append(user)
+            elif rule := rule_of(user) if edit.outputs(user) else None:
+                addends = {operand for at, operand in enumerate(edit.operands(user)) if at in rule.pattern.addends}
+                found.append(user.target is aten.add.Tensor or value in addends)
+    return bool(found) and all(found)
+
+
 def _chooses_weights(user: fx.Node, node: fx.Node) -> bool:
     """Whether a look-up takes a matrix for each row, such as an expert's: what it makes is a weight still."""
     return user.target is aten.index.Tensor and user.args[0] is node and node.meta["val"].ndim > 2

@@ -1,0 +1,173 @@
+"""The seeds that a plan entry asks for: how the weights of a layer, or a parameter, are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from tpcompiler.errors import PlanError
+from tpcompiler.ir import edit
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import layer_of
+from tpcompiler.ir.program import Seed
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import fitted
+from tpcompiler.ir.static import computed_from_leaves
+from tpcompiler.plan import PlanEntry, Style
+from tpcompiler.rules.features import feature_dims, is_addend
+from tpcompiler.rules.registry import rule_of
+
+
+def find_seeds(
+    name: str,
+    entry: PlanEntry,
+    leaves: Mapping[str, fx.Node],
+    weight: Mapping[str, fx.Node],
+    owned: Mapping[str, fx.Node],
+    aliases: Mapping[str, list[fx.Node]],
+    constant: Set[fx.Node],
+    mesh: Mesh,
+) -> dict[str, Seed]:
+    """What an entry says of a weight, a leaf or several, or of the leaves that a layer owns: by placeholder name."""
+    style = entry.style
+    inside = dict(weight or owned)
+    if not weight:
+        if style.cut is not None and not any(node.users and node.meta["val"].ndim > 1 for node in inside.values()):
+            inside |= _borrowed(name, leaves, constant, anywhere=not inside)
+    found: dict[str, Seed] = {}
+    largest = max(weight, key=lambda fqn: weight[fqn].meta["val"].numel(), default="")
+    for fqn, node in inside.items():
+        ndim = node.meta["val"].ndim
+        if style.placement is not None:
+            axis = style.axis if style.axis in mesh.names else mesh.model_axis
+            spec = style.placement if isinstance(style.placement, Mapping) else {axis: style.placement}
+            if len(weight) > 1 and fqn != largest:
+                spec = _of_part(spec, node.meta["val"])
+            placed = Sharding.of(spec, mesh, ndim, f"'{fqn}'", entry.where)
+            placed = fitted(placed, node.meta["val"].shape, mesh, f"'{fqn}'", entry.where)
+            found[node.name] = Seed(placed, entry.where)
+        elif style.whole:
+            found[node.name] = Seed(Sharding.replicated(ndim), entry.where)
+        elif style.cut is not None:
+            layer = layer_of(fqn) if weight else name
+            features = feature_dims(aliases[node.name], style.cut, constant, layer)
+            if not features:  # what other layers' leaves alone make, such as learned queries, is an activation to this
+                own = computed_from_leaves(node.graph, set(inside.values()))
+                features = feature_dims(aliases[node.name], style.cut, own, layer)
+            if not features and fqn == name and node.users and len(_long_dims(node)) == 1:
+                # A vector that the plan names, such as sinks or a gate. A row-wise layer adds its bias once, whole.
+                if style.cut == "in" and is_addend(aliases[node.name], constant):
+                    return {}
+                features = _long_dims(node)
+            if len(features) > 1 and weight:  # of stacked experts: as Hugging Face counts the dims
+                features = features & {ndim - (2 if style.cut == "out" else 1)} or features
+            if len(features) > 1:
+                raise PlanError(
+                    f"style '{style.name}' is ambiguous for '{fqn}': its uses cut dims {sorted(features)}",
+                    help=f'give an explicit placement, e.g. "{fqn}": "S({min(features)})"',
+                    asked_by=entry.where,
+                )
+            for dim in features:
+                dims = list(Sharding.replicated(ndim).dims)
+                cut = _cut(fqn, dim, node.meta["val"].shape[dim], entry, mesh)
+                dims[dim] = cut if mesh.size(cut.axes) > 1 else WHOLE
+                unsaid = style.packed and not style.sizes
+                found[node.name] = Seed(Sharding(tuple(dims)), entry.where, loose=True, packed=unsaid)
+    if style.cut is not None and not found:
+        why, help = _misfit(name, style, {fqn: aliases[node.name] for fqn, node in inside.items()}, leaves)
+        raise PlanError(f"style '{style.name}' does not fit '{name}': {why}", help=help, asked_by=entry.where)
+    return found
+
+
+def _cut(fqn: str, dim: int, size: int, entry: PlanEntry, mesh: Mesh) -> DimSharding:
+    """A dim in one piece, or in the parts that a packed style gives the sizes of."""
+    sizes, cut, style = entry.style.sizes, DimSharding.by(mesh.model_axis), entry.style
+    if not sizes:
+        return cut
+    if len(sizes) == 1:
+        sizes = (size // sizes[0],) * sizes[0]
+    if sum(sizes) != size:
+        equal = f"{size} is no multiple of {len(sizes)}"
+        given = f"{' + '.join(map(str, sizes))} = {sum(sizes)}, and not {size}"
+        raise PlanError(
+            f"style '{style.written}' does not fit dim {dim} of '{fqn}': {equal if len(style.sizes) == 1 else given}",
+            help=f"give sizes that add up to {size}, or write '{style.name}', which reads them off the uses",
+            asked_by=entry.where,
+        )
+    return DimSharding.of_parts([(part, cut) for part in sizes])
+
+
+def _borrowed(name: str, leaves: Mapping[str, fx.Node], constant: Set[fx.Node], anywhere: bool) -> dict[str, fx.Node]:
+    """The weights that a layer uses and does not hold.
+
+    A strict export keeps one name of a tied weight; PT2E keeps the layer's own, which nothing uses any more, and holds
+    the quantised one in the module around the layers. Unless `anywhere`, only what is held around this one.
+    """
+    return {
+        fqn: node
+        for fqn, node in leaves.items()
+        if not fqn.startswith(f"{name}.")
+        and (anywhere or layer_of(fqn) in _around(name))
+        and any(name == edit.module_path(user) for user in _uses(node, constant))
+    }
+
+
+def _around(name: str) -> list[str]:
+    """The modules that hold the layer: "a.b.c" is in "a.b", "a" and ""."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts))]
+
+
+def _uses(leaf: fx.Node, constant: Set[fx.Node]) -> list[fx.Node]:
+    """The ops that take the leaf, or what is computed from leaves with it."""
+    found = list(leaf.users)
+    for node in found:
+        found += node.users if node in constant else ()
+    return found
+
+
+def _of_part(spec: Mapping[str, Placement], part: torch.Tensor) -> Mapping[str, Placement]:
+    """What is asked of a weight, for a part of it: a scale that serves a whole dim of the weight stays whole."""
+    has = [isinstance(p, Shard) and -part.ndim <= p.dim < part.ndim and part.shape[p.dim] != 1 for p in spec.values()]
+    return {axis: p if cut else Replicate() for (axis, p), cut in zip(spec.items(), has, strict=True)}
+
+
+def _long_dims(leaf: fx.Node) -> set[int]:
+    """The dims of a leaf that have more than one element."""
+    return {dim for dim, size in enumerate(leaf.meta["val"].shape) if size != 1}
+
+
+def _misfit(
+    name: str, style: Style, inside: Mapping[str, Sequence[fx.Node]], leaves: Mapping[str, fx.Node]
+) -> tuple[str, str]:
+    """Why no weight of a layer can be cut as the style says, and what to do."""
+    users = {fqn: [user for node in nodes for user in node.users] for fqn, nodes in inside.items()}
+    if inside and not any(users.values()):
+        return "no op of the program uses it", "remove the entry"
+    if name in inside and not _long_dims(inside[name][0]):
+        return "it has one element", f'write "{name}": R'
+    for fqn, op in ((fqn, op) for fqn, ops in users.items() for op in ops if edit.outputs(op)):
+        rule = rule_of(op)
+        if rule is None:
+            return f"{op.target} has no rule for its use of '{fqn}'", "use 'replicate' for this layer"
+        if style.cut == "in" and rule.pattern.whole & rule.reduced:
+            return f"{op.target} takes '{fqn}' and needs what it sums over whole", "use 'colwise' or 'replicate'"
+    side = "output" if style.cut == "out" else "input"
+    if name in inside:
+        return f"it has no {side} features", f"give the dim to cut, as in {_placements(name, inside[name][0])}"
+    if inside:
+        fqn = max(inside, key=lambda fqn: inside[fqn][0].meta["val"].numel())
+        help = f"use 'replicate', or give a dim of a parameter to cut, as in {_placements(fqn, inside[fqn][0])}"
+        return f"no weight of it has {side} features", help
+    within = dict.fromkeys(layer_of(fqn) for fqn in leaves if fqn.startswith(f"{name}."))
+    if not within:
+        return "it has no weight", "remove the entry, or name a layer with a weight"
+    return "it has no weight itself", f"name a layer inside it, such as {', '.join(map(repr, [*within][:3]))}"
+
+
+def _placements(fqn: str, leaf: fx.Node) -> str:
+    return " or ".join(f'"{fqn}": "S({dim})"' for dim in sorted(_long_dims(leaf)))
