@@ -113,9 +113,9 @@ def _left_to_search(program: PlannedProgram) -> PlannedProgram:
     return replace(program, seeds=seeds, kept=kept, unseeded={})
 
 
-def names_of(program: CanonicalProgram) -> list[str]:
-    """What a plan may name: leaves, and the modules that have them or made an op."""
-    leaves = [fqn for _, fqn in program.leaves()]
+def names_of(program: CanonicalProgram, *, used: bool = False) -> list[str]:
+    """What a plan may name: leaves, and the modules that have them or made an op. `used`: only leaves that ops take."""
+    leaves = [fqn for node, fqn in program.leaves() if node.users or not used]
     names = dict.fromkeys((*leaves, *map(weight_of, leaves)))
     for fqn in leaves:
         while "." in fqn:

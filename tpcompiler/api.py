@@ -25,7 +25,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.symm_mem import Collectives
 from tpcompiler.parallel_program import ParallelProgram
-from tpcompiler.pipeline import Conversion, finished_together, plan_found
+from tpcompiler.pipeline import Conversion, finished_together, plan_found, share_conversions
 from tpcompiler.plan import Plan
 from tpcompiler.program_set import ProgramSet
 from tpcompiler.runtime.artifact import programs_in, read_manifest
@@ -166,7 +166,7 @@ def conversions_of(
         boundary = _specs(inputs, "inputs="), _specs(outputs, "outputs=")
         one: Any = exported_program  # what is no program is refused by the first pass
         return {"": Conversion.of(one, mesh, plan, boundary, device_type, dump, collectives, check_indices)}
-    return {
+    conversions = {
         name: Conversion.of(
             program,
             mesh,
@@ -179,6 +179,7 @@ def conversions_of(
         )
         for name, program in _named(exported_program).items()
     }
+    return share_conversions(conversions)
 
 
 def read_plan(plan: Plan | Mapping[str, object] | str | os.PathLike[str]) -> Plan:

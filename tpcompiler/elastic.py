@@ -20,7 +20,7 @@ from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.pipeline import asked_boundary
-from tpcompiler.plan import Plan
+from tpcompiler.plan import Plan, join_plans
 from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
 from tpcompiler.runtime.target import free_target, in_place_of, reason, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
@@ -63,7 +63,7 @@ def reshard(
         name: read_original(Path(directory) / name, manifest, trust=trust) for name, manifest in manifests.items()
     }
     first = next(iter(manifests.values()))
-    plan = Plan.of(first.plan)
+    plan = join_plans([Plan.of(manifest.plan) for manifest in manifests.values()])
     how: Any = {"device_type": first.device_type, "collectives": first.asked.get("collectives", "nccl")}
     how["check_indices"] = first.asked.get("check_indices", True)
     asked: Any = {

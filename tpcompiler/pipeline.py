@@ -33,7 +33,7 @@ from tpcompiler.ir.symm_mem import Collectives, refuse_symm_mem
 from tpcompiler.ir.text import program_text
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.partition import Partition
-from tpcompiler.plan import Plan
+from tpcompiler.plan import Plan, join_plans, share_plan
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.solver.place import UNLIMITED, Aim, place
 from tpcompiler.solver.solution import Solution
@@ -118,6 +118,18 @@ class Conversion:
         return made
 
 
+def share_conversions(conversions: Mapping[str, Conversion]) -> dict[str, Conversion]:
+    """Several programs, each with the entries of the plan that it uses.
+
+    Raises:
+        PlanError: an entry matches in none of them.
+    """
+    programs = [own.program for own in conversions.values()]
+    held, used = [names_of(each) for each in programs], [names_of(each, used=True) for each in programs]
+    plans = share_plan([own.plan for own in conversions.values()], held, used)
+    return {name: replace(own, plan=plan) for (name, own), plan in zip(conversions.items(), plans, strict=True)}
+
+
 def finished_together(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITED) -> dict[str, ParallelProgram]:
     """The programs, with every leaf that several have placed alike.
 
@@ -147,7 +159,8 @@ def solved_together(
     except ShardingError as error:
         if next(iter(conversions.values())).plan.searches:
             raise
-        raise next(iter(advisers.values())).advise_error(error) from None
+        advised = (adviser.advise_error(error) for adviser in advisers.values())
+        raise next((each for each in advised if each is not error), error) from None
     made = {
         name: own.finished(marked[name], plans[name], advisers[name], aim.gathers) for name, own in conversions.items()
     }
@@ -163,7 +176,7 @@ def plan_found(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITED) -> P
     if len(conversions) > 1:
         _same_leaves(conversions)
     _, found = _placed(conversions, aim)
-    plan = next(iter(conversions.values())).plan
+    plan = join_plans([own.plan for own in conversions.values()])
     return plan.completed(found.styles, (n for own in conversions.values() for n in names_of(own.program)))
 
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -60,6 +60,12 @@ class PlanEntry:
         any_number = r"(?:[^.]+\.)*"
         middle = [first_fit(f"{any_number}?{text}") for text in rest[:-1] if text]
         return re.compile("".join([begin, *middle, *(any_number + last for last in rest[-1:])]))
+
+    def unmatched(self, names: Sequence[str]) -> PlanError:
+        """Return the error of an entry that matches none of these names."""
+        return PlanError(
+            f"plan entry {self.pattern!r} matches nothing", help=_nearest(self.pattern, names), asked_by=self.where
+        )
 
     @property
     def _generality(self) -> tuple[int, int, int]:
@@ -172,7 +178,7 @@ class Plan:
                 help=f'write whole names, such as "{prefix}.{loose[0].pattern}"',
                 asked_by=loose[0].where,
             )
-        left = [entry for entry in loose if entry not in fits[prefix]]
+        left = [entry for entry in loose if entry not in fits[prefix] and self.of_config]
         entries = tuple(
             replace(entry, pattern=f"{prefix}.{entry.pattern}") if entry in fits[prefix] else entry
             for entry in self.entries
@@ -194,11 +200,7 @@ class Plan:
         for entry in self.entries:
             matched = [name for name in names if entry.matches(name)]
             if not matched:
-                raise PlanError(
-                    f"plan entry {entry.pattern!r} matches nothing",
-                    help=_nearest(entry.pattern, names),
-                    asked_by=entry.where,
-                )
+                raise entry.unmatched(names)
             for name in matched:
                 rivals.setdefault(name, []).append(entry)
         return {name: _most_specific(rivals[name], name) for name in names if name in rivals}
@@ -267,7 +269,7 @@ def _most_specific(rivals: list[PlanEntry], name: str) -> PlanEntry:
     return best
 
 
-def _nearest(pattern: str, names: list[str]) -> str:
+def _nearest(pattern: str, names: Sequence[str]) -> str:
     """Offer names in the pattern's own form: with "*" for layer numbers, with "**." before a tail."""
     known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)
     if pattern.startswith("**.") or "." not in pattern:

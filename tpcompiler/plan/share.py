@@ -1,0 +1,49 @@
+"""One plan for several programs of a model: each gets the entries that it has a use for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from tpcompiler.plan.plan import Plan
+
+
+def share_plan(plans: Sequence[Plan], held: Sequence[Collection[str]], used: Sequence[Collection[str]]) -> list[Plan]:
+    """Return the plan of each program, without the entries that only others of them use.
+
+    An entry need match in one of them. A program that holds what an entry names, but does not use it, as a step of a
+    decoder holds the weights of its encoder, leaves the entry to those that use it.
+
+    Args:
+        plans: one plan in the names of each program.
+        held: what a plan may name in each program.
+        used: the part of it that the program's ops use.
+
+    Raises:
+        PlanError: an entry matches in no program.
+    """
+    matched, busy = ([_matches(*both) for both in zip(plans, names, strict=True)] for names in (held, used))
+    for plan in plans:
+        for entry in plan.entries:
+            if not any(entry.where in matches for matches in matched):
+                raise entry.unmatched([name for names in held for name in names])
+    elsewhere = set[str]().union(*busy)
+    notes = set(plans[0].notes).intersection(*(plan.notes for plan in plans))
+    return [
+        replace(
+            plan,
+            entries=tuple(e for e in plan.entries if e.where in own or e.where in has - elsewhere),
+            notes=tuple(note for note in plan.notes if note in notes),
+        )
+        for plan, has, own in zip(plans, matched, busy, strict=True)
+    ]
+
+
+def join_plans(plans: Sequence[Plan]) -> Plan:
+    """Return the plan with the entries of all of these."""
+    entries = {entry.pattern: entry for plan in plans for entry in plan.entries}
+    return replace(plans[0], entries=tuple(entries.values()))
+
+
+def _matches(plan: Plan, names: Collection[str]) -> set[str]:
+    return {entry.where for entry in plan.entries if any(map(entry.matches, names))}
