@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import fx
 
+from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PIN, Seed, pin
@@ -15,8 +17,10 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
+from tpcompiler.solver.domain import results
 
 MOST = 64  # ops that are looked at
+WANTED = "as what is made of it is wanted"  # of what an op needs whole, and the boundary too
 
 
 def refuses(rule: Rule, index: int, have: Sharding, mesh: Mesh) -> str:
@@ -37,43 +41,80 @@ class Demand(NamedTuple):
     is_planned: bool
 
 
+class Spared(NamedTuple):
+    """A gather that is thought away: its bytes, and the pins whose demand the gathers before it meet."""
+
+    wire_bytes: int
+    met: set[fx.Node]
+
+    def meets(self, asked: fx.Node, wire_bytes: int) -> bool:
+        """True if a pin would change as many bytes without the gather, and no other gather spares it that."""
+        if asked in self.met or wire_bytes < self.wire_bytes:
+            return False
+        self.met.add(asked)
+        return True
+
+
 def find_demand(
     node: fx.Node,
     have: Sequence[Sharding],
     seen: Callable[[fx.Node], Sharding | None],
     pinned: Mapping[fx.Node, Seed],
     mesh: Mesh,
+    *,
+    spared: Spared | None = None,
 ) -> Demand | None:
     """Who wants what is made of a gathered operand otherwise than the op would make it; None where the op itself does.
 
     The op is run on the operands as they are (`have`), and what it makes of them is followed to its users. `seen` says
     what their other operands are.
+
+    With `spared`, as if ops could run on what they need whole: a demand is then a pin that would have to change as many
+    bytes, had the gather been spared, such as an output that is whole. Each is met by one
+    gather.
     """
     asked: dict[str, None] = {}
     queue: list[tuple[fx.Node, Sequence[Sharding]]] = [(node, have)]
     for count, (op, operands) in enumerate(queue):  # it grows
-        made = _kept(op, operands, mesh)
+        made = _kept(op, operands, mesh, despite=spared is not None)
         seeds = [pinned[operand].asked_by for operand in edit.operands(op) if operand in pinned]
-        if isinstance(made, Refusal) and seeds and op is not node:
+        if isinstance(made, Refusal) and seeds and op is not node and spared is None:
             asked.update(dict.fromkeys(seeds))
             continue
+        if isinstance(made, Refusal) and spared is not None and op is not node:
+            continue
         if isinstance(made, Refusal) or count > MOST:
-            return None if op is node else Demand(f"'{op.name}'", False)
-        for user in op.users if edit.is_tensor(op) else [u for g in op.users for u in g.users]:
-            if user.target is pin:
-                asked[user.meta[PIN].asked_by] = None
-            elif user.op == "call_function" and user.target is not operator.getitem and edit.outputs(user):
-                others = [made[0] if operand is op else seen(operand) for operand in edit.operands(user)]
-                known = [other for other in others if other is not None]
-                if len(known) == len(others) and (user, known) not in queue:
-                    queue.append((user, known))
+            return None if op is node or spared is not None else Demand(f"'{op.name}'", False)
+        for value, at in results(op):
+            is_cut_again = spared is not None and not set(made[at].axes).isdisjoint((seen(value) or made[at]).axes)
+            for user in () if is_cut_again else value.users:
+                if user.target is pin:
+                    if spared is None or spared.meets(user, _changed(value, made[at], user.meta[PIN], mesh)):
+                        asked[user.meta[PIN].asked_by] = None
+                elif user.op == "call_function" and user.target is not operator.getitem and edit.outputs(user):
+                    others = [made[at] if operand is value else seen(operand) for operand in edit.operands(user)]
+                    known = [other for other in others if other is not None]
+                    if len(known) == len(others) and (user, known) not in queue:
+                        queue.append((user, known))
     first = next(iter(asked), "")
     return Demand(f"{first} and {len(asked) - 1} more" if len(asked) > 1 else first, True) if asked else None
 
 
-def _kept(node: fx.Node, have: Sequence[Sharding], mesh: Mesh) -> tuple[Sharding, ...] | Refusal:
-    """What an op makes of operands that stay as they are, but for slices of whole ones."""
+def _changed(value: fx.Node, have: Sharding, asked: Seed, mesh: Mesh) -> int:
+    """The bytes that a pin changes of a value."""
+    want, tensor = asked.over(have) if asked.axes else asked.sharding, value.meta["val"]
+    return reshard_wire_bytes(have, want, tensor.shape, tensor.element_size(), mesh) if have.cut_axes else 0
+
+
+def _kept(node: fx.Node, have: Sequence[Sharding], mesh: Mesh, *, despite: bool) -> tuple[Sharding, ...] | Refusal:
+    """What an op makes of operands that stay as they are, but for slices of whole ones.
+
+    `despite`: as if it could run on a share of a dim that it needs whole, and makes as well.
+    """
     rule, options = rule_of(node), list[Option]()
+    if rule is not None and despite:
+        made = {factor for term in rule.pattern.outputs for dim in term for factor in dim}
+        rule = replace(rule, pattern=replace(rule.pattern, whole=rule.pattern.whole - made))
     for index, sharding in enumerate(have if rule is not None else ()):
         assert rule is not None
         if sharding.cut_axes:

@@ -39,6 +39,10 @@ def _share(graph: fx.Graph) -> None:
         if node.target is reshard:
             first = shared.setdefault((edit.operands(node)[0], node.meta[RESHARD].target), node)
             if first is not node:
+                if first.meta[RESHARD].why == "fallback":  # what another demands anyway is no fallback
+                    change: Reshard = node.meta[RESHARD]
+                    first.meta[RESHARD] = replace(first.meta[RESHARD], why=change.why, reason=change.reason)
+                    first.meta[MARK] = replace(mark_of(first), why=change.why, reason=change.reason)
                 edit.replace_uses(node, first)
                 edit.erase(node)
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from torch import fx
 
+from passes._causes import refuses
 from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import (
     MARK,
     RESHARD,
@@ -20,6 +22,8 @@ from tpcompiler.ir.program import (
     reshard,
 )
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.text import op_name
+from tpcompiler.rules.registry import rule_of
 
 
 def insert_reshards(program: MarkedProgram) -> ReshardedProgram:
@@ -35,6 +39,7 @@ def insert_reshards(program: MarkedProgram) -> ReshardedProgram:
     Assumes every value is marked. Leaves each operand with exactly the sharding its rule needs, and no `pin`.
     """
     graph = edit.copy_graph(program.graph)
+    causes = {node: _find_cause(node, program.mesh) for node in graph.nodes if MARK in node.meta}
     for node in [n for n in graph.nodes if MARK in n.meta]:
         mark = mark_of(node)
         for index, operand in enumerate(edit.operands(node)):
@@ -52,8 +57,24 @@ def insert_reshards(program: MarkedProgram) -> ReshardedProgram:
             inserted = edit.insert_after(node, reshard, (node,), "reshard")
             edit.replace_uses(node, inserted, keep=[inserted])
             node.meta[MARK] = replace(mark, settled=mark.shardings)
-            _reshard(inserted, node, mark.settled[0], "inherent", f"'{node.name}' is a pending reduction")
+            _reshard(inserted, node, mark.settled[0], *causes[node])
     return ReshardedProgram(program.source, graph, program.mesh, program.notes)
+
+
+def _find_cause(node: fx.Node, mesh: Mesh) -> tuple[Why, str]:
+    """Why a value is changed once for those that use it: its sum is pending, or some of them want it so."""
+    mark = mark_of(node)
+    if len(mark.shardings) != 1 or mark.shardings[0].partial or mark.shardings == mark.settled:
+        return "inherent", f"'{node.name}' is a pending reduction"
+    uses = [(u, at) for u in node.users for at, o in enumerate(edit.operands(u)) if o is node and u.op != "output"]
+    uses = [(user, at) for user, at in uses if mark_of(user).wants[at] == mark.settled[0]]
+    for user, _ in uses:
+        if mark_of(user).why == "plan-demanded":
+            return "plan-demanded", mark_of(user).reason
+    for user, at in uses:
+        if (rule := rule_of(user)) and (text := refuses(rule, at, mark.shardings[0], mesh)):
+            return "fallback", f"{op_name(user)}: {text}"
+    return "fallback", f"'{node.name}' is wanted in several ways, and changed once for all"
 
 
 def _reshard(made: fx.Node, value: fx.Node, target: Sharding, why: Why, reason: str) -> fx.Node:

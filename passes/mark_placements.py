@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from passes._causes import find_demand, refuses
+from passes._causes import WANTED, Spared, find_demand, refuses
 from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
@@ -82,6 +82,7 @@ class _Walk:
     at_door: Ranges | None  # what `load` compares; None: no indices are checked
     settled: dict[fx.Node, Sharding] = field(default_factory=dict)  # what the users of a value see
     pinned: dict[fx.Node, Seed] = field(default_factory=dict)  # planned leaves, and what only rearranges them
+    met: set[fx.Node] = field(default_factory=set)  # pins whose demand a gather before them meets
     notes: list[Note] = field(default_factory=list)
 
     def seen(self, value: fx.Node) -> Sharding | None:
@@ -175,17 +176,20 @@ def _mark_op(node: fx.Node, walk: _Walk) -> Mark:
     mesh, refusals, asked = walk.program.mesh, dict[int, str](), list[str]()
     for index, (operand, have, want) in enumerate(zip(operands, seen, choice.wants, strict=True)):
         value = operand.meta["val"]
-        if have == want or not reshard_wire_bytes(have, want, value.shape, value.element_size(), mesh):
+        sent = reshard_wire_bytes(have, want, value.shape, value.element_size(), mesh)
+        if have == want or not sent:
             continue
         if not have.partial or operand in walk.pinned:
-            refusals[index] = _unruled(node) if rule is None else refuses(rule, index, have, mesh)
+            refusal = _unruled(node) if rule is None else refuses(rule, index, have, mesh)
             demand = None
-            if not refusals[index] and operand not in walk.pinned:
-                demand = find_demand(node, seen, walk.seen, walk.pinned, mesh)
+            if operand not in walk.pinned:
+                spared = Spared(sent, walk.met) if refusal else None
+                demand = find_demand(node, seen, walk.seen, walk.pinned, mesh, spared=spared)
             if demand is not None:
                 asked += [demand.text] if demand.is_planned else []
-                refusals[index] = f"cheaper to change than what is made of it, for {demand.text}"
-            refusals[index] = refusals[index] or "other operands are cut differently"
+                refusal = f"{refusal}, {WANTED}, for {demand.text}" if refusal else ""
+                refusal = refusal or f"cheaper to change than what is made of it, for {demand.text}"
+            refusals[index] = refusal or "other operands are cut differently"
         if operand in walk.pinned:
             _refuse(node, operand, have, refusals[index], walk)
         if rule is None:

@@ -11,6 +11,7 @@ import torch
 from torch.export import ExportedProgram
 
 import tpcompiler.pipeline
+from passes._causes import WANTED
 from passes.canonicalize import canonicalize
 from tests.passes.stages import cuts_are_kept
 from tpcompiler._torch import tree_flatten, tree_unflatten
@@ -105,7 +106,7 @@ def _outcome(exported: ExportedProgram, tensors: Any, inputs: Any, placed: str) 
         report = made.verify(tensors)
         ranks = [written(made.rank_program(rank)) for rank in range(WORLD)]
         alarms = check_programs(ranks, made.manifest(), exported).findings
-        gathered = [c.reason for c in made.collectives() if c.why == "fallback"]
+        gathered = [c.reason for c in made.collectives() if c.why == "fallback" or WANTED in c.reason]
     except InternalError as error:
         return Outcome("crash", placed, _said(error))
     except TpCompilerError as error:

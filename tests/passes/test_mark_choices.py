@@ -115,8 +115,9 @@ return pin
 """,
     )
     marks = {node.name: mark_of(node) for node in program.graph.nodes}
-    assert marks["softmax"].reason == "softmax: it needs the dim of 6 whole"
-    assert marks["softmax"].why == "fallback"
+    anyway = "as what is made of it is wanted, for outputs are R unless outputs= says otherwise"
+    assert marks["softmax"].reason == f"softmax: it needs the dim of 6 whole, {anyway}"
+    assert marks["softmax"].why == "plan-demanded"
 
 
 def test_an_op_without_a_rule_is_noted() -> None:

@@ -130,11 +130,12 @@ R             7 small ops (sum, add, abs, sqrt, mean, mul)  f32[4, 8]  seen R f3
 S(1)          up  linear  f32[4, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
 S(2) -> R     all_gather  f32[4, 4, 4]  256 bytes over tp, 128 on the wire  fallback: softmax: it needs the dim of 4 whole
 R             softmax  f32[4, 4, 4]
+R             amax  f32[4, 4]
 S(1)          out  linear  f32[4, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
 S(1) -> R     out  all_gather  f32[4, 16]  256 bytes over tp, 128 on the wire  \
 plan-demanded: the plan ("out": "colwise_gather_output")
 R             output  seen (written back)  f32[8]
-R             output  0  f32[4, 4, 4]
+R             output  0  f32[4, 4]
 R             output  1  f32[4, 16]
 """
     )
@@ -158,7 +159,8 @@ S(2)            relu  f32[2, 6, 8]
 P(sum)          down  linear  f32[2, 6, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
 P(sum) -> S(0)  down  reduce_scatter  f32[1, 6, 8]  384 bytes over tp, 192 on the wire
 S(0)            add  f32[1, 6, 8]
-S(0) -> R       all_gather  f32[2, 6, 8]  384 bytes over tp, 192 on the wire
+S(0) -> R       all_gather  f32[2, 6, 8]  384 bytes over tp, 192 on the wire  \
+plan-demanded: n is cut by tp, asked by the plan ("layers.*.up": "colwise")
 S(0)          head  linear  f32[1, 6, 10]  weight R f32[10, 8]
 S(0)          output  logits  f32[1, 6, 10]
 R             output  states.0, states.1, states.2  f32[2, 6, 8]

@@ -30,7 +30,8 @@ def changes(program: MarkedProgram) -> Iterator[Change]:
         for operand, want in zip(edit.operands(node), mark.wants, strict=False):
             have = mark_of(operand).settled[0]
             found.append((operand, have, want, "inherent" if have.partial else mark.why))
-        found += [(node, made, settled, "inherent") for made, settled in zip(mark.shardings, mark.settled, strict=True)]
+        for made, settled in zip(mark.shardings, mark.settled, strict=True):
+            found.append((node, made, settled, "inherent" if made.partial else "fallback"))
         tensors = [operand.meta["val"] for operand in edit.operands(node)][: len(found) - len(mark.shardings)]
         tensors += edit.outputs(node) if mark.shardings else ()
         for (value, have, want, why), tensor in zip(found, tensors, strict=True):
