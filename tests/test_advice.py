@@ -11,6 +11,7 @@ from torch import nn
 
 import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported
+from tests.passes.stages import Call
 from tpcompiler.errors import ShardingError
 from tpcompiler.explain import advice
 
@@ -93,7 +94,7 @@ def test_what_the_report_advises_leaves_out_the_gather(world: int) -> None:
 
 def test_two_layers_that_are_the_wrong_way_round() -> None:
     """Neither change by itself saves as much."""
-    net = Net(lambda self, x: self.both(x).softmax(-1))
+    net = Net(lambda self, x: self.both(x).cumsum(-1).amax(-1))
     plan = {"up": "rowwise", "down": "colwise"}
     made = tpcompiler.parallelize(exported(net, X), 2, plan)
     (said,) = [line for line in made.report().splitlines() if line.startswith("    help: ")]
@@ -132,7 +133,7 @@ def test_layers_alike_are_sought_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_advice_where_nothing_is_saved() -> None:
     """An input that is cut because the caller says so."""
-    made = tpcompiler.parallelize(exported(Net(lambda self, x: x.cumsum(0)), X), 2, {}, inputs=["S(0)"])
+    made = tpcompiler.parallelize(exported(Net(lambda self, x: x.cumsum(0).amax(0)), X), 2, {}, inputs=["S(0)"])
     assert [c.why for c in made.collectives()] == ["fallback"]
     assert "help:" not in made.report()
 
@@ -144,3 +145,31 @@ def test_advice_is_what_the_search_changes(monkeypatch: pytest.MonkeyPatch) -> N
         tpcompiler.parallelize(exported(Net(), X), 2, {**PLAN, "down.bias": "S(0)"})
     assert raised.value.help == "pin 'down.bias' to R in the plan"
     assert "help:" not in tpcompiler.parallelize(exported(Net(running), X), 2, PLAN).report()
+
+
+@pytest.mark.parametrize(
+    ("pin", "style", "cuts", "sharding"),
+    [
+        ("down", "rowwise", "whole groups of 32", "S(1, unit 32)"),
+        ("down.weight", "rowwise", "each of its groups of 32 by itself", "S(1, block 32)"),
+    ],
+)
+def test_a_placement_that_cuts_a_group(pin: str, style: str, cuts: str, sharding: str) -> None:
+    """Three groups of 32 on two ranks: the style of the same dim cuts where the groups end."""
+
+    def dequantised(self: Any, x: torch.Tensor) -> torch.Tensor:
+        weight = (self.weight.view(8, 3, 32).float() * self.scale[..., None]).view(8, 96)
+        return nn.functional.linear(x, weight)
+
+    integers = torch.randint(-8, 8, (8, 96), dtype=torch.int8)
+    down = Call(dequantised, weight=integers, scale=torch.rand(8, 3) / 100)
+    program = exported(Call(lambda self, x: self.down(self.up(x)), up=nn.Linear(8, 96), down=down), X)
+    with pytest.raises(ShardingError) as raised:
+        tpcompiler.parallelize(program, 2, {pin: "S(1)"})
+    assert "dim 1 splits into 3 x 32, and 3 is not divisible by 2" in raised.value.message
+    said = re.fullmatch(r"change '(.*)' from S\(1\) to (\w+), which cuts (.*) \(\d+ wire bytes .*\)", raised.value.help)
+    assert said
+    assert said.groups() == (pin, style, cuts)
+    made = tpcompiler.parallelize(program, 2, {pin: style})
+    assert made.verify((X,)).ok
+    assert {row["name"]: row["sharding"] for row in made.manifest().tensors}["down.weight"] == sharding

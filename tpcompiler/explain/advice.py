@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,7 +47,7 @@ class Adviser:
 
     def advise_error(self, error: ShardingError) -> ShardingError:
         """The error with the cheapest change of the plan that avoids it as its help; itself where there is none."""
-        found = self._best(_concerning(self.plan, error.leaves))
+        found = self._styled(error.leaves) or self._best(_concerning(self.plan, error.leaves))
         if found is None:
             return error
         said = f"{found.text} ({wire_bytes(found.made):,} wire bytes per rank and call)"
@@ -68,6 +69,38 @@ class Adviser:
         more = held_bytes(best.made) - held_bytes(program)
         price = f"; each rank holds {more:,} bytes more" if more > 0 else ""
         return f"{best.text} (saves {now - wire_bytes(best.made):,} wire bytes per rank and call{price})"
+
+    def _styled(self, leaves: Sequence[str]) -> Advice | None:
+        """The style that cuts the dim that a placement does, but where the uses allow it, such as in whole groups."""
+        for entry in _concerning(self.plan, leaves):
+            for style in ("colwise", "rowwise") if entry.style.placement is not None else ():
+                with contextlib.suppress(TpCompilerError):
+                    now, other = self.planned(self.plan), self.planned(_changed(self.plan, {entry: style}))
+                    with no_new_guards(*(program.graph for program in other)):
+                        if found := self._restyled(entry, style, now, other, leaves):
+                            return found
+        return None
+
+    def _restyled(
+        self,
+        entry: PlanEntry,
+        style: str,
+        now: Sequence[PlannedProgram],
+        other: Sequence[PlannedProgram],
+        leaves: Sequence[str],
+    ) -> Advice | None:
+        cut, instead = ([_asked_dims(program, entry) for program in both] for both in (now, other))
+        if cut != instead:
+            return None
+        programs, solution = place(other, False, self.aim)
+        node, fqn = next((node, fqn) for node, fqn in programs[self.at].leaves() if fqn in leaves)
+        levels = [level for dim in solution.leaves[node].dims for level in dim.levels]
+        how = f"'{fqn}' as {solution.leaves[node].text(now[0].mesh)}"
+        for level in levels:
+            how = f"whole groups of {level.unit}" if level.unit > 1 else how
+            how = f"each of its groups of {level.block} by itself" if level.block else how
+        said = f"change '{entry.pattern}' from {entry.style.to_data()} to {style}, which cuts {how}"
+        return Advice(said, mark_placements(programs[self.at], solution))
 
     def _best(self, entries: tuple[PlanEntry, ...], held: float = 1.0) -> Advice | None:
         """What the search makes of these entries, where that is one change in a few words: as it is then compiled.
@@ -136,6 +169,12 @@ def _asks(entry: PlanEntry, seed: Seed) -> bool:
 def _cut_dims(sharding: Sharding) -> list[int]:
     """Also of one that is pending, which counts as cut."""
     return [dim for dim, cut in enumerate(sharding.dims) if cut.axes] + [-1] * bool(sharding.partial)
+
+
+def _asked_dims(program: PlannedProgram, entry: PlanEntry) -> dict[str, list[int]]:
+    """Which dims an entry cuts, by leaf."""
+    cut = {name: _cut_dims(seed.sharding) for name, seed in program.seeds.items() if _asks(entry, seed)}
+    return {name: dims for name, dims in cut.items() if dims}
 
 
 def _named(entry: PlanEntry, fqn: str) -> str:
