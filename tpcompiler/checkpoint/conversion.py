@@ -59,7 +59,7 @@ def recipes_of(model_type: str, names: Sequence[str]) -> dict[str, Recipe]:
     for name in names:
         own = name
         for old, new in renamings:
-            own = own.replace(old, new)
+            own = re.sub(old, new, own)  # as transformers does: a pattern
         for patterns, target, steps in mapping:
             at = next((i for i, pattern in enumerate(patterns) if steps is not None and _matches(pattern, own)), None)
             if at is not None and steps is not None:

@@ -15,7 +15,7 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler.checkpoint.conversion import Recipe
-from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of
+from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of, wanted_leaves
 from tpcompiler.checkpoint.ranks import Source, open_source
 from tpcompiler.checkpoint.sources import find_sources
 from tpcompiler.errors import ArtifactError
@@ -72,7 +72,7 @@ def cut_checkpoint(
     source = open_source(checkpoint, trust=trust)
     names = programs_in(directory)
     works = [_Work(Path(directory) / name, source, ranks) for name in names or [""]]
-    every = {leaf.name: leaf for work in works for leaf in work.leaves if leaf.name not in work.values}
+    every = {leaf.name: leaf for work in works for leaf in wanted_leaves(work.manifest, work.values)}
     recipes = find_sources(list(every.values()), source, partial=partial)
     if any(not work.is_cut for work in works) and not force:
         works = [work for work in works if not work.is_cut]  # of several programs, what an interrupted cut has left
@@ -96,10 +96,9 @@ def refuse_other_checkpoint(
     lacking = {
         leaf.name: leaf
         for manifest, program in programs
-        for leaf in leaves_of(manifest)
-        if leaf.name in weightless_names(program)
+        for leaf in wanted_leaves(manifest, {*program.state_dict, *program.constants} - weightless_names(program))
     }
-    if not lacking:
+    if all(leaf.has_value for leaf in lacking.values()):
         raise ArtifactError(
             f"{os.fspath(checkpoint)} is not needed: the model has its weights", help="leave --checkpoint out"
         )
@@ -202,7 +201,7 @@ class _Work:
     def _whole(self, name: str) -> torch.Tensor | None:
         if name in self.manifest.rank_numbers:
             return None
-        return self.values[name] if name in self.values else self.recipes[name].make(self.source.load)
+        return self.recipes[name].make(self.source.load) if name in self.recipes else self.values[name]
 
     def _share(self, name: str, whole: torch.Tensor | None, rank: int) -> torch.Tensor:
         if whole is None:
@@ -225,10 +224,10 @@ def read_shares(
     leaves, mesh, source = leaves_of(manifest), Mesh.of(manifest.mesh), open_source(checkpoint)
     with open_values(directory, manifest) as file:
         values = read_all(file)
-    recipes = find_sources([leaf for leaf in leaves if leaf.name not in values], source, partial=True)
+    recipes = find_sources(wanted_leaves(manifest, values), source, partial=True)
     shardings, taken, found = shardings_of(manifest), taken_by(program), {}
     for leaf in leaves:
-        whole = values[leaf.name] if leaf.name in values else recipes[leaf.name].make(source.read)
+        whole = recipes[leaf.name].make(source.read) if leaf.name in recipes else values[leaf.name]
         found[leaf.name] = laid_out(cut(whole, shardings[leaf.name], mesh, rank).clone(), taken[leaf.name])
     numbers = {name: torch.tensor([rows[rank]]) for name, rows in manifest.rank_numbers.items()}
     return with_tied({**found, **numbers}, manifest)

@@ -54,15 +54,16 @@ def with_weights(
     state, constants = dict(program.state_dict), dict(program.constants)
     made = with_state(program, state, constants, program.module_call_graph, program.example_inputs)
     if checkpoint is not None:  # of which none has what was computed, such as rotary frequencies
-        constants.update(_computed(made, directory, trust=trust))
+        for name, value in _computed(made, directory, trust=trust).items():
+            (state if name in state else constants)[name] = value
     fill_weights(made, open_source(directory if checkpoint is None else checkpoint, trust=trust), partial=True)
     return made
 
 
 def _computed(program: ExportedProgram, directory: str | os.PathLike[str], *, trust: bool) -> dict[str, torch.Tensor]:
-    """The constants without values, and the buffers that are in no state dict, as the artifact has them."""
-    manifest = read_manifest(directory)
-    lacking, found = weightless_names(program) & program.constants.keys(), {}
+    """The constants and buffers without values, as the artifact has them."""
+    manifest, found = read_manifest(directory), dict[str, torch.Tensor]()
+    lacking = weightless_names(program) & {*program.constants, *program.graph_signature.buffers}
     if VALUES in manifest.files:
         with open_values(directory, manifest) as file:
             found = {name: value for name, value in read_all(file).items() if name in lacking}
@@ -77,6 +78,8 @@ def fill_weights(
 ) -> None:
     """Put weights in the place of all that have no values, one tensor at a time; tied ones stay one.
 
+    A persistent buffer gets the source's value, where it has one.
+
     Args:
         source: what holds them; a tensor that lies there as the program takes it is mapped.
         partial: take no notice of tensors that the program does not name.
@@ -87,12 +90,17 @@ def fill_weights(
     """
     held = {**program.constants, **program.state_dict}
     names: dict[int, list[str]] = {}
-    for name in sorted(weightless_names(program)):
+    lacking = weightless_names(program)
+    buffers = program.state_dict.keys() & set(program.graph_signature.buffers)
+    for name in sorted(lacking | buffers):
         names.setdefault(id(held[name]), []).append(name)
     taken = taken_by(program)
-    leaves = [Leaf(first, held[first].dtype, tuple(held[first].shape), tuple(rest)) for first, *rest in names.values()]
+    leaves = [
+        Leaf(first, held[first].dtype, tuple(held[first].shape), tuple(rest), first not in lacking)
+        for first, *rest in names.values()
+    ]
     recipes = find_sources(leaves, source, partial=partial)
-    for leaf in leaves:
+    for leaf in (leaf for leaf in leaves if leaf.name in recipes):
         value, old = recipes[leaf.name].make(source.read), held[leaf.name]
         want = next(taken[name] for name in (leaf.name, *leaf.aliases) if name in taken)
         value = keep(leaf.name, laid_out(value, want))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,27 @@ LONG = {short: dtype for dtype, short in DTYPES.items()}
 
 
 class Leaf(NamedTuple):
-    """What a program takes: `aliases` are the other names of a tied one."""
+    """What a program takes: `aliases` are the other names of a tied one; `has_value`: it may stay as it is."""
 
     name: str
     dtype: torch.dtype
     shape: Shape
     aliases: tuple[str, ...] = ()
+    has_value: bool = False
+
+
+def wanted_leaves(manifest: Manifest, values: Collection[str]) -> list[Leaf]:
+    """The tensors that a checkpoint is asked for: those without a value, and buffers that it may have another of.
+
+    A persistent buffer, such as the bias of a router or running statistics, is in the checkpoint of a trained model;
+    the program has what the model's constructor made.
+    """
+    buffers = {row["name"] for row in manifest.tensors if row["kind"] == "buffer" and row.get("persistent", True)}
+    return [
+        leaf._replace(has_value=leaf.name in values)
+        for leaf in leaves_of(manifest)
+        if leaf.name not in values or leaf.name in buffers
+    ]
 
 
 def leaves_of(manifest: Manifest) -> list[Leaf]:

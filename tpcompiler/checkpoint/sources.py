@@ -17,6 +17,8 @@ SHOWN = 6
 def find_sources(leaves: Sequence[Leaf], checkpoint: Source, *, partial: bool = False) -> dict[str, Recipe]:
     """A recipe for every leaf: of its name, of that with a prefix more or less, or by transformers' conversions.
 
+    A leaf that has a value gets none where the checkpoint has nothing for it.
+
     `partial`: leave out what no leaf takes.
 
     Raises:
@@ -26,7 +28,10 @@ def find_sources(leaves: Sequence[Leaf], checkpoint: Source, *, partial: bool = 
     made = {name: Recipe(((name,),)) for name in checkpoint.tensors}
     rename = _find_prefix(wanted, made)
     names_of = [[n for own in (leaf.name, *leaf.aliases) for n in (own, rename(own))] for leaf in leaves]
-    if any(made.keys().isdisjoint(names) for names in names_of):  # only then: transformers takes seconds to import
+    pairs = zip(leaves, names_of, strict=True)
+    if any(
+        made.keys().isdisjoint(names) and not leaf.has_value for leaf, names in pairs
+    ):  # only then: transformers takes seconds to import
         made = recipes_of(str(checkpoint.config.get("model_type", "")), list(checkpoint.tensors))
         rename = _find_prefix(wanted, made)
     found: dict[str, Recipe] = {}
@@ -34,6 +39,8 @@ def find_sources(leaves: Sequence[Leaf], checkpoint: Source, *, partial: bool = 
     shapes = {name: stored.shape for name, stored in checkpoint.tensors.items()}
     for leaf in leaves:
         names = [n for own in (leaf.name, *leaf.aliases) for n in (own, rename(own)) if n in made]
+        if not names and leaf.has_value:
+            continue
         if not names:
             near = difflib.get_close_matches(rename(leaf.name), made, 1)
             wrong.append(f"it has no {leaf.name!r}" + (f" (it has {near[0]!r})" if near else ""))

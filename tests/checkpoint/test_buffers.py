@@ -1,0 +1,88 @@
+"""Persistent buffers, such as the bias of a router or running statistics, are the checkpoint's where it has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.export import ExportedProgram, export
+
+import tpcompiler
+from tpcompiler.verify_files import verify_artifact
+
+pytestmark = pytest.mark.slow
+
+X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+PLAN = {"up": "colwise", "down": "rowwise"}
+
+
+class Normed(nn.Module):
+    """Running statistics, a bias that training moves, and a counter that no checkpoint has."""
+
+    offset: torch.Tensor
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.norm = nn.BatchNorm1d(12)
+        self.register_buffer("offset", torch.zeros(12))
+        self.register_buffer("count", torch.full((1,), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(torch.relu(self.norm(self.up(x)) + self.offset)) * self.count
+        return made
+
+
+def trained() -> nn.Module:
+    torch.manual_seed(0)
+    made = Normed().eval()
+    made.norm.running_mean, made.norm.running_var, made.offset = torch.randn(12), torch.rand(12) + 0.5, torch.randn(12)
+    return made
+
+
+def hollow() -> ExportedProgram:
+    with tpcompiler.weightless():
+        return export(Normed().eval(), (X,))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "checkpoint").mkdir()
+    state = {name: value.contiguous() for name, value in trained().state_dict().items() if name != "count"}
+    save_file(state, tmp_path / "checkpoint" / "model.safetensors")
+    return tmp_path / "checkpoint"
+
+
+def test_the_checkpoint_has_other_values(checkpoint: Path, tmp_path: Path) -> None:
+    """Those of the constructor would give other numbers, without a word."""
+    tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "out")
+    tpcompiler.cut_checkpoint(tmp_path / "out", checkpoint)
+    whole = export(trained(), (X,))
+    assert verify_artifact(tmp_path / "out", whole, (X,)).ok
+    assert tpcompiler.check(tmp_path / "out", whole).ok
+    assert tpcompiler.check(tmp_path / "out", checkpoint=checkpoint).ok
+    held = [load_file(tmp_path / "out" / f"rank_{rank}.safetensors") for rank in range(2)]
+    assert torch.equal(torch.cat([each["offset"] for each in held]), trained().state_dict()["offset"])
+    assert all(torch.equal(each["count"], torch.tensor([3.0])) for each in held)  # the program's own
+
+
+def test_for_other_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "out")
+    tpcompiler.cut_checkpoint(tmp_path / "out", checkpoint)
+    tpcompiler.reshard(tmp_path / "out", 3, tmp_path / "three")
+    assert verify_artifact(tmp_path / "three", export(trained(), (X,)), (X,)).ok
+    tpcompiler.merge(tmp_path / "three", tmp_path / "merged.pt2")
+    assert torch.allclose(torch.export.load(tmp_path / "merged.pt2").module()(X), trained()(X))
+
+
+def test_another_model_is_not_equal(checkpoint: Path, tmp_path: Path) -> None:
+    """Negative control: the buffers matter."""
+    tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "out")
+    tpcompiler.cut_checkpoint(tmp_path / "out", checkpoint)
+    other = trained()
+    other.offset.zero_()
+    assert not verify_artifact(tmp_path / "out", export(other, (X,)), (X,)).ok
