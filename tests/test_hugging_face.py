@@ -7,16 +7,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 import tpcompiler
 from tests.launch import fork_code
 from tests.runtime.commands import call, refused, right
-from tools.hf_table import convert, export
+from tests.zoo.case import randomise
+from tools.hf_table import SIZES, convert, export
 
 PAGE = Path(__file__).parents[1] / "docs" / "hugging-face.md"
 
@@ -112,6 +114,70 @@ def test_where_there_is_no_plan_or_one_with_experts(
     plan, options, said = convert(model_type, 2, tmp_path)
     assert (plan, options) == {"bert": ("plan.yaml", ""), "mixtral": ("config.json", "")}[model_type]
     assert said.startswith("equal")
+
+
+WINDOWED = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+NO_HEAD_DIM = {name: size for name, size in SIZES.items() if name != "head_dim"}
+ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {"layers.*.self_attn.o_proj": "rowwise"}
+EXPERTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+# model type -> its config, the plan where transformers has none (of gpt-oss, what it had), how some weights are cut
+WITH_PLANS: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, str]]] = {
+    "gpt_oss": (
+        {**SIZES, **WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {
+            **ATTENTION,
+            "layers.*.self_attn.sinks": "local_rowwise",
+            "layers.*.mlp.experts": "gather",
+            "layers.*.mlp.router": "ep_router",
+            **{f"layers.*.mlp.experts.{name}": "grouped_gemm" for name in EXPERTS},
+        },
+        {"model.layers.0.self_attn.sinks": "S(0)", "model.layers.1.mlp.experts.down_proj_bias": "S(0)"},
+    ),
+    "mimo_v2_flash": (
+        {
+            **{**SIZES, **WINDOWED, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_routed_experts": 4},
+            **{"v_head_dim": 8, "mlp_layer_types": ["dense", "sparse"]},
+        },
+        {},
+        {"model.layers.0.self_attn.sinks": "S(0)", "model.layers.1.mlp.experts.gate_up_proj": "S(1, block 24)"},
+    ),
+    "granite_swa": ({**NO_HEAD_DIM, **WINDOWED}, {}, {"model.layers.1.self_attn.sinks": "S(0)"}),
+    "jetmoe": (
+        {
+            **{name: size for name, size in NO_HEAD_DIM.items() if name != "num_attention_heads"},
+            **{"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        },
+        {
+            "layers.*.self_attention.kv_proj": "colwise",
+            "layers.*.self_attention.experts.input_linear": "colwise",
+            "layers.*.self_attention.experts.output_linear": "rowwise",
+            "layers.*.mlp.input_linear": "packed_colwise",
+            "layers.*.mlp.output_linear": "rowwise",
+        },
+        {"model.layers.0.mlp.input_linear.weight": "S(1, block 48)", "model.layers.0.mlp.output_linear.weight": "S(2)"},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("model_type", WITH_PLANS)
+def test_from_a_checkpoint_to_a_verified_artifact(model_type: str, tmp_path: Path) -> None:
+    """By the command line, with the plan in the checkpoint's own config: sinks, routers with a bias, uneven windows."""
+    sizes, plan, cut = WITH_PLANS[model_type]
+    config, checkpoint = AutoConfig.for_model(model_type, **sizes), tmp_path / "checkpoint"
+    model = randomise(AutoModelForCausalLM.from_config(config))
+    model.save_pretrained(checkpoint)
+    if plan:
+        data = json.loads((checkpoint / "config.json").read_text())
+        (checkpoint / "config.json").write_text(json.dumps({**data, "base_model_tp_plan": plan}))
+    right("export", checkpoint, "-o", tmp_path / "model.pt2")
+    words = "--tp", "2", "--plan", checkpoint / "config.json", "--checkpoint", checkpoint
+    right("convert", tmp_path / "model.pt2", *words, "-o", tmp_path / "out", "--budget", "0 fallbacks")
+    assert right("verify", tmp_path / "out", "--checkpoint", checkpoint).startswith("equal")
+    rows = json.loads((tmp_path / "out" / "manifest.json").read_text())["tensors"]
+    placed = {row["name"]: row["sharding"] for row in rows}
+    assert {name: placed[name] for name in cut} == cut
 
 
 def test_a_directory_of_hugging_face_is_no_program(tmp_path: Path) -> None:
