@@ -56,18 +56,21 @@ def _along(
     cut: DimSharding, size: Size, axes: tuple[str, ...], mesh: Mesh, here: Mapping[str, int]
 ) -> tuple[Size, DimSharding]:
     """What of a dim the ranks of one group over these axes hold together, and how they cut it."""
-    if cut.parts:
-        parts = [_along(how, length, axes, mesh, here) for length, how in cut.parts]
-        return sum(length for length, _ in parts), DimSharding.of_parts(parts)
     if axes[0] not in cut.axes:
         return cut.local_size(size, mesh, here), WHOLE
-    outer = cut.axes.index(axes[0])
-    count, piece = 1, size
-    for _, count, piece in DimSharding(cut.levels[:outer]).pieces(size, mesh, here):  # noqa: B007  (the last of them)
-        pass
-    _, block, unit = cut.levels[outer]
-    nested = any(level.block for level in cut.levels[:outer])
-    return count * piece, DimSharding.by(LINE, block=block or (piece if nested else 0), unit=unit)
+    if cut.parts:
+        parts = [_along(how, length, axes, mesh, here) for length, how in cut.parts]
+        held, by = sum(length for length, _ in parts), DimSharding.of_parts(parts)
+    else:
+        outer = cut.axes.index(axes[0])
+        count, piece = 1, size
+        for _, count, piece in DimSharding(cut.levels[:outer]).pieces(size, mesh, here):  # noqa: B007  (the last of them)
+            pass
+        _, block, unit = cut.levels[outer]
+        nested = any(level.block for level in cut.levels[:outer])
+        held, by = count * piece, DimSharding.by(LINE, block=block or (piece if nested else 0), unit=unit)
+    is_empty = isinstance(held, int) and held == 0  # then no rank of the group has any block, part or unit of it
+    return held, DimSharding.by(LINE) if is_empty else by
 
 
 def numbers_of(line: Line) -> list[int]:

@@ -16,7 +16,7 @@ from tpcompiler.rules.notation import Pattern, Rule, extents, parse
 
 def rule(text: str, *shapes: tuple[int, ...], **known: int) -> Rule:
     pattern = parse(text)
-    return Rule(pattern, extents(pattern, shapes, known, "a test"), "any", "sum", {}, (), {}, False, {})
+    return Rule(pattern, extents(pattern, shapes, known, "a test"), "any", "sum", {}, (), {}, "any", False, {})
 
 
 @pytest.mark.parametrize(
@@ -121,5 +121,5 @@ def test_a_dim_of_less_than_one_unit_is_not_cut() -> None:
     written, mesh = rule("a -> a", (32,), (32,)), Mesh.of(2)
     (term,) = written.pattern.inputs
     found = follow(written, term, Sharding((DimSharding.by("tp", unit=64),)), mesh)
-    assert found == Refusal("the dim of 32 is less than one unit of 64")
+    assert found == Refusal("in its dim of 32, 32 elements have no units of 64")
     assert isinstance(follow(written, term, Sharding((DimSharding.by("tp", unit=32),)), mesh), Option)

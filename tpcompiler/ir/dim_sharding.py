@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -186,15 +187,26 @@ class DimSharding:
         same = bool(self.block) and inner.block == self.block  # what is left of each block is a piece
         return DimSharding((*self.levels, *(inner.of_block(0) if same else inner).levels))
 
-    def has_blocks(self, size: Size, mesh: Mesh) -> bool:
-        """Whether every block lies in one piece of those that the axes before have left of `size` elements."""
+    def find_misfit(self, size: Size, mesh: Mesh) -> str:
+        """Return why a dim of `size` elements cannot be cut so, or "" if it can: on every rank, every piece
+        that a level cuts must be whole blocks and whole units.
+        """
         if self.parts:
-            return all(cut.has_blocks(length, mesh) for length, cut in self.parts)
-        for axis, block, unit in self.levels:
-            if block and isinstance(size, int) and size % block:
-                return False
-            size = chunk(block or size, mesh.degree(axis), 0, unit)[1]
-        return True
+            inside = (cut.find_misfit(length, mesh) for length, cut in self.parts)
+            total = sum(length for length, _ in self.parts)
+            return next(filter(None, inside), "") if total == size else f"the parts add up to {total}"
+        if all(level.block == 0 and level.unit == 1 for level in self.levels):
+            return ""
+        for place in itertools.product(*(range(mesh.degree(axis)) for axis in self.axes)):
+            piece = size
+            for (axis, block, unit), at in zip(self.levels, place, strict=True):
+                if block and isinstance(piece, int) and piece % block:
+                    return f"{piece} elements have no blocks of {block}"
+                piece = block or piece
+                if isinstance(piece, int) and piece % unit:
+                    return f"{piece} elements have no units of {unit}"
+                piece = chunk(piece, mesh.degree(axis), at, unit)[1]
+        return ""
 
     def pieces(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> Iterator[tuple[Level, Size, Size]]:
         """Level by level, how many blocks there are, and the size of the piece of each that lies at `coordinate`."""

@@ -191,7 +191,7 @@ def fitted(sharding: Sharding, shape: Sequence[Size], mesh: Mesh, what: str, ask
     dims = []
     for dim, (by, size) in enumerate(zip(sharding.dims, shape, strict=True)):
         if by.parts or any(level.block or level.unit > 1 for level in by.levels):
-            if why := "it is dynamic" if not isinstance(size, int) else _misfit(by, size, mesh):
+            if why := "it is dynamic" if not isinstance(size, int) else by.find_misfit(size, mesh):
                 raise ShardingError(
                     f"cannot place {what} as {sharding.text(mesh)}: its dim {dim} is {size}, and {why}",
                     help=f"give parts that add up to {size}, units and blocks that divide it, or S({dim}) alone",
@@ -208,23 +208,6 @@ def _simplest(by: DimSharding, size: int, mesh: Mesh) -> DimSharding:
         return DimSharding.of_parts([(length, _simplest(how, length, mesh)) for length, how in by.parts])
     levels = tuple(level._replace(unit=1) for level in by.levels)
     return DimSharding.of_parts([(size, DimSharding(levels) if by.is_even(size, mesh) else by)])
-
-
-def _misfit(by: DimSharding, size: int, mesh: Mesh) -> str:
-    """Why a dim of that size cannot be cut so; nothing where it can."""
-    if by.parts:
-        total = sum(length for length, _ in by.parts)
-        inside = (_misfit(how, length, mesh) for length, how in by.parts)
-        return next(filter(None, inside), "") if total == size else f"the parts add up to {total}"
-    for rank in range(mesh.world_size):
-        here, piece = mesh.coordinate(rank), size
-        for axis, block, unit in by.levels:
-            for step, name in ((block, "blocks"), (unit, "units")):
-                if step and piece % step:
-                    return f"{piece} elements have no {name} of {step}"
-                piece = step if step and name == "blocks" else piece
-            piece = chunk(piece, mesh.degree(axis), here[axis], unit)[1]
-    return ""
 
 
 def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:

@@ -199,7 +199,7 @@ class Plan:
         rivals: dict[str, list[PlanEntry]] = {}
         for entry in self.entries:
             matched = [name for name in names if entry.matches(name)]
-            if not matched:
+            if not matched and entry.style != AUTO:  # which may leave nothing to the search
                 raise entry.unmatched(names)
             for name in matched:
                 rivals.setdefault(name, []).append(entry)

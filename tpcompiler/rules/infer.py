@@ -41,7 +41,7 @@ def _product(sizes: Iterable[Size]) -> Size:
     return product
 
 
-def _is_one(size: Size) -> bool:
+def is_one(size: Size) -> bool:
     return isinstance(size, int) and size == 1
 
 
@@ -110,13 +110,13 @@ def _between(rule: Rule, dim: Joined, cut: DimSharding) -> dict[str, DimSharding
 
 def _outer(rule: Rule, dim: Dim) -> str | None:
     """The outermost factor of more than one element: only it can be cut without striding."""
-    return next((f for f in dim if not _is_one(rule.extent[f])), None)
+    return next((f for f in dim if not is_one(rule.extent[f])), None)
 
 
 def _cut_factor(dim: Dim, left: Mapping[str, Size], block: int) -> tuple[str, int] | Refusal:
     """The factor that an axis cuts by cutting a merged dim so, and the block of the factor in which it does."""
     if not block:
-        factor = next((f for f in dim if not _is_one(left[f])), dim[0] if dim else None)
+        factor = next((f for f in dim if not is_one(left[f])), dim[0] if dim else None)
         return (factor, 0) if factor is not None else Refusal("has one element")
     inside: Size = 1
     for factor in reversed(dim):
@@ -126,7 +126,7 @@ def _cut_factor(dim: Dim, left: Mapping[str, Size], block: int) -> tuple[str, in
             break
         if statically_equal(size, own):
             return factor, 0
-        if own > 1 and divides(size, own):
+        if own and divides(size, own):
             return factor, own
         if not isinstance(size, int):
             break
@@ -159,17 +159,15 @@ def _check(rule: Rule, factor: str, cut: DimSharding, mesh: Mesh) -> Refusal | N
         return Refusal("its own body takes no dim that is cut in blocks or parts")
     if factor in rule.reduced and any(set(how.axes) != set(cut.axes) for _, how in cut.parts):
         return Refusal(f"it sums over the dim of {size}, parts of which are on several ranks at once")
-    if not cut.has_blocks(size, mesh):
-        return Refusal(f"blocks of the dim of {size} would lie across the pieces of several ranks")
+    if why := cut.find_misfit(size, mesh):
+        return Refusal(f"in its dim of {size}, {why}")
     if not isinstance(size, int):
         if cut.is_even(size, mesh):
             return None
         multiple = degree * max(level.unit for level in cut.levels)
         return Refusal(f"the dim of {size} is dynamic, and need not be a multiple of {multiple}")
-    if unit := next((unit for _, block, unit in cut.levels if unit > (block or size)), 0):
-        return Refusal(f"the dim of {size} is less than one unit of {unit}")
     pieces = [cut.local_size(size, mesh, here) for here in _coordinates(cut.axes, mesh)]
-    policy = "nonempty" if factor in rule.local and rule.shards == "any" else rule.shards
+    policy = rule.local_shards if factor in rule.local and rule.shards == "any" else rule.shards
     if policy == "even" and len(set(pieces)) > 1:
         return Refusal(f"it needs shards of one size, and {_not_divisible(cut.block or size, degree)}")
     if policy == "nonempty" and 0 in pieces and not (rule.skips_empty and factor in rule.made):
@@ -216,12 +214,12 @@ def _cut(rule: Rule, dim: Dim, option: Option, mesh: Mesh) -> DimSharding | None
         cut, left = option.cuts.get(factor, WHOLE), rule.extent[factor]
         minor = _product(rule.extent[f] for f in dim[position + 1 :])
         if cut.parts:
-            alone = not levels and _is_one(outer) and option.cuts.keys().isdisjoint(dim[position + 1 :])
+            alone = not levels and is_one(outer) and option.cuts.keys().isdisjoint(dim[position + 1 :])
             return cut.scaled(minor, left, mesh) if alone and isinstance(minor, int) else None
         alike = True  # whether all pieces of the factor are of one size so far
         for axis, own, unit in cut.levels:
             first = left is rule.extent[factor]
-            block = 0 if not own and (not first or (_is_one(outer) and even)) else (own or left) * minor
+            block = 0 if not own and (not first or (is_one(outer) and even)) else (own or left) * minor
             piece, degree = own or left, mesh.degree(axis)
             fits = unit == 1 and divides(piece, degree) and (bool(own) or alike)
             alike = fits

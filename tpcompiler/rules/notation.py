@@ -61,6 +61,7 @@ class RuleText:
         local: for a factor that a plain local run gets wrong, the body that computes one shard's share: it is called
             as the op is, with `shard=ShardRange(...)` of that factor besides. Factors are cut together, over several
             axes, only if they have one body; it is given the range of the first, and the fraction of all of them.
+        local_shards: what the shards that these bodies take must be, where the op itself takes any.
         positions: a factor -> the operand that holds positions along it, and whether those below zero count from the
             end. Of a factor that is cut, a rank's program asserts before the body that they are in the whole dim.
         counts: arguments that count elements of factors, which the first output need not have: argument -> for each of
@@ -73,6 +74,7 @@ class RuleText:
     reduce: str = "sum"
     linear: tuple[tuple[int, ...], ...] = ()
     local: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    local_shards: Shards = "nonempty"
     counts: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     positions: Mapping[str, tuple[int, bool]] = field(default_factory=dict)
 
@@ -110,6 +112,7 @@ class Rule:
     sizes: Mapping[str, Term]
     linear: tuple[frozenset[int], ...]  # sets of operands in which the op is jointly linear
     local: Mapping[str, Callable[..., Any]]  # factor -> body that computes one shard's share
+    local_shards: Shards
     relayout: bool  # moves or casts data only: leaves are looked up backwards through it
     counts: Mapping[str, tuple[tuple[str, ...], ...]]
     positions: Mapping[str, tuple[int, bool]] = field(default_factory=dict)

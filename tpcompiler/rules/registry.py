@@ -144,7 +144,8 @@ def _read(node: fx.Node, entry: Entry) -> Rule | None:
     # An addend joins the product's sum: with the product pending, it must be pending too.
     linear = tuple(frozenset(group) | pattern.addends for group in written.linear)
     linear = tuple(group for group in linear if not any(_wraps(tensors[i], edit.outputs(node)) for i in group))
-    how = (entry.shards, written.reduce, written.sizes, linear, written.local, entry.relayout, written.counts)
+    local = written.local, written.local_shards
+    how = (entry.shards, written.reduce, written.sizes, linear, *local, entry.relayout, written.counts)
     return Rule(pattern, extent, *how, written.positions)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ def stack(node: fx.Node) -> RuleText:
     return RuleText(f"{terms} -> {' '.join(made)}", linear=(tuple(range(len(operands))),))
 
 
-def _own_split(value: torch.Tensor, size: Size, dim: int = 0, *, shard: ShardRange) -> Any:
+def _own_split(value: torch.Tensor, size: Size, dim: int = 0, *, shard: ShardRange, count: int) -> Any:
+    if isinstance(shard.size, int) and not shard.size:  # torch splits a dim of no elements into one part
+        return aten.split_with_sizes.default(value, [0] * count, dim)
     return aten.split.Tensor(value, shard.size, dim)
 
 
@@ -99,7 +102,8 @@ def split(node: fx.Node) -> RuleText:
         sizes={"split_sizes": (("c",),) * len(made)} if counted else {},
         factors={"n": len(made)},
         linear=((0,),),
-        local={"c": _own_split} if "split_size" in edit.bound(node) else {},
+        local={"c": partial(_own_split, count=len(made))} if "split_size" in edit.bound(node) else {},
+        local_shards="any",
     )
 
 

@@ -16,6 +16,7 @@ from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.progress import counted
+from tpcompiler.rules.infer import is_one
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.stage import Choice, Leaf, Stage
@@ -96,20 +97,20 @@ def _find_tokens(domain: Domain) -> None:
     tokens: dict[fx.Node, dict[int, bool]] = {}
     for node in domain.program.user_inputs():
         value = node.meta["val"]
-        tokens[node] = dict.fromkeys([0] if value.is_floating_point() else range(value.ndim), True)
+        tokens[node] = dict.fromkeys(range(value.ndim)[: 1 if value.is_floating_point() else None], True)
     for node, rule in domain.rules.items():
         if rule is None:
             continue
         found = domain.tokens[node] = {}
         for operand, term in zip(domain.operands[node], rule.pattern.inputs, strict=True):
             for at, alone in tokens.get(operand, {}).items():
-                dim = [factor for factor in term[at] if rule.extent[factor] != 1]
+                dim = [factor for factor in term[at] if not is_one(rule.extent[factor])]
                 for factor in dim if alone else dim[:1]:
                     found[factor] = found.get(factor, False) or alone or len(dim) > 1
         for made, at in results(node):
             dims = tokens[made] = {}
             for position, factors in enumerate(rule.pattern.outputs[at]):
-                inside = [factor for factor in factors if rule.extent[factor] != 1]
+                inside = [factor for factor in factors if not is_one(rule.extent[factor])]
                 if inside and inside[0] in found:
                     dims[position] = all(found.get(factor, False) for factor in inside)
 

@@ -16,7 +16,7 @@ from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.split_axis import on_split_axis
+from tpcompiler.ir.split_axis import keeps_shares, on_split_axis
 from tpcompiler.solver.domain import Domain, find_shared_heads
 from tpcompiler.solver.eliminate import solve
 from tpcompiler.solver.problem import FEATURES, NEVER, UNIT, Problem, Values, pose
@@ -132,6 +132,8 @@ def _on_any_mesh(programs: Sequence[PlannedProgram], objective: Objective, free:
     model = (programs[0].mesh.model_axis,)
     best, heads = search_over(programs, objective, model, free, gathers)
     for axis, outer in heads:
+        if not all(keeps_shares(program, axis, outer) for program in programs):
+            continue
         split = [on_split_axis(program, axis, outer) for program in programs]
         halves = tuple(half for each in model for half in ((f"{each}_0", f"{each}_1") if each == axis else (each,)))
         found, _ = search_over(split, objective, halves, free, gathers)

@@ -49,7 +49,7 @@ def rule_from(written: RuleText, node: fx.Node, shards: Shards = "any") -> Rule:
     shapes = [tuple(o.meta["val"].shape) for o in edit.operands(node)] + [tuple(v.shape) for v in edit.outputs(node)]
     linear = tuple(frozenset(group) | pattern.addends for group in written.linear)
     extent = extents(pattern, shapes, written.factors, str(node.target))
-    how = (shards, written.reduce, written.sizes, linear, written.local, False, written.counts)
+    how = (shards, written.reduce, written.sizes, linear, written.local, written.local_shards, False, written.counts)
     return Rule(pattern, extent, *how)
 
 

@@ -1,0 +1,67 @@
+"""Programs that a plan is seldom written for: sizes that data decide, no weights, no dims, one op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import export
+
+import tpcompiler
+
+X, KEEP = torch.arange(24.0).view(6, 4).sin(), torch.tensor([True, False, True, True, False, True])
+Forward = Callable[..., Any]
+
+
+class Net(nn.Module):
+    def __init__(self, forward: Forward, is_weighted: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.run = forward
+        if is_weighted:
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.run(self, *args)
+
+
+CASES: dict[str, tuple[Forward, tuple[torch.Tensor, ...], bool]] = {
+    "a boolean mask": (lambda net, x, keep: net.up(x[keep]), (X, KEEP), True),
+    "a mask between layers": (lambda net, x, keep: net.down(net.up(x)[keep].relu()), (X, KEEP), True),
+    "nonzero": (lambda net, x, keep: net.down(net.up(x)).index_select(0, keep.nonzero()[:, 0]), (X, KEEP), True),
+    "masked_select": (lambda net, x: net.up(x).masked_select(x.sum(-1, True) > 0), (X,), True),
+    "experts' rows": (
+        lambda net, x, keep: torch.zeros(6, 4).index_add(0, keep.nonzero()[:, 0], net.down(net.up(x[keep]).relu())),
+        (X, KEEP),
+        True,
+    ),
+    "a number of no dims": (lambda net, x, scale: net.down(net.up(x) * scale), (X, torch.tensor(2.0)), True),
+    "no dims at all": (lambda net, a, b: a * b, (torch.tensor(2.0), torch.tensor(3.0)), False),
+    "no weights": (lambda net, x: x.relu() + 1, (X,), False),
+    "an input that is an output": (lambda net, x: (x, x.sum()), (X,), False),
+    "no elements": (lambda net, x: net.down(net.up(x)), (torch.empty(0, 4),), True),
+    "integers alone": (lambda net, i: i.cumsum(-1) % 3, (torch.arange(12).view(3, 4),), False),
+}
+
+
+@pytest.mark.parametrize("plan", ["auto", "auto:free"])
+@pytest.mark.parametrize("mesh", [2, 3, {"dp": 2, "tp": 4}], ids=str)
+@pytest.mark.parametrize(("forward", "args", "is_weighted"), CASES.values(), ids=CASES)
+def test_odd_programs(
+    forward: Forward, args: tuple[torch.Tensor, ...], is_weighted: bool, mesh: Any, plan: str, tmp_path: Path
+) -> None:
+    made = tpcompiler.parallelize(export(Net(forward, is_weighted), args), mesh, plan)
+    assert made.verify(args).ok
+    made.save(tmp_path / "out")
+
+
+def test_without_weights_there_is_nothing_to_name() -> None:
+    """A name that the user wrote must match; the entry that stands for `auto` may leave nothing to the search."""
+    program = export(Net(lambda net, x: x.relu(), False), (X,))
+    assert tpcompiler.parallelize(program, 2, {"**": "auto"}).plan.to_data() == {"**": "auto"}
+    with pytest.raises(tpcompiler.PlanError, match=r"'up' matches nothing"):
+        tpcompiler.parallelize(program, 2, {"up": "colwise", "**": "auto"})
