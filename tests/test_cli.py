@@ -314,6 +314,24 @@ def test_run_in_two_processes(model: Path, out: Path, inputs: Path, tmp_path: Pa
     assert float(rows[1].split()[-1]) == pytest.approx(expected["logits"].abs().amax().item(), rel=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_run_takes_and_gives_whole_tensors_where_ranks_have_shares(tmp_path: Path) -> None:
+    """Four rows over two ranks, and back; every rank answers for its own half."""
+    linear, x = torch.nn.Linear(3, 5), torch.randn(4, 3)
+    made = tpcompiler.parallelize(
+        torch.export.export(linear, (x,)), {"dp": 2, "tp": 1}, {}, inputs=[{"dp": "S(0)"}], outputs=[{"dp": "S(0)"}]
+    )
+    made.save(tmp_path / "out")
+    save_file({"input": x}, tmp_path / "in.safetensors")
+    written = tmp_path / "written.safetensors"
+    words = ["run", tmp_path / "out", "--inputs", tmp_path / "in.safetensors", "--outputs", written]
+    done = torchrun(2, "-m", "tpcompiler.cli", *words)
+    assert done.returncode == 0, done.stdout
+    (found,) = load_file(written).values()
+    torch.testing.assert_close(found, linear(x).detach(), rtol=1e-5, atol=1e-5)
+
+
 def test_debug_shows_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" not in call("inspect", tmp_path / "a.pt2").stderr
     for result in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, OrderedDict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -247,3 +247,17 @@ def test_what_is_left_open_of_an_empty_share(free: tuple[int, ...]) -> None:
     for rows, columns in ((6, 8), (5, 8), (6, 12)):
         if (rows == 6 or 0 in free) and (columns == 8 or 1 in free):
             assert made.verify((torch.randn(rows, columns, 4),)).ok
+
+
+@pytest.mark.parametrize("plan", ["auto", {"up": "colwise", "down": "rowwise"}], ids=["auto", "a plan"])
+def test_an_axis_that_cuts_nothing_is_reported(plan: Any) -> None:
+    """Half of the ranks repeat the others: the report and its notes say so, and how the batch is cut; then it is gone."""
+    model = nn.Sequential(OrderedDict(up=nn.Linear(16, 64), act=nn.ReLU(), down=nn.Linear(64, 16)))
+    exported = torch.export.export(model, (torch.randn(4, 16),))
+    idle = tpcompiler.parallelize(exported, {"dp": 2, "tp": 2}, plan)
+    said = [note["text"] for note in idle.manifest().notes if note["kind"] == "idle"]
+    how = 'to cut the batch, inputs={"input": {"dp": "S(0)"}}, or --input input=dp:S(0)'
+    assert said == [f"dp=2: ranks that differ in dp alone compute the same; {how}"]
+    assert said[0] in str(idle.report())
+    cut = tpcompiler.parallelize(exported, {"dp": 2, "tp": 2}, plan, inputs={"input": {"dp": "S(0)"}})
+    assert not [note for note in cut.manifest().notes if note["kind"] == "idle"]

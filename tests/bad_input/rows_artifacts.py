@@ -373,11 +373,4 @@ MANIFESTS = [
         spoil=manifest(lambda data: data["tensors"][0].update(sharding="S(1)")),
         code=1,
     ),
-    Row(
-        "an input that is said to be cut",
-        "tpcompiler run out --inputs in.safetensors",
-        "input 'x' is sharded (S(0)); tpcompiler run takes and writes whole tensors only",
-        "convert with that input at R, or call tpcompiler.load in a program of your own",
-        spoil=manifest(lambda data: data["inputs"][0].update(sharding="S(0)")),
-    ),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch.export import Dim, ExportedProgram
 
 from tests.runtime.models import export_mlp, mlp_inputs
 from tpcompiler._torch import TorchDispatchMode
-from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
+from tpcompiler.cli.boundary import cut_inputs
+from tpcompiler.errors import ArtifactError, InputsError
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.inputs import arrange_inputs, check_values, write_tensors
-from tpcompiler.runtime.run import refuse_sharded_boundary, run_file, summarize
+from tpcompiler.runtime.run import run_file, summarize
 
 
 class Mixed(nn.Module):
@@ -120,15 +122,24 @@ def test_run_file_says_what_an_op_refuses(tmp_path: Path) -> None:
         run_file(module, manifest({}, {"output": "R"}), tmp_path / "in")
 
 
-def test_a_sharded_boundary_is_refused_by_name() -> None:
-    refuse_sharded_boundary(manifest({"x": "R"}, {"y": "R"}))
-    refuse_sharded_boundary(manifest({"x": "[R, R]"}, {"y": "[R, R]"}))
-    with pytest.raises(UnsupportedError, match=r"input 'x' is sharded \(\[S\(0\), R\]\)"):
-        refuse_sharded_boundary(manifest({"x": "[S(0), R]"}, {"y": "[R, R]"}))
-    with pytest.raises(UnsupportedError, match=r"^input 'x' is sharded \(S\(1\)\); "):
-        refuse_sharded_boundary(manifest({"x": "S(1)"}, {"y": "R"}))
-    with pytest.raises(UnsupportedError, match=r"^output 'y' is sharded \(S\(0\)\); "):
-        refuse_sharded_boundary(manifest({"x": "R"}, {"y": "S(0)"}))
+def boundary(sharding: str, shape: list[int | str]) -> Manifest:
+    rows = [{"name": "x", "sharding": sharding, "shape": shape, "dtype": "float32"}]
+    return replace(manifest({}, {}), mesh={"dp": 2, "tp": 2}, inputs=rows)
+
+
+def test_inputs_that_are_cut_are_whole_in_the_file() -> None:
+    x = torch.arange(12.0).view(4, 3)
+    shares = [cut_inputs({"x": x}, boundary("[S(0), R]", [4, 3]), rank, "in")["x"] for rank in range(4)]
+    assert [share.tolist() for share in shares] == [x[:2].tolist()] * 2 + [x[2:].tolist()] * 2
+    assert cut_inputs({"x": x}, boundary("[R, R]", [4, 3]), 1, "in")["x"] is x
+    with pytest.raises(
+        InputsError, match=r"^in: input 'x' is \[2, 3\], and the whole is \[4, 3\]\n  help: give the whole"
+    ):
+        cut_inputs({"x": x[:2]}, boundary("[S(0), R]", [4, 3]), 0, "in")
+    with pytest.raises(
+        InputsError, match=r"dim 0 of input 'x' is 3, which 2 ranks share\n  help: give a multiple of 2"
+    ):
+        cut_inputs({"x": x[:3]}, boundary("[S(0), R]", ["s0", 3]), 0, "in")
 
 
 def test_summarize() -> None:

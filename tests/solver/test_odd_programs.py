@@ -12,6 +12,8 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler
+from tests.passes.test_shared_heads import Attention
+from tpcompiler.solver import eliminate
 
 X, KEEP = torch.arange(24.0).view(6, 4).sin(), torch.tensor([True, False, True, True, False, True])
 Forward = Callable[..., Any]
@@ -65,3 +67,21 @@ def test_without_weights_there_is_nothing_to_name() -> None:
     assert tpcompiler.parallelize(program, 2, {"**": "auto"}).plan.to_data() == {"**": "auto"}
     with pytest.raises(tpcompiler.PlanError, match=r"'up' matches nothing"):
         tpcompiler.parallelize(program, 2, {"up": "colwise", "**": "auto"})
+
+
+@pytest.mark.parametrize("plan", ["auto", "auto:free"])
+def test_where_tables_grow_too_large_fewer_choices_are_looked_at(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer, and a note that it is of fewer choices; the negative control is the search without a limit."""
+    x = torch.randn(4, 3, 16)
+    program = export(Attention(4, 4, packed=True), (x,))
+    free = tpcompiler.parallelize(program, 2, plan)
+    assert not capped(free)
+    monkeypatch.setattr(eliminate, "TOO_SLOW", 100)
+    monkeypatch.setattr(eliminate, "MOST_CELLS", 100)
+    made = tpcompiler.parallelize(program, 2, plan)
+    assert capped(made)
+    assert made.verify((x,)).ok
+
+
+def capped(made: tpcompiler.ParallelProgram) -> bool:
+    return any("more choices than were looked at" in note.text for note in made.resharded.notes)

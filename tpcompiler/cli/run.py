@@ -113,7 +113,8 @@ def run(
 ) -> None:
     """Run the programs under torchrun.
 
-    One process per rank; rank 0 prints the outputs, and writes them where asked. With --count it exits with 1 when it
+    One process per rank; each takes its share of inputs that are cut, and rank 0 prints the whole outputs, and writes
+    them where asked. With --count it exits with 1 when it
     called other collectives than its files say. A trace has a process for each rank, with the modules, and the
     collectives by module, with their bytes; open it at https://ui.perfetto.dev or in chrome://tracing.
 
@@ -129,14 +130,14 @@ def run(
     import torch.distributed as dist
 
     from tpcompiler.cli import printing
+    from tpcompiler.cli.boundary import cut_inputs, join_outputs
     from tpcompiler.runtime.artifact import read_manifest
     from tpcompiler.runtime.inputs import read_tensors, write_tensors
     from tpcompiler.runtime.load import load
     from tpcompiler.runtime.model_file import import_modules
-    from tpcompiler.runtime.run import refuse_sharded_boundary, run_file, summarize
+    from tpcompiler.runtime.run import run_file, summarize
 
     manifest = read_manifest(directory)
-    refuse_sharded_boundary(manifest)
     for file in (outputs, trace):
         if file is not None and not os.path.isdir(file.parent):
             raise ArtifactError(f"cannot write {file}: {file.parent} is no directory", help="make it first")
@@ -152,7 +153,9 @@ def run(
             from tpcompiler.explain.trace import gather_traces, traced
 
             own = stack.enter_context(traced(module, manifest))
-        named = run_file(module, manifest, inputs)
+        shares = cut_inputs(read_tensors(inputs), manifest, dist.get_rank(), str(inputs))
+        named = run_file(module, manifest, inputs, shares)
+    named = join_outputs(named, manifest)
     agrees = True
     whole = gather_traces(own) if trace is not None else None
     if dist.get_rank() == 0:

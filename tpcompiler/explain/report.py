@@ -27,6 +27,7 @@ NOTE_TITLES = {  # kinds of `Note`, as people read them
     "random": "ops that draw random numbers",
     "mesh": "axes that run as two",
     "shared": "weights that several ranks share",
+    "idle": "axes that cut nothing: their ranks repeat each other",
     "examples": "example inputs",
     "collectives": "collectives over symmetric memory",
     "search": "the search for placements",

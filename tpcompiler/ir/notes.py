@@ -18,8 +18,26 @@ from tpcompiler.runtime.archive import has_pickled_examples
 
 
 def notes_of(program: MarkedProgram) -> tuple[Note, ...]:
-    """Ops that draw random numbers, leaves that are cut in a way of their own or unevenly, and what is not written."""
-    return (*_random(program.graph), *_cuts(program), *_examples(program.source))
+    """Axes that cut nothing, ops that draw random numbers, leaves that are cut in a way of their own or unevenly, and
+    what is not written.
+    """
+    return (*_idle(program), *_random(program.graph), *_cuts(program), *_examples(program.source))
+
+
+def _idle(program: MarkedProgram) -> tuple[Note, ...]:
+    """Axes over which no value of the program is cut or pending, and how a batch is cut over them."""
+    mesh = program.mesh
+    marks = (mark_of(node) for node in program.graph.nodes if node.op != "output")
+    used = {axis for mark in marks for each in (*mark.shardings, *mark.wants) for axis in each.axes}
+    batch = next((node.name for node in program.user_inputs() if node.meta["val"].ndim), None)
+    said = []
+    for axis in mesh.names:
+        if mesh.degree(axis) > 1 and axis not in used:
+            alike = f"ranks that differ in {axis} alone compute the same"
+            how = f'; to cut the batch, inputs={{"{batch}": {{"{axis}": "S(0)"}}}}, or --input {batch}={axis}:S(0)'
+            cuts_batch = batch is not None and axis != mesh.model_axis
+            said.append(f"{axis}={mesh.degree(axis)}: {alike}{how if cuts_batch else ''}")
+    return tuple(Note("idle", text) for text in said)
 
 
 def _random(graph: fx.Graph) -> tuple[Note, ...]:

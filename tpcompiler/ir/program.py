@@ -130,6 +130,7 @@ class Note:
         "random",
         "mesh",
         "shared",
+        "idle",
         "cut",
         "examples",
         "collectives",

@@ -9,35 +9,24 @@ from typing import Any, NamedTuple
 import torch
 
 from tpcompiler._torch import tree_flatten
-from tpcompiler.errors import InputsError, UnsupportedError
+from tpcompiler.errors import InputsError
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.inputs import read_inputs
-from tpcompiler.runtime.manifest_form import is_whole
+from tpcompiler.runtime.inputs import arrange_inputs, read_tensors
 
 
-def refuse_sharded_boundary(manifest: Manifest) -> None:
-    """Files hold whole tensors.
-
-    Raises:
-        UnsupportedError: an input or an output of which each rank holds a part.
-    """
-    for what, rows in (("input", manifest.inputs), ("output", manifest.outputs)):
-        for row in rows:
-            if not is_whole(row["sharding"]):
-                raise UnsupportedError(
-                    f"{what} {row['name']!r} is sharded ({row['sharding']}); tpcompiler run takes and writes whole "
-                    "tensors only",
-                    help=f"convert with that {what} at R, or call tpcompiler.load in a program of your own",
-                )
-
-
-def run_file(module: Any, manifest: Manifest, path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+def run_file(
+    module: Any, manifest: Manifest, path: str | os.PathLike[str], shares: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """Call what `load` returned on an inputs file; its tensor outputs by the manifest's names.
+
+    Args:
+        shares: the rank's shares of what the file holds, where inputs are cut.
 
     Raises:
         InputsError: an inputs file that does not fit, or sizes that the program refuses.
     """
-    args, kwargs = read_inputs(path, module.exported_program)
+    given = read_tensors(path) if shares is None else shares
+    args, kwargs = arrange_inputs(given, module.exported_program, str(path))
     try:
         with torch.no_grad():
             result = module(*args, **kwargs)

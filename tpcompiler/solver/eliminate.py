@@ -57,7 +57,7 @@ def solve(tables: Tables) -> tuple[float, list[int]]:
     except UnsupportedError:
         kept = find_live_values(tables)
         factors = [(variables, table[numpy.ix_(*(kept[v] for v in variables))]) for variables, table in tables.factors]
-        total, values = eliminate(Tables(tables.constant, [len(own) for own in kept], factors))
+        total, values = eliminate(Tables(tables.constant, [len(own) for own in kept], factors), MOST_CELLS)
         return total, [own[value] for own, value in zip(kept, values, strict=True)]
 
 

@@ -30,7 +30,6 @@ from tpcompiler.solver.eliminate import Tables
 from tpcompiler.solver.stage import Choice, Known, Leaf, Stage
 from tpcompiler.solver.ways import Ways
 
-MOST_SETTLED = 20  # shardings that a value with several users may be turned into for all of them
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
 NEVER = numpy.inf
 FEATURES = frozenset({"colwise", "rowwise", "replicate"})  # styles of a layer; of one weight of several, placements
@@ -340,7 +339,7 @@ def _price_value(problem: Problem, value: fx.Node, uses: Sequence[Values], is_we
     if len(uses) > 1 and not is_weight:
         wanted = tuple(use.shardings for use in uses)
         known = "settled", made.shardings, wanted
-        domain, more = problem.known.once(known, lambda: _settled(made.shardings, wanted))
+        domain, more = problem.known.once(known, lambda: _settled(made.shardings, wanted, problem.stage.most))
         problem.capped += more
         settled = problem.settled[value] = problem.variable(domain)
         _price_changes(problem, value, made, [settled], is_weight)
@@ -348,12 +347,14 @@ def _price_value(problem: Problem, value: fx.Node, uses: Sequence[Values], is_we
     _price_changes(problem, value, made, uses, is_weight)
 
 
-def _settled(made: Sequence[Sharding], uses: Sequence[Sequence[Sharding]]) -> tuple[tuple[Sharding, ...], bool]:
+def _settled(
+    made: Sequence[Sharding], uses: Sequence[Sequence[Sharding]], most: int
+) -> tuple[tuple[Sharding, ...], bool]:
     """What a value may be turned into for all of its users, and whether there was more."""
     wanted = Counter(sharding for use in uses for sharding in use)
     first = [sharding for sharding in made if sharding in wanted and sharding.is_replicated]
     domain = tuple(dict.fromkeys([*first, *(sharding for sharding, _ in wanted.most_common())]))
-    most = FEW if len(uses) >= MANY else MOST_SETTLED
+    most = min(most, FEW) if len(uses) >= MANY else most
     return domain[:most], len(domain) > most
 
 

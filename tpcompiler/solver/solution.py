@@ -12,6 +12,7 @@ import numpy
 from torch import fx
 
 from tpcompiler.cost.objective import Objective
+from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
@@ -20,11 +21,12 @@ from tpcompiler.ir.split_axis import keeps_shares, on_split_axis
 from tpcompiler.solver.domain import Domain, find_shared_heads
 from tpcompiler.solver.eliminate import solve
 from tpcompiler.solver.problem import FEATURES, NEVER, UNIT, Problem, Values, pose
-from tpcompiler.solver.stage import Choice, Known, Stage
+from tpcompiler.solver.stage import MOST_CHOICES, Choice, Known, Stage
 from tpcompiler.solver.variants import find_needed, find_openings, write_variants
 
 # Variables of a problem, and which of its values each may take.
 Held = Callable[[Problem], Iterable[tuple[int, Sequence[bool]]]]
+FEWER = (MOST_CHOICES, 8, 4, 2, 1)  # choices of an op, as long as the tables are too large without a plan
 REFUSED = 0.05  # seconds for a weight that would be gathered, where nothing else can be: more than all else
 
 
@@ -161,13 +163,20 @@ def search_over(
         if mesh.degree(axis) == 1 and (found.choices or axis != order[-1]):
             continue
         is_model = axis in model
-        stage = Stage(mesh, tuple(order[: at + 1]), found.choices, free and is_model, gathers and is_model, read)
+        how = (mesh, tuple(order[: at + 1]), found.choices, free and is_model, gathers and is_model, read)
         is_given = any(axis in s.axes for program in programs for s in program.input_shardings.values())
         counted = objective.keeping_cuts() if is_given else objective  # what comes in cut stays so
-        problem = pose(programs, stage, counted, groups)
-        for variable, allowed in held(problem) if held else ():
-            problem.tables.price([variable], numpy.where(allowed, 0.0, NEVER))
-        values = _solved(problem)
+        for most in FEWER:
+            stage = Stage(*how, most)
+            problem = pose(programs, stage, counted, groups)
+            for variable, allowed in held(problem) if held else ():
+                problem.tables.price([variable], numpy.where(allowed, 0.0, NEVER))
+            try:
+                values = _solved(problem)
+                break
+            except UnsupportedError:
+                if not stage.free or held or most == FEWER[-1]:
+                    raise
         if values is None and not stage.free and held is None:
             problem = pose(programs, stage, counted, groups, REFUSED)
             values = _solved(problem)

@@ -16,6 +16,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option, Refusal, follow, options, pass_through, restricted, shardings
 from tpcompiler.rules.notation import Rule
 
+MOST_CHOICES = 20
 Both = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]  # what an option needs, and what it makes
 
 
@@ -43,7 +44,8 @@ class Stage:
     """The search over one axis.
 
     `axes`: this one after those that are decided. `before`: the choices over these. `free`: without a plan. `gathers`:
-    weights may be gathered, and the batch may be cut. `read`: what the graphs say, over all axes.
+    weights may be gathered, and the batch may be cut. `read`: what the graphs say, over all axes. `most`: choices of an
+    op, and shardings of a value with several users, without a plan.
     """
 
     mesh: Mesh
@@ -52,6 +54,7 @@ class Stage:
     free: bool
     gathers: bool = False
     read: Known = field(default_factory=Known)
+    most: int = MOST_CHOICES
     known: Known = field(default_factory=Known)  # calls alike have one rule
 
     @property

@@ -15,7 +15,7 @@ from tpcompiler.rules.infer import Option, Refusal, merge
 from tpcompiler.rules.notation import Joined, Rule, Term
 from tpcompiler.solver.stage import Stage
 
-MOST_CHOICES, MOST_PLANNED = 20, 64  # of an op, without a plan and with one
+MOST_PLANNED = 64  # choices of an op, with a plan
 
 
 class Way(NamedTuple):
@@ -59,7 +59,7 @@ class Ways:
 
     @classmethod
     def whole(cls, stage: Stage, rule: Rule, base: Option, limits: Limits) -> Ways:
-        most = MOST_CHOICES if stage.free else MOST_PLANNED
+        most = stage.most if stage.free else MOST_PLANNED
         both = stage.both(rule, base)
         found = {} if isinstance(both, Refusal) else {stage.name(base): Way(base, *both)}
         return cls(rule, base, limits, most, found)
