@@ -6,13 +6,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from tpcompiler.plan.plan import Plan
+from tpcompiler.plan.styles import AUTO
 
 
 def share_plan(plans: Sequence[Plan], held: Sequence[Collection[str]], used: Sequence[Collection[str]]) -> list[Plan]:
     """Return the plan of each program, without the entries that only others of them use.
 
-    An entry need match in one of them. A program that holds what an entry names, but does not use it, as a step of a
-    decoder holds the weights of its encoder, leaves the entry to those that use it.
+    An entry need match in one of them, and `"**": auto` may leave nothing to the search. A program that holds what an
+    entry names, but does not use it, as a step of a decoder holds the weights of its encoder, leaves the entry to those
+    that use it.
 
     Args:
         plans: one plan in the names of each program.
@@ -25,14 +27,14 @@ def share_plan(plans: Sequence[Plan], held: Sequence[Collection[str]], used: Seq
     matched, busy = ([_matches(*both) for both in zip(plans, names, strict=True)] for names in (held, used))
     for plan in plans:
         for entry in plan.entries:
-            if not any(entry.where in matches for matches in matched):
+            if entry.style != AUTO and not any(entry.where in matches for matches in matched):
                 raise entry.unmatched([name for names in held for name in names])
     elsewhere = set[str]().union(*busy)
     notes = set(plans[0].notes).intersection(*(plan.notes for plan in plans))
     return [
         replace(
             plan,
-            entries=tuple(e for e in plan.entries if e.where in own or e.where in has - elsewhere),
+            entries=tuple(e for e in plan.entries if e.style == AUTO or e.where in own or e.where in has - elsewhere),
             notes=tuple(note for note in plan.notes if note in notes),
         )
         for plan, has, own in zip(plans, matched, busy, strict=True)
