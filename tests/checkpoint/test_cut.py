@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.export import export
 
 import tpcompiler
-from tests.checkpoint.models import ARGS, PLAN, exported, hollow, model, write_checkpoint
+from tests.checkpoint.models import ARGS, PLAN, SIZES, Model, exported, hollow, model, write_checkpoint
 from tests.launch import run_ranks
 from tpcompiler import ArtifactError, ProgramError
 from tpcompiler.runtime.artifact import read_manifest, weights_file
 from tpcompiler.runtime.model_file import read_model
 from tpcompiler.runtime.rank_file import read_rank
+from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.verify_files import verify_artifact
 
 pytestmark = pytest.mark.slow
@@ -82,6 +87,48 @@ def test_without_weights_everything_says_so(tmp_path: Path) -> None:
     zeros = read_model(tmp_path / "out" / "model.pt2")
     with pytest.raises(ProgramError, match="have no values"):
         tpcompiler.parallelize(zeros, 1, {}).verify(ARGS)
+
+
+def bf16(model: nn.Module) -> nn.Module:
+    return model.to(torch.bfloat16)
+
+
+CONVERSIONS: dict[str, tuple[Callable[[nn.Module], object], torch.dtype]] = {
+    "to": (bf16, torch.bfloat16),
+    "half": (lambda model: model.half(), torch.float16),
+    "to(dtype=)": (lambda model: model.to(dtype=torch.float64), torch.float64),
+    "twice": (lambda model: bf16(model.double()).train(), torch.bfloat16),
+    "load_state_dict": (lambda model: model.load_state_dict(Model().state_dict()), torch.float32),
+    "assign": (lambda hollow: hollow.load_state_dict(model().state_dict(), assign=True), torch.float32),
+}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_a_model_without_weights_is_converted(how: str, inside: bool, tmp_path: Path) -> None:
+    """In the block or after it; tied weights stay tied, and buffers keep their values."""
+    convert, dtype = CONVERSIONS[how]
+    with tpcompiler.weightless():
+        made = Model()
+        if inside:
+            convert(made)
+    if not inside and how == "assign":
+        pytest.skip("weights that are assigned after the block have values")
+    if not inside:
+        convert(made)
+    assert {value.dtype for value in made.parameters()} == {dtype}
+    assert (made.head.weight is made.table.weight) == (how != "assign")  # which unties any model
+    with tpcompiler.weightless():
+        program = export(made.eval(), ARGS, dynamic_shapes=SIZES)
+    assert weightless_names(program) == set(program.state_dict)
+    assert torch.equal(program.constants["frequencies"], model().frequencies.to(made.frequencies.dtype))
+    real = copy.deepcopy(model()).to(dtype)
+    held = real.named_parameters(remove_duplicate=how != "assign")
+    save_file({name: value.detach().clone() for name, value in held}, tmp_path / "model.safetensors")
+    tpcompiler.parallelize(program, 3, PLAN).save(tmp_path / "out")
+    tpcompiler.cut_checkpoint(tmp_path / "out", tmp_path / "model.safetensors")
+    real.register_buffer("frequencies", program.constants["frequencies"], persistent=False)
+    assert verify_artifact(tmp_path / "out", export(real, ARGS, dynamic_shapes=SIZES), ARGS).ok
 
 
 def test_the_ranks_of_one_machine(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.exported_program import _convert_guards_to_code
 from torch.export.graph_signature import InputKind, OutputKind
@@ -85,6 +85,17 @@ def forget_index(value: torch.Tensor) -> None:
     if isinstance(value, FakeTensor):
         name = "_fake_device" if hasattr(value, "_fake_device") else "fake_device"  # torch 2.13 made it a property
         setattr(value, name, torch.device(value.device.type))
+
+
+def mode_of_parameters() -> FakeTensorMode:
+    """Return a fake mode whose tensors `nn.Module.to` can convert.
+
+    `Module.to` swaps fake parameters in place, which torch refuses for a tensor with a weak reference. torch keeps one
+    to every result of an op, by the id of a meta tensor that is fresh each time: that memo is never used.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.fake_tensor_converter.set_tensor_memo = lambda meta, fake: None  # type: ignore[method-assign]
+    return mode
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

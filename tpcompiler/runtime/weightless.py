@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import FakeTensor, FakeTensorMode, save_program
+from tpcompiler._torch import FakeTensor, mode_of_parameters, save_program
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.opened import Opened
 
@@ -26,10 +26,11 @@ MARK = "tpcompiler_weightless.json"  # an extra file in the .pt2: the names, for
 def weightless() -> Iterator[None]:
     """Make models that take no memory: in this block every parameter that a module gets is a fake tensor.
 
-    Buffers, such as the frequencies of rotary embeddings, are computed as ever. Export the model in the block too, and
-    write it with `tpcompiler.save_weightless`.
+    Buffers, such as the frequencies of rotary embeddings, are computed as ever. The model can be converted as any other
+    (`model.to(torch.bfloat16)`), in the block or later. Export it in the block too, and write it with
+    `tpcompiler.save_weightless`.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = mode_of_parameters()
     register = nn.Module.register_parameter
 
     def register_fake(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
