@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.bad_input.row import Row, Spoil, text
+from tpcompiler.checkpoint.files import INDEX
 
 CUT = "tpcompiler cut uncut --checkpoint checkpoint"
 SAME = "give the checkpoint of the same model"
@@ -40,6 +41,11 @@ def only_a_pickle(patch: pytest.MonkeyPatch) -> None:
     Path("checkpoint/pytorch_model.bin").touch()
 
 
+def misplaced(patch: pytest.MonkeyPatch) -> None:
+    index = Path("checkpoint") / INDEX
+    index.write_text(json.dumps({"weight_map": {"layers.0.down.bias": SECOND.name, "layers.0.up.bias": FIRST.name}}))
+
+
 CHECKPOINTS = [
     Row(
         "a checkpoint lacks a weight",
@@ -61,6 +67,22 @@ CHECKPOINTS = [
         "checkpoint does not fit the program: 'layers.0.up.bias' is of torch.float16, the program takes torch.float32",
         SAME,
         spoil=weights(lambda held: held.update({"layers.0.up.bias": torch.ones(16).half()})),
+    ),
+    Row(
+        "it has one under another prefix than the rest",
+        CUT,
+        "checkpoint does not fit the program: it has no 'layers.0.up.bias' (it has 'model.layers.0.up.bias'); it has "
+        "'model.layers.0.up.bias', which the program does not take",
+        SAME,
+        spoil=weights(lambda held: held.update({"model.layers.0.up.bias": held.pop("layers.0.up.bias")})),
+    ),
+    Row(
+        "its index places a tensor where it is not",
+        CUT,
+        "checkpoint: 'layers.0.down.bias' is in model-00001-of-00002.safetensors, model.safetensors.index.json says "
+        "model-00002-of-00002.safetensors",
+        FILES,
+        spoil=misplaced,
     ),
     Row(
         "it has more",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import tpcompiler
 from tpcompiler import ArtifactError
@@ -38,6 +38,29 @@ del changed["head.weight"]
 for wrong, words in (({"none": wholes["table.weight"]}, "no weight"), ({"table.weight": torch.zeros(3)}, "is torch")):
     with pytest.raises(ArtifactError, match=words):
         tpcompiler.load_state_dict(folder / "out", wrong)
+rank, table, bias = dist.get_rank(), "table.weight", "layers.1.down.bias"
+size = wholes[bias].shape
+replicas = DTensor.from_local(torch.full(size, float(rank)), mesh, [Replicate()], run_check=False)
+odd = torch.full(size, float("nan"))
+before = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+for wrong, words in (
+    ({bias: replicas}, f"'{bias}' has other values on rank 1 than on rank 0"),
+    ({bias: torch.full(size, float(rank))}, f"'{bias}' has other values on rank 1 than on rank 0"),
+    ({table: state[table]} if rank else {bias: replicas}, f"'{bias}' is nothing on rank 1, and a DTensor R over"),
+    (
+        {bias: replicas, **({table: state[table]} if rank else {})},
+        f"'{table}' is a DTensor .* on rank 1, and nothing on",
+    ),
+    ({table: wholes[table] if rank else state[table]}, f"'{table}' is a whole tensor on rank 1, and a DTensor"),
+    ({table: state[table], "head.weight": state[table] + 1}, "'head.weight' and 'table.weight' have different values"),
+    ({table: wholes[table], "head.weight": wholes[table] + 1}, "and the artifact ties them"),
+):
+    with pytest.raises(ArtifactError, match=words):
+        tpcompiler.load_state_dict(folder / "out", wrong)
+    assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == before
+tpcompiler.load_state_dict(
+    folder / "out", {bias: odd, table: wholes[table], "head.weight": state[table]}
+)  # NaN is equal
 tpcompiler.load_state_dict(folder / "out", changed)
 torch.save({"wholes": wholes, "said": said}, folder / f"{dist.get_rank()}.result")
 dist.destroy_process_group()

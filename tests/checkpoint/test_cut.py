@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import tpcompiler
 from tests.checkpoint.models import ARGS, PLAN, SIZES, Model, exported, hollow, model, write_checkpoint
 from tests.launch import run_ranks
 from tpcompiler import ArtifactError, ProgramError
+from tpcompiler.checkpoint.files import Checkpoint
 from tpcompiler.runtime.artifact import read_manifest, weights_file
 from tpcompiler.runtime.model_file import read_model
 from tpcompiler.runtime.rank_file import read_rank
@@ -31,6 +33,10 @@ pytestmark = pytest.mark.slow
 def converted(out: Path, world: int = 3) -> Path:
     tpcompiler.parallelize(hollow(), world, PLAN).save(out)
     return out
+
+
+def everything(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
 def weights(out: Path) -> dict[str, bytes]:
@@ -186,6 +192,55 @@ def test_an_interrupted_cut_of_something_else_is_refused(tmp_path: Path) -> None
         tpcompiler.cut_checkpoint(out, checkpoint)
     tpcompiler.cut_checkpoint(out, checkpoint, force=True)
     assert load_file(out / weights_file(0))["table.weight"].eq(1).all()
+
+
+def rewrite(checkpoint: Path, **changed: torch.Tensor) -> None:
+    """Other content of the same size and time."""
+    times = {path: path.stat().st_mtime_ns for path in checkpoint.iterdir()}
+    write_checkpoint(checkpoint, **changed)
+    for path, time in times.items():
+        os.utime(path, ns=(time, time))
+
+
+@pytest.mark.parametrize("clock", ["as it is", "stands still"])
+def test_an_interrupted_cut_compares_content(clock: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written already must be the checkpoint's; with the times of its files, and without."""
+    out, checkpoint = converted(tmp_path / "out"), write_checkpoint(tmp_path / "c")
+    if clock == "stands still":
+        monkeypatch.setattr(Checkpoint, "fingerprint", lambda source: {})
+    cut_until(out, checkpoint, 0.9)
+    before = everything(out)
+    rewrite(checkpoint, **{"table.weight": model().table.weight.detach() + 1})
+    with pytest.raises(ArtifactError, match="or the checkpoint was changed since"):
+        tpcompiler.cut_checkpoint(out, checkpoint)
+    assert everything(out) == before
+    rewrite(checkpoint)
+    if clock == "stands still":  # and goes on with the same content
+        tpcompiler.cut_checkpoint(out, checkpoint)
+        assert tpcompiler.check(out, exported()).ok
+
+
+def test_a_damaged_part_is_not_kept(tmp_path: Path) -> None:
+    """Such as a power cut leaves."""
+    out, checkpoint = converted(tmp_path / "out"), write_checkpoint(tmp_path / "c")
+    cut_until(out, checkpoint, 0.9)
+    with (out / ".rank_1.safetensors.part").open("r+b") as file:
+        file.seek(file.seek(0, 2) // 2)
+        file.write(bytes(64))
+    with pytest.raises(ArtifactError, match=r"was changed since\n  help: begin anew with --force"):
+        tpcompiler.cut_checkpoint(out, checkpoint)
+
+
+def test_a_checkpoint_that_changes_while_it_is_cut(tmp_path: Path) -> None:
+    out, checkpoint = converted(tmp_path / "out"), write_checkpoint(tmp_path / "c")
+
+    def change(done: int, total: int) -> None:
+        if 2 * done > total:
+            rewrite(checkpoint)
+
+    with pytest.raises(ArtifactError, match="was changed while it was cut"):
+        tpcompiler.cut_checkpoint(out, checkpoint, progress=change)
+    assert not weights(out)
 
 
 def test_what_an_interrupted_cut_leaves_does_not_bar_the_way(tmp_path: Path) -> None:

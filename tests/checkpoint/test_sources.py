@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,12 @@ from tpcompiler.checkpoint.sources import Leaf, find_sources
 F32 = torch.float32
 
 
-def directory(tmp_path: Path, tensors: dict[str, torch.Tensor], model_type: str = "") -> Checkpoint:
+def directory(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], model_type: str = "", *, architecture: str = ""
+) -> Checkpoint:
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    config = {"model_type": model_type, "architectures": [architecture]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     return Checkpoint(tmp_path)
 
 
@@ -31,7 +35,7 @@ def directory(tmp_path: Path, tensors: dict[str, torch.Tensor], model_type: str 
         (["a.up", "a.down"], ["a.up", "a.down"]),
         (["model.a.up", "model.a.down"], ["a.up", "a.down"]),
         (["a.up", "a.down"], ["model.a.up", "model.a.down"]),
-        (["model.a.up", "head"], ["a.up", "head"]),
+        (["model.model.a.up", "model.head"], ["model.a.up", "head"]),
         (["inner.model.a.up", "inner.head"], ["model.a.up", "head"]),
     ],
 )
@@ -40,6 +44,89 @@ def test_a_prefix_more_or_less(names: list[str], there: list[str], tmp_path: Pat
     found = find_sources([Leaf(name, F32, (2,)) for name in names], checkpoint)
     assert [found[name].names() for name in names] == [[name] for name in there]
     assert [float(found[name].make(checkpoint.read)[0]) for name in names] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("names", "there"),
+    [(["model.a.up", "head"], ["a.up", "head"]), (["a.up", "head"], ["model.a.up", "head"])],
+)
+def test_a_base_models_prefix_is_declared(names: list[str], there: list[str], tmp_path: Path) -> None:
+    """`head` is outside of it. Without the declaration `a.up` may be another tensor."""
+    pytest.importorskip("transformers")
+    tensors = {name: torch.full((2,), float(i)) for i, name in enumerate(there)}
+    leaves = [Leaf(name, F32, (2,)) for name in names]
+    found = find_sources(leaves, directory(tmp_path, tensors, "llama", architecture="LlamaForCausalLM"))
+    assert [found[name].names() for name in names] == [[name] for name in there]
+    with pytest.raises(ArtifactError, match=rf"it has no '{names[0]}' \(it has '{there[0]}'\)"):
+        find_sources(leaves, directory(tmp_path, tensors))
+
+
+@pytest.mark.parametrize("architecture", ["", "LlamaForCausalLM"])
+@pytest.mark.parametrize(
+    ("names", "there"),
+    [
+        (["model.a.up", "model.b.up"], ["a.up", "model.b.up"]),
+        (["model.a.up"], ["a.up", "model.b.up"]),
+        (["model.a.up", "a.up"], ["a.up"]),
+        (["a.up", "b.up"], ["model.a.up", "b.up", "model.b.up"]),
+        (["up"], ["a.up", "b.up"]),
+        (["x.y.up"], ["y.up", "up"]),
+    ],
+)
+def test_a_tensor_is_not_filled_from_another(
+    names: list[str], there: list[str], architecture: str, tmp_path: Path
+) -> None:
+    checkpoint = directory(tmp_path, {name: torch.ones(2) for name in there}, architecture=architecture)
+    with pytest.raises(ArtifactError, match=r"it has no '[a-z.]+' \(it has '[a-z.]*up'\)"):
+        find_sources([Leaf(name, F32, (2,)) for name in names], checkpoint, partial=True)
+
+
+def test_the_names_of_a_tied_tensor_have_one_value(tmp_path: Path) -> None:
+    """NaN is a value, and so are the two zeros."""
+    ones, odd = torch.ones(2), torch.tensor([float("nan"), 0.0])
+    leaves = [Leaf("head", F32, (2,), ("model.embed",))]
+    for kept, other, fits in ((odd, odd.clone(), True), (ones, ones + 1, False), (odd, odd * -1, False)):
+        checkpoint = directory(tmp_path, {"head": kept, "model.embed": other})
+        if fits:
+            assert find_sources(leaves, checkpoint)["head"].names() == ["head"]
+            continue
+        with pytest.raises(
+            ArtifactError, match=r"'head' and 'model\.embed' have different values, and the program ties"
+        ):
+            find_sources(leaves, checkpoint, partial=True)
+    checkpoint = directory(tmp_path, {"head": ones, "model.embed": torch.ones(1)})
+    with pytest.raises(ArtifactError, match=r"'model.embed' is \[1\], the program takes \[2\]"):
+        find_sources(leaves, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda held: held.pop("0.w1"), "are numbered 1, 2, not 0 to 1"),
+        (lambda held: held.pop("1.w3"), "are numbered 0, 2, not 0 to 1"),
+        (lambda held: held.pop("2.w3"), "the parts of 'model.layers.0.mlp.experts.gate_up_proj' differ in shape"),
+        (lambda held: held.update({"0.w1": torch.ones(2, 4)}), "gate_up_proj' differ in shape"),
+    ],
+)
+def test_experts_that_are_missing(
+    change: Callable[[dict[str, torch.Tensor]], object], said: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    held = {f"{expert}.{name}": torch.ones(3, 4) for expert in range(3) for name in ("w1", "w3")}
+    change(held)
+    inside = "model.layers.0.block_sparse_moe.experts."
+    checkpoint = directory(tmp_path, {f"{inside}{name}.weight": value for name, value in held.items()}, "mixtral")
+    count = sum(name.endswith("w1") for name in held)
+    with pytest.raises(ArtifactError, match=said):
+        find_sources([Leaf("model.layers.0.mlp.experts.gate_up_proj", F32, (count, 6, 4))], checkpoint)
+
+
+def test_two_tensors_under_one_name(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    inside = "model.layers.0.{}.gate.weight"
+    checkpoint = directory(tmp_path, {inside.format(n): torch.ones(2) for n in ("mlp", "block_sparse_moe")}, "mixtral")
+    with pytest.raises(ArtifactError, match=r"are both 'model\.layers\.0\.mlp\.gate\.weight'"):
+        find_sources([Leaf("other", F32, (2,))], checkpoint)
 
 
 def test_a_tied_tensor_has_one_of_its_names(tmp_path: Path) -> None:
@@ -116,6 +203,9 @@ def _index(path: Path, value: object) -> None:
     (path / INDEX).write_text(json.dumps({"weight_map": value}))
 
 
+MOVED = ((1, "layers.0.up"), (2, "layers.1.down"), (3, "table"))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -129,6 +219,10 @@ def _index(path: Path, value: object) -> None:
         (lambda c: _index(c, {"a": "../outside.safetensors"}), "is damaged: it names no files beside it"),
         (lambda c: _index(c, {}), "is damaged: it names no files beside it"),
         (lambda c: (c / INDEX).write_text("{"), "cannot be read"),
+        (
+            lambda c: _index(c, {f"{n}.bias": f"model-0000{i}-of-00003.safetensors" for i, n in MOVED}),
+            "'layers.0.up.bias' is in model-00003-of-00003.safetensors, model.safetensors.index.json says model-00001",
+        ),
         (lambda c: next(c.glob("*1-of*")).write_bytes(b"x" * 20), "model-00001-of-00003.safetensors cannot be read"),
         (
             lambda c: shutil.copy(c / "model-00001-of-00003.safetensors", c / "model-00002-of-00003.safetensors"),

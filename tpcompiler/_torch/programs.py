@@ -94,7 +94,7 @@ def mode_of_parameters() -> FakeTensorMode:
     to every result of an op, by the id of a meta tensor that is fresh each time: that memo is never used.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.fake_tensor_converter.set_tensor_memo = lambda meta, fake: None  # type: ignore[method-assign]
+    mode.fake_tensor_converter.set_tensor_memo = lambda meta, fake: None  # type: ignore[assignment]
     return mode
 
 

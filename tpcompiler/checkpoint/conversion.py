@@ -50,6 +50,9 @@ def recipes_of(model_type: str, names: Sequence[str]) -> dict[str, Recipe]:
     """For the names of a checkpoint of this type, what parameters they make; those that are what they are called, too.
 
     A conversion that has a step which is not known here makes nothing: its parameters are missing, by name.
+
+    Raises:
+        ValueError: two names become one, or the parts of a parameter are not numbered 0, 1, ...
     """
     mapping = _table(model_type)
     renamings = [(old, new) for olds, new, steps in mapping if steps is None for old in olds]
@@ -64,13 +67,22 @@ def recipes_of(model_type: str, names: Sequence[str]) -> dict[str, Recipe]:
             at = next((i for i, pattern in enumerate(patterns) if steps is not None and _matches(pattern, own)), None)
             if at is not None and steps is not None:
                 whole, number = _put(patterns[at], target, own)
-                found.setdefault(whole, {}).setdefault(at, {})[number] = name
+                parts = found.setdefault(whole, {}).setdefault(at, {})
+                if (other := parts.setdefault(number, name)) != name:
+                    raise ValueError(f"{other!r} and {name!r} are the same part of {whole!r}")
                 steps_of[whole] = steps
                 break
         else:
-            made[own] = Recipe(((name,),))
-    for whole, parts in found.items():
-        sources = tuple(tuple(parts[at][n] for n in sorted(parts[at], key=_number)) for at in sorted(parts))
+            if (one := made.setdefault(own, Recipe(((name,),)))).names() != [name]:
+                raise ValueError(f"{one.names()[0]!r} and {name!r} are both {own!r}")
+    for whole, lists in found.items():
+        for numbers in lists.values():
+            if sorted(map(_number, numbers)) != list(range(len(numbers))):
+                have = ", ".join(sorted(numbers, key=_number))
+                raise ValueError(f"the parts of {whole!r} are numbered {have}, not 0 to {len(numbers) - 1}")
+        if whole in made:
+            raise ValueError(f"{made[whole].names()[0]!r} is {whole!r}, which has parts too")
+        sources = tuple(tuple(lists[at][n] for n in sorted(lists[at], key=_number)) for at in sorted(lists))
         made[whole] = Recipe(sources, steps_of[whole])
     return made
 
@@ -92,6 +104,21 @@ def _put(source: str, target: str, name: str) -> tuple[str, str]:
     found = re.search(_pattern(source), name)
     assert found is not None
     return name[: found.start()] + target + name[found.end() :], found[1] if found.groups() else ""
+
+
+def base_prefix(config: Mapping[str, Any]) -> str:
+    """Return the prefix that transformers declares for the base of a model, such as `model.`; empty for none.
+
+    A checkpoint of the base has its tensors without it, and a base model reads those of a whole model.
+    """
+    listed = config.get("architectures")
+    name = listed[0] if isinstance(listed, list) and listed else ""
+    if not isinstance(name, str) or not name.isidentifier() or importlib.util.find_spec("transformers") is None:
+        return ""
+    import transformers
+
+    prefix = getattr(getattr(transformers, name, None), "base_model_prefix", "")
+    return f"{prefix}." if isinstance(prefix, str) and prefix else ""
 
 
 def _table(model_type: str) -> list[tuple[list[str], str, Steps | None]]:

@@ -34,7 +34,7 @@ from tpcompiler.runtime.artifact import (
 from tpcompiler.runtime.rank_file import taken_by, with_tied
 from tpcompiler.runtime.target import CUT, reason, refuse_full_disk
 from tpcompiler.runtime.weightless import weightless_names
-from tpcompiler.runtime.weights import Writing, laid_out, read_all
+from tpcompiler.runtime.weights import OtherContent, Writing, laid_out, read_all
 
 READ_AHEAD = 1 << 28  # bytes of two tensors of which the second is read while the first is written
 Progress = Callable[[int, int], None]  # bytes done, of all
@@ -54,7 +54,7 @@ def cut_checkpoint(
     """Write `rank_N.safetensors` into an artifact that was converted without weights.
 
     Every tensor of the checkpoint is mapped, cut for all ranks and let go before the next one, so that memory holds the
-    largest one at most. An interrupted cut goes on where it ended.
+    largest one at most. An interrupted cut goes on: what it has written is compared with the checkpoint, and stays.
 
     Args:
         directory: what `tpcompiler convert MODEL.pt2` wrote of a model without weights; of several programs, all.
@@ -144,19 +144,23 @@ class _Work:
         self.begun = self._begun(force)
 
     def _begun(self, force: bool) -> bool:
-        """Whether an interrupted cut of the same is there."""
-        said = {"sources": self.source.fingerprint(), "programs": dict(self.manifest.files), "ranks": self.ranks}
+        """Return whether an interrupted cut of the same is there; `run` compares its content."""
+        self.sources = self.source.fingerprint()
+        said = {"sources": self.sources, "programs": dict(self.manifest.files), "ranks": self.ranks}
         state = self.directory / CUT
         with contextlib.suppress(OSError, ValueError):
             if json.loads(state.read_text(encoding="utf-8")) == said and not force:
                 return True
         if state.is_file() and not force:
-            raise ArtifactError(
-                f"{self.directory} has an interrupted cut of other ranks, or the checkpoint was changed since",
-                help="begin anew with --force",
-            )
+            raise self._refuse_to_go_on()
         state.write_text(json.dumps(said), encoding="utf-8")
         return False
+
+    def _refuse_to_go_on(self) -> ArtifactError:
+        return ArtifactError(
+            f"{self.directory} has an interrupted cut of other ranks, or the checkpoint was changed since",
+            help="begin anew with --force",
+        )
 
     def run(self) -> Iterator[int]:
         """Cut tensor by tensor; yields how many bytes were written."""
@@ -168,18 +172,25 @@ class _Work:
                     rank: opened.enter_context(Writing(parts[rank], self.entries[rank], go_on=self.begun))
                     for rank in self.ranks
                 }
-                refuse_full_disk(self.directory / CUT, self.size - sum(w.done for w in writing.values()))
-                yield sum(each.done for each in writing.values())
-                first = min((each.count for each in writing.values()), default=0)
+                kept = sum(each.kept for each in writing.values())
+                refuse_full_disk(self.directory / CUT, self.size - kept)
+                yield kept
                 order = [entry.name for entry in self.entries[self.ranks[0]]] if self.ranks else []
-                for at, (name, whole) in enumerate(self._wholes(order[first:]), first):
-                    for rank in (rank for rank in self.ranks if writing[rank].count <= at):
+                for name, whole in self._wholes(order):
+                    for rank in self.ranks:
                         yield writing[rank].put(self._share(name, whole, rank))
+                if self.source.fingerprint() != self.sources:
+                    raise ArtifactError(
+                        f"{self.source.path} was changed while it was cut",
+                        help="begin anew with --force when it is whole",
+                    )
                 hashes = {weights_file(rank): each.finish() for rank, each in writing.items()}
             for rank in self.ranks:
                 os.replace(parts[rank], self.directory / weights_file(rank))
             say_files(self.directory, self.manifest, hashes)
             (self.directory / CUT).unlink()
+        except OtherContent as error:
+            raise self._refuse_to_go_on() from error
         except OSError as error:
             raise ArtifactError(
                 f"cannot write the weights of {self.directory}: {reason(error)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -82,10 +83,12 @@ def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any])
 
     Args:
         directory: the artifact, on a disk that all ranks see.
-        state: DTensors with any placements, or whole tensors, by name; weights that are not named stay as they are.
+        state: DTensors with any placements, or whole tensors, by name, the same on all ranks; weights that are not
+            named stay as they are.
 
     Raises:
-        ArtifactError: other names, shapes or dtypes than the artifact's, another layout, or a file that cannot be
+        ArtifactError: other names, shapes or dtypes than the artifact's, another layout, names, placements or
+            replicated values that differ between ranks, tied names with different values, or a file that cannot be
             written; then all ranks raise, and the artifact stays as it was.
         MeshError: not as many ranks as the artifact has.
     """
@@ -97,18 +100,22 @@ def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any])
             help=f"start {mesh.world_size} processes, or reshard the artifact",
         )
     _agree(_misfit(manifest, state, path), path)  # before the collectives that follow
+    _agree(_disagreement(state), path)
     source, shardings = RankShares(path), shardings_of(manifest)
     tied = {row["name"]: row.get("tied_to", row["name"]) for row in manifest.tensors}
-    given = {tied[name]: value for name, value in state.items()}
+    given: dict[str, list[str]] = {}
+    for name in sorted(state):
+        given.setdefault(tied[name], []).append(name)
 
     numbers = {name: torch.tensor([rows[rank]]) for name, rows in manifest.rank_numbers.items()}
     new, entries = path / f".{weights_file(rank)}.part", entries_of(manifest, rank)
-    values = {}
+    values, digests = {}, {}
     for entry in entries:  # in one order on all ranks, which put each tensor together in turn
-        if entry.name in given:
-            value = given[entry.name]
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            values[entry.name] = cut(whole.detach().cpu(), shardings[entry.name], mesh, rank).clone()
+        for name in given.get(entry.name, ()):
+            whole = _whole(state[name])
+            digests[name] = _digest(whole)
+            values[entry.name] = cut(whole, shardings[entry.name], mesh, rank).clone()
+    _agree(_difference(digests, tied), path)
     failed, hash = "", ""
     try:
         refuse_full_disk(new, sum(entry.nbytes for entry in entries))
@@ -155,8 +162,53 @@ def _agree(problem: tuple[str, str] | None, path: Path) -> None:
     dist.all_gather_object(said, problem)
     for rank, found in enumerate(said):
         if found is not None:
-            of = f"rank {rank}: " if rank != dist.get_rank() else ""
+            of = f"rank {rank}: " if rank != dist.get_rank() and f"rank {rank}" not in found[0] else ""
             raise ArtifactError(f"{of}{found[0]}", help=found[1])
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.detach().cpu()
+
+
+def _digest(value: torch.Tensor) -> str:
+    """Return a hash of a tensor's bits: NaN equals itself."""
+    data = value.contiguous().view(-1).view(torch.uint8).numpy().data
+    return hashlib.sha256(data).hexdigest()
+
+
+def _disagreement(state: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Compare with rank 0 the names and placements, by which ranks put tensors together; a collective."""
+    own = {name: _form(value) for name, value in state.items()}
+    first = [own]
+    dist.broadcast_object_list(first)
+    for name in sorted(own.keys() | first[0].keys()):
+        here, there = own.get(name, "nothing"), first[0].get(name, "nothing")
+        if here != there:
+            return f"{name!r} is {here} on rank {dist.get_rank()}, and {there} on rank 0", "give the same on all ranks"
+    return None
+
+
+def _form(value: torch.Tensor) -> str:
+    if not isinstance(value, DTensor):
+        return "a whole tensor"
+    placements = ", ".join(map(format_placement, value.placements))
+    return f"a DTensor {placements} over {value.device_mesh.mesh.tolist()}"
+
+
+def _difference(digests: Mapping[str, str], tied: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return which weight has different values, on two ranks or under its names; a collective."""
+    first = [dict(digests)]
+    dist.broadcast_object_list(first)
+    for name, digest in digests.items():
+        if digest != first[0][name]:
+            return f"{name!r} has other values on rank {dist.get_rank()} than on rank 0", "give the same on all ranks"
+    names: dict[str, str] = {}
+    for name, digest in digests.items():
+        other = names.setdefault(tied[name], name)
+        if digest != digests[other]:
+            return f"{other!r} and {name!r} have different values, and the artifact ties them", "give one of them"
+    return None
 
 
 def _misfit(manifest: Manifest, state: Mapping[str, Any], path: Path) -> tuple[str, str] | None:

@@ -41,12 +41,14 @@ class Checkpoint:
         config: of a config.json beside them; empty for none.
 
     Raises:
-        ArtifactError: there is none, a file of it is missing or damaged, or one name stands in two files.
+        ArtifactError: there is none, a file of it is missing or damaged, one name stands in two files, or the index
+            places one where it is not.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.tensors: dict[str, Stored] = {}
+        self.places: Mapping[str, str] = {}
         self.files = [self.path] if os.path.isfile(self.path) else self._listed()
         for file in self.files:
             for name, stored in _read_header(file).items():
@@ -54,6 +56,9 @@ class Checkpoint:
                     both = f"{self.tensors[name].file.name} and {file.name}"
                     raise ArtifactError(f"{self.path}: {name!r} stands in {both}", help="give one checkpoint")
                 self.tensors[name] = stored
+        for name, place in self.places.items():
+            if name in self.tensors and (found := self.tensors[name].file.name) != place:
+                raise ArtifactError(f"{self.path}: {name!r} is in {found}, {INDEX} says {place}", help=DOWNLOAD)
         config = (self.path if os.path.isdir(self.path) else self.path.parent) / "config.json"
         self.config: Mapping[str, Any] = _read_json(config) if config.is_file() else {}
 
@@ -79,8 +84,8 @@ class Checkpoint:
         return torch.from_numpy(data).view(stored.dtype).view(stored.shape)
 
     def fingerprint(self) -> dict[str, list[int]]:
-        """Size and time of every file: whether it is still the same checkpoint."""
-        return {file.name: [(found := file.stat()).st_size, found.st_mtime_ns] for file in self.files}
+        """Return the size and times of every file, to see a change."""
+        return {file.name: state_of(file) for file in self.files}
 
     def _listed(self) -> list[Path]:
         if not os.path.isdir(self.path):
@@ -99,7 +104,14 @@ class Checkpoint:
             raise ArtifactError(
                 f"{self.path} lacks {len(missing)} of its {len(names)} files, such as {missing[0]}", help=DOWNLOAD
             )
+        self.places = dict(index or {})
         return [self.path / name for name in sorted(names)]
+
+
+def state_of(file: Path) -> list[int]:
+    """Return a file's size, the time of its content, and that of its inode, which nobody can set."""
+    found = file.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def _read_header(file: Path) -> dict[str, Stored]:

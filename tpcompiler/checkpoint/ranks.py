@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from tpcompiler._torch import read_archive_state
-from tpcompiler.checkpoint.files import Checkpoint, Stored
+from tpcompiler.checkpoint.files import Checkpoint, Stored, state_of
 from tpcompiler.checkpoint.leaves import leaves_of, shardings_of
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
@@ -94,9 +94,9 @@ class RankShares:
         return self._programs[name].share(name, rank)
 
     def fingerprint(self) -> dict[str, list[int]]:
-        """Size and time of every file: whether it is still the same artifact."""
+        """Return the size and times of every file, to see a change."""
         files = {path for program in set(self._programs.values()) for path in program.files}
-        return {str(file): [(found := file.stat()).st_size, found.st_mtime_ns] for file in sorted(files)}
+        return {str(file): state_of(file) for file in sorted(files)}
 
 
 class _Program:

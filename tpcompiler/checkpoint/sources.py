@@ -6,54 +6,59 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from tpcompiler.checkpoint.conversion import Recipe, recipes_of
+import torch
+
+from tpcompiler.checkpoint.conversion import Recipe, base_prefix, recipes_of
 from tpcompiler.checkpoint.leaves import Leaf
 from tpcompiler.checkpoint.ranks import Source
 from tpcompiler.errors import ArtifactError
 
 SHOWN = 6
+Rename = Callable[[str], str]  # a name of the program -> the checkpoint's
 
 
 def find_sources(leaves: Sequence[Leaf], checkpoint: Source, *, partial: bool = False) -> dict[str, Recipe]:
-    """A recipe for every leaf: of its name, of that with a prefix more or less, or by transformers' conversions.
+    """Return a recipe for every leaf: of its name, of that with a prefix more or less, or by transformers' conversions.
 
     A leaf that has a value gets none where the checkpoint has nothing for it.
 
     `partial`: leave out what no leaf takes.
 
     Raises:
-        ArtifactError: a leaf without a tensor, one of another dtype or shape, a tensor that no leaf takes; all at once.
+        ArtifactError: a leaf without a tensor, one of another dtype or shape, names of a tied leaf with different
+            values, a tensor that no leaf takes; all at once. Names that transformers' conversions do not tell apart.
     """
-    wanted = [name for leaf in leaves for name in (leaf.name, *leaf.aliases)]
     made = {name: Recipe(((name,),)) for name in checkpoint.tensors}
-    rename = _find_prefix(wanted, made)
-    names_of = [[n for own in (leaf.name, *leaf.aliases) for n in (own, rename(own))] for leaf in leaves]
-    pairs = zip(leaves, names_of, strict=True)
-    if any(
-        made.keys().isdisjoint(names) and not leaf.has_value for leaf, names in pairs
-    ):  # only then: transformers takes seconds to import
-        made = recipes_of(str(checkpoint.config.get("model_type", "")), list(checkpoint.tensors))
-        rename = _find_prefix(wanted, made)
+    rename = _find_renaming(leaves, made, checkpoint.config)
+    if any(made.keys().isdisjoint(_names(leaf, rename)) and not leaf.has_value for leaf in leaves):
+        try:  # only then: transformers takes seconds to import
+            made = recipes_of(str(checkpoint.config.get("model_type", "")), list(checkpoint.tensors))
+        except ValueError as error:
+            raise ArtifactError(
+                f"{checkpoint.path} does not fit the program: {error}", help="give the checkpoint of the same model"
+            ) from error
+        rename = _find_renaming(leaves, made, checkpoint.config)
     found: dict[str, Recipe] = {}
     wrong: list[str] = []
-    shapes = {name: stored.shape for name, stored in checkpoint.tensors.items()}
     for leaf in leaves:
-        names = [n for own in (leaf.name, *leaf.aliases) for n in (own, rename(own)) if n in made]
+        names = [name for name in _names(leaf, rename) if name in made]
         if not names and leaf.has_value:
             continue
         if not names:
-            near = difflib.get_close_matches(rename(leaf.name), made, 1)
-            wrong.append(f"it has no {leaf.name!r}" + (f" (it has {near[0]!r})" if near else ""))
+            near = _find_near(leaf.name, rename, made)
+            wrong.append(f"it has no {leaf.name!r}" + (f" (it has {near!r})" if near else ""))
             continue
-        recipe = found[leaf.name] = made[names[0]]
-        dtypes = {checkpoint.tensors[name].dtype for name in recipe.names()}
-        shape = recipe.shape(shapes)
-        if shape != leaf.shape:
-            wrong.append(f"{names[0]!r} is {list(shape)}, the program takes {list(leaf.shape)}")
-        elif dtypes != {leaf.dtype}:
-            wrong.append(f"{names[0]!r} is of {' and '.join(map(str, dtypes))}, the program takes {leaf.dtype}")
-    used = {name for recipe in found.values() for name in recipe.names()}
-    used |= {n for leaf in leaves for own in (leaf.name, *leaf.aliases) for n in (own, rename(own)) if n in made}
+        found[leaf.name] = made[names[0]]
+        misfits = [each for name in names if (each := _misfit(name, made[name], leaf, checkpoint))]
+        if not misfits:  # the names of a tied leaf may all be stored
+            first = names[0]
+            misfits = [
+                f"{first!r} and {other!r} have different values, and the program ties them"
+                for other in names[1:]
+                if not _are_equal(made[first].make(checkpoint.read), made[other].make(checkpoint.read))
+            ]
+        wrong += misfits
+    used = {part for leaf in leaves for name in _names(leaf, rename) if name in made for part in made[name].names()}
     more = [] if partial else sorted(checkpoint.tensors.keys() - used)
     wrong += [f"it has {name!r}, which the program does not take" for name in more]
     if wrong:
@@ -66,19 +71,81 @@ def find_sources(leaves: Sequence[Leaf], checkpoint: Source, *, partial: bool = 
     return found
 
 
-def _find_prefix(names: Iterable[str], made: Mapping[str, object]) -> Callable[[str], str]:
-    """What a name of the program is in the checkpoint: with a prefix less, or more, by which most names are found."""
-    own = set(names)
-    more: Counter[tuple[str, str]] = Counter()
-    for name in own - made.keys():
-        more.update((name[: -len(rest)], "") for rest in _ends(name) if rest in made)
-    for name in made.keys() - own:
-        more.update(("", name[: -len(rest)]) for rest in _ends(name) if rest in own)
-    drop, add = max(more, key=lambda pair: (more[pair], pair)) if more else ("", "")
-    return lambda name: add + name[len(drop) :] if name.startswith(drop) else name
+def _names(leaf: Leaf, rename: Rename) -> list[str]:
+    """Return what a leaf's names are in the checkpoint."""
+    return list(dict.fromkeys(map(rename, (leaf.name, *leaf.aliases))))
+
+
+def _misfit(name: str, recipe: Recipe, leaf: Leaf, checkpoint: Source) -> str:
+    """Return why a tensor of the checkpoint cannot be the leaf; nothing if it can."""
+    dtypes = {checkpoint.tensors[part].dtype for part in recipe.names()}
+    try:
+        shape = recipe.shape({part: checkpoint.tensors[part].shape for part in recipe.names()})
+    except (RuntimeError, IndexError):  # torch's, of parts that cannot be stacked
+        return f"the parts of {name!r} differ in shape"
+    if shape != leaf.shape:
+        return f"{name!r} is {list(shape)}, the program takes {list(leaf.shape)}"
+    if dtypes != {leaf.dtype}:
+        return f"{name!r} is of {' and '.join(sorted(map(str, dtypes)))}, the program takes {leaf.dtype}"
+    return ""
+
+
+def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare bits: NaN equals itself."""
+    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (a, b)))
+
+
+def _find_renaming(leaves: Sequence[Leaf], made: Mapping[str, object], config: Mapping[str, object]) -> Rename:
+    """Find the prefix that the checkpoint's names have more, or less, than the program's.
+
+    All names of the program have it, or transformers declares it for the model's base. A prefix that fits some names
+    only would fill `model.a` from another tensor `a`.
+    """
+    own = {name for leaf in leaves for name in (leaf.name, *leaf.aliases)}
+    lacking = [leaf for leaf in leaves if made.keys().isdisjoint((leaf.name, *leaf.aliases))]
+    if len(lacking) == len(leaves):
+        ends: dict[str, list[str]] = {}
+        for name in made:
+            for end in _ends(name):
+                ends.setdefault(end, []).append(name)
+        votes = Counter(pair for leaf in leaves for pair in _prefixes(leaf, made, ends))
+        best = [pair for pair in votes if votes[pair] == max(votes.values())]
+        if len(best) == 1 and not _is_of_others(best[0][0], own, made):
+            drop, add = best[0]
+            return lambda name: add + name[len(drop) :] if name.startswith(drop) else name
+    if lacking and (prefix := base_prefix(config)):
+        if not _has_prefix(made, prefix):
+            short = {name: name.removeprefix(prefix) for name in own}
+            if len(set(short.values())) == len(short):
+                return lambda name: name.removeprefix(prefix)
+        elif not _has_prefix(own, prefix) and not any(name in made and prefix + name in made for name in own):
+            return lambda name: name if name in made else prefix + name
+    return lambda name: name
+
+
+def _has_prefix(names: Iterable[str], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in names)
+
+
+def _is_of_others(drop: str, own: Iterable[str], made: Iterable[str]) -> bool:
+    """True if only tensors that the program does not take keep the prefix that its own names are to lose."""
+    return bool(drop) and _has_prefix(made, drop) and not _has_prefix(own, drop + drop)
+
+
+def _prefixes(leaf: Leaf, made: Mapping[str, object], ends: Mapping[str, list[str]]) -> set[tuple[str, str]]:
+    """Return the prefixes (to drop, to add) by which one of a leaf's names becomes one of the checkpoint's."""
+    names = (leaf.name, *leaf.aliases)
+    less = {(name[: -len(rest)], "") for name in names for rest in _ends(name) if rest in made}
+    return less | {("", longer[: -len(name)]) for name in names for longer in ends.get(name, ())}
 
 
 def _ends(name: str) -> list[str]:
-    """`b.c` and `c` of `a.b.c`."""
+    """Return `b.c` and `c` of `a.b.c`."""
     parts = name.split(".")
     return [".".join(parts[at:]) for at in range(1, len(parts))]
+
+
+def _find_near(name: str, rename: Rename, made: Mapping[str, object]) -> str:
+    """Find a name of the checkpoint that may be meant."""
+    same = [each for each in made if each.endswith(f".{name}") or name.endswith(f".{each}")]
+    return next(iter([*same, *difflib.get_close_matches(rename(name), made, 1)]), "")

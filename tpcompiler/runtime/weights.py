@@ -69,55 +69,61 @@ def lay_out(entries: Iterable[Entry]) -> list[Entry]:
     return found
 
 
+class OtherContent(Exception):
+    """A file that is being continued holds another tensor than the one to write."""
+
+
 class Writing:
     """A file that is written tensor by tensor, in the order of its entries (`lay_out`).
 
     Attributes:
-        count: how many of them are written.
-        done: how many bytes these are.
+        count: how many tensors are written, or compared with those that an interrupted writing has left.
+        kept: how many bytes of tensors that writing has left.
     """
 
     def __init__(self, path: Path, entries: Sequence[Entry], *, go_on: bool = False) -> None:
-        """`go_on`: after the last whole tensor of what an interrupted writing has left there.
+        """`go_on`: keep the whole tensors that an interrupted writing has left there.
 
         Raises:
             OSError: it cannot be written.
         """
-        self.entries, self.count, self.done = entries, 0, 0
+        self.entries, self.count, self.kept, whole = entries, 0, 0, 0
         head = _header(entries)
         self._hash = hashlib.sha256(head)
         self._writer = ThreadPoolExecutor(1)  # writes a piece while it is hashed: either takes as long
         self._file = path.open("r+b" if go_on and path.is_file() else "w+b")
         if self._file.read(len(head)) == head:
-            self._find_end(path.stat().st_size - len(head))
+            there = path.stat().st_size - len(head)
+            while whole < len(entries) and self.kept + entries[whole].nbytes <= there:
+                self.kept += entries[whole].nbytes
+                whole += 1
         else:
             self._file.seek(0)
             self._file.write(head)
-        self._file.truncate(len(head) + self.done)
-
-    def _find_end(self, there: int) -> None:
-        for entry in self.entries:
-            if self.done + entry.nbytes > there:
-                break
-            self.done += entry.nbytes
-            self.count += 1
-        left = self.done
-        while left and (piece := self._file.read(min(left, PIECE))):
-            self._hash.update(piece)
-            left -= len(piece)
+        self._whole = whole
+        self._file.truncate(len(head) + self.kept)
 
     def put(self, value: torch.Tensor) -> int:
-        """Write the next tensor; how many bytes it has."""
+        """Write the next tensor, or compare it with the one that is there; how many bytes were written.
+
+        Raises:
+            OtherContent: what is there differs.
+        """
         entry = self.entries[self.count]
         assert (value.dtype, tuple(value.shape)) == (entry.dtype, entry.shape), entry.name
         data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        is_there = self.count < self._whole
         for start in range(0, len(data), PIECE):
-            written = self._writer.submit(self._file.write, data[start : start + PIECE])
-            self._hash.update(data[start : start + PIECE])
+            piece = data[start : start + PIECE]
+            written = self._writer.submit(self._compare if is_there else self._file.write, piece)
+            self._hash.update(piece)
             written.result()
         self.count += 1
-        self.done += entry.nbytes
-        return entry.nbytes
+        return 0 if is_there else entry.nbytes
+
+    def _compare(self, piece: memoryview) -> None:
+        if self._file.read(len(piece)) != piece:
+            raise OtherContent(self.entries[self.count].name)
 
     def finish(self) -> str:
         """The SHA-256 of the whole file, in hex."""
