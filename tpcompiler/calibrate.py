@@ -12,6 +12,7 @@ from typing import Any
 
 from tpcompiler.errors import MachineError, TpCompilerWarning
 from tpcompiler.verify.processes import run_ranks
+from tpcompiler.yaml_file import compose, plain
 
 LONGEST = timedelta(minutes=5)
 
@@ -33,6 +34,14 @@ def measure_machine(ranks: int = 2, *, timeout: timedelta = LONGEST) -> str:
         launch += ["-m", "tpcompiler.cost.measure", folder]
         run_ranks(launch, 1, timeout, help="use fewer ranks, or an idle machine")
         return machine_text(json.loads(Path(folder, "measured.json").read_text()), ranks)
+
+
+def machine_data(text: str) -> dict[str, Any]:
+    """Return a machine's description as plain data."""
+    root = compose(text)
+    data = None if root is None else plain(root, numbers=True)
+    assert isinstance(data, dict)
+    return data
 
 
 def machine_text(measured: dict[str, Any], ranks: int) -> str:

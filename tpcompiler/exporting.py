@@ -17,6 +17,7 @@ from torch.export import Dim, ExportedProgram
 from tpcompiler._torch import FakeTensorMode
 from tpcompiler.errors import ArtifactError, ProgramError
 from tpcompiler.runtime.model_file import import_modules
+from tpcompiler.runtime.opened import read_text
 from tpcompiler.runtime.target import reason
 from tpcompiler.runtime.weightless import lazy_zeros, weightless
 
@@ -168,7 +169,7 @@ def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
     file = path / "config.json" if path.is_dir() else path
     directory = f"give a Hugging Face directory, or {FACTORY}"
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise ArtifactError(f"{file} cannot be read: {reason(error)}", help=directory) from error
     if not isinstance(data, Mapping) or "model_type" not in data:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from tests.bad_input.row import Row, text
 
 CONVERT = "tpcompiler convert model.pt2 --tp 2 --plan auto -o new"
 RATES = "flops: 1.0e+15\nmemory_bandwidth: 3.0e+12\nmemory: 8.0e+10\n"
+NUMBER = "give a number above 0, such as 4.5e+11 (YAML wants the sign)"
 LINKS = "links:\n- {latency: 0.0, bandwidth: 4.0e+11}\n"
 
 
@@ -23,8 +26,58 @@ MACHINES = [
     _machine(
         "no YAML",
         "flops: [",
-        "machine 'm.yaml' cannot be read: expected the node content, but found '<stream end>'",
+        "machine 'm.yaml' line 1 cannot be read: not YAML: while parsing a flow node, expected the node content, but found "
+        "'<stream end>'",
+        "correct the quotes, brackets and indentation",
+    ),
+    _machine(
+        "a number of 400 digits",
+        RATES.replace("1.0e+15", "1" * 400) + LINKS,
+        f"machine m.yaml: flops is '{'1' * 59}... (402 characters)",
+        NUMBER,
+    ),
+    _machine(
+        "a number to the base 60",
+        RATES.replace("1.0e+15", "190:20:30") + LINKS,
+        "machine m.yaml: flops is '190:20:30'",
+        NUMBER,
+    ),
+    _machine(
+        "a number without an end",
+        RATES.replace("1.0e+15", "1.0e+400") + LINKS,
+        "machine m.yaml: flops is inf",
+        NUMBER,
+    ),
+    _machine(
+        "nesting without an end",
+        RATES + "links: " + 5000 * "[",
+        "machine 'm.yaml' line 4 cannot be read: not YAML: it is nested too deeply",
+        "correct the quotes, brackets and indentation",
+    ),
+    _machine(
+        "aliases, a few of which stand for gigabytes",
+        "a: &a [x, x]\nb: &b [*a, *a]\n" + RATES + LINKS,
+        "machine 'm.yaml' line 1 cannot be read: YAML anchors and aliases (& and *) are not allowed",
+        'quote a name that begins with *, such as "*.up": colwise',
+    ),
+    _machine(
+        "a name twice",
+        RATES + RATES + LINKS,
+        "machine 'm.yaml' line 4 cannot be read: 'flops' is written already in line 1",
+        "remove one of the two",
+    ),
+    Row(
+        "a machine that never ends",
+        f"{CONVERT} --machine /dev/zero",
+        "machine '/dev/zero' cannot be read: it is a pipe or a device",
         "give h100, or the path of a YAML file",
+    ),
+    Row(
+        "a machine that nobody writes",
+        f"{CONVERT} --machine m.yaml",
+        "machine 'm.yaml' cannot be read: it is a pipe or a device",
+        "give h100, or the path of a YAML file",
+        spoil=lambda patch: os.mkfifo("m.yaml"),
     ),
     _machine(
         "an unknown name",

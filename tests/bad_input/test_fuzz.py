@@ -19,7 +19,8 @@ from tests.long import LONG
 from tests.runtime.models import PLAN, export_mlp
 from tpcompiler import Plan, parallelize
 from tpcompiler.cli import app
-from tpcompiler.errors import ArtifactError, TpCompilerError
+from tpcompiler.cost.machine import Machine
+from tpcompiler.errors import ArtifactError, MachineError, TpCompilerError
 from tpcompiler.runtime.artifact import read_manifest
 
 pytestmark = pytest.mark.slow
@@ -54,6 +55,17 @@ SCALARS = st.one_of(
 JSON = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
 )
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode) | JSON.map(lambda v: json.dumps(v).encode()))
+@examples(200)
+def test_machines(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    machine = tmp_path_factory.getbasetemp() / "machine.yaml"
+    good = b"flops: 1.0e+15\nmemory_bandwidth: 3.0e+12\nmemory: 8.0e+10\nlinks: [{latency: 0.0, bandwidth: 4.0e+11}, "
+    for text in (content, good + content + b"]", good.replace(b"3.0e+12", content) + b"]"):
+        machine.write_bytes(text)
+        with contextlib.suppress(MachineError):
+            Machine.read(machine)
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode) | JSON.map(lambda v: json.dumps(v).encode()))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.given import Inputs, Outputs, read_programs
@@ -150,13 +149,13 @@ def calibrate(
     if ranks < 2:
         raise typer.BadParameter("between fewer than 2 ranks there is no link to measure", param_hint="--ranks")
     with progress("measuring", quiet=json):
-        from tpcompiler.calibrate import measure_machine
+        from tpcompiler.calibrate import machine_data, measure_machine
         from tpcompiler.cli import printing
 
         with printing.writing(out) as file:  # what cannot be written is refused before the minute that follows
             text = measure_machine(ranks)
             file.write_text(text, encoding="utf-8")
     if json:
-        printing.print_json({"out": str(out), **yaml.safe_load(text)})
+        printing.print_json({"out": str(out), **machine_data(text)})
     else:
         typer.echo(f"wrote {out}", err=True)
