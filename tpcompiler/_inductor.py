@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._inductor
 from torch import fx
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.package.package import package_aoti
+
+from tpcompiler._torch import archive_stream
 
 
 def compile_module(module: fx.GraphModule, args: Sequence[torch.Tensor], threads: int) -> list[Any]:
@@ -32,8 +34,13 @@ def compile_module(module: fx.GraphModule, args: Sequence[torch.Tensor], threads
 
 
 def write_package(path: Path, models: Mapping[str, list[Any]]) -> None:
-    """Write models by name into one file."""
-    package_aoti(str(path), dict(models))
+    """Write models by name into one file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with archive_stream(path) as file:
+        package_aoti(cast(Any, file), dict(models))
 
 
 def compiler() -> str:

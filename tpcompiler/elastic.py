@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import save_program
+from tpcompiler._torch import archive_stream, save_program
 from tpcompiler.api import parallelize
 from tpcompiler.checkpoint.cut import TELL, Progress, cut_checkpoint
 from tpcompiler.checkpoint.fill import fill_weights, read_original
@@ -69,15 +69,22 @@ def reshard(
     asked: Any = {
         at: {name: asked_boundary(manifest, at) for name, manifest in manifests.items()} for at in ("inputs", "outputs")
     }
+    if not names:
+        programs, asked = programs[""], {at: by_name[""] for at, by_name in asked.items()}
+    made: Any = parallelize(programs, mesh, plan, **asked, **how)
+    hollow = [weightless_names(each) for each in (programs.values() if names else [programs])]
     with in_place_of(target, force=force) as temporary:
-        temporary.rmdir()
-        if not names:
-            programs, asked = programs[""], {at: by_name[""] for at, by_name in asked.items()}
-        made: Any = parallelize(programs, mesh, plan, **asked, **how)
-        made.save(temporary, layout="shared", keep_output_types=True)  # what is not kept is a dict already
-        hollow = [weightless_names(each) for each in (programs.values() if names else [programs])]
-        if any(hollow):
-            cut_checkpoint(temporary, source, partial=True, progress=progress)
+        try:
+            made.save(temporary / "new", layout="shared", keep_output_types=True)  # what is not kept is a dict already
+            for file in (temporary / "new").iterdir():
+                file.rename(temporary / file.name)
+            (temporary / "new").rmdir()
+            if any(hollow):
+                cut_checkpoint(temporary, source, partial=True, progress=progress)
+        except ArtifactError as error:
+            if isinstance(error.__cause__, OSError) and os.fspath(temporary) in error.message:
+                raise error.__cause__ from None  # `in_place_of` names the target, and nothing is left to go on from
+            raise
 
 
 def merge(
@@ -118,7 +125,8 @@ def merge(
         with replacing(target) as file, tempfile.TemporaryDirectory(prefix=".merge.", dir=file.parent) as folder:
             refuse_full_disk(file, 2 * size)  # beside the file what it is written from
             _fill_from_disk(program, source, Path(folder))
-            save_program(program, file)
+            with archive_stream(file) as stream:
+                save_program(program, stream)
     except (OSError, RuntimeError) as error:
         raise ArtifactError(
             f"cannot write {target}: {reason(error)}", help="check the path and the free space"
@@ -150,7 +158,9 @@ def _fill_from_disk(program: ExportedProgram, source: RankShares, folder: Path) 
         file = folder / str(len(list(folder.iterdir())))
         once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())  # what is expanded
         own = torch.empty_strided(value[once].shape, value.stride(), dtype=value.dtype).copy_(value[once])
-        torch.empty(0, dtype=torch.uint8).set_(own.untyped_storage()).numpy().tofile(file)
+        file.write_bytes(
+            torch.empty(0, dtype=torch.uint8).set_(own.untyped_storage()).numpy().data
+        )  # raises if it is full
         storage = cast(torch.UntypedStorage, torch.UntypedStorage.from_file(str(file), False, file.stat().st_size))
         return torch.empty(0, dtype=value.dtype).set_(storage, 0, value.shape, value.stride())
 

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from tpcompiler.runtime.artifact import (
 from tpcompiler.runtime.package import Package, called_file, drop_package, find_capability, say_package
 from tpcompiler.runtime.place import leave_out
 from tpcompiler.runtime.rank_file import load_rank, open_rank, taken_by
+from tpcompiler.runtime.scratch import scratch_folder
 from tpcompiler.runtime.target import COMPILED, RUNNER, reason
 from tpcompiler.runtime.weightless import save_marked, weightless_names
 from tpcompiler.verify.compare import VerifyReport
@@ -116,9 +116,7 @@ def package(
             capability=find_capability(device_type),
             threads=threads,
         )
-        for name in made.files:
-            os.replace(temporary / name, folder / name)
-    say_package(folder, made)
+        say_package(folder, made, [temporary / name for name in made.files])
     report = None
     try:
         report = verify_package(folder, checkpoint=checkpoint, trust=trust) if check else None
@@ -276,7 +274,7 @@ def build_runner(compiler: str) -> Path:
         return library
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
+        with scratch_folder(cache, "runner") as folder:
             command = [
                 compiler,
                 "-std=c++20",
@@ -296,7 +294,7 @@ def build_runner(compiler: str) -> Path:
                     f"{compiler} does not compile {SOURCE}: {next(iter(done.stderr.splitlines()), 'no reason given')}",
                     help="use a compiler of C++20, such as g++ 11, by CXX=...",
                 )
-            refuse_static(Path(folder) / "runner.so", compiler)
+            refuse_static(folder / "runner.so", compiler)
             os.replace(f"{folder}/runner.so", library)
     except OSError as error:
         raise ArtifactError(f"cannot write {cache}: {reason(error)}", help="set XDG_CACHE_HOME") from error
@@ -316,8 +314,8 @@ def _beside(directory: Path) -> Iterator[Path]:
         ArtifactError: it cannot be written.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.absolute().parent) as folder:
-            yield Path(folder)
+        with scratch_folder(directory.absolute().parent, directory.name) as folder:
+            yield folder
     except OSError as error:
         raise ArtifactError(
             f"cannot write into {directory}: {reason(error)}", help="check the free space and the permissions"

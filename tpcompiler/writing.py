@@ -29,7 +29,7 @@ from tpcompiler.runtime.weightless import hollow_like, save_marked, weightless_n
 from tpcompiler.runtime.weights import Entry, lay_out, write_weights
 
 FEW = 64  # elements of a literal
-NODE_BYTES = 1_500  # of a graph's text, about
+NODE_BYTES, FILE_BYTES = 4_000, 1 << 16  # of a node's text, and of an archive without nodes, at most
 Files = Literal["ranks", "shared"]  # a file for each rank with all that it needs; or one for all, and weights apart
 
 
@@ -197,10 +197,10 @@ def _has_room(value: object) -> bool:
 
 
 def _bytes_in_file(program: ExportedProgram) -> int:
-    """At least what a file of it takes: its tensors, once each, and its graph."""
+    """Return what a file of it takes at most: its tensors, once each, and its graph."""
     held = {
         id(v): v for v in (*program.state_dict.values(), *program.constants.values()) if isinstance(v, torch.Tensor)
     }
     nodes = sum(len(part.graph.nodes) for part in program.graph_module.modules() if isinstance(part, fx.GraphModule))
     tensors: int = sum(value.untyped_storage().nbytes() for value in held.values())
-    return tensors + NODE_BYTES * nodes
+    return tensors + NODE_BYTES * nodes + FILE_BYTES

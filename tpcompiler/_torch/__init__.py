@@ -20,7 +20,14 @@ from tpcompiler._torch.decompose import (
     quiet_torch,
     stays_whole,
 )
-from tpcompiler._torch.files import is_registered_class, quick_files, read_archive_state, record_reader, save_program
+from tpcompiler._torch.files import (
+    archive_stream,
+    is_registered_class,
+    quick_files,
+    read_archive_state,
+    record_reader,
+    save_program,
+)
 from tpcompiler._torch.groups import (
     default_store,
     fake_group,
@@ -94,6 +101,7 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "TreeSpec",
+    "archive_stream",
     "aten",
     "c10d_functional",
     "calls_others",

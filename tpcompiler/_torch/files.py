@@ -63,6 +63,48 @@ def quick_files() -> Iterator[None]:
             setattr(serialize, name, value)
 
 
+class _Stream(io.RawIOBase):
+    """Hands what torch's writer of archives writes to a file, and keeps the first error from it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__()
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:  # torch asks, and goes to the beginning when all is written
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return offset
+
+
+@contextlib.contextmanager
+def archive_stream(path: Path) -> Iterator[io.RawIOBase]:
+    """Open a file for torch's writer of archives, which ends the process where a write fails, as on a full disk.
+
+    The folder in the archive is called `archive`, and not as the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("wb") as file:
+        stream = _Stream(file)
+        yield stream
+        if stream.error is not None:
+            raise stream.error
+
+
 def save_program(program: ExportedProgram, file: Any, **more: Any) -> None:
     """`torch.export.save`."""
     with quick_files():

@@ -32,7 +32,7 @@ from tpcompiler.runtime.artifact import (
     weights_file,
 )
 from tpcompiler.runtime.rank_file import taken_by, with_tied
-from tpcompiler.runtime.target import CUT, reason, refuse_full_disk
+from tpcompiler.runtime.target import CUT, reason, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import OtherContent, Writing, laid_out, read_all
 
@@ -153,7 +153,11 @@ class _Work:
                 return True
         if state.is_file() and not force:
             raise self._refuse_to_go_on()
-        state.write_text(json.dumps(said), encoding="utf-8")
+        try:
+            with replacing(state) as path:
+                path.write_text(json.dumps(said), encoding="utf-8")
+        except OSError as error:
+            raise ArtifactError(f"cannot write {state}: {reason(error)}", help="check the free space") from error
         return False
 
     def _refuse_to_go_on(self) -> ArtifactError:

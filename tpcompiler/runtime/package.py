@@ -7,7 +7,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -68,24 +68,26 @@ def called_file(model: str) -> str:
 
 
 def drop_package(directory: Path) -> None:
-    """Delete a package, and its name from the listing."""
+    """Delete a package, and its name from the listing, which a full disk has room for then."""
     package = read_package(directory)
-    say_package(directory, None)
     for name in package.files if package else ():
         (directory / name).unlink(missing_ok=True)
+    say_package(directory, None)
 
 
-def say_package(directory: Path, package: Package | None) -> None:
-    """Name a package, or none, in the listing of the directory that it lies in.
+def say_package(directory: Path, package: Package | None, files: Sequence[Path] = ()) -> None:
+    """Name a package, or none, in the listing of the directory that it lies in, and move its files there.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; no file was moved.
     """
     listing = directory / (SET if programs_in(directory) else MANIFEST)
     data = json.loads(listing.read_text(encoding="utf-8"))
     data["compiled"] = dataclasses.asdict(package) if package else {}
     with replacing(listing) as path:
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        for file in files:
+            os.replace(file, directory / file.name)
 
 
 def find_capability(device_type: str) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.opened import read_text
+from tpcompiler.runtime.scratch import scratch_folder
 
 MANIFEST = "manifest.json"
 SET = "programs.json"
@@ -71,30 +72,28 @@ def in_place_of(target: Path, *, force: bool) -> Iterator[Path]:
         ArtifactError: it cannot be written, or what `free_target` refuses has come to be there meanwhile.
     """
     above = [parent for parent in target.parents if not os.path.exists(parent)]
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        _remove_empty(above)
-        raise ArtifactError(
-            f"cannot write {target}: {reason(error)}", help="choose a directory that can be written"
-        ) from error
-    try:
-        _open_to_all(temporary)
-        yield temporary
-        if os.path.lexists(target):
-            free_target(target, force=force)
-            _replace(temporary, target)
-        else:
-            _rename_to_free(temporary, target)
-    except OSError as error:
-        raise ArtifactError(
-            f"cannot write {target}: {reason(error)}",
-            help="check the free space and the permissions",
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        _remove_empty(above)
+    with contextlib.ExitStack() as opened:
+        opened.callback(_remove_empty, above)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = opened.enter_context(scratch_folder(target.parent, target.name))
+        except OSError as error:
+            raise ArtifactError(
+                f"cannot write {target}: {reason(error)}", help="choose a directory that can be written"
+            ) from error
+        try:
+            _open_to_all(temporary)
+            yield temporary
+            if os.path.lexists(target):
+                free_target(target, force=force)
+                _replace(temporary, target)
+            else:
+                _rename_to_free(temporary, target)
+        except OSError as error:
+            raise ArtifactError(
+                f"cannot write {target}: {reason(error)}",
+                help="check the free space and the permissions",
+            ) from error
 
 
 def _open_to_all(directory: Path) -> None:
@@ -123,8 +122,8 @@ def replacing(file: Path) -> Iterator[Path]:
     if STREAMS.fullmatch(str(absolute)) or not _is_replaceable(file):
         yield file
         return
-    with tempfile.TemporaryDirectory(prefix=f".{file.stem[:100]}.", dir=absolute.parent) as directory:
-        temporary = Path(directory) / f"new{file.suffix}"
+    with scratch_folder(absolute.parent, file.stem) as directory:
+        temporary = directory / f"new{file.suffix}"
         yield temporary
         if not file.is_symlink() and file.exists():
             temporary.chmod(stat.S_IMODE(file.stat().st_mode))

@@ -7,6 +7,7 @@ import json
 import os
 import zipfile
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import FakeTensor, mode_of_parameters, save_program
+from tpcompiler._torch import FakeTensor, archive_stream, mode_of_parameters, save_program
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.opened import Opened
 
@@ -87,11 +88,16 @@ def save_marked(
     values: dict[str, Any],
     zeros: Collection[str] = (),
 ) -> None:
-    """Write a program whose tensors of these names are hollow, and say so, which of them are tied, and which zeros."""
+    """Write a program whose tensors of these names are hollow, and say so, which of them are tied, and which zeros.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     first: dict[int, str] = {}
     marks: dict[str, str | None] = dict.fromkeys(sorted(zeros))
     marks |= {name: first.setdefault(id(values[name]), name) for name in sorted(names)}
-    save_program(program, path, extra_files={MARK: json.dumps(marks)})
+    with archive_stream(Path(path)) as file:
+        save_program(program, file, extra_files={MARK: json.dumps(marks)})
 
 
 def _is_large(value: object) -> bool:
