@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -22,6 +23,20 @@ def printable(text: str, kept: frozenset[str] = LINE) -> str:
 def one_line(text: str) -> str:
     """The same without line breaks: a name must not write lines of its own."""
     return printable(text, frozenset())
+
+
+def mute_logs() -> None:
+    """Keep what libraries log below errors off the terminal, in this process.
+
+    torch adds its handlers when it is imported, which is later: so their class is changed.
+    """
+    emit = logging.StreamHandler.emit
+
+    def emit_errors(self: logging.StreamHandler[Any], record: logging.LogRecord) -> None:
+        if record.levelno >= logging.ERROR or isinstance(self, logging.FileHandler):
+            emit(self, record)
+
+    logging.StreamHandler.emit = emit_errors  # type: ignore[assignment]
 
 
 def nearest_names(name: str, known: Sequence[str]) -> str:

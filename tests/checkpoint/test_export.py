@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,29 @@ def llama(directory: Path, **fields: Any) -> Any:
     model = randomise(build(config)).eval()
     model.save_pretrained(directory, max_shard_size="100KB")
     return model
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_command_prints_its_own_words_only(asked: bool, tmp_path: Path) -> None:
+    """Libraries log what they could not load, and deprecations; an error of theirs is printed."""
+    logs = "".join(
+        f"logging.getLogger({name!r}).{level}({f'{level} of {name}'!r})\n"
+        for name in ("other", "torch.utils._pytree")
+        for level in ("info", "warning", "error")
+    )
+    (tmp_path / "models_of_mine.py").write_text(f"{FACTORY}\nimport logging\n{logs}")
+    command = [sys.executable, "-m", "tpcompiler.cli", "export", "models_of_mine:build", "-o", "model.pt2"]
+    paths = os.pathsep.join(str(Path(each).resolve()) for each in (".", *filter(None, [os.environ.get("PYTHONPATH")])))
+    kept = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
+    env = {**kept, "PYTHONPATH": paths, **({"TORCH_LOGS": "export"} if asked else {})}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env, check=True)
+    assert done.stdout == "wrote model.pt2: 4 weights have no values\n"
+    said = [line.rpartition("] ")[2] for line in done.stderr.splitlines()]
+    names = ("other", "torch.utils._pytree")
+    if asked:
+        assert {f"{level} of {name}" for name in names for level in ("warning", "error")} <= set(said)
+    else:
+        assert said == [f"error of {name}" for name in names]
 
 
 def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

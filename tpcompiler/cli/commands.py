@@ -39,7 +39,7 @@ from tpcompiler.cli.options import (
 from tpcompiler.cli.weights import Partial
 from tpcompiler.cost.machine import DEFAULT
 from tpcompiler.errors import TpCompilerWarning
-from tpcompiler.printed import one_line, printable
+from tpcompiler.printed import mute_logs, one_line, printable
 
 
 class _DeviceType(str, Enum):
@@ -342,6 +342,8 @@ def main() -> None:
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # torch warns about its own deprecations
         warnings.simplefilter("once", TpCompilerWarning)
+    if not {"TORCH_LOGS", "TRANSFORMERS_VERBOSITY"} & os.environ.keys():  # with which a user asks for logs
+        mute_logs()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {one_line(str(message))}\n"
     try:
         app(prog_name="tpcompiler")
