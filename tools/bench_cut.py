@@ -1,8 +1,9 @@
 """`python -m tools.bench_cut [--gb 12] [--tp 2] [--judge]`: cutting a checkpoint of several files, beside `cp`.
 
-Prints the time of each and their ratio, and the peaks of memory beside the largest tensor: all that is resident, mapped
-files too, and what is not mapped. The checkpoint is random numbers in bfloat16 of a Llama of as many layers as make
-that size. All is read and written in one directory. With `--judge` also `check` and `verify` of what was cut.
+Prints the time of each and their ratio, and the peaks of memory next to the largest tensor: all that is resident,
+mapped files too, and what is not mapped (RssAnon, sampled), of `export`, `convert`, `cut`, `reshard` and `merge`. The
+checkpoint is random numbers in bfloat16 of a Llama of as many layers as make that size. All is read and written in one
+directory. With `--judge` also `check` and `verify` of what was cut.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def timed(*command: str | Path) -> Took:
 
     def watch() -> None:
         nonlocal own
-        while not ended.wait(0.05):
+        while not ended.wait(0.01):  # what is held for a moment counts, too
             with contextlib.suppress(OSError, StopIteration):
                 lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
                 own = max(own, next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")))
@@ -128,10 +129,18 @@ def main() -> None:
         second = timed("cp", "-r", given, home / "copy").seconds
         shutil.rmtree(home / "copy")
         rows = {"export": exporting, "convert": converting, "cut": cutting}
+        rows["convert --checkpoint"] = timed(
+            *call, "convert", home / "model.pt2", *plan, "--checkpoint", given, "-o", home / "again"
+        )
+        shutil.rmtree(home / "again")
         if asked.judge:
             rows["read rank 0, and its hash"] = timed(sys.executable, "-c", READ, home / "out")
             for word in ("check", "verify"):
                 rows[word] = timed(*call, word, home / "out", "--checkpoint", given)
+        other = str(asked.tp + 1)  # which divides little
+        rows[f"reshard to {other}"] = timed(*call, "reshard", home / "out", "--tp", other, "-o", home / "other")
+        shutil.rmtree(home / "other")
+        rows["merge"] = timed(*call, "merge", home / "out", "-o", home / "merged.pt2")
     table = Table(title=f"{size / GIB:.1f} GiB in files of {FILE / GIB:.0f} GiB, for {asked.tp} ranks")
     for column in ("", "s", "peak MiB", "not mapped"):
         table.add_column(column, justify="right" if column else "left")
