@@ -27,6 +27,7 @@ from tpcompiler.runtime.rank_file import AGAIN, Weights, read_rank, strides_of, 
 from tpcompiler.runtime.runner import packaged_module, read_called
 from tpcompiler.runtime.symmetric import map_buffers
 from tpcompiler.runtime.target import COMPILED
+from tpcompiler.runtime.turns import taking_turns
 from tpcompiler.runtime.world import greet_groups, join_world, register_groups
 
 
@@ -140,8 +141,7 @@ def _guarded(module: fx.GraphModule, read: _Read, asked: _Asked) -> Callable[...
     unchecked = asked.check_inputs
     indices = [row["name"] for row in read.manifest.inputs if "values" in row]
 
-    @functools.wraps(module.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal unchecked
         if unchecked:
             with agreeing(asked.timeout) as mine:
@@ -153,5 +153,12 @@ def _guarded(module: fx.GraphModule, read: _Read, asked: _Asked) -> Callable[...
         # parts that nothing adds up. Without a record of the forward it raises.
         with torch.no_grad(), named_failures(read.manifest.groups):
             return type(module).forward(module, *args, **kwargs)
+
+    @functools.wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # it takes no locks into a graph
+            return run(*args, **kwargs)
+        with taking_turns(read.manifest.groups):
+            return run(*args, **kwargs)
 
     return forward
