@@ -12,7 +12,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import OpOverload, aten, decomposed, decomposing
+from tpcompiler._torch import FakeTensor, OpOverload, aten, decomposed, decomposing
 from tpcompiler.errors import ProgramError
 from tpcompiler.frontend.decompose import NotSimple, decompose_calls
 from tpcompiler.frontend.refused import refuse_calls, refuse_values
@@ -203,7 +203,9 @@ def _slice_by_constants(program: CanonicalProgram) -> None:
         if others or rows not in names or not isinstance(size, int) or not is_contiguous(node.meta["val"]):
             continue
         chosen = program.state(str(names[rows]))
-        if chosen.ndim != 1 or not chosen.numel() or chosen.is_floating_point() or chosen.dtype == torch.bool:
+        if isinstance(chosen, FakeTensor) or chosen.ndim != 1 or not chosen.numel():
+            continue
+        if chosen.is_floating_point() or chosen.dtype == torch.bool:
             continue
         first, *rest = [row + size if row < 0 else row for row in chosen.tolist()]
         if first >= 0 and first + len(rest) < size and rest == list(range(first + 1, first + 1 + len(rest))):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tpcompiler
+from passes.canonicalize import canonicalize
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written
 
 
 def findings(program: tpcompiler.ParallelProgram) -> list[str]:
     ranks = [written(program.rank_program(rank)) for rank in range(program.world_size)]
-    return check_programs(ranks, program.manifest(), program.original).findings
+    model = canonicalize(program.original)
+    return check_programs(ranks, program.manifest(), program.original, model=model).findings

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.export import ExportedProgram
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
+from passes.canonicalize import canonicalize
 from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.compared import on_cpu
 from tpcompiler.cost.machine import DEFAULT, Machine
@@ -280,7 +281,7 @@ def check(
         original = original or read_original(directory, read_manifest(directory), trust=trust)
         original = with_weights(original, directory, checkpoint, trust=trust)
     plain = original and with_plain_weights(original)
-    return check_artifact(directory, original=plain, prepare=on_cpu, trust=trust)
+    return check_artifact(directory, original=plain, prepare=on_cpu, canonical=canonicalize, trust=trust)
 
 
 def check_budget(

@@ -12,19 +12,23 @@ from typing import Any, cast
 import torch
 from torch.export import ExportedProgram
 
+from passes.canonicalize import canonicalize
 from tpcompiler._torch import archive_stream, save_program
 from tpcompiler.api import parallelize
 from tpcompiler.checkpoint.cut import TELL, Progress, cut_checkpoint
-from tpcompiler.checkpoint.fill import fill_weights, read_original
+from tpcompiler.checkpoint.fill import fill_weights
 from tpcompiler.checkpoint.ranks import RankShares
+from tpcompiler.compared import on_cpu
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.shares import same_bits
 from tpcompiler.pipeline import asked_boundary
 from tpcompiler.plan import Plan, join_plans
-from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
+from tpcompiler.runtime.artifact import MODEL, Manifest, programs_in, read_manifest
 from tpcompiler.runtime.target import free_target, in_place_of, reason, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import Entry, lay_out, write_weights
+from tpcompiler.soundness.check import read_proved_model
 
 
 def reshard(
@@ -60,7 +64,7 @@ def reshard(
     manifests = {name: read_manifest(Path(directory) / name) for name in names or [""]}
     source = RankShares(directory, trust=trust)  # what it refuses comes before the minutes that follow
     programs: Any = {
-        name: read_original(Path(directory) / name, manifest, trust=trust) for name, manifest in manifests.items()
+        name: _read_model(Path(directory) / name, manifest, source, trust) for name, manifest in manifests.items()
     }
     first = next(iter(manifests.values()))
     plan = join_plans([Plan.of(manifest.plan) for manifest in manifests.values()])
@@ -111,7 +115,7 @@ def merge(
     manifest, target = read_manifest(directory), Path(path)
     _refuse_inside(directory, target)
     source = RankShares(directory, trust=trust)
-    program = read_original(directory, manifest, trust=trust)
+    program = _read_model(directory, manifest, source, trust)
     try:
         if safetensors:
             first = _persistent(manifest, program)
@@ -131,6 +135,27 @@ def merge(
         raise ArtifactError(
             f"cannot write {target}: {reason(error)}", help="check the path and the free space"
         ) from error
+
+
+def _read_model(
+    directory: str | os.PathLike[str], manifest: Manifest, source: RankShares, trust: bool
+) -> ExportedProgram:
+    """The model that the ranks run. The values that it has itself, such as literals, must be the ranks'.
+
+    Raises:
+        ArtifactError: as `read_proved_model`; other values.
+    """
+    program = read_proved_model(directory, manifest, prepare=on_cpu, canonical=canonicalize, trust=trust)
+    first = {row["name"]: row.get("tied_to", row["name"]) for row in manifest.tensors}
+    hollow = weightless_names(program)
+    for name, value in {**program.constants, **program.state_dict}.items():
+        held = first.get(name)
+        if name not in hollow and held in source.tensors and not same_bits(value.detach(), source.read(held)):
+            raise ArtifactError(
+                f"{os.fspath(directory)}: {name!r} in {MODEL} is not what the ranks hold",
+                help="copy the artifact again, or convert the model again",
+            )
+    return program
 
 
 def _persistent(manifest: Manifest, program: ExportedProgram) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from passes.canonicalize import canonicalize
 from tpcompiler.compared import compared_calls, layout_of, on_cpu
 from tpcompiler.errors import InternalError
 from tpcompiler.explain.report import Collective, report_text
@@ -155,7 +156,7 @@ class ParallelProgram(Shown):
         Raises:
             InternalError: it is not sound.
         """
-        report = check_artifact(directory, original=self.original, prepare=on_cpu, trust=True)
+        report = check_artifact(directory, original=self.original, prepare=on_cpu, canonical=canonicalize, trust=True)
         if not report.ok:
             raise InternalError(
                 f"the written programs are not sound: {report.findings[0]}", help="report this with the model and plan"

@@ -16,19 +16,20 @@ from passes.canonicalize import canonicalize
 from tpcompiler.checkpoint.cut import read_shares
 from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.checkpoint.ranks import RankShares
-from tpcompiler.compared import compared_calls, layout_of
+from tpcompiler.compared import compared_calls, layout_of, on_cpu
 from tpcompiler.errors import ArtifactError, InputsError
 from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh, groups_named
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.shares import row_sharding
-from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
+from tpcompiler.runtime.artifact import MODEL, Manifest, programs_in, read_manifest
 from tpcompiler.runtime.package import read_package
 from tpcompiler.runtime.rank_file import put_state, read_rank, taken_by
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import laid_out
 from tpcompiler.soundness.boundary import compare_calling
+from tpcompiler.soundness.check import read_proved_model
 from tpcompiler.soundness.unsound import Unsound
 from tpcompiler.verify.compare import Call, Run, Subject, VerifyReport, compare_calls, read_call, shares_of
 from tpcompiler.verify.processes import LONGEST, answers_of_ranks
@@ -67,6 +68,8 @@ def verify_artifact(
     own = bool(weightless_names(original)) and checkpoint is None
     subject = _subject_of(directory, manifest, original, checkpoint, trust)
     report = compared_calls({"": subject}, [("", args, kwargs or {}), *(("", *read_call(call)) for call in then)])
+    if report.ok and MODEL in manifest.files:  # of which an artifact for other ranks would be made
+        read_proved_model(directory, manifest, prepare=on_cpu, canonical=canonicalize, trust=trust)
     return replace(report, note=OWN if not report.note else f"{report.note}; {OWN}") if own else report
 
 

@@ -28,7 +28,7 @@ from tpcompiler.runtime.target import refuse_full_disk
 from tpcompiler.runtime.weightless import hollow_like, save_marked, weightless_names
 from tpcompiler.runtime.weights import Entry, lay_out, write_weights
 
-FEW = 64  # elements of a literal
+FEW, MOST_PLACES = 64, 1 << 20  # elements of a literal; of one that holds places in a dim
 NODE_BYTES, FILE_BYTES = 4_000, 1 << 16  # of a node's text, and of an archive without nodes, at most
 Files = Literal["ranks", "shared"]  # a file for each rank with all that it needs; or one for all, and weights apart
 
@@ -157,7 +157,7 @@ def _model_writer(written: _Written) -> Callable[[Path], None]:
         tied |= {name: first[at] for name, v in held.items() if _has_room(v) and (at := memory_of(v)) in first}
         # Small literals are no weights, and a trace may read them.
         literals = {row["name"] for row in written.manifest.tensors if row["kind"] == "constant_tensor"}
-        kept = {name for name in literals if held[name].numel() <= FEW}
+        kept = {name for name in literals if held[name].numel() <= (MOST_PLACES if _has_places(held[name]) else FEW)}
         names = {name for name, value in held.items() if name in tied.keys() - kept and _has_room(value)}
         made = {first: hollow_like(held[first]) for first in {tied[name] for name in names}}
         graph = original.module_call_graph
@@ -190,6 +190,11 @@ def _save(save: Callable[[], None]) -> None:
             save()
     except RuntimeError as error:  # torch's archive writer makes one of a failed write
         raise OSError(str(error)) from error
+
+
+def _has_places(value: torch.Tensor) -> bool:
+    """True if a conversion may read it: a list of rows that are looked up is a slice where they follow one another."""
+    return value.ndim == 1 and not value.is_floating_point() and not value.is_complex()
 
 
 def _has_room(value: object) -> bool:

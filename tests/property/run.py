@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch.export import ExportedProgram
 
 import tpcompiler
+from passes.canonicalize import canonicalize
 from tests.property.processes import judge_processes
 from tests.property.programs import Case, cases, resized
 from tests.property.steps import ROWS
@@ -110,7 +111,8 @@ def judge(made: tpcompiler.ParallelProgram, args: tuple[torch.Tensor, ...]) -> t
     """
     check_invariants(made.resharded)
     ranks = [written(made.rank_program(rank)) for rank in range(made.world_size)]
-    if not (report := check_programs(ranks, made.manifest(), made.original)).ok:
+    model = canonicalize(made.original)
+    if not (report := check_programs(ranks, made.manifest(), made.original, model=model)).ok:
         return 0, str(report)
     calls = 0
     for taken in (args, *(resized(made.original, args, size) for size in SIZES)):

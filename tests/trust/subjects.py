@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
 
 import tpcompiler
+from passes.canonicalize import canonicalize
 from tests.quantised.layers import Awq, Pair
 from tests.trust import small
 from tests.trust.damage import Artifact
 from tests.zoo.case import randomise
 from tests.zoo.index import CASES
 from tpcompiler.compared import layout_of
+from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.soundness.check import CheckReport, check_programs
 from tpcompiler.verify.compare import compare
@@ -34,12 +36,18 @@ class Subject:
     output_names: list[str]
     calls: list[Call]
 
+    @cached_property
+    def model(self) -> CanonicalProgram:
+        """What the artifact keeps of it."""
+        return canonicalize(self.original)
+
     @property
     def original(self) -> ExportedProgram:
         return self.program.original
 
     def check(self, artifact: Artifact, *, with_original: bool) -> CheckReport:
-        return check_programs(artifact.written(), artifact.manifest, self.original if with_original else None)
+        original = self.original if with_original else None
+        return check_programs(artifact.written(), artifact.manifest, original, model=self.model)
 
     def verified(self, artifact: Artifact) -> bool:
         """What `tpcompiler verify` says of the files: everything is laid out as the manifest says."""

@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.utils.flop_counter import FlopCounterMode
 
 import tpcompiler
+from passes.canonicalize import canonicalize
 from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
 from tpcompiler.errors import InternalError, TpCompilerWarning
@@ -102,7 +103,8 @@ class Measured:
         if self.dynamic and self.world == WORLDS[0]:
             return self._refused_as_files()
         ranks = [written(self.program.rank_program(rank)) for rank in range(self.world)]
-        return check_programs(ranks, self.program.manifest(), self.program.original).findings
+        model = canonicalize(self.program.original)
+        return check_programs(ranks, self.program.manifest(), self.program.original, model=model).findings
 
     def _refused_as_files(self) -> list[str]:
         with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from tpcompiler.errors import ArtifactError, TpCompilerWarning
-from tpcompiler.runtime.artifact import programs_in, read_manifest
+from tpcompiler.runtime.artifact import open_known, programs_in, read_manifest
+from tpcompiler.runtime.opened import read_text
 from tpcompiler.runtime.target import MANIFEST, SET, replacing
 
 AGAIN = "package it again here: tpcompiler package {}"
@@ -56,10 +57,22 @@ def read_package(directory: str | os.PathLike[str]) -> Package | None:
         ArtifactError: as `read_manifest`.
     """
     if programs_in(directory):
-        said = json.loads((Path(directory) / SET).read_text(encoding="utf-8")).get("compiled")
+        said = json.loads(read_text(Path(directory) / SET)).get("compiled")
     else:
         said = read_manifest(directory).compiled
     return Package(**said) if said else None
+
+
+def refuse_other_package(directory: str | os.PathLike[str]) -> None:
+    """Compare the files of a package, if there is one, with their hashes.
+
+    Raises:
+        ArtifactError: one that is missing, no regular file, a link to elsewhere, or not what was written.
+    """
+    package = read_package(directory)
+    files = package.files if package else {}
+    for name in files:
+        open_known(directory, files, name, AGAIN.format(os.fspath(directory))).close()
 
 
 def called_file(model: str) -> str:

@@ -106,8 +106,8 @@ def _has_shape(shape: Sequence[Any], said: Sequence[Any]) -> bool:
     )
 
 
-def check_calls(ranks: Sequence[Written], manifest: Manifest, original: ExportedProgram | None) -> None:
-    """All ranks are called as the manifest says; with the original, as that is called, at sizes that it takes.
+def check_calls(ranks: Sequence[Written], manifest: Manifest, originals: Sequence[ExportedProgram]) -> None:
+    """All ranks are called as the manifest says, and as each of the originals is called, at sizes that it takes.
 
     Raises:
         Unsound: a rank in which keys are others, or in another order; sizes of another range; other assertions.
@@ -117,7 +117,7 @@ def check_calls(ranks: Sequence[Written], manifest: Manifest, original: Exported
         for what, said in CALLING.items():
             if found[what] != (wanted := manifest.calling.get(what)):
                 raise Unsound(None, f"rank {rank} {said} {found[what]}, and the manifest says {wanted}")
-    if original is not None:
+    for original in originals:
         compare_calling(ranks[0].program, original)
 
 
@@ -153,12 +153,12 @@ def check_state(
     ranks: Sequence[Written],
     manifest: Manifest,
     mesh: Mesh,
-    original: ExportedProgram | None,
+    originals: Sequence[ExportedProgram],
     beside: Mapping[str, Manifest],
 ) -> None:
     """Every rank holds its share of every tensor of the manifest and nothing else; replicas are equal bit for bit.
 
-    With the original the shares, put together, must be its tensors bit for bit. What the files of another program hold
+    The shares, put together, must be the tensors of the originals bit for bit. What the files of another program hold
     is checked with that; it must be `beside` this one and have the same tensor. Where weights are still to be cut, it
     is checked that all are named.
 
@@ -185,8 +185,8 @@ def check_state(
     if lacks_weights(manifest):
         return
     _check_offsets(ranks)
-    theirs = {} if original is None else {**original.constants, **original.state_dict}
-    if original is not None:
+    held = [{**original.constants, **original.state_dict} for original in originals]
+    for original, theirs in zip(originals, held, strict=True):
         named = {name for name, row in rows.items() if row["kind"] != "constant_tensor"}
         if more := sorted(named - theirs.keys()):
             raise Unsound(None, f"the original has no tensor {more[0]!r}: it is another model")
@@ -205,11 +205,8 @@ def check_state(
                 raise Unsound(None, f"{name!r} is not the same on ranks that share it")
         if "tied_to" in row:
             _check_tied(row, wholes[0], rows, ranks, mesh)
-        if (
-            name in theirs
-            and not isinstance(theirs[name], FakeTensor)
-            and not same_bits(wholes[0], theirs[name].detach())
-        ):
+        values = (theirs[name].detach() for theirs in held if name in theirs)
+        if not all(isinstance(value, FakeTensor) or same_bits(wholes[0], value) for value in values):
             raise Unsound(None, f"{name!r}: the ranks' shares do not make the original's tensor")
 
 

@@ -12,23 +12,31 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import quiet_torch
+from tpcompiler.checkpoint.fill import read_original
+from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.printed import one_line
 from tpcompiler.runtime.artifact import (
+    MODEL,
+    VALUES,
     Manifest,
     lacks_weights,
+    open_values,
     programs_in,
     rank_file,
     read_manifest,
 )
 from tpcompiler.runtime.beside import manifests_beside, misfit_of
+from tpcompiler.runtime.package import refuse_other_package
 from tpcompiler.soundness.alike import check_alike
 from tpcompiler.soundness.boundary import check_calls, check_outputs, check_shared, check_state
 from tpcompiler.soundness.collectives import check_collectives
 from tpcompiler.soundness.folded import Folded, Results, folded
+from tpcompiler.soundness.model import check_model
 from tpcompiler.soundness.moves import check_changes
 from tpcompiler.soundness.numbers import check_numbers, row_of
 from tpcompiler.soundness.ops import check_ops
@@ -60,26 +68,36 @@ def check_artifact(
     *,
     original: ExportedProgram | None = None,
     prepare: Callable[[ExportedProgram], ExportedProgram],
+    canonical: Callable[[ExportedProgram], CanonicalProgram],
     trust: bool = False,
 ) -> CheckReport:
     """Check the files of an artifact, or of each in a directory of several, each of which the original may be of.
 
-    `prepare` makes of a program one whose ops can be evaluated here: whatever device it is for.
+    `prepare` makes of a program one whose ops can be evaluated here: whatever device it is for. `canonical` brings the
+    model that the artifact keeps into the form that ranks fold to.
 
     Raises:
         ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
     """
     names = programs_in(directory)
+    refuse_other_package(directory)
+
+    def model_of(folder: Path, manifest: Manifest) -> CanonicalProgram | None:
+        if VALUES in manifest.files:
+            open_values(folder, manifest).close()
+        return canonical(read_original(folder, manifest, trust=trust)) if MODEL in manifest.files else None
+
     if not names:
         manifest = read_manifest(directory)
-        beside = manifests_beside(directory, manifest)
-        return check_programs(read_ranks(directory, manifest, prepare, trust=trust), manifest, original, beside)
+        beside, model = manifests_beside(directory, manifest), model_of(Path(directory), manifest)
+        return check_programs(read_ranks(directory, manifest, prepare, trust=trust), manifest, original, beside, model)
     manifests = {name: read_manifest(Path(directory) / name) for name in names}
     programs, reports = {}, {}
     for name, manifest in manifests.items():
         beside = manifests_beside(Path(directory) / name, manifest)
         programs[name] = read_ranks(Path(directory) / name, manifest, prepare, trust=trust)
-        reports[name] = check_programs(programs[name], manifest, original, beside)
+        model = model_of(Path(directory) / name, manifest)
+        reports[name] = check_programs(programs[name], manifest, original, beside, model)
     findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
     if misfit := misfit_of(manifests):
         findings.append(misfit)
@@ -90,11 +108,38 @@ def check_artifact(
     return CheckReport(not findings, dict(counts), findings)
 
 
+def read_proved_model(
+    directory: str | os.PathLike[str],
+    manifest: Manifest,
+    *,
+    prepare: Callable[[ExportedProgram], ExportedProgram],
+    canonical: Callable[[ExportedProgram], CanonicalProgram],
+    trust: bool = False,
+) -> ExportedProgram:
+    """Read the model that an artifact keeps, if it is the program that all ranks fold to.
+
+    Raises:
+        ArtifactError: as `check_artifact`; it is another one, or the ranks fold to none.
+    """
+    original = read_original(directory, manifest, trust=trust)
+    ranks = read_ranks(directory, manifest, prepare, trust=trust)
+    findings: list[str] = []
+    with quiet_torch():
+        _check_folds(ranks, manifest, canonical(original), findings, Counter())
+    if findings:
+        raise ArtifactError(
+            f"{os.fspath(directory)}: {MODEL} is not what the ranks run: {findings[0]}",
+            help="copy the artifact again, or convert the model again",
+        )
+    return original
+
+
 def check_programs(
     ranks: Sequence[Written],
     manifest: Manifest,
     original: ExportedProgram | None = None,
     beside: Mapping[str, Manifest] | None = None,
+    model: CanonicalProgram | None = None,
 ) -> CheckReport:
     """Check the programs of all ranks against their claims and the manifest.
 
@@ -106,6 +151,7 @@ def check_programs(
     Args:
         original: the single-device program, whose weights are compared with the ranks' shares.
         beside: the manifests of other programs, whose files hold tensors of this one.
+        model: the model that the artifact keeps, in canonical form: what all ranks must fold to.
     """
     mesh = Mesh.of(manifest.mesh)
     findings: list[str] = []
@@ -113,26 +159,44 @@ def check_programs(
     if len(ranks) != mesh.world_size:
         return CheckReport(False, dict(counts), [f"there are {len(ranks)} programs for {mesh.world_size} ranks"])
     with quiet_torch():  # it logs what does not run, which is a finding here
-        made = _folded(ranks, manifest, mesh, findings, counts)
-    if len(made) == len(ranks):
-        with _noting(findings, None):
-            _check_agreement(made, [row_of(manifest, rank) for rank in range(len(ranks))], findings, counts)
-        counts.update(ops=len(made[0].ops))
-        if not findings:
-            with _noting(findings, None):
-                check_alike(made)
+        _check_folds(ranks, manifest, model, findings, counts)
     with _noting(findings, None):
         check_collectives([each.program for each in ranks], manifest)
         counts.update(collectives=sum(edit.is_collective(node) for node in ranks[0].program.graph.nodes))
+    kept = model.source if model is not None else None
+    models = [each for each in (original, kept) if each is not None]
     with _noting(findings, None):
-        check_calls(ranks, manifest, original)
+        check_calls(ranks, manifest, models)
     with _noting(findings, None):
         if not lacks_weights(manifest):
             check_numbers(ranks, manifest)
     with _noting(findings, None):
-        check_state(ranks, manifest, mesh, original, beside or {})
+        check_state(ranks, manifest, mesh, models, beside or {})
         counts["tensors without values" if lacks_weights(manifest) else "tensors"] = len(manifest.tensors)
     return CheckReport(not findings, dict(counts), findings)
+
+
+def _check_folds(
+    ranks: Sequence[Written],
+    manifest: Manifest,
+    model: CanonicalProgram | None,
+    findings: list[str],
+    counts: Counter[str],
+) -> None:
+    """Every rank's program is a share of one program, and that is the model."""
+    made = _folded(ranks, manifest, Mesh.of(manifest.mesh), findings, counts)
+    if len(made) < len(ranks):
+        return
+    with _noting(findings, None):
+        _check_agreement(made, [row_of(manifest, rank) for rank in range(len(ranks))], findings, counts)
+    counts.update(ops=len(made[0].ops))
+    if not findings:
+        with _noting(findings, None):
+            check_alike(made)
+    if model is not None and not findings:
+        with _noting(findings, None, made):
+            if believed := check_model(made[0], model):
+                counts["pieces that cannot be compared here"] = believed
 
 
 def _folded(
