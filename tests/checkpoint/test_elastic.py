@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import tpcompiler
 from tests.checkpoint.models import ARGS, PLAN, exported, hollow, model, write_checkpoint
@@ -18,7 +20,8 @@ from tpcompiler import ArtifactError
 from tpcompiler.checkpoint.fill import read_original
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut, join_first, read_sharding
-from tpcompiler.runtime.artifact import read_manifest
+from tpcompiler.runtime.artifact import MANIFEST, read_manifest, sha256
+from tpcompiler.runtime.rank_file import read_rank
 from tpcompiler.verify_files import verify_artifact
 
 pytestmark = pytest.mark.slow
@@ -84,6 +87,50 @@ def test_pending_shares_give_back_the_bits(placement: str) -> None:
     sharding = read_sharding(placement, mesh, 1)
     whole = join_first(lambda rank: cut(value, sharding, mesh, rank), sharding, mesh, value.shape)
     assert whole.view(torch.int32).tolist() == value.view(torch.int32).tolist()
+
+
+def damage(out: Path, rank: int, name: str, layout: str) -> None:
+    """Add one to what a rank holds of a tensor, and mend the hash."""
+    path = out / (f"rank_{rank}.pt2" if layout == "ranks" else f"rank_{rank}.safetensors")
+    if layout == "ranks":
+        program = torch.export.load(path)
+        held = program.state_dict if name in program.state_dict else program.constants
+        held[name] = torch.nn.Parameter(held[name].detach() + 1)
+        torch.export.save(program, path)
+    else:
+        held = load_file(path)
+        save_file({**held, name: held[name] + 1}, path)
+    manifest = json.loads((out / MANIFEST).read_text())
+    manifest["files"][path.name] = sha256(path)
+    (out / MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("layout", ["ranks", "shared"])
+@pytest.mark.parametrize(
+    ("sharding", "said"),
+    [
+        ("P(sum)", "rank 1 holds a term of its pending sum, which is rank 0's of 'tp' alone"),
+        ("R", "it is not the same on ranks 0 and 1, which share it"),
+    ],
+)
+def test_shares_that_do_not_belong_together(sharding: str, said: str, layout: Any, tmp_path: Path) -> None:
+    """A term where a rank should hold zeros, and a replica that is another, under hashes that are right."""
+    out = tmp_path / "out"
+    plan = PLAN if sharding == "P(sum)" else {"layers.*.*": "replicate"}
+    tpcompiler.parallelize(exported(), 2, plan).save(out, layout=layout)
+    manifest = read_manifest(out)
+    name = next(r["name"] for r in manifest.tensors if r["sharding"] == sharding and r["kind"] == "parameter")
+    damage(out, 1, name, layout)
+    assert not tpcompiler.check(out).ok
+    with pytest.raises(ArtifactError, match=f"'{name}' cannot be put together: {said}"):
+        tpcompiler.merge(out, tmp_path / "model.pt2")
+    with pytest.raises(ArtifactError, match=f"'{name}' cannot be put together: {said}"):
+        tpcompiler.reshard(out, 3, tmp_path / "three")
+    if sharding == "P(sum)":
+        with pytest.raises(ArtifactError, match=f"'{name}' is P.sum., of which another rank holds all"):
+            read_rank(out, read_manifest(out), 1)
+    read_rank(out, read_manifest(out), 0)
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
 def test_what_is_refused(two: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tpcompiler.checkpoint.files import Checkpoint, Stored, state_of
 from tpcompiler.checkpoint.leaves import leaves_of, shardings_of
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import join_first
+from tpcompiler.ir.shares import join_first, refuse_unlike
 from tpcompiler.runtime.artifact import Manifest, open_checked, programs_in, read_manifest
 from tpcompiler.runtime.beside import manifests_beside
 from tpcompiler.runtime.rank_file import open_rank
@@ -116,8 +116,10 @@ class _Program:
                     self.mapped[rank] = read_archive_state(file.path, file)
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        sharding = self.shardings[name]
         try:
-            return join_first(lambda rank: self.share(name, rank), self.shardings[name], self.mesh, shape)
+            refuse_unlike(lambda rank: self.share(name, rank), sharding, self.mesh)
+            return join_first(lambda rank: self.share(name, rank), sharding, self.mesh, shape)
         except (ValueError, LookupError) as error:
             raise ArtifactError(
                 f"{self.files[0].parent}: {name!r} cannot be put together: {error}", help="copy the artifact again"

@@ -24,6 +24,9 @@ REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+NEUTRAL = {"sum": 0, "product": 1}  # what the other ranks hold of a pending value that one rank has
+
+
 def cut(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch.Tensor:
     """The share of `rank`, dense in the dim order of the whole (a replica is the whole tensor itself).
 
@@ -35,8 +38,8 @@ def cut(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch
     for dim, by in enumerate(sharding.dims):
         value = cut_dim(value, dim, by, mesh, here)
     for axis, op in sharding.partial:
-        if here[axis] and op in ("sum", "product"):
-            value = torch.full_like(value, 0 if op == "sum" else 1)
+        if here[axis] and op in NEUTRAL:
+            value = torch.full_like(value, NEUTRAL[op])
     strides = local_strides(whole, value.shape)
     return value if value.stride() == tuple(strides) else value.new_empty_strided(value.shape, strides).copy_(value)
 
@@ -108,6 +111,25 @@ def join_first(
     return _joined({rank: read(rank) for rank in _replicas(sharding, mesh)[0]}, sharding, mesh, shape)
 
 
+def refuse_unlike(read: Callable[[int], torch.Tensor], sharding: Sharding, mesh: Mesh) -> None:
+    """Check that ranks with one share hold the same bits, and that one rank alone holds what is pending, as `cut` does.
+
+    Raises:
+        ValueError: two ranks that differ, or a term of a rank that should have none.
+    """
+    first: dict[tuple[int, ...], int] = {}
+    for rank in range(mesh.world_size):
+        here = mesh.coordinate(rank)
+        for axis, op in sharding.partial:
+            neutral = NEUTRAL.get(op)
+            if here[axis] and neutral is not None and not bool((read(rank) == neutral).all()):
+                raise ValueError(f"rank {rank} holds a term of its pending {op}, which is rank 0's of {axis!r} alone")
+        term = [axis for axis, op in sharding.partial if op in NEUTRAL]
+        other = first.setdefault(tuple(c for axis, c in here.items() if axis in (*sharding.cut_axes, *term)), rank)
+        if other != rank and not same_bits(read(rank), read(other)):
+            raise ValueError(f"it is not the same on ranks {other} and {rank}, which share it")
+
+
 def _replicas(sharding: Sharding, mesh: Mesh) -> list[list[int]]:
     """The ranks at each coordinate on the axes that hold replicas."""
     found: dict[tuple[int, ...], list[int]] = {}
@@ -160,7 +182,7 @@ def _reduced(shares: Mapping[tuple[int, ...], torch.Tensor], ops: Sequence[str])
 def _reduced_by(op: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
     """The first where the others hold what `cut` gives them, for a mean of equals is rounded and -0 + 0 is 0."""
     first, *others = values
-    neutral = {"sum": 0, "product": 1}.get(op)
+    neutral = NEUTRAL.get(op)
     if all(bool((each == neutral).all()) if neutral is not None else same_bits(each, first) for each in others):
         return first
     return REDUCE[op](torch.stack(list(values)))

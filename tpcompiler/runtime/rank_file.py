@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from tpcompiler._torch import tree_flatten, tree_names
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import Manifest, lacks_weights, open_checked
+from tpcompiler.runtime.manifest_form import PLACEMENT
 from tpcompiler.runtime.model_file import load_opened, looked_into
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.weights import read_weights
@@ -23,6 +25,7 @@ from tpcompiler.runtime.weights import read_weights
 # Reads the weights of a rank: of which artifact, and of which program.
 Weights = Callable[[str | os.PathLike[str], Manifest, int, ExportedProgram], dict[str, torch.Tensor]]
 AGAIN = "copy the artifact again, or convert the model again"
+NEUTRAL = {"P(sum)": 0, "P(product)": 1}
 
 
 def read_rank(
@@ -151,6 +154,14 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path
     if more := sorted(tensors - named - taken.keys()):
         raise ArtifactError(f"{path} holds the tensor {more[0]!r}, which its program does not take", help=AGAIN)
     elsewhere = {row["name"] for row in manifest.tensors if "stored_in" in row}
+    for row in manifest.tensors:
+        neutral = _neutral(row["sharding"], manifest.mesh, rank)
+        if neutral is not None and row["name"] not in elsewhere and not bool((held[row["name"]] == neutral).all()):
+            raise ArtifactError(
+                f"{path}: {row['name']!r} is {row['sharding']}, of which another rank holds all, and is not {neutral} "
+                f"everywhere on rank {rank}",
+                help=AGAIN,
+            )
     for name, want in taken.items():
         value = held[name]
         if isinstance(want, torch.Tensor) and (value.shape, value.dtype) != (want.shape, want.dtype):
@@ -163,6 +174,16 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path
             continue
         if (found := strides_of(value)) != (said := strides_of(want)):
             raise ArtifactError(f"{path}: {name!r} has the strides {found}, its program takes {said}", help=AGAIN)
+
+
+def _neutral(sharding: str, mesh: Mapping[str, int], rank: int) -> int | None:
+    """What a rank holds of a leaf whose pending sum or product is the first rank's of its axis; None if it is that."""
+    apart = None
+    for degree, placement in reversed(list(zip(mesh.values(), re.findall(PLACEMENT, sharding), strict=False))):
+        rank, here = divmod(rank, degree)
+        if here and placement in NEUTRAL:
+            apart = NEUTRAL[placement]
+    return apart
 
 
 def taken_by(program: ExportedProgram) -> dict[str, Any]:

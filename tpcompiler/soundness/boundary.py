@@ -17,11 +17,12 @@ from tpcompiler.ir.calling import calling_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import cut, join, same_bits
+from tpcompiler.ir.shares import same_bits
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.rank_file import strides_of, taken_by
 from tpcompiler.soundness.folded import Folded, dtype_name, read_claimed
+from tpcompiler.soundness.shares import cut, join
 from tpcompiler.soundness.unsound import Unsound
 from tpcompiler.soundness.written import Written
 

@@ -24,6 +24,7 @@ from tpcompiler.rules.registry import rule_of
 from tpcompiler.soundness.counted import read_names
 from tpcompiler.soundness.drawn import Sizes
 from tpcompiler.soundness.folded import LAYOUT, VIEWS, Folded, Shardings, first_line, reads_data
+from tpcompiler.soundness.shares import local_shape, local_size
 from tpcompiler.soundness.sizes import plain
 from tpcompiler.soundness.unsound import Unsound
 
@@ -59,7 +60,7 @@ def _check_shapes(made: Folded, node: fx.Node, here: Mapping[str, int]) -> None:
     if [whole.ndim for whole in wholes] != [local.ndim for local in edit.outputs(node)]:
         raise Unsound(node, f"makes {_shapes(edit.outputs(node))}, and the whole {_shapes(wholes)}")
     for whole, sharding, local in zip(wholes, made.shardings[node], edit.outputs(node), strict=True):
-        claimed = sharding.local_shape(whole.shape, made.mesh, here)
+        claimed = local_shape(sharding, whole.shape, made.mesh, here)
         if not all(map(statically_equal, claimed, local.shape)):
             raise Unsound(
                 node,
@@ -257,7 +258,7 @@ def _own_arguments(
 ) -> dict[str, list[Size | None]]:
     """What the rule says of size arguments: the rank's own sizes; None where the whole's entry stands."""
     mesh, (sharding, *_), out = made.mesh, made.shardings[node], rule.pattern.outputs[0]
-    shape = sharding.local_shape(edit.outputs(made.whole[node])[0].shape, mesh, here)
+    shape = local_shape(sharding, edit.outputs(made.whole[node])[0].shape, mesh, here)
     own: dict[str, list[Size | None]] = {}
     for name, term in rule.sizes.items():
         positions = [out.index(dim) if dim else -1 for dim in term]
@@ -265,7 +266,8 @@ def _own_arguments(
     for name, groups in rule.counts.items():
         if any(f in option.cuts for group in groups for f in group):
             own[name] = [
-                sum(option.cuts.get(f, WHOLE).local_size(rule.extent[f], mesh, here) for f in group) for group in groups
+                sum(local_size(option.cuts.get(f, WHOLE), rule.extent[f], mesh, here) for f in group)
+                for group in groups
             ]
     return own
 

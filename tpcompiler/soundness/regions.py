@@ -15,7 +15,6 @@ from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import cut, cut_dim, join
 from tpcompiler.rules.index_range import ASSERT
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
@@ -23,6 +22,7 @@ from tpcompiler.soundness.bodies import check_body, needed_checks
 from tpcompiler.soundness.drawn import Sizes
 from tpcompiler.soundness.folded import Folded
 from tpcompiler.soundness.region import Region
+from tpcompiler.soundness.shares import cut, join, runs_of
 from tpcompiler.soundness.sizes import change_shape, operand_shapes, plain, whole_shape
 from tpcompiler.soundness.unsound import DoesNotRun, Unsound
 from tpcompiler.verify.simulate import Waiting, lock_step, run_call
@@ -238,9 +238,8 @@ def _edges(made: Folded, region: Region) -> list[list[int]]:
                 found.append((size, by))
     edges = []
     for size, by in sorted(found, key=lambda each: each[0]):
-        places = torch.arange(size)
-        shares = [cut_dim(places, 0, by, made.mesh, made.mesh.coordinate(r)) for r in range(made.mesh.world_size)]
-        ends = sorted({int(end) for share in shares if len(share) for end in (share[0], share[-1])})
+        shares = [runs_of(by, size, made.mesh, made.mesh.coordinate(rank)) for rank in range(made.mesh.world_size)]
+        ends = sorted({end for runs in shares if runs for end in (runs[0][0], runs[-1][-1])})
         edges += [ends, [end - size for end in ends]]
     return edges or [[0, 1]]
 

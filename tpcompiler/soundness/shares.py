@@ -1,0 +1,124 @@
+"""Which elements a rank holds, and what shares make: written from docs/sharding.md, not taken from the compiler."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+
+Here = Mapping[str, int]  # axis -> coordinate
+NEUTRAL = {"sum": 0, "product": 1}  # what all ranks but the first hold of a leaf that is pending
+REDUCED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def runs_of(by: DimSharding, size: int, mesh: Mesh, here: Here) -> list[range]:
+    """The elements of a dim that lie at a coordinate, as runs in the order in which they are held."""
+    if by.parts:
+        begins = itertools.accumulate((length for length, _ in by.parts), initial=0)
+        held = zip(begins, by.parts, strict=False)
+        return [
+            range(begin + run.start, begin + run.stop)
+            for begin, (length, how) in held
+            for run in runs_of(how, length, mesh, here)
+        ]
+    runs = [range(size)]
+    for axis, block, unit in by.levels:
+        if block:
+            runs = [run[at : at + block] for run in runs for at in range(0, len(run), block)]
+        # Whole units are dealt, as many to each rank as to the first, until there are none left.
+        each = math.ceil(math.ceil(len(runs[0]) / unit) / mesh.degree(axis)) * unit if runs else 0
+        runs = [run[here[axis] * each : (here[axis] + 1) * each] for run in runs]
+    return [run for run in runs if len(run)]
+
+
+def local_size(by: DimSharding, size: Any, mesh: Mesh, here: Here) -> Any:
+    """How many elements lie at a coordinate; of a dynamic dim an equal share."""
+    if not isinstance(size, int):
+        return size // math.prod(mesh.degree(axis) for axis in by.axes) if by.axes else size
+    return sum(map(len, runs_of(by, size, mesh, here)))
+
+
+def local_shape(sharding: Sharding, shape: Sequence[Any], mesh: Mesh, here: Here) -> tuple[Any, ...]:
+    return tuple(local_size(by, size, mesh, here) for by, size in zip(sharding.dims, shape, strict=True))
+
+
+def cut(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch.Tensor:
+    """The share of a rank; a pending sum (product) is held by the first of its axis, zeros (ones) by the others."""
+    here = mesh.coordinate(rank)
+    for dim, by in enumerate(sharding.dims):
+        if by.axes:
+            runs = runs_of(by, value.shape[dim], mesh, here) or [range(0)]
+            value = torch.cat([value.narrow(dim, run.start, len(run)) for run in runs], dim)
+    for axis, op in sharding.partial:
+        if here[axis] and op in NEUTRAL:
+            value = torch.full_like(value, NEUTRAL[op])
+    return value
+
+
+def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> list[torch.Tensor]:
+    """Every whole that the ranks' shares make: one for each coordinate on the axes that hold replicas.
+
+    Raises:
+        ValueError: shares whose shapes are not those of the sharding.
+    """
+    found: dict[tuple[int, ...], dict[tuple[int, ...], torch.Tensor]] = {}
+    pending, is_cut = [axis for axis, _ in sharding.partial], bool(sharding.cut_axes)
+    for rank, part in enumerate(parts):
+        here = mesh.coordinate(rank)
+        if tuple(part.shape) != local_shape(sharding, shape, mesh, here):
+            raise ValueError(f"rank {rank} holds {list(part.shape)} of {list(shape)} as {sharding.text(mesh)}")
+        replica = found.setdefault(tuple(at for axis, at in here.items() if axis not in sharding.axes), {})
+        term = tuple(here[axis] for axis in pending)
+        if not is_cut:
+            replica[term] = part
+            continue
+        whole = replica.setdefault(term, part.new_empty(tuple(shape)))
+        for theirs, ours in _places(sharding, shape, mesh, here):
+            whole[theirs] = part[ours]
+    return [_reduced(terms, sharding, mesh) for terms in found.values()]
+
+
+def _places(sharding: Sharding, shape: Sequence[int], mesh: Mesh, here: Here) -> Iterator[tuple[Any, Any]]:
+    """Where each box of a rank's share lies in the whole, and where in the share."""
+    sides = []
+    for by, size in zip(sharding.dims, shape, strict=True):
+        runs = runs_of(by, size, mesh, here)
+        ends = list(itertools.accumulate(map(len, runs), initial=0))
+        sides.append(
+            [(slice(r.start, r.stop), slice(*own)) for r, own in zip(runs, itertools.pairwise(ends), strict=True)]
+        )
+    for box in itertools.product(*sides):
+        yield tuple(theirs for theirs, _ in box), tuple(ours for _, ours in box)
+
+
+def _reduced(terms: dict[tuple[int, ...], torch.Tensor], sharding: Sharding, mesh: Mesh) -> torch.Tensor:
+    """The terms at every coordinate on the pending axes, reduced axis by axis, the last first."""
+    for axis, op in reversed(sharding.partial):
+        groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for at, term in terms.items():
+            groups.setdefault(at[:-1], []).append(term)
+        terms = {at: _reduced_by(op, values, mesh.degree(axis)) for at, values in groups.items()}
+    (whole,) = terms.values()
+    return whole
+
+
+def _reduced_by(op: str, values: Sequence[torch.Tensor], degree: int) -> torch.Tensor:
+    first, *others = values
+    if op in NEUTRAL and all(bool((each == NEUTRAL[op]).all()) for each in others):
+        return first  # bit for bit: 0 and -0 make 0
+    for each in others:
+        first = REDUCED[op](first, each)
+    return first / degree if op == "avg" else first
