@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,11 @@ def flip(patch: pytest.MonkeyPatch) -> None:
     found = bytearray(Path("out/rank_1.pt2").read_bytes())
     found[len(found) // 2] ^= 1
     Path("out/rank_1.pt2").write_bytes(found)
+
+
+def pipe(patch: pytest.MonkeyPatch) -> None:
+    Path("out/model.pt2").unlink()
+    os.mkfifo("out/model.pt2")
 
 
 def swap_names(patch: pytest.MonkeyPatch) -> None:
@@ -61,6 +67,13 @@ ARTIFACTS = [
         "tpcompiler show model.pt2",
         "model.pt2 is a file, not the directory of an artifact",
         MAKE,
+    ),
+    Row(
+        "the model in it exchanged for a pipe",
+        "tpcompiler check out",
+        "out/model.pt2 cannot be read: it is a pipe or a device",
+        AGAIN,
+        spoil=pipe,
     ),
     Row(
         "a bit that is another",
