@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
 
 import tpcompiler
 from passes.canonicalize import canonicalize
@@ -17,6 +18,7 @@ from tests.trust import small
 from tests.trust.damage import Artifact
 from tests.zoo.case import randomise
 from tests.zoo.index import CASES
+from tpcompiler._torch import with_state
 from tpcompiler.compared import layout_of
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.shares import read_sharding
@@ -38,8 +40,20 @@ class Subject:
 
     @cached_property
     def model(self) -> CanonicalProgram:
-        """What the artifact keeps of it."""
-        return canonicalize(self.original)
+        """What the artifact keeps of it: weights have no values."""
+        made = canonicalize(self.original)
+        hollow = {
+            fqn: node.meta["val"]
+            for node, spec in made.inputs()
+            if (fqn := str(spec.target)) and spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+        }
+        state, constants = (
+            {**held, **{name: hollow[name] for name in held.keys() & hollow.keys()}}
+            for held in (made.source.state_dict, made.source.constants)
+        )
+        return CanonicalProgram(
+            with_state(made.source, state, constants, made.source.module_call_graph, None), made.graph
+        )
 
     @property
     def original(self) -> ExportedProgram:

@@ -27,7 +27,8 @@ def _first_of_each(kinds: Iterable[str]) -> Iterator[Mutant]:
 
 
 def _lasting(line: str) -> str:
-    """Without lines of code, and the sizes that were drawn."""
+    """Without lines of code, and the sizes and values that were drawn."""
+    line = re.sub(r"they differ by \S+ of \S+$", "they differ", line)
     return re.sub(r", at \w+=\d+(, \w+=\d+)*$", "", re.sub(r", small\.py:\d+, in forward", "", line))
 
 

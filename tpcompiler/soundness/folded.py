@@ -257,25 +257,12 @@ def _fold_change(made: Folded, region: Region) -> None:
             f"and '{operands[0].name}' is {made.shardings[operands[0]][0].text(made.mesh)}",
         )
     made.stands_for(last, made.whole[operands[0]])
-    _check_origins(region, made.whole[last].name)
     made.shardings[last] = (target,)
     made.changed[last] = operands
 
 
-def _check_origins(region: Region, name: str) -> None:
-    """A node inside of a region stands for itself or for what the region is; the end of a change for its operand."""
-    is_change = region.name.startswith("reshard")
-    for node in region.nodes:
-        origin, is_end = read_claim(node).get("origin"), node in region.outputs
-        if is_end and not is_change:
-            continue  # a result of the op: compared with the model
-        if origin != name and (is_end or origin != node.name):
-            raise Unsound(node, f"claims the origin {origin!r}, and lies in {region.name}, which stands for '{name}'")
-
-
 def _fold_body(made: Folded, region: Region) -> None:
     whole: fx.Node | None = None
-    _check_origins(region, region.name.removeprefix("body "))
     for node in region.outputs:
         claim, shardings = _claimed(made, node)
         call = claim.get("call")

@@ -28,7 +28,7 @@ def check_model(made: Folded, model: CanonicalProgram) -> int:
 
     Both are numbered value by value: the same op on the same values has the same number. Where the compiler has written
     something else for a piece of the model (a variant, experts dealt out to the ranks), both pieces are run on random
-    values. Each claimed origin must be the node of the model that has this value, and no other.
+    values. No two values may claim one node of the model as their origin.
 
     Returns the number of pieces that are too large to be run here, or need sizes that were not found.
 
@@ -164,24 +164,36 @@ class _Comparison:
         for node, number in self.theirs.items():
             self.names.setdefault(number, set()).add(node.name)
         self.ours: dict[fx.Node, int] = {}
-        self.ran: set[fx.Node] = set()  # nodes of ours that were found equal by running them
         self.pieces = Pieces(made, model, self.ours, self.theirs)
         self.owner = {whole: node for node, whole in reversed(made.whole.items())}
 
     def run(self) -> int:
-        """Number all of ours, and compare what cannot be numbered alike."""
-        drawn = 0
+        """Number all of ours, and compare what cannot be numbered alike.
+
+        A program that torch traces as a whole may get other names when it is read from a file. So values of one name
+        that differ are a finding only if the outputs differ too.
+        """
+        drawn, first = 0, None
         for node in self.made.graph.nodes:
             self._number(node, drawn)
-            if self.ours[node] not in self.names and (same := self._namesake(node)) is not None:
-                self._equate(node, same)
-                self._number(node, drawn)
-                if self.ours[node] not in self.names:
-                    self._run(node, same)
+            same = self._namesake(node) if first is None or node.op == "output" else None
+            if self.ours[node] not in self.names and same is not None:
+                try:
+                    self._compare(node, same, drawn)
+                except Unsound as error:
+                    if node.op == "output":
+                        raise first or error from None
+                    first = error
             drawn += _draws(node)
         self._check_names()
         self._check_effects()
         return self.pieces.believed
+
+    def _compare(self, ours: fx.Node, theirs: fx.Node, drawn: int) -> None:
+        self._equate(ours, theirs)
+        self._number(ours, drawn)
+        if self.ours[ours] not in self.names:
+            self._run(ours, theirs)
 
     def _number(self, node: fx.Node, drawn: int) -> None:
         self.ours[node] = self.numbering.number(node, self.ours, drawn)
@@ -216,15 +228,14 @@ class _Comparison:
                 f"is {_shown(ours)}, and {MODEL} has '{theirs.name}' = {_shown(theirs)} there: {difference}",
             )
         self.ours[ours] = self.theirs[theirs]
-        self.ran.add(ours)
 
     def _check_names(self) -> None:
-        """A claimed origin is the node of the model with that value, or none of its nodes."""
-        for node, number in self.ours.items():
-            if (origin := self._origin(node)) is None:
-                continue
-            names = self.names.get(number, set())
-            if origin not in names and (origin in self.named or (names and node not in self.ran)):
+        """No value claims the origin that another value of the model has, and claims too; other names show nothing."""
+        origins = {node: origin for node in self.ours if (origin := self._origin(node)) is not None}
+        right = {origin for node, origin in origins.items() if origin in self.names.get(self.ours[node], ())}
+        for node, origin in origins.items():
+            names = self.names.get(self.ours[node], set())
+            if origin in right - names:
                 has = f"'{min(names)}'" if names else "no such value"
                 raise Unsound(
                     self.owner[node],
