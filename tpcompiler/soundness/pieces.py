@@ -11,8 +11,8 @@ from torch import fx
 
 from tpcompiler._torch import FakeTensor, tree_map
 from tpcompiler.ir import edit
-from tpcompiler.ir.index_range import index_ranges
 from tpcompiler.ir.program import CanonicalProgram
+from tpcompiler.rules.index_range import door_ranges
 from tpcompiler.soundness.drawn import Sizes
 from tpcompiler.soundness.folded import Folded
 from tpcompiler.soundness.regions import DRAWS, EPSILONS, TOLERANCE
@@ -34,7 +34,7 @@ class Pieces:
     ) -> None:
         self.made, self.model, self.ours, self.theirs = made, model, ours, theirs
         self.believed = 0
-        self.indices = index_ranges(model)
+        self.indices = door_ranges(model, {})
         self.literals = {
             node.name: model.state(fqn) for node, fqn in model.leaves() if not isinstance(model.state(fqn), FakeTensor)
         }
