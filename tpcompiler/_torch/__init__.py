@@ -38,6 +38,8 @@ from tpcompiler._torch.groups import (
     resolve_group,
     traced_mesh,
 )
+from tpcompiler._torch.initializers import skip_fake_truncations
+from tpcompiler._torch.known import KnownTensor
 from tpcompiler._torch.ops import (
     MISSING,
     NAMED_BY_TORCH,
@@ -95,6 +97,7 @@ __all__ = [
     "FakeTensorMode",
     "FloorDiv",
     "HigherOrderOperator",
+    "KnownTensor",
     "Max",
     "Min",
     "OpOverload",
@@ -140,6 +143,7 @@ __all__ = [
     "save_program",
     "shape_facts",
     "size_range",
+    "skip_fake_truncations",
     "statically_known_true",
     "stays_whole",
     "substituted",
