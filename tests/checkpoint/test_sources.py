@@ -187,7 +187,7 @@ def test_experts_are_stacked_as_transformers_says(tmp_path: Path) -> None:
         assert torch.equal(one["both"][expert], torch.cat([w1, w3]))
         assert torch.equal(one["down"][expert], w2)
     assert torch.equal(one["gate"], tensors["model.layers.0.block_sparse_moe.gate.weight"])
-    assert recipes_of("llama", ["a"])["a"].names() == ["a"]
+    assert recipes_of({"model_type": "llama"}, ["a"])["a"].names() == ["a"]
 
 
 def test_a_checkpoint_is_what_it_says(tmp_path: Path) -> None:

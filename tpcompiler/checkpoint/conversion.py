@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from tpcompiler.runtime.weightless import weightless
 
 Read = Callable[[str], torch.Tensor]
 Shape = tuple[int, ...]
@@ -46,26 +49,27 @@ class Recipe:
         return tuple(made.shape)
 
 
-def recipes_of(model_type: str, names: Sequence[str]) -> dict[str, Recipe]:
-    """For the names of a checkpoint of this type, what parameters they make; those that are what they are called, too.
+def recipes_of(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Recipe]:
+    """For the names of a checkpoint of this model, what parameters they make; those that are what they are called, too.
 
     A conversion that has a step which is not known here makes nothing: its parameters are missing, by name.
 
     Raises:
         ValueError: two names become one, or the parts of a parameter are not numbered 0, 1, ...
     """
-    mapping = _table(model_type)
-    renamings = [(old, new) for olds, new, steps in mapping if steps is None for old in olds]
+    transforms = _transforms(config)
+    renamings = [each for each in transforms if not getattr(each, "operations", ())]
+    mapping = _table(transforms)
     found: dict[str, dict[int, dict[str, str]]] = {}
     steps_of: dict[str, Steps] = {}
     made: dict[str, Recipe] = {}
     for name in names:
         own = name
-        for old, new in renamings:
-            own = re.sub(old, new, own)  # as transformers does: a pattern
+        for renaming in renamings:
+            own = renaming.rename_source_key(own)[0]
         for patterns, target, steps in mapping:
-            at = next((i for i, pattern in enumerate(patterns) if steps is not None and _matches(pattern, own)), None)
-            if at is not None and steps is not None:
+            at = next((i for i, pattern in enumerate(patterns) if _matches(pattern, own)), None)
+            if at is not None:
                 whole, number = _put(patterns[at], target, own)
                 parts = found.setdefault(whole, {}).setdefault(at, {})
                 if (other := parts.setdefault(number, name)) != name:
@@ -121,17 +125,29 @@ def base_prefix(config: Mapping[str, Any]) -> str:
     return f"{prefix}." if isinstance(prefix, str) and prefix else ""
 
 
-def _table(model_type: str) -> list[tuple[list[str], str, Steps | None]]:
-    """(source patterns, target, steps) of transformers' conversions; the steps of a mere renaming are None."""
-    if not model_type or importlib.util.find_spec("transformers") is None:
+def _transforms(config: Mapping[str, Any]) -> list[Any]:
+    """Return transformers' conversions for a model, with those of the models that it is made of."""
+    if not config.get("model_type") or importlib.util.find_spec("transformers") is None:
         return []
+    import transformers
     from transformers import conversion_mapping
 
     conversions: Any = conversion_mapping
-    out: list[tuple[list[str], str, Steps | None]] = []
-    for each in conversions.get_checkpoint_conversion_mapping(model_type) or ():
+    listed = config.get("architectures")
+    build: Any = getattr(transformers, str(listed[0]), None) if isinstance(listed, list) and listed else None
+    if build is not None and hasattr(conversions, "get_model_conversion_mapping"):
+        with contextlib.suppress(Exception), weightless():  # a config that makes no model leaves those of its type
+            model = build._from_config(transformers.AutoConfig.for_model(**config))
+            return list(conversions.get_model_conversion_mapping(model))
+    return list(conversions.get_checkpoint_conversion_mapping(str(config["model_type"])) or ())
+
+
+def _table(transforms: Sequence[Any]) -> list[tuple[list[str], str, Steps]]:
+    """(source patterns, target, steps) of the conversions whose steps are all known."""
+    out: list[tuple[list[str], str, Steps]] = []
+    for each in transforms:
         operations = list(getattr(each, "operations", ()))
         known = [(STEPS[type(o).__name__], int(o.dim)) for o in operations if type(o).__name__ in STEPS]
-        if len(known) == len(operations) and len(each.target_patterns) == 1:
-            out.append((list(each.source_patterns), each.target_patterns[0], tuple(known) if known else None))
+        if known and len(known) == len(operations) and len(each.target_patterns) == 1:
+            out.append((list(each.source_patterns), each.target_patterns[0], tuple(known)))
     return out

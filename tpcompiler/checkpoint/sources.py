@@ -32,7 +32,7 @@ def find_sources(leaves: Sequence[Leaf], checkpoint: Source, *, partial: bool = 
     rename = _find_renaming(leaves, made, checkpoint.config)
     if any(made.keys().isdisjoint(_names(leaf, rename)) and not leaf.has_value for leaf in leaves):
         try:  # only then: transformers takes seconds to import
-            made = recipes_of(str(checkpoint.config.get("model_type", "")), list(checkpoint.tensors))
+            made = recipes_of(checkpoint.config, list(checkpoint.tensors))
         except ValueError as error:
             raise ArtifactError(
                 f"{checkpoint.path} does not fit the program: {error}", help="give the checkpoint of the same model"
