@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,21 @@ import tpcompiler
 from tests.launch import fork_code
 from tests.runtime.commands import call, refused, right
 from tests.zoo.case import randomise
-from tools.hf_table import SIZES, convert, export
+from tools.hf_models import DECODER
 
 PAGE = Path(__file__).parents[1] / "docs" / "hugging-face.md"
 
 
-def in_this_process(*words: object) -> subprocess.CompletedProcess[str]:
-    made = call(*words)
-    return subprocess.CompletedProcess([], made.exit_code, made.stdout, made.stderr)
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a config, and a program as torch exports it, output classes and all."""
     directory = tmp_path_factory.mktemp("llama")
-    export("llama", directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**DECODER, "num_hidden_layers": 2})
+    config.save_pretrained(directory)
+    ids = torch.arange(24).view(2, 12) % 100
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    torch.export.save(torch.export.export(LlamaForCausalLM(config).eval(), (), inputs), directory / "model.pt2")
     return directory
 
 
@@ -50,7 +50,7 @@ def test_a_config_is_the_plan(llama: Path) -> None:
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By copy and paste; and what it says to do in Python."""
-    code, commands, decoder = PAGE.read_text(encoding="utf-8").split("```")[1::2]
+    _, code, commands, decoder = PAGE.read_text(encoding="utf-8").split("```")[1::2]
     code, decoder = (text.removeprefix("python\n") for text in (code, decoder))
     monkeypatch.chdir(tmp_path)
     script = f"""
@@ -104,18 +104,7 @@ print(sorted(name for name in sys.modules if name.startswith("transformers.mod")
     assert "modeling_llama" not in ran.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["bert", "mixtral"])
-def test_where_there_is_no_plan_or_one_with_experts(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """bert has none, and gets the proposed one; a mixture's is taken as it is."""
-    monkeypatch.setattr("tools.hf_table.tpcompiler", in_this_process)
-    plan, options, said = convert(model_type, 2, tmp_path)
-    assert (plan, options) == {"bert": ("plan.yaml", ""), "mixtral": ("config.json", "")}[model_type]
-    assert said.startswith("equal")
-
-
+SIZES = {**DECODER, "num_hidden_layers": 2}
 WINDOWED = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 NO_HEAD_DIM = {name: size for name, size in SIZES.items() if name != "head_dim"}
 ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {"layers.*.self_attn.o_proj": "rowwise"}

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import inspect
+import io
 import json
 import os
+import re
+import traceback
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch.export import Dim, ExportedProgram
 
-from tpcompiler._torch import FakeTensorMode
+from tpcompiler._torch import FakeTensorMode, quiet_torch, tree_map
+from tpcompiler.dynamic_sizes import Sizes
 from tpcompiler.errors import ArtifactError, ProgramError
+from tpcompiler.example_inputs import Example, build_example, configs_of
 from tpcompiler.runtime.model_file import import_modules
 from tpcompiler.runtime.opened import read_text
 from tpcompiler.runtime.target import reason
-from tpcompiler.runtime.weightless import lazy_zeros, weightless
+from tpcompiler.runtime.weightless import drop_buffer_values, lazy_zeros, weightless
 
-MOST_BATCH, MOST_TOKENS = 1024, 8192
+MOST_TOKENS, MOST_SAMPLES = 8192, 1 << 20
+REFUSED = " cannot be exported: "
 FACTORY = "write module:factory, of a function that returns (model, args), (model, args, kwargs) or these and shapes"
+
+
+class Export(NamedTuple):
+    """A program, and which of its sizes are dynamic, in words."""
+
+    program: ExportedProgram
+    sizes: str
 
 
 def export_without_weights(
@@ -32,29 +49,28 @@ def export_without_weights(
     length: int = 16,
     dtype: str | None = None,
     static: bool = False,
-) -> ExportedProgram:
+) -> Export:
     """Export a model whose parameters have no values; memory holds its graph and its small buffers only.
 
     Args:
         source: a Hugging Face directory, of which config.json is read and no weights, or `module:factory`: a function
             without arguments that returns (model, args), with kwargs, and dynamic shapes, behind them if there are any.
         batch: of the example's rows, at least 2 where the batch is dynamic.
-        length: of its tokens, at least 2 where that is dynamic.
+        length: of its tokens, at least 2 where that is dynamic; of sound, as many steps.
         dtype: of the parameters, such as "bfloat16"; by default the config's, or float32.
-        static: make batch and length fixed numbers, as in the example; of a factory, what it says counts.
+        static: make all sizes fixed numbers, as in the example; of a factory, what it says counts.
 
     Raises:
         ArtifactError: no config.json, a model that transformers does not have, a module that cannot be imported.
-        ProgramError: torch.export cannot export it.
+        ProgramError: torch.export cannot export it, or it takes inputs of an unknown kind.
     """
     text = os.fspath(source)
     with weightless(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if ":" in text and not os.path.exists(text):
             model, args, kwargs, shapes = _from_factory(text)
-        else:
-            model, args, kwargs, shapes = _from_directory(Path(text), batch, length, dtype, static)
-        return _exported(text, model, args, kwargs, shapes)
+            return Export(_exported(text, model, kwargs, shapes, args), "")
+        return _export_directory(Path(text), batch, length, dtype, static)
 
 
 def export_prefill_and_decode(
@@ -90,7 +106,7 @@ def export_prefill_and_decode(
         for program, count, dims in (("prefill", length, tokens), ("decode", 1, None)):
             inputs = {"input_ids": torch.ones(batch, count, dtype=torch.int64), "cache_position": torch.arange(count)}
             shapes = {"input_ids": {1: dims}, "cache_position": {0: dims}} if dims is not None else None
-            made[program] = _exported(os.fspath(source), module, (), inputs, shapes, strict=True)
+            made[program] = _exported(os.fspath(source), module, inputs, shapes, strict=True)
     return made
 
 
@@ -121,15 +137,43 @@ def _with_cache(model: Any, batch: int, max_length: int) -> torch.nn.Module:
 
 
 def _exported(
-    text: str, model: torch.nn.Module, args: Any, kwargs: Any, shapes: Any, *, strict: bool = False
+    text: str,
+    model: torch.nn.Module,
+    kwargs: Mapping[str, Any],
+    shapes: Any = None,
+    args: Any = (),
+    *,
+    strict: bool = False,
 ) -> ExportedProgram:
-    try:
-        return torch.export.export(model.eval(), tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=strict)
+    kwargs = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, dict(kwargs))
+    try:  # on copies: torch marks the examples of dynamic inputs
+        with quiet_torch(), contextlib.redirect_stderr(io.StringIO()):  # it prints the graph that it could not finish
+            return torch.export.export(model.eval(), tuple(args), kwargs, dynamic_shapes=shapes, strict=strict)
     except Exception as error:  # whatever a model raises
-        raise ProgramError(
-            f"{text} cannot be exported: {_line(error)}",
-            help="try --static, or export it in Python: with tpcompiler.weightless(): ...",
-        ) from error
+        raise _not_exported(text, error) from error
+
+
+def _not_exported(text: str, error: Exception) -> ProgramError:
+    """Name the line of the model that cannot be exported, in place of torch's own account of it."""
+    of_torch, line = type(error).__module__.startswith("torch."), _line_of_model(error)
+    reason = f"torch.export cannot trace {line}" if of_torch and line else f"{_line(error)}{line and f', in {line}'}"
+    return ProgramError(
+        f"{text}{REFUSED}{reason}",
+        help="change the model there, or export it with a function that returns (model, args, kwargs): module:factory",
+    )
+
+
+def _line_of_model(error: BaseException | None) -> str:
+    """The innermost line of the model's code that an error or its cause went through."""
+    others, found = (Path(torch.__file__).parent, Path(__file__).parent), ""
+    while error is not None:
+        for frame in traceback.extract_tb(error.__traceback__):
+            file = Path(frame.filename)
+            is_python = file.is_relative_to(Path(os.__file__).parent) and "site-packages" not in file.parts
+            if file.is_absolute() and not is_python and not any(file.is_relative_to(folder) for folder in others):
+                found = f"{file.parent.name}/{file.name}:{frame.lineno}: {frame.line}"
+        error = error.__cause__ or error.__context__
+    return found
 
 
 def _from_factory(text: str) -> tuple[torch.nn.Module, Any, Any, Any]:
@@ -149,19 +193,52 @@ def _from_factory(text: str) -> tuple[torch.nn.Module, Any, Any, Any]:
     return model, args, kwargs or {}, shapes
 
 
-def _from_directory(
-    path: Path, batch: int, length: int, dtype: str | None, static: bool
-) -> tuple[torch.nn.Module, Any, Any, Any]:
-    model, name = _model_of(path, dtype)
-    config: Any = model.config
-    config.use_cache = False
-    names = ["input_ids"] if "CausalLM" in name else ["input_ids", "attention_mask"]
-    names += ["decoder_input_ids"] if config.is_encoder_decoder else []
-    inputs = {each: torch.ones(batch, length, dtype=torch.int64) for each in names}
-    positions = getattr(config, "max_position_embeddings", None)
+def _export_directory(path: Path, batch: int, length: int, dtype: str | None, static: bool) -> Export:
+    model: Any = _model_of(path, dtype)[0].eval()
+    for module in model.modules():
+        for config in configs_of(module.config) if hasattr(module, "config") else ():
+            config.use_cache = False
+    try:
+        example = build_example(model, batch, length)
+    except Exception as error:  # whatever a model raises that computes its features
+        raise error if isinstance(error, ProgramError) else _not_exported(str(path), error) from error
+    model.forward = _plain_forward(model.forward, example)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     most = min(positions, MOST_TOKENS) if isinstance(positions, int) and positions > 1 else MOST_TOKENS
-    sizes = {0: Dim("batch", min=1, max=MOST_BATCH), 1: Dim("length", min=2, max=most)}
-    return model, (), inputs, None if static else dict.fromkeys(names, sizes)
+    sizes = Sizes(example, {"length": (2, most), "target": (2, most), "samples": (2, MOST_SAMPLES)})
+    reason = "by --static" if static else ""
+    for shapes in () if static else sizes.proposals():
+        try:
+            program = _exported(str(path), model, example.inputs, shapes)
+        except ProgramError as error:
+            reason = error.message.partition(REFUSED)[2]
+            continue
+        for better in sizes.refinements(program):
+            with contextlib.suppress(ProgramError):
+                program = _exported(str(path), model, example.inputs, better)
+                break
+        return Export(program, sizes.describe(program, "the model's code depends on it"))
+    return Export(program := _exported(str(path), model, example.inputs), sizes.describe(program, reason))
+
+
+def _plain_forward(forward: Any, example: Example) -> Any:
+    """Return a forward that takes the example's inputs only, and returns tensors only: no caches, no None."""
+
+    def call(**inputs: torch.Tensor) -> Any:
+        return _tensors_of(forward(**replace(example, inputs=inputs).arguments()))
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    call.__signature__ = inspect.Signature([inspect.Parameter(name, keyword) for name in example.inputs])  # type: ignore[attr-defined]
+    return call
+
+
+def _tensors_of(value: Any) -> Any:
+    """The tensors of an output, in plain dicts and tuples; None where it has none."""
+    if isinstance(value, Mapping):
+        return {name: made for name, each in value.items() if (made := _tensors_of(each)) is not None} or None
+    if isinstance(value, tuple | list):
+        return tuple(made for each in value if (made := _tensors_of(each)) is not None) or None
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
@@ -194,9 +271,23 @@ def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
         # Of experts' implementations the one that torch.export takes.
         experts = any(getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
         more = {"experts_implementation": "batched_mm"} if experts else {}
-        return build._from_config(config, dtype=found, **more), name
+        model = build._from_config(config, dtype=found, **more)
+        stored, optional = _stored_names(file.parent), getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        drop_buffer_values(
+            model, lambda buffer: buffer not in stored and any(re.search(pattern, buffer) for pattern in optional)
+        )
+        return model, name
     except Exception as error:  # whatever transformers raises of a config that makes no sense
         raise ArtifactError(f"{file} makes no {name}: {_line(error)}", help=directory) from error
+
+
+def _stored_names(directory: Path) -> set[str]:
+    """The names of the tensors in a directory's safetensors files, by their headers; a damaged file has none."""
+    names: set[str] = set()
+    for file in directory.glob("*.safetensors"):
+        with contextlib.suppress(OSError, SafetensorError), safe_open(file, framework="pt") as opened:
+            names |= set(opened.keys())
+    return names
 
 
 def _line(error: Exception) -> str:

@@ -27,7 +27,7 @@ def export(
     batch: Annotated[int, typer.Option("--batch", metavar="N", help="Rows of the example.", min=1)] = 2,
     length: Annotated[int, typer.Option("--length", metavar="N", help="Tokens of the example.", min=1)] = 16,
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="By default the config's.")] = None,
-    static: Annotated[bool, typer.Option("--static", help="Fix batch and length as in the example.")] = False,
+    static: Annotated[bool, typer.Option("--static", help="Fix all sizes as in the example.")] = False,
     prefill_decode: Annotated[
         bool,
         typer.Option(
@@ -41,8 +41,8 @@ def export(
 ) -> None:
     """Export a model without its weights.
 
-    Of a Hugging Face directory the config is read and no weights. Convert the file as any other; then cut the ranks'
-    weights out of the checkpoint.
+    Of a Hugging Face directory, with any kind of model, the config is read and no weights. Prints which sizes are
+    dynamic. Convert the file as any other; then cut the ranks' weights out of the checkpoint.
 
     \b
     Example:
@@ -52,6 +52,7 @@ def export(
       tpcompiler export checkpoint --prefill-decode --batch 1 --max-length 512 -o models
       tpcompiler convert models/prefill.pt2 models/decode.pt2 --tp 2 --plan checkpoint/config.json -o out
     """
+    sizes = ""
     with progress(f"exporting {source}", quiet=json):
         from tpcompiler.cli import printing
         from tpcompiler.exporting import export_prefill_and_decode, export_without_weights
@@ -67,7 +68,7 @@ def export(
                     save_weightless(each, folder / f"{name}.pt2")
             program, files = made["decode"], [out / f"{name}.pt2" for name in made]
         else:
-            program = export_without_weights(source, batch=batch, length=length, dtype=dtype, static=static)
+            program, sizes = export_without_weights(source, batch=batch, length=length, dtype=dtype, static=static)
             files = [out]
             try:
                 with replacing(out) as file:
@@ -78,9 +79,11 @@ def export(
                 ) from error
     names = weightless_names(program)
     if json:
-        printing.print_json({"out": list(map(str, files)), "weights": sorted(names)})
+        printing.print_json({"out": list(map(str, files)), "weights": sorted(names), "sizes": sizes})
     else:
         typer.echo(f"wrote {' and '.join(map(str, files))}: {len(names)} weights have no values")
+        if sizes:
+            typer.echo(sizes)
 
 
 @app.command()
