@@ -1,114 +1,151 @@
-"""Take Hugging Face architectures from a config to a verified artifact, as a user does, and print how each went.
+"""Take Hugging Face architectures from a directory to a verified artifact, by the command line alone.
 
-    python tools/hf_table.py [MODEL_TYPE ...] [--tp 2]
+    python -m tools.hf_table [MODEL_TYPE ...] [--write]
 
-Each is a small config with random weights, exported as it comes, and converted by the command line with nothing but its
-own `config.json` as the plan; where transformers has no plan for it, with the one that `tpcompiler inspect` proposes.
+Each is a small config with random weights (`tools/hf_models.py`), written by `save_pretrained`, exported, converted for
+2 ranks with the plan of its own `config.json`, or with `--plan auto` where transformers has none, cut and verified.
+`--write` puts the rows into docs/architectures.md, where those of other architectures stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
+import multiprocessing
+import re
 import sys
 import tempfile
 import warnings
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
+import transformers.modeling_outputs
+from typer.testing import CliRunner, Result
 
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "olmo2", "starcoder2", "phi3", "bert", "t5")
-MIXTURES = ("mixtral", "qwen3_moe")
-SIZES = {
-    "vocab_size": 120,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    **{f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "eos"))},
-}
-OTHERWISE: dict[str, dict[str, Any]] = {
-    "t5": {
-        "vocab_size": 120,
-        "d_model": 32,
-        "d_ff": 48,
-        "d_kv": 8,
-        "num_layers": 2,
-        "num_heads": 4,
-        "decoder_start_token_id": 0,
-    },
-    "bert": {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")},
-    **{
-        name: {**SIZES, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-        for name in MIXTURES
-    },
-}
-CLASSES = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
+from tests.zoo.case import randomise
+from tools.hf_models import ROWS, Row
+from tpcompiler import __version__, cli
+
+PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+LONGEST = 180  # seconds that one architecture may take
+HEAD = """# Hugging Face architectures
+
+{count} architectures of transformers went from a directory to two ranks by the command line alone; {right} are equal
+to the model on one device. Measured on {day} with tpcompiler {own}, transformers {transformers} and
+torch {torch}. To measure again: `python -m tools.hf_table --write`, or with the names of some, which leaves the other
+rows as they are.
+
+Each is a config with one layer or two and random weights (`tools/hf_models.py`), written by `save_pretrained`. Then:
+
+```
+tpcompiler export DIR -o model.pt2
+tpcompiler convert model.pt2 --tp 2 --plan DIR/config.json --checkpoint DIR -o out
+tpcompiler verify out --checkpoint DIR
+```
+
+The plan is the config's own, or `--plan auto` where transformers has none. `export` is the line that the command
+prints: which sizes of the inputs are dynamic, and which are fixed as in the example. A row that fails shows the step
+and its error.
+
+| architecture | kind | export | plan | result |
+|---|---|---|---|---|
+"""
 
 
-def export(model_type: str, directory: Path) -> None:
-    """Write the model's config and its program."""
+def call(*words: object) -> Result:
+    """Run the command in this process."""
+    return CliRunner().invoke(cli.app, [str(word) for word in words], env={"COLUMNS": "200"})
+
+
+def build(row: Row, directory: Path) -> None:
+    """Write a model of the architecture, as Hugging Face has them."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **OTHERWISE.get(model_type, SIZES))
-    config.save_pretrained(directory)
-    model = CLASSES.get(model_type, transformers.AutoModelForCausalLM).from_config(config).eval()
-    if model_type in MIXTURES:
-        model.set_experts_implementation("batched_mm")  # eager experts have sizes that no export takes
-    ids = torch.arange(24).view(2, 12) % 100
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    inputs |= {"decoder_input_ids": ids[:, :6]} if model_type == "t5" else {}
-    inputs |= {"use_cache": False} if model_type != "bert" else {}
-    torch.export.save(torch.export.export(model, (), inputs), directory / "model.pt2")
+    config = transformers.AutoConfig.for_model(row.model_type, **row.sizes)
+    auto: Any = getattr(transformers, f"AutoModel{row.head}")
+    model: Any = randomise(auto.from_config(config))
+    model.save_pretrained(directory)
 
 
-def tpcompiler(*words: object) -> subprocess.CompletedProcess[str]:
-    """The command, in a process that has imported nothing of the model."""
-    command = [sys.executable, "-m", "tpcompiler.cli", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
-
-
-def convert(model_type: str, tp: int, directory: Path) -> tuple[str, str, str]:
-    """(the plan, options beside it, what `verify` says or the error)."""
-    export(model_type, directory)
-    plan, model, options = directory / "config.json", directory / "model.pt2", ""
-    made = tpcompiler("convert", model, "--tp", tp, "--plan", plan, "-o", directory / "out")
+def measure(row: Row, directory: Path) -> tuple[str, str, str]:
+    """Return (the sizes of the export, the plan, the result) of an architecture."""
+    build(row, directory)
+    model, out = directory / "model.pt2", directory / "out"
+    made = call("export", directory, "-o", model)
+    if made.exit_code:
+        return "", "", f"export: {_error(made)}"
+    sizes = made.stdout.splitlines()[-1]
+    convert = ["convert", model, "--tp", 2, "--checkpoint", directory, "-o", out, "--plan"]
+    plan, made = "config.json", call(*convert, directory / "config.json")
     if "brings no plan" in made.stderr:
-        plan = directory / "plan.yaml"
-        plan.write_text(json.loads(tpcompiler("inspect", model, "--json").stdout)["plan"])
-        made = tpcompiler("convert", model, "--tp", tp, "--plan", plan, "-o", directory / "out")
-    if "--skip-unsupported" in made.stderr:
-        options = "--skip-unsupported"
-        made = tpcompiler("convert", model, "--tp", tp, "--plan", plan, "-o", directory / "out", options)
-    if made.returncode == 0:
-        made = tpcompiler("verify", directory / "out", "--against", model)
-    said = (made.stdout if made.returncode == 0 else made.stderr or made.stdout).splitlines() or ["nothing"]
-    return plan.name, options, said[0]
+        plan, made = "auto", call(*convert, "auto")
+    if made.exit_code:
+        return sizes, plan, f"convert: {_error(made)}"
+    made = call("verify", out, "--checkpoint", directory)
+    return sizes, plan, made.stdout.splitlines()[0] if made.stdout else f"verify: {_error(made)}"
+
+
+def _error(result: Result) -> str:
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        return f"{type(result.exception).__name__}: {(str(result.exception) or 'no text').splitlines()[0]}"
+    lines = result.stderr.splitlines() or ["nothing"]
+    return re.sub(r"/\S*/", "", lines[0])
+
+
+def measure_apart(row: Row) -> tuple[str, str, str]:
+    """Measure in a fork of this process, which has imported what it takes; it ends after LONGEST seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        fork = multiprocessing.get_context("fork")
+        here, there = fork.Pipe(duplex=False)
+
+        def child() -> None:
+            try:
+                there.send(measure(row, Path(folder)))
+            except Exception as error:  # whatever transformers raises
+                there.send(("", "", f"build: {type(error).__name__}: {str(error).splitlines()[0]}"))
+
+        process = fork.Process(target=child)
+        process.start()
+        found = here.recv() if here.poll(LONGEST) else ("", "", f"no end within {LONGEST} s")
+        process.kill()
+        process.join()
+        return found
+
+
+def table_rows(page: str) -> dict[str, str]:
+    """Architecture -> its line of the page."""
+    return {line.split("|")[1].strip(): line for line in page.splitlines() if re.match(r"\| [\w-]+ \| (?!kind)", line)}
+
+
+def render(lines: dict[str, str]) -> str:
+    """The page of these lines, in the order of `tools/hf_models.py`."""
+    chosen = [lines[row.model_type] for row in ROWS if row.model_type in lines]
+    right = sum("| equal" in line for line in chosen)
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
+    head = HEAD.format(count=len(chosen), right=right, day=date.today(), own=__version__, **versions)
+    return head + "\n".join(chosen) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model_types", nargs="*", default=[*DENSE, *MIXTURES])
-    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", default=[row.model_type for row in ROWS])
+    parser.add_argument("--write", action="store_true", help="write docs/architectures.md")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    table = Table("architecture", "plan", "options", "verified", title=f"config to artifact, {asked.tp} ranks")
-    right = True
-    for model_type in asked.model_types:
-        with tempfile.TemporaryDirectory() as directory:
-            plan, options, said = convert(model_type, asked.tp, Path(directory))
-        right &= said.startswith("equal")
-        table.add_row(model_type, plan, options, said)
-        print(f"{model_type}: {said}", file=sys.stderr)
-    Console(width=120).print(table)
+    transformers.utils.logging.disable_progress_bar()
+    lines, right = table_rows(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}, True
+    with tempfile.TemporaryDirectory() as folder:
+        measure(ROWS[0], Path(folder))  # so that this process has imported what its forks need
+    named = {row.model_type: row for row in ROWS}
+    for row in (named[name] for name in asked.model_types):
+        cells = [row.model_type, row.kind, *(text.replace("|", "\\|") for text in measure_apart(row))]
+        right &= cells[-1].startswith("equal")
+        lines[row.model_type] = f"| {' | '.join(cells)} |"
+        print(lines[row.model_type], flush=True)
+        if asked.write:
+            PAGE.write_text(render(lines), encoding="utf-8")
     return 0 if right else 1
 
 
