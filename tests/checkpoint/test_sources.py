@@ -16,6 +16,7 @@ from tpcompiler import ArtifactError
 from tpcompiler.checkpoint.conversion import recipes_of
 from tpcompiler.checkpoint.files import INDEX, Checkpoint
 from tpcompiler.checkpoint.sources import Leaf, find_sources
+from tpcompiler.runtime.weightless import lazy_zeros
 
 F32 = torch.float32
 
@@ -188,6 +189,12 @@ def test_experts_are_stacked_as_transformers_says(tmp_path: Path) -> None:
         assert torch.equal(one["down"][expert], w2)
     assert torch.equal(one["gate"], tensors["model.layers.0.block_sparse_moe.gate.weight"])
     assert recipes_of({"model_type": "llama"}, ["a"])["a"].names() == ["a"]
+
+
+def test_a_tensor_without_elements_is_read(tmp_path: Path) -> None:
+    source = directory(tmp_path, {"a": torch.zeros(0, 4), "b": torch.arange(3.0)})
+    assert (source.load("a").shape, source.load("b").tolist()) == ((0, 4), [0, 1, 2])
+    assert lazy_zeros(torch.empty(0, 4)).shape == (0, 4)
 
 
 def test_a_checkpoint_is_what_it_says(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -72,7 +71,8 @@ class Checkpoint:
         """A tensor, read into memory: faster than page by page where all of it is wanted."""
         stored = self.tensors[name]
         start, end = stored.bytes
-        data = numpy.empty(end - start, numpy.uint8)
+        made = torch.empty(end - start, dtype=torch.uint8)  # of numpy's empty arrays torch refuses a view
+        data = made.numpy()
         with stored.file.open("rb", buffering=0) as file:
             file.seek(start)
             done = 0
@@ -81,7 +81,7 @@ class Checkpoint:
                 if not count:
                     raise ArtifactError(f"{stored.file} ends in {name!r}", help="copy the file again")
                 done += count
-        return torch.from_numpy(data).view(stored.dtype).view(stored.shape)
+        return made.view(stored.dtype).view(stored.shape)
 
     def fingerprint(self) -> dict[str, list[int]]:
         """Return the size and times of every file, to see a change."""

@@ -77,6 +77,8 @@ def weightless_names(program: ExportedProgram) -> set[str]:
 
 def lazy_zeros(like: torch.Tensor) -> torch.Tensor:
     """Zeros of a tensor's shape and dtype, which take no memory before they are written."""
+    if not like.numel():
+        return torch.empty(like.shape, dtype=like.dtype)
     data = numpy.zeros(like.numel() * like.element_size(), numpy.uint8)  # unlike torch's: calloc's pages, untouched
     return torch.from_numpy(data).view(like.dtype).view(like.shape)
 
