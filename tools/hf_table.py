@@ -29,11 +29,12 @@ from tools.hf_models import ROWS, Row
 from tpcompiler import __version__, cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+UNKNOWN = "not measured"
 LONGEST = 180  # seconds that one architecture may take
 HEAD = """# Hugging Face architectures
 
-{count} architectures of transformers went from a directory to two ranks by the command line alone; {right} are equal
-to the model on one device. Measured on {day} with tpcompiler {own}, transformers {transformers} and
+{count} architectures of transformers were tried, from a directory to two ranks by the command line alone; {right} are
+equal to the model on one device. Measured on {day} with tpcompiler {own}, transformers {transformers} and
 torch {torch}. To measure again: `python -m tools.hf_table --write`, or with the names of some, which leaves the other
 rows as they are.
 
@@ -120,10 +121,11 @@ def table_rows(page: str) -> dict[str, str]:
 
 def render(lines: dict[str, str]) -> str:
     """The page of these lines, in the order of `tools/hf_models.py`."""
-    chosen = [lines[row.model_type] for row in ROWS if row.model_type in lines]
-    right = sum("| equal" in line for line in chosen)
+    chosen = [lines.get(row.model_type, f"| {row.model_type} | {row.kind} |  |  | {UNKNOWN} |") for row in ROWS]
+    measured, right = (sum(text in line for line in chosen) for text in ("|", "| equal"))
+    measured -= sum(UNKNOWN in line for line in chosen)
     versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
-    head = HEAD.format(count=len(chosen), right=right, day=date.today(), own=__version__, **versions)
+    head = HEAD.format(count=measured, right=right, day=date.today(), own=__version__, **versions)
     return head + "\n".join(chosen) + "\n"
 
 

@@ -29,8 +29,6 @@ KINDS = {
     "vit": ("dynamic: batch", "auto"),
     "siglip": ("dynamic: images, batch, length", "auto"),
     "wav2vec2": ("dynamic: batch (from 2), samples (from 30)", "auto"),
-    "mamba2": ("dynamic: batch (from 2), length", "auto"),
-    "mixtral": ("dynamic: batch, length", "config.json"),
     "llava": ("dynamic: length; fixed: batch 2 (the model's code depends on it)", "config.json"),
     "qwen2_vl": ("fixed: batch 2, length 20 (the model's code depends on it)", "config.json"),
 }
