@@ -16,6 +16,7 @@ from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
 from passes.canonicalize import canonicalize
+from tests.sound import findings
 from tests.trust.damage import claim
 from tests.trust.subjects import subject
 from tpcompiler.elastic import merge, reshard
@@ -127,6 +128,17 @@ def test_another_range_of_a_size(tmp_path: Path) -> None:
     assert any(
         "of model.pt2 ends at 128, and that of the ranks at 64" in each for each in tpcompiler.check(out).findings
     )
+
+
+def test_a_dynamic_size_that_can_only_be_one_number() -> None:
+    """In the model it is a symbol that torch has replaced; in ranks whose other sizes are divided it is a number."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(x) * torch.ones(4, 1), y + 1
+
+    model = export(Scaled(8, 8), (X, X), dynamic_shapes={"x": {0: Dim.AUTO}, "y": {0: Dim.AUTO}})
+    assert findings(tpcompiler.parallelize(model, 2, {"weight": "S(0)"}, inputs={"y": "S(0)"})) == []
 
 
 def test_a_model_with_weights_of_its_own(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.export.graph_signature import ConstantArgument
 
-from tpcompiler._torch import OpOverload
+from tpcompiler._torch import OpOverload, sym_expr
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.draws import draws
@@ -101,9 +101,9 @@ def _layout(value: Any) -> str:
 
 
 def _stands_for(ours: Any, theirs: Any, standing: dict[Any, Any]) -> bool:
-    if isinstance(ours, int) or isinstance(theirs, int):
-        return isinstance(ours, int) and isinstance(theirs, int) and ours == theirs
-    expr, wanted = ours.node.expr, theirs.node.expr
+    expr, wanted = sym_expr(ours), sym_expr(theirs)  # torch may have found that a dynamic size is one number
+    if expr.is_number or wanted.is_number:
+        return bool(expr == wanted)
     if wanted.is_Symbol:
         return bool(standing.setdefault(wanted, expr) == expr)
     return bool(not wanted.free_symbols <= standing.keys() or wanted.xreplace(standing) == expr)
