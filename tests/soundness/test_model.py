@@ -103,8 +103,8 @@ def test_another_model_is_refused(name: str, tmp_path: Path) -> None:
     assert tpcompiler.check(out).ok
     assert tpcompiler.verify_artifact(out, original, (X,)).ok
     put(out, other())
-    for findings in (tpcompiler.check(out).findings, tpcompiler.check(out, original).findings):
-        assert any(said in finding for finding in findings), findings
+    for found in (tpcompiler.check(out).findings, tpcompiler.check(out, original).findings):
+        assert any(said in finding for finding in found), found
     with pytest.raises(ArtifactError, match=r"model\.pt2 is not what the ranks run"):
         tpcompiler.verify_artifact(out, original, (X,))
     with pytest.raises(ArtifactError, match=r"model\.pt2 is not what the ranks run"):
