@@ -11,7 +11,8 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpcompiler._torch import OpOverload, aten, calls_others, tree_flatten
+from tpcompiler import _torch
+from tpcompiler._torch import OpOverload, calls_others, tree_flatten
 from tpcompiler.frontend.written_back import UNSAID, VIEWS
 
 
@@ -50,7 +51,7 @@ def test_no_other_kernel_hides_that_it_shares_memory() -> None:
                 with torch.no_grad(), watch:
                     op(sample.input, *sample.args, **sample.kwargs)
     assert len(watch.called) > 400
-    assert aten.unsafe_split.Tensor in watch.sharing
+    assert _torch.aten.unsafe_split.Tensor in watch.sharing
     assert watch.sharing <= UNSAID
 
 
@@ -59,11 +60,11 @@ def test_what_stands_for_a_hidden_view_is_one(op: OpOverload) -> None:
     """The same numbers, in the same memory, and a schema that says so."""
     x = torch.randn(4, 6)
     rest: dict[OpOverload, tuple[Any, ...]] = {
-        aten._unsafe_view.default: ([24],),
-        aten.unsafe_split.Tensor: (2, 1),
-        aten.unsafe_split_with_sizes.default: ([2, 4], 1),
-        aten.unsafe_chunk.default: (2, 1),
-        aten.lift.default: (),
+        _torch.aten._unsafe_view.default: ([24],),
+        _torch.aten.unsafe_split.Tensor: (2, 1),
+        _torch.aten.unsafe_split_with_sizes.default: ([2, 4], 1),
+        _torch.aten.unsafe_chunk.default: (2, 1),
+        _torch.aten.lift.default: (),
     }
     one, two = (_dense(each(x, *rest[op])) for each in (op, VIEWS[op]))
     assert len(one) == len(two)

@@ -32,8 +32,8 @@ def made_of(width: int, ids: tuple[int, int]) -> tuple[Folded, dict[str, list[in
 
 def test_what_is_not_cut_is_small() -> None:
     """The ids that are looked up are cut; how wide a row is, and how many ids there are, is nobody's business."""
-    assert made_of(640, (2, 60))[1] == {"p_0_weight": [1000, 16], "input_1": [2, 16]}
-    assert made_of(8, (2, 6))[1] == {"p_0_weight": [1000, 8], "input_1": [2, 6]}
+    assert made_of(640, (2, 60))[1] == {"p_0_weight": [1000, 16], "input": [2, 16]}
+    assert made_of(8, (2, 6))[1] == {"p_0_weight": [1000, 8], "input": [2, 6]}
 
 
 def test_where_a_number_may_be_a_size_nothing_is_small() -> None:
@@ -43,7 +43,7 @@ def test_where_a_number_may_be_a_size_nothing_is_small() -> None:
     with node.graph.inserting_after(node):
         part = node.graph.call_function(torch.ops.aten.slice.Tensor, (node, 2, 0, 320))
     longer = replace(region, nodes=(*region.nodes, part))
-    assert operand_shapes(made, longer) == {"p_0_weight": [1000, 640], "input_1": [2, 60]} != small
+    assert operand_shapes(made, longer) == {"p_0_weight": [1000, 640], "input": [2, 60]} != small
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_the_table_fails_where_check_refuses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(CASES, "dlrm", replace(CASES["dlrm"], dims=None))
-    monkeypatch.setattr(measure, "check_programs", lambda *_: CheckReport(False, {}, ["a false alarm"]))
+    monkeypatch.setattr(measure, "check_programs", lambda *_, **__: CheckReport(False, {}, ["a false alarm"]))
     assert main(["dlrm"], 0) == 1
     written = capsys.readouterr().out
     assert "check: 2 conversions, 2 of them refused" in written

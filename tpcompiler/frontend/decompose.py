@@ -26,7 +26,7 @@ from tpcompiler._torch import (
     trace_ops,
     tree_flatten,
 )
-from tpcompiler.frontend.written_back import hidden_bases, memory_of
+from tpcompiler.frontend.written_back import hidden_bases, memory_of, writes_unsaid
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import DROPOUTS
 from tpcompiler.ir.local import fake_mode_of, key
@@ -133,7 +133,7 @@ class _Writer:
             raise NotSimple(node.name)
         if not isinstance(node.target, OpOverload):
             return self.keep(node, node.target, env)
-        if _writes_unsaid(node):
+        if writes_unsaid(node):
             raise NotSimple(node.name)
         if not node.target._schema.is_mutable:
             return self.decompose(node, node.target, env)
@@ -280,14 +280,6 @@ def _span(value: torch.Tensor) -> tuple[int, int]:
     return int(value.storage_offset()), int(value.storage_offset() + reach)
 
 
-def _writes_unsaid(node: fx.Node) -> bool:
-    """Norms write their statistics in training, and their schema does not say so."""
-    if "_norm" not in str(node.target):
-        return False
-    bound = edit.bound(node)
-    return any(bound.get(name) is True for name in ("training", "train", "use_input_stats"))
-
-
 def _shapes(value: Any) -> Any:
     return [key((v.dtype, *v.shape)) for v in tree_flatten(value)[0] if isinstance(v, torch.Tensor)]
 
@@ -314,6 +306,6 @@ def _traced(node: fx.Node, op: Any, values: list[Any], mode: FakeTensorMode, tab
         is_op = isinstance(inner.target, OpOverload)
         if inner.op == "get_attr" or (inner.op == "call_function" and is_op and inner.target._schema.is_mutable):
             raise NotSimple(node.name)
-        if isinstance(inner.target, HigherOrderOperator) or (is_op and _writes_unsaid(inner)):
+        if isinstance(inner.target, HigherOrderOperator) or (is_op and writes_unsaid(inner)):
             raise NotSimple(node.name)
     return graph

@@ -149,10 +149,17 @@ def empty_hollow(program: ExportedProgram, file: Opened) -> None:
     specs = program.graph_signature.input_specs
     taken = {spec.target: nodes[spec.arg.name] for spec in specs if spec.target is not None}
     values = {first: taken[name] for name, first in tied.items() if first is not None and name in taken}
+    if lacking := sorted(tied.keys() - program.state_dict.keys() - program.constants.keys()):
+        raise ArtifactError(
+            f"{file.path} says that {lacking[0]!r} has no values, and has no such tensor", help="export the model again"
+        )
     made: dict[str, torch.Tensor] = {}
     for held in (program.state_dict, program.constants):
         for name in sorted(held.keys() & tied.keys()):
             first = tied[name]
+            if name not in taken and first not in values:  # torch keeps a shared constant by all names, and takes one
+                del held[name]
+                continue
             value = taken.get(name) if first is None else values.get(first)
             if not isinstance(value, FakeTensor):
                 raise ArtifactError(f"{file.path} says that {name!r} has no values", help="export the model again")
@@ -164,10 +171,6 @@ def empty_hollow(program: ExportedProgram, file: Opened) -> None:
                 is_leaf = isinstance(held[name], nn.Parameter)
                 made[first] = nn.Parameter(value, requires_grad=grad) if is_leaf else value
             held[name] = made[first]
-    if lacking := sorted(tied.keys() - program.state_dict.keys() - program.constants.keys()):
-        raise ArtifactError(
-            f"{file.path} says that {lacking[0]!r} has no values, and has no such tensor", help="export the model again"
-        )
 
 
 def _read_mark(file: Opened) -> dict[str, str | None]:

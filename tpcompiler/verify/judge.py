@@ -64,7 +64,11 @@ def difference(
     if not isinstance(want, torch.Tensor):
         same = all(part == want for part in parts)
         return Difference(name, 0.0 if same else float("inf"), 0.0 if same else float("inf"), 0.0, same)
-    want, exact, parts = want.cpu(), exact.cpu(), [part.cpu() for part in parts]  # a program may have two devices
+    want, exact, parts = (
+        want.detach().cpu(),
+        exact.detach().cpu(),
+        [part.detach().cpu() for part in parts],
+    )  # a program may have two devices
     try:
         whole = layout.join(laid_out, parts, want.shape)
     except (RuntimeError, ValueError):
