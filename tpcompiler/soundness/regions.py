@@ -19,11 +19,11 @@ from tpcompiler.rules.index_range import ASSERT
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.soundness.bodies import check_body, needed_checks
-from tpcompiler.soundness.drawn import Sizes
+from tpcompiler.soundness.drawn import LONGER, SHORT, Sizes
 from tpcompiler.soundness.folded import Folded
 from tpcompiler.soundness.region import Region
 from tpcompiler.soundness.shares import cut, join, runs_of
-from tpcompiler.soundness.sizes import change_shape, operand_shapes, plain, whole_shape
+from tpcompiler.soundness.sizes import operand_shapes, plain, region_shapes, whole_shape
 from tpcompiler.soundness.unsound import DoesNotRun, Unsound
 from tpcompiler.verify.simulate import Waiting, lock_step, run_call
 
@@ -82,10 +82,11 @@ def _check_at_some_sizes(
     The export may have found of sizes what a file does not say: that one is a multiple of 4, or no more than another.
     """
     for left in reversed(range(DRAWS)):
-        sizes = Sizes(before.chosen, fits=left == 0)
-        for each in ranks:
-            each.sizes = sizes
+        sizes = _draw(ranks, Sizes(before.chosen, fits=left == 0))
         try:
+            if left and max(map(math.prod, region_shapes(ranks[0], regions)), default=0) > MANY:
+                fits = left <= DRAWS // 2
+                sizes = _draw(ranks, Sizes(before.chosen, fits, *(LONGER if fits else SHORT)))
             check(ranks, regions, rows)
         except Unsound as error:
             if left and sizes.chosen and isinstance(error, DoesNotRun):
@@ -96,11 +97,16 @@ def _check_at_some_sizes(
     return sizes
 
 
+def _draw(ranks: Sequence[Folded], sizes: Sizes) -> Sizes:
+    for each in ranks:
+        each.sizes = sizes
+    return sizes
+
+
 def _check_change(ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows) -> None:
     first, mesh = ranks[0], ranks[0].mesh
-    (operand,) = (node for node in regions[0].inputs if edit.is_tensor(node))
-    last = regions[0].nodes[-1]
-    shape = change_shape(first, (node for region in regions for node in region.nodes), operand, last)
+    (operand,), last = _tensors(regions[0]), regions[0].nodes[-1]
+    (shape,) = region_shapes(first, regions)
     source, target = first.shardings[operand][0], first.shardings[last][0]
     whole = _numbers(shape, mesh.world_size)
     shares = _shares(whole, source, mesh)

@@ -72,6 +72,15 @@ def whole_shape(made: Folded, whole: fx.Node) -> list[int]:
     return [plain(size, made) for size in edit.outputs(whole)[0].shape]
 
 
+def region_shapes(made: Folded, regions: Sequence[Region]) -> list[list[int]]:
+    """Return the shapes of the whole values that a check of one region of all ranks makes."""
+    first = regions[0]
+    if first.call is not None:
+        return list(operand_shapes(made, first).values())
+    (operand,) = (node for node in first.inputs if edit.is_tensor(node))
+    return [change_shape(made, (node for region in regions for node in region.nodes), operand, first.nodes[-1])]
+
+
 def operand_shapes(made: Folded, region: Region) -> dict[str, list[int]]:
     """The shapes of what a body's call takes, by name, small in the dims that neither cuts nor numbers speak of.
 
