@@ -159,7 +159,10 @@ def _draw_whole(graph: fx.Graph) -> None:
                     drawn.meta["val"] = part.meta["val"]
                     part.target, part.args = aten.mul.Tensor, (x, drawn)
         elif draws_for_a_shape(node):
-            edit.replace_operand(node, 0, _ones(node, edit.operands(node)[0], node.meta["val"]))
+            ones = _ones(node, edit.operands(node)[0], node.meta["val"])
+            edit.replace_operand(node, 0, ones)
+            with fake_mode_of(graph):  # a slice that is drawn into has gaps, and what is drawn for it has none
+                node.meta["val"] = torch.empty_like(ones.meta["val"], dtype=node.meta["val"].dtype)
 
 
 def _ones(node: fx.Node, like: fx.Node, layout: torch.Tensor) -> fx.Node:

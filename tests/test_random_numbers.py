@@ -16,6 +16,7 @@ import tpcompiler
 from passes.canonicalize import canonicalize
 from tests.bad_input.models import PLAN, Net, X, exported
 from tests.passes.stages import Call
+from tests.sound import findings
 from tpcompiler import ParallelProgram
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
@@ -112,6 +113,22 @@ def test_numbers_for_a_shape_need_no_value(name: str) -> None:
     for node in drawing:
         assert all(sharding.is_replicated for sharding in mark_of(node).shardings)
         assert all(operand.name.startswith("ones") for operand in edit.operands(node))
+
+
+SLICES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "rows of a transposed value": lambda x: x.t()[2:].uniform_(),
+    "every second column": lambda x: x[:, ::2].uniform_(),
+    "a block": lambda x: x[1:3, 2:5].t().exponential_(),
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_numbers_for_a_slice(name: str) -> None:
+    """The slice has gaps in memory, the numbers drawn for it have none, and the check reads both."""
+    net = Net(lambda self, x: ((y := self.up(x) * 1), SLICES[name](y), y * 2)[2])
+    made = tpcompiler.parallelize(exported(net, X), 2, {"up": "colwise"})
+    assert made.verify((X,), then=[(X + 1,)]).ok
+    assert not findings(made)
 
 
 def test_no_drawing_op_is_cut() -> None:
