@@ -18,6 +18,7 @@ import tpcompiler
 from tests.launch import fork_ranks
 from tests.long import some
 from tests.runtime.commands import call as run_command
+from tests.sound import findings
 from tpcompiler.errors import InputsError
 from tpcompiler.ir import edit
 from tpcompiler.rules.index_range import ASSERT
@@ -333,3 +334,12 @@ def test_a_rank_with_its_own_indices_ends_the_others(tmp_path: Path) -> None:
         own = "RuntimeError: embedding: an index is outside of [0, 10]", "another rank has ended, or did not come to it"
         assert own[rank < 2] in text
     assert "an answer" not in "".join(ended.printed)
+
+
+@pytest.mark.parametrize("use", [lambda t, i: torch.take(t, i), lambda t, i: t.index_select(0, i), lambda t, i: t[i]])
+def test_no_index_at_all(use: Callable[..., Any]) -> None:
+    """The check, which draws indices for a body, draws none."""
+    args = call(1)
+    made = tpcompiler.parallelize(export(Table(lambda t, i, s: use(t, i[:0])), args), 2, {"table": "S(0)"})
+    assert made.verify(args).ok
+    assert not findings(made)

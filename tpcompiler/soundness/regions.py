@@ -286,7 +286,7 @@ def _random(
         return torch.arange(math.prod(shape)).view(tuple(shape)).to(value.dtype)
     ids = torch.randint(min(0, *edges), max(0, *edges) + 1, tuple(shape), generator=generator).view(-1)
     places = torch.randperm(len(ids), generator=generator)[: len(edges)]
-    ids[places] = torch.tensor(edges[: len(places)])
+    ids[places] = torch.tensor(edges[: len(places)], dtype=ids.dtype)
     return ids.view(shape).to(value.dtype)
 
 
