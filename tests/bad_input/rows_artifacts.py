@@ -226,6 +226,13 @@ MANIFESTS = [
         spoil=manifest(lambda data: data["tensors"][0].update(shape=[1 << 61] * 100_000)),
     ),
     Row(
+        "symmetric memory that no program has",
+        "tpcompiler check out",
+        "out/rank_0.pt2 has no symmetric memory 'x', and the manifest names it",
+        AGAIN,
+        spoil=manifest(lambda data: data["symm_mem"].update(x="tp=2:tp")),
+    ),
+    Row(
         "a mesh of very many axes",
         "tpcompiler inspect out",
         "out/manifest.json is damaged: 'mesh' is not in the form of format 2",

@@ -99,6 +99,10 @@ def load_rank(file: Opened, manifest: Manifest) -> ExportedProgram:
         raise ArtifactError(
             f"{file.path} names the device {other[0]!r}, and the manifest says {manifest.device_type!r}", help=AGAIN
         )
+    if lacking := sorted(manifest.symm_mem.keys() - program.constants.keys()):
+        raise ArtifactError(
+            f"{file.path} has no symmetric memory {lacking[0]!r}, and the manifest names it", help=AGAIN
+        )
     return program
 
 
