@@ -217,7 +217,33 @@ def _ruled(node: fx.Node, whole: fx.Node, wants: Shardings, gives: Shardings, me
         raise Unsound(node, f"takes {said[0]} and makes {said[1]} by its rule, and claims {said[2]} and {said[3]}")
     if rule.local.keys() & option.cuts.keys():
         raise Unsound(node, "is run as it is, and would be wrong on a share")
+    _check_pending(node, rule, option, wants, gives)
     return rule, option
+
+
+def _check_pending(node: fx.Node, rule: Rule, option: Option, wants: Shardings, gives: Shardings) -> None:
+    """Check by the rule's text alone, without the algorithm that the compiler uses too, what is left pending.
+
+    Raises:
+        Unsound: a cut factor that must be whole, an axis that cuts a reduced factor and is not pending in an addend or
+            an output, a pending operand in which the op is not linear.
+    """
+    if rule.pattern.whole & option.cuts.keys():
+        raise Unsound(node, "is cut in a dim that its rule needs whole")
+    reduced = {axis: rule.reduce for factor in rule.reduced & option.cuts.keys() for axis in option.cuts[factor].axes}
+    taken = [dict(sharding.partial) for sharding in wants]
+    passed = {axis: op for each in taken for axis, op in each.items() if axis not in reduced}
+    for axis, op in reduced.items():
+        terms = {index for index, each in enumerate(taken) if each.get(axis) == op}
+        if terms != set(rule.pattern.addends):
+            raise Unsound(node, f"reduces over {axis!r}, and its addends alone must be pending there")
+    for axis, op in passed.items():
+        terms = {index for index, each in enumerate(taken) if axis in each}
+        if terms not in map(set, rule.linear) or any(taken[index][axis] != op for index in terms):
+            raise Unsound(node, f"is not linear in what it is given pending over {axis!r}")
+    for sharding in gives:
+        if dict(sharding.partial) != {**reduced, **passed}:
+            raise Unsound(node, f"leaves { ({**reduced, **passed}) } pending by its rule, and claims {sharding}")
 
 
 def _rule(node: fx.Node, whole: fx.Node) -> Rule | None:

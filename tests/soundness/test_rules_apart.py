@@ -1,0 +1,62 @@
+"""A wrong algorithm for rules is noticed, though the compiler and the check share it: the check reads the rule itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.trust.subjects import SUBJECTS, Subject, _subject
+from tpcompiler.rules import infer
+from tpcompiler.soundness.check import CheckReport
+
+
+class Softmax(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x, 0)
+
+
+def broken(patch: pytest.MonkeyPatch, function: Callable[..., Any], old: str, new: str) -> None:
+    """Run the function with one piece of its source replaced, whoever has imported it."""
+    source = inspect.getsource(function)
+    assert source.count(old) == 1
+    made = dict(vars(infer))
+    exec(source.replace(old, new), made)
+    patch.setattr(function, "__code__", made[function.__name__].__code__)
+
+
+def check(subject: Subject) -> CheckReport:
+    return subject.check(subject.sound, with_original=False)
+
+
+MUTANTS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
+    "no sum is pending": (infer.shardings, "if factor in rule.reduced for axis", "if False for axis", "attend"),
+    "a bias is no addend": (infer.shardings, "if index in rule.pattern.addends}", "if False}", "rows"),
+    "what must be whole is cut": (infer._check, "if factor in rule.pattern.whole:", "if False:", "softmax"),
+}
+FINDINGS = {
+    "no sum is pending": "pending",
+    "a bias is no addend": "its addends alone must be pending there",
+    "what must be whole is cut": "is cut in a dim that its rule needs whole",
+}
+
+
+def softmax() -> Subject:
+    x = torch.randn(6, 4)
+    exported = torch.export.export(Softmax(), (x,))
+    return _subject(exported, {"tp": 2}, {}, [((x,), {})], inputs=["S(0)"], outputs=["S(0)"])
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_algorithm_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, old, new, model = MUTANTS[name]
+    make = softmax if model == "softmax" else SUBJECTS[model]
+    assert check(make()).ok
+    broken(monkeypatch, function, old, new)
+    report = check(make())
+    assert not report.ok
+    assert FINDINGS[name] in report.findings[0]
