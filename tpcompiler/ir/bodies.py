@@ -6,6 +6,7 @@ on every rank and holds no collective.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -26,15 +27,15 @@ def read_bodies(graph: fx.Graph, root: torch.nn.Module) -> None:
     """Give every `get_attr` node the body that it names in `root`."""
     for node in graph.nodes:
         if node.op == "get_attr":
-            node.meta["val"] = root.get_submodule(str(node.target))
+            node.meta["val"] = functools.reduce(getattr, str(node.target).split("."), root)
 
 
 def root_of(graph: fx.Graph) -> torch.nn.Module:
-    """A module that holds the graph's bodies under the names that its `get_attr` nodes have, and nothing else."""
+    """A module that holds what the graph's `get_attr` nodes name, bodies and ops, and nothing else."""
     root = torch.nn.Module()
     for node in graph.nodes:
         if node.op == "get_attr":
-            root.add_module(str(node.target), node.meta["val"])
+            setattr(root, str(node.target), node.meta["val"])
     return root
 
 
@@ -54,7 +55,7 @@ def changed(body: fx.GraphModule, change: Callable[[fx.Node], None]) -> fx.Graph
 def change_bodies(graph: fx.Graph, change: Callable[[fx.Node], None]) -> None:
     """Replace every body of the graph by a changed copy."""
     for node in graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" and isinstance(node.meta["val"], fx.GraphModule):
             node.meta["val"] = changed(node.meta["val"], change)
 
 
@@ -62,8 +63,7 @@ def all_calls(graph: fx.Graph) -> Iterator[fx.Node]:
     """The call nodes of the graph and of all bodies in it."""
     yield from edit.calls(graph)
     for node in graph.nodes:
-        if node.op == "get_attr":
-            body = node.meta["val"]
+        if node.op == "get_attr" and isinstance(body := node.meta["val"], fx.GraphModule):
             inner = edit.copy_graph(body.graph)
             read_bodies(inner, body)
             yield from all_calls(inner)
