@@ -161,15 +161,23 @@ class _Widened:
         lies_in = dict[int, torch.dtype]()
         for value in tree_flatten((args, kwargs))[0]:
             if isinstance(value, torch.Tensor):
-                lies_in[value.untyped_storage()._cdata] = next(exported)
+                lies_in[_memory(value)] = next(exported)
 
         def own(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             dtype = next(recorded)
-            return value.clone() if lies_in.get(value.untyped_storage()._cdata, dtype) != dtype else value
+            return value.clone() if lies_in.get(_memory(value), dtype) != dtype else value
 
         return tree_map(own, made)
+
+
+def _memory(value: torch.Tensor) -> int:
+    """Identify the memory of a tensor; one that vmap maps, in which nothing is written in place, hides it."""
+    try:
+        return int(value.untyped_storage()._cdata)
+    except NotImplementedError:
+        return id(value)
 
 
 def _moved(value: Any, eps: float) -> Any:
