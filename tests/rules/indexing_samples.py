@@ -129,7 +129,10 @@ INDEXING = [
             ("mean", True, False),
         )
     ),
-    call(aten.slice_scatter.default, t(5, 6), t(5, 2), 1, 2, 4, text="d0 d1!, d0 s! -> d0 d1!"),
-    call(aten.slice_scatter.default, t(5, 6), t(5, 6), 0, text="d0! d1, s! d1 -> d0! d1"),
+    call(aten.slice_scatter.default, t(5, 6), t(5, 2), 1, 2, 4, text="d0 [x c z], d0 c -> d0 [x c z]"),
+    call(aten.slice_scatter.default, t(6, 4), t(2, 4), 0, 0, 2, text="[c z] d1, c d1 -> [c z] d1"),
+    call(aten.slice_scatter.default, t(5, 6), t(5, 4), -1, -4, text="d0 [x c], d0 c -> d0 [x c]"),
+    call(aten.slice_scatter.default, t(5, 6), t(5, 2), 1, 1, 5, 2, text="d0 d1!, d0 s! -> d0 d1!"),
+    call(aten.slice_scatter.default, t(5, 6), t(5, 6), 0, text="[c] d1, c d1 -> [c] d1"),
     call(aten.select_scatter.default, t(5, 6, 4), t(5, 4), 1, 2, text="d0 d1! d2, d0 d2 -> d0 d1! d2"),
 ]

@@ -141,6 +141,60 @@ def test_a_cache_as_an_input_takes_the_placement_that_is_given() -> None:
     assert ("all_gather", "plan-demanded") in [(c.kind, c.why) for c in whole.collectives()]
 
 
+class Rows(torch.nn.Module):
+    """Writes a step of a batch into the first rows of a cache."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.k, self.o = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.register_buffer("cache", torch.zeros(rows, 4, 6, 2))
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        batch = x.shape[0]
+        self.cache[:batch, :, position] = self.k(x).view(batch, 1, 4, 2).transpose(1, 2)
+        return self.o(self.cache[:batch].cumsum(2)[:, :, -1].flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "mesh", "sharding"),
+    [
+        (4, 2, {"dp": 2}, "S(0, parts 2 2r)"),
+        (5, 3, {"dp": 2}, "S(0, parts 3 2r)"),
+        (2, 2, {"dp": 2}, "S(0)"),
+        (4, 2, {"dp": 2, "tp": 2}, "[S(0, parts 2 2r), S(1)]"),
+    ],
+)
+def test_a_cache_with_more_rows_than_the_batch(
+    rows: int, batch: int, mesh: dict[str, int], sharding: str, tmp_path: Path
+) -> None:
+    """The rows that the batch takes are cut with it; the others are whole, and no rank gathers any."""
+    calls = [(torch.randn(batch, 1, 8), torch.tensor([step])) for step in range(3)]
+    model = torch.export.export(randomise(Rows(rows)), calls[0])
+    plan = {"k": "colwise", "o": "rowwise"} if "tp" in mesh else {}
+    program = tpcompiler.parallelize(model, mesh, plan, inputs={"x": {"dp": "S(0)"}}, outputs=[{"dp": "S(0)"}])
+    assert Counter(c.kind for c in program.collectives()) == ({"all_reduce": 1} if plan else {})
+    (row,) = (row for row in program.manifest().tensors if row["name"] == "cache")
+    assert row["sharding"] == sharding
+    report = program.verify(calls[0], then=calls[1:])
+    assert report.ok, str(report)
+    program.save(tmp_path / "out")
+    assert tpcompiler.check(tmp_path / "out").ok
+
+
+def test_a_dynamic_batch_in_a_larger_cache_is_gathered() -> None:
+    """A cut of its first rows would move with the batch."""
+    inputs = (torch.randn(2, 1, 8), torch.tensor([0]))
+    shapes = ({0: Dim("batch", min=2, max=4)}, None)
+    model = torch.export.export(randomise(Rows(4)), inputs, dynamic_shapes=shapes)
+    program = tpcompiler.parallelize(model, {"dp": 2}, {}, inputs={"x": {"dp": "S(0)"}}, outputs=[{"dp": "S(0)"}])
+    (gather,) = program.collectives()
+    assert gather.kind == "all_gather"
+    assert "slice_scatter" in gather.reason
+    (row,) = (row for row in program.manifest().tensors if row["name"] == "cache")
+    assert row["sharding"] == "R"
+    assert program.verify(inputs).ok
+
+
 def test_the_command_line_proves_a_sequence_of_calls(tmp_path: Path) -> None:
     program = converted("index_copy", 2, dynamic=True)
     program.save(tmp_path / "out")

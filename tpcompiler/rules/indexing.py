@@ -15,7 +15,7 @@ from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.pointwise import is_one
 from tpcompiler.rules.registry import op_rule
-from tpcompiler.rules.structure import dims_text
+from tpcompiler.rules.structure import at_dim, dims_text, find_slice
 
 FIRST_AND_LAST = ((0, 2),)  # what is written replaces what was there: a sum of shares is written as its shares
 REDUCED = {"add": "sum", "amax": "max", "amin": "min"}  # how a scatter combines -> the Partial that shards leave
@@ -351,13 +351,25 @@ def _way(node: fx.Node) -> str:
     return way.get(args["reduce"], "other")
 
 
-@op_rule(aten.slice_scatter.default, aten.select_scatter.default, shards="any")
+@op_rule(aten.slice_scatter.default, shards="any")
 def slice_scatter(node: fx.Node) -> RuleText:
-    """ "d0 d1! d2, d0 s! d2 -> d0 d1! d2"; a part that was selected has no dim there."""
+    """ "d0 [x c z], d0 c -> d0 [x c z]": rows in front of and behind the part may be cut in their own way.
+
+    Where there are steps between what is written or sizes are dynamic, "d0 d1!, d0 s! -> d0 d1!".
+    """
+    args, shape = edit.bound(node), node.meta["val"].shape
+    dim = args["dim"] % len(shape)
+    written = edit.operands(node)[1].meta["val"].shape[dim]
+    word, factors, counts = find_slice(args, shape[dim], written, "") or (f"d{dim}!", {}, {})
+    text = at_dim(len(shape), dim, word)
+    part = at_dim(len(shape), dim, "c" if counts else "s!")
+    return RuleText(f"{text}, {part} -> {text}", factors=factors, counts=counts, linear=((0, 1),))
+
+
+@op_rule(aten.select_scatter.default, shards="any")
+def select_scatter(node: fx.Node) -> RuleText:
+    """ "d0 d1! d2, d0 d2 -> d0 d1! d2" """
     ndim = node.meta["val"].ndim
     dim = edit.bound(node)["dim"] % ndim
-    part = ["s!" if d == dim else f"d{d}" for d in range(ndim)]
-    if node.target is aten.select_scatter.default:
-        del part[dim]
     text = dims_text(ndim, {dim})
-    return RuleText(f"{text}, {' '.join(part)} -> {text}", linear=((0, 1),))
+    return RuleText(f"{text}, {at_dim(ndim, dim, '')} -> {text}", linear=((0, 1),))

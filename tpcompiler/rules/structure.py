@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
-from tpcompiler.rules.notation import RuleText, ShardRange
+from tpcompiler.rules.notation import Dim, RuleText, ShardRange
 from tpcompiler.rules.registry import op_rule
 
 
@@ -117,6 +117,22 @@ def unbind(node: fx.Node) -> RuleText:
     return RuleText(f"{dims_text(ndim, {dim})} -> {', '.join(parts)}", linear=((0,),))
 
 
+def find_slice(
+    args: Mapping[str, Any], size: Size, made: Size, prefix: str
+) -> tuple[str, dict[str, int], dict[str, tuple[Dim, ...]]] | None:
+    """Return "[x c z]" with the sizes in it and the counts of its arguments, for a slice c in one piece.
+
+    Returns None if there are steps between its elements, if it is empty or if sizes are dynamic.
+    """
+    start = args["start"] or 0
+    if args["step"] != 1 or not all(isinstance(each, int) for each in (start, size, made)) or not made:
+        return None
+    first = min(max(start + size if start < 0 else start, 0), size)
+    row = {f"{prefix}x": first, "c": made, f"{prefix}z": size - first - made}
+    before = (f"{prefix}x",) * (first > 0)
+    return f"[{' '.join(name for name in row if row[name])}]", row, {"start": (before,), "end": ((*before, "c"),)}
+
+
 @op_rule(aten.slice.Tensor, aten.slice_copy.Tensor, shards="any")
 def slice_(node: fx.Node) -> RuleText:
     """ "d0 [_x c _z] -> d0 c": what is left out on either side may be cut as well.
@@ -129,7 +145,8 @@ def slice_(node: fx.Node) -> RuleText:
     dim = args["dim"] % ndim
     size, made = operand.meta["val"].shape[dim], node.meta["val"].shape[dim]
     start, end, step = args["start"] or 0, args["end"], args["step"]
-    word, factors, counts = f"d{dim}!", {}, {}
+    word, factors = f"d{dim}!", dict[str, int]()
+    counts = dict[str, tuple[Dim, ...]]()
     # An end at or behind the last element cuts nothing on a shorter shard either.
     if end is None or (isinstance(end, int) and end >= (size if isinstance(size, int) else 2**62)):
         if start == 0 and step == 1:
@@ -141,12 +158,8 @@ def slice_(node: fx.Node) -> RuleText:
             and sym_quotient(size, step) is not None
         ):
             word, factors = "(c k!)", {"k": step}
-    if step == 1 and isinstance(start, int) and isinstance(size, int) and isinstance(made, int) and made:
-        first = min(max(start + size if start < 0 else start, 0), size)
-        row = {"_x": first, "c": made, "_z": size - first - made}
-        before = ("_x",) * (first > 0)
-        word, factors = f"[{' '.join(name for name in row if row[name])}]", row
-        counts = {"start": (before,), "end": ((*before, "c"),)}
+    if found := find_slice(args, size, made, "_"):
+        word, factors, counts = found
     text = f"{at_dim(ndim, dim, word)} -> {at_dim(ndim, dim, 'c')}"
     return RuleText(text, factors=factors, linear=((0,),), counts=counts)
 
