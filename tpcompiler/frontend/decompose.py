@@ -190,7 +190,8 @@ class _Writer:
         meta = dict(node.meta)
         if isinstance(op, OpOverload) and not node.meta.get("unbacked_bindings"):
             made = self.run(node, op, args, kwargs)
-            if any(_lies_otherwise(used, env[used]) for used in node.all_input_nodes):
+            lies_otherwise = any(_lies_otherwise(used, env[used]) for used in node.all_input_nodes)
+            if lies_otherwise or _lazy_bits(made) != _lazy_bits(meta.get("val")):  # a file does not keep these bits
                 meta["val"] = made
         return self.make(node, args, kwargs, meta, op)
 
@@ -278,6 +279,11 @@ def _span(value: torch.Tensor) -> tuple[int, int]:
     """The first and the last element of its memory."""
     reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return int(value.storage_offset()), int(value.storage_offset() + reach)
+
+
+def _lazy_bits(value: Any) -> list[tuple[bool, bool]]:
+    """Whether tensors are yet to be conjugated, and negated, by who reads them."""
+    return [(v.is_conj(), v.is_neg()) for v in tree_flatten(value)[0] if isinstance(v, torch.Tensor)]
 
 
 def _shapes(value: Any) -> Any:
