@@ -13,7 +13,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of
-from tpcompiler.ir.program import Seed
+from tpcompiler.ir.program import UNCUT, Seed
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
 from tpcompiler.ir.static import computed_from_leaves
@@ -153,7 +153,8 @@ def _misfit(
     for fqn, op in ((fqn, op) for fqn, ops in users.items() for op in ops if edit.outputs(op)):
         rule = rule_of(op)
         if rule is None:
-            return f"{op.target} has no rule for its use of '{fqn}'", "use 'replicate' for this layer"
+            why = f", and runs whole on every rank, as {op.meta[UNCUT]}" if UNCUT in op.meta else ""
+            return f"{op.target} has no rule for its use of '{fqn}'{why}", "use 'replicate' for this layer"
         if style.cut == "in" and rule.pattern.whole & rule.reduced:
             return f"{op.target} takes '{fqn}' and needs what it sums over whole", "use 'colwise' or 'replicate'"
     side = "output" if style.cut == "out" else "input"

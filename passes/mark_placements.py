@@ -20,6 +20,7 @@ from tpcompiler.ir.notes import notes_of, shared_leaves, whole_leaves
 from tpcompiler.ir.program import (
     MARK,
     PIN,
+    UNCUT,
     Counts,
     LocalShare,
     Mark,
@@ -246,7 +247,9 @@ def _counts(rule: Rule | None, option: Option) -> Counts:
 
 
 def _unruled(node: fx.Node) -> str:
-    return "its bodies run whole on every rank" if has_bodies(node) else "it has no rule"
+    if not has_bodies(node):
+        return "it has no rule"
+    return "its bodies run whole on every rank" + (f", as {why}" if (why := node.meta.get(UNCUT)) else "")
 
 
 def _reason(node: fx.Node, rule: Rule | None, option: Option, refusals: Mapping[int, str]) -> str:

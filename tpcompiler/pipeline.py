@@ -15,6 +15,7 @@ from passes.apply_plan import Boundary, apply_plan, names_of
 from passes.attend_in_turns import attend_in_turns
 from passes.canonicalize import canonicalize
 from passes.divide_sizes import divide_sizes
+from passes.flatten_branches import flatten_branches
 from passes.fold_reshards import fold_reshards
 from passes.insert_reshards import insert_reshards
 from passes.join_branches import join_branches
@@ -85,7 +86,10 @@ class Conversion:
 
     def planned(self, plan: Plan, after: After) -> PlannedProgram:
         with no_new_guards(self.program.graph):
-            planned = after(apply_plan(self.program, plan, self.mesh, *self.boundary), "apply_plan")
+            flat = flatten_branches(self.program, plan, self.mesh)
+            if flat is not self.program:
+                flat = after(flat, "flatten_branches")
+            planned = after(apply_plan(flat, plan, self.mesh, *self.boundary), "apply_plan")
             planned = replace(planned, notes=(*planned.notes, *self.dropped))
             joined = after(join_branches(planned), "join_branches")
             spread = after(spread_experts(joined), "spread_experts")

@@ -26,6 +26,7 @@ NOTE_TITLES = {  # kinds of `Note`, as people read them
     "size": "dynamic sizes that the mesh must divide",
     "random": "ops that draw random numbers",
     "mesh": "axes that run as two",
+    "both": "conds of which both branches are computed",
     "shared": "weights that several ranks share",
     "idle": "axes that cut nothing: their ranks repeat each other",
     "examples": "example inputs",

@@ -23,6 +23,11 @@ def has_bodies(node: fx.Node) -> bool:
     return isinstance(node.target, HigherOrderOperator) and str(node.target) in TAKEN
 
 
+def is_cond(node: fx.Node) -> bool:
+    """True if the node calls one of two bodies: `cond(predicate, true, false, operands)`."""
+    return isinstance(node.target, HigherOrderOperator) and str(node.target) == "cond"
+
+
 def read_bodies(graph: fx.Graph, root: torch.nn.Module) -> None:
     """Give every `get_attr` node the body that it names in `root`."""
     for node in graph.nodes:

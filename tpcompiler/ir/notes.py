@@ -12,16 +12,17 @@ from torch.export import ExportedProgram
 from tpcompiler.ir.bodies import all_calls
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.draws import draws
-from tpcompiler.ir.program import MarkedProgram, Note, PlannedProgram, mark_of, tied
+from tpcompiler.ir.program import BOTH, MarkedProgram, Note, PlannedProgram, mark_of, tied
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.runtime.archive import has_pickled_examples
 
 
 def notes_of(program: MarkedProgram) -> tuple[Note, ...]:
-    """Axes that cut nothing, ops that draw random numbers, leaves that are cut in a way of their own or unevenly, and
-    what is not written.
+    """Axes that cut nothing, ops that draw random numbers, conds of which both branches are computed, leaves that are
+    cut in a way of their own or unevenly, and what is not written.
     """
-    return (*_idle(program), *_random(program.graph), *_cuts(program), *_examples(program.source))
+    both = (Note("both", node.meta[BOTH]) for node in program.graph.nodes if BOTH in node.meta)
+    return (*_idle(program), *_random(program.graph), *both, *_cuts(program), *_examples(program.source))
 
 
 def _idle(program: MarkedProgram) -> tuple[Note, ...]:

@@ -25,6 +25,8 @@ ORIGIN = "tpcompiler_origin"
 RESHARD = "tpcompiler_reshard"
 PIN = "tpcompiler_pin"
 IN_TURNS = "tpcompiler_in_turns"  # of attention that is to gather its keys so
+BOTH = "tpcompiler_both"  # of a value chosen from both branches of a cond, which are computed: why
+UNCUT = "tpcompiler_uncut"  # of control flow that takes a planned weight: why its bodies stay whole
 CALL = "tpcompiler_call"  # the call of the whole, as data, where a rank runs another one for its share
 BODY = "tpcompiler_body"  # the op that a node does a share of, where its rule's body has taken its place
 GLOBAL = "tpcompiler_global"  # the global fake value of a node whose "val" is local already
@@ -132,6 +134,7 @@ class Note:
         "shared",
         "idle",
         "cut",
+        "both",
         "examples",
         "collectives",
         "search",

@@ -100,6 +100,11 @@ def _positions(node: fx.Node, rule: Rule, factors: Collection[str]) -> Iterator[
             yield operand, operands[operand], (-size if from_end else 0, size - 1)
 
 
+def positions_of(node: fx.Node, rule: Rule) -> Iterator[tuple[fx.Node, Range]]:
+    """The operands that hold positions, and the ranges that the op takes, of dims with known sizes."""
+    yield from ((index, ends) for _, index, ends in _positions(node, rule, rule.positions))
+
+
 def position_checks(node: fx.Node, rule: Rule, cut: Collection[str]) -> tuple[PositionCheck, ...]:
     """What a rank may assert where the rule's body looks up its own positions along factors that are cut."""
     where = ", ".join(filter(None, (edit.module_path(node), edit.source_line(node))))

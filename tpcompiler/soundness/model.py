@@ -11,10 +11,12 @@ from torch.export.graph_signature import ConstantArgument
 
 from tpcompiler._torch import OpOverload, sym_expr
 from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import is_cond
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.draws import draws
-from tpcompiler.ir.program import CanonicalProgram
+from tpcompiler.ir.program import BOTH, CanonicalProgram
 from tpcompiler.runtime.artifact import MODEL
+from tpcompiler.soundness.branches import with_both_branches
 from tpcompiler.soundness.folded import VIEWS, Folded, dtype_name
 from tpcompiler.soundness.pieces import Pieces
 from tpcompiler.soundness.unsound import Unsound
@@ -28,7 +30,8 @@ def check_model(made: Folded, model: CanonicalProgram) -> int:
 
     Both are numbered value by value: the same op on the same values has the same number. Where the compiler has written
     something else for a piece of the model (a variant, experts dealt out to the ranks), both pieces are run on random
-    values. No two values may claim one node of the model as their origin.
+    values. A cond of which the ranks compute both branches is written out first. No two values may claim one node of
+    the model as their origin.
 
     Returns the number of pieces that are too large to be run here, or need sizes that were not found.
 
@@ -37,7 +40,8 @@ def check_model(made: Folded, model: CanonicalProgram) -> int:
     """
     _check_signature(made, model)
     _check_sizes(made, model)
-    return _Comparison(made, model).run()
+    conds = {node.name for node in edit.calls(made.graph) if is_cond(node)}
+    return _Comparison(made, with_both_branches(model, conds)).run()
 
 
 def _check_signature(made: Folded, model: CanonicalProgram) -> None:
@@ -243,11 +247,11 @@ class _Comparison:
                 )
 
     def _check_effects(self) -> None:
-        """What the model asserts and draws the ranks assert and draw."""
+        """What the model asserts, draws and chooses the ranks do too."""
         found = set(self.ours.values())
         silent = [node for node in self.ours if _is_silent(node)]
         for node, number in self.theirs.items():
-            if number in found or not (_is_silent(node) or _draws(node)):
+            if number in found or not (_is_silent(node) or _draws(node) or BOTH in node.meta):
                 continue
             if not any(self._is_same(each, node) for each in silent):
                 raise Unsound(None, f"{MODEL} calls '{node.name}' = {_shown(node)}, and the ranks do not")

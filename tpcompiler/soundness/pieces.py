@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import fx
 
 from tpcompiler._torch import FakeTensor, tree_map
 from tpcompiler.ir import edit
-from tpcompiler.ir.program import CanonicalProgram
+from tpcompiler.ir.program import BOTH, CanonicalProgram
 from tpcompiler.rules.index_range import door_ranges
 from tpcompiler.soundness.drawn import Sizes
 from tpcompiler.soundness.folded import Folded
@@ -34,6 +35,8 @@ class Pieces:
     ) -> None:
         self.made, self.model, self.ours, self.theirs = made, model, ours, theirs
         self.believed = 0
+        chosen = (node for node in model.graph.nodes if BOTH in node.meta)
+        self.predicates = {theirs[node.args[0]] for node in chosen}
         self.indices = door_ranges(model, {})
         self.literals = {
             node.name: model.state(fqn) for node, fqn in model.leaves() if not isinstance(model.state(fqn), FakeTensor)
@@ -44,7 +47,8 @@ class Pieces:
         shared = set(self.ours.values()) & set(self.theirs.values())
         shared -= {self.ours.get(ours), self.theirs[theirs]}
         difference = ""
-        for stops in (self._meeting(ours, theirs, shared), set[int]()):
+        predicates = self.predicates & shared  # each is tried with both values
+        for stops in (self._meeting(ours, theirs, shared) | predicates, predicates):
             one, two = _slice(ours, self.ours, stops), _slice(theirs, self.theirs, stops)
             if sum(map(_elements, (*one, *two))) > MOST:
                 self.believed += not difference
@@ -72,14 +76,23 @@ class Pieces:
 
     def _run(self, ours: list[fx.Node], theirs: list[fx.Node], stops: set[int]) -> str | None:
         """The difference, if any; None where they do not run. Integers are small, or whatever an index may be."""
-        found = [self._difference(ours, theirs, stops, far) for far in (False, True, True)]
-        return None if found[0] is found[1] is found[2] is None else next(filter(None, found), "")
+        known = {self.theirs[node] for node in theirs} | {self.ours.get(node) for node in ours}
+        predicates = [number for number in sorted(self.predicates & stops) if number in known]
+        found = [
+            self._difference(ours, theirs, stops, far, dict(zip(predicates, setting, strict=True)))
+            for setting in _settings(len(predicates))
+            for far in (False, True, True)
+        ]
+        return None if all(each is None for each in found) else next(filter(None, found), "")
 
-    def _difference(self, ours: list[fx.Node], theirs: list[fx.Node], stops: set[int], far: bool) -> str | None:
+    def _difference(
+        self, ours: list[fx.Node], theirs: list[fx.Node], stops: set[int], far: bool, predicates: Mapping[int, bool]
+    ) -> str | None:
         for left in reversed(range(DRAWS)):
             self.made.sizes = Sizes(fits=left == 0)
             try:
                 given = self._given(ours, theirs, stops, far)
+                given |= {number: torch.full_like(given[number], value) for number, value in predicates.items()}
                 one = self._value(ours, self.ours, given)
             except Exception:  # sizes that do not fit, indices that are none
                 continue
@@ -134,6 +147,13 @@ class Pieces:
                     args, kwargs = tree_map(_here, (args, kwargs))
                     env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return env[nodes[-1]]
+
+
+def _settings(count: int) -> Iterable[tuple[bool, ...]]:
+    """Values for predicates: all combinations of a few, and of many each alone, and all but each."""
+    if count <= 4:
+        return itertools.product((False, True), repeat=count)
+    return [tuple((at == one) == value for at in range(count)) for one in range(count) for value in (False, True)]
 
 
 def _here(value: Any) -> Any:

@@ -1,0 +1,198 @@
+"""Compute both branches of a `cond` that uses planned weights, and choose between their results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.apply_plan import names_of
+from tpcompiler._torch import OpOverload, aten, enable_python_dispatcher
+from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import has_bodies, is_cond, read_bodies
+from tpcompiler.ir.local import fake_mode_of, no_new_guards
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import layer_of, weight_of
+from tpcompiler.ir.program import BOTH, UNCUT, CanonicalProgram
+from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.static import computed_from_leaves
+from tpcompiler.ir.text import value_text
+from tpcompiler.plan import Plan, PlanEntry
+from tpcompiler.rules.index_range import door_ranges
+from tpcompiler.rules.unguarded import obstacle
+
+
+def flatten_branches(program: CanonicalProgram, plan: Plan, mesh: Mesh) -> CanonicalProgram:
+    """Move both branches of a cond into the graph where the plan cuts a weight that one of them uses.
+
+    Before    c = cond(p, true_graph, false_graph, [x, w])      true_graph: linear(x, w); false_graph: neg(x)
+              y = c[0]                                          plan: w: S(0)
+    After     a = linear(x, w)
+              b = neg(x)
+              y = where(p, a, b)
+
+    The result is the same for both values of the predicate, NaN and infinities too, and every rank runs the same
+    collectives. It takes the time of both branches, which the report says. So a cond without a planned weight stays as
+    it is, and so does one with a branch that must not run unless it is chosen (`rules/unguarded.py`): one that writes,
+    draws, asserts, or may raise. Loops stay too. `meta[UNCUT]` says why, for the error that then follows.
+    """
+    calls = [node for node in edit.calls(program.graph) if has_bodies(node)]
+    if mesh.world_size == 1 or not calls:
+        return program
+    graph = edit.copy_graph(program.graph)
+    made, at_door = set[fx.Node](), door_ranges(program, {})
+    with no_new_guards(graph):
+        assigned = plan.assign(names_of(program))
+        leaves = dict(CanonicalProgram(program.source, graph).leaves())
+        planned = {node for node, fqn in leaves.items() if _is_cut(fqn, assigned)}
+        waiting = [node for node in edit.calls(graph) if has_bodies(node)]
+        for node in waiting:
+            static = computed_from_leaves(graph, planned)
+            taken = [used for used in edit.operands(node) if used in static]
+            if not taken or not is_cond(node):
+                continue
+            branches = _Branches(node)
+            if why := branches.obstacle(at_door):
+                branches.drop()
+                node.meta[UNCUT] = why
+            else:
+                largest = max(taken, key=lambda used: used.meta["val"].numel())
+                named = leaves.get(largest, largest.name)
+                branches.choose(f"the plan cuts '{named}'")
+                made.update(branches.nodes)
+                waiting += [inner for inner in branches.nodes if has_bodies(inner)]
+    _name_layers(graph, leaves, made)
+    return CanonicalProgram(program.source, graph)
+
+
+def _is_cut(fqn: str, assigned: dict[str, PlanEntry]) -> bool:
+    """True if an entry cuts the leaf, or the layer that has it."""
+    for name in (fqn, weight_of(fqn), fqn.rpartition(".")[0], layer_of(fqn)):
+        if name in assigned and assigned[name].style.places:
+            spec = assigned[name].style.placement
+            placements = spec.values() if isinstance(spec, Mapping) else [spec]
+            return bool(assigned[name].style.cut) or not all(p is None or p.is_replicate() for p in placements)
+    return False
+
+
+class _Branches:
+    """Both branches of a cond, before the call; their results are not used yet."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node, self.nodes = node, list[fx.Node]()
+        predicate, *bodies, operands = node.args
+        self.predicate: Any = predicate
+        self.counts = list[int]()
+        with fake_mode_of(node.graph), torch.no_grad(), enable_python_dispatcher():
+            self.results = [
+                self._copy(f"{node.name}_{name}", body, operands)
+                for name, body in zip(("true", "false"), bodies, strict=True)
+            ]
+
+    def _copy(self, name: str, named: Any, operands: Any) -> list[Any]:
+        body: fx.GraphModule = named.meta["val"]
+        inner_graph = edit.copy_graph(body.graph)
+        read_bodies(inner_graph, body)
+        feed, seen = iter(operands), dict[fx.Node, Any]()
+        before = len(self.nodes)
+        for inner in inner_graph.nodes:
+            if inner.op == "placeholder":
+                seen[inner] = next(feed)
+            elif inner.op == "output":
+                self.counts.append(len(self.nodes) - before)
+                return list(fx.node.map_arg(inner.args[0], lambda used: seen[used]))
+            else:
+                args, kwargs = fx.node.map_arg((inner.args, dict(inner.kwargs)), lambda used: seen[used])
+                seen[inner] = self._call(inner, f"{name}_{inner.name}", args, kwargs)
+        raise AssertionError("a body without output")
+
+    def _call(self, inner: fx.Node, name: str, args: Any, kwargs: Any) -> fx.Node:
+        target = f"{name}_body" if inner.op == "get_attr" else inner.target
+        with self.node.graph.inserting_before(self.node):
+            made = self.node.graph.create_node(inner.op, target, args, kwargs, name=name)
+        self.nodes.append(made)
+        for each in (inner, self.node):
+            edit.inherit_meta(made, each)
+        made.meta["val"] = inner.meta.get("val")
+        if "unbacked_bindings" in inner.meta:
+            made.meta["unbacked_bindings"] = inner.meta["unbacked_bindings"]
+        elif isinstance(inner.target, OpOverload) and inner.target._schema.returns:
+            given, named = fx.node.map_arg((args, kwargs), lambda used: used.meta["val"])
+            made.meta["val"] = inner.target(*given, **named)
+        return made
+
+    def obstacle(self, at_door: Any) -> str:
+        """Return why not both can be computed; empty if they can."""
+        if not edit.is_tensor(self.predicate):
+            return "its predicate is computed from sizes"
+        if why := obstacle(self.nodes, at_door):
+            return f"a branch {why}"
+        for user in self.node.users:
+            ends = [result[user.args[1]] for result in self.results]  # type: ignore[index]
+            if not all(map(edit.is_tensor, ends)):
+                return "its branches return what is no tensor"
+            values = [end.meta["val"] for end in ends]
+            if not _alike(*values):
+                return f"its branches return {' and '.join(map(value_text, values))}"
+        return ""
+
+    def choose(self, why: str) -> None:
+        """Let users of the call take the result that the predicate chooses."""
+        if self.node.users:
+            for target, args in _as_scalar(self.predicate):
+                self.predicate = self._add(target, (self.predicate, *args), f"{self.node.name}_predicate")
+        note = f"'{self.node.name}' at {edit.source_line(self.node)}: {' + '.join(map(str, self.counts))} ops, as {why}"
+        for user in list(self.node.users):
+            index: Any = user.args[1]
+            chosen = [result[index] for result in self.results]
+            made = self._add(aten.where.self, (self.predicate, *chosen), f"{self.node.name}_chosen_{index}")
+            made.meta[BOTH] = note
+            if made.meta["val"].stride() != user.meta["val"].stride() and user.meta["val"].is_contiguous():
+                made = self._add(aten.clone.default, (made,), made.name, memory_format=torch.contiguous_format)
+            edit.replace_uses(user, made)
+            edit.erase(user)
+        bodies: list[Any] = list(self.node.args[1:3])
+        edit.erase(self.node)
+        for body in bodies:
+            if not body.users:
+                edit.erase(body)
+
+    def _add(self, target: Any, args: Any, name: str, **kwargs: Any) -> fx.Node:
+        made = edit.insert_before(self.node, target, args, name)
+        made.kwargs = kwargs
+        with fake_mode_of(self.node.graph), torch.no_grad(), enable_python_dispatcher():
+            made.meta["val"] = target(*fx.node.map_arg(args, lambda used: used.meta["val"]), **kwargs)
+        return made
+
+    def drop(self) -> None:
+        """Leave the call as it was."""
+        for made in reversed(self.nodes):
+            edit.erase(made)
+
+
+def _as_scalar(predicate: fx.Node) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The calls that make a predicate of one element a truth value without dims."""
+    if predicate.meta["val"].dtype != torch.bool:
+        yield aten.ne.Scalar, (0,)
+    if predicate.meta["val"].ndim:
+        yield aten.view.default, ([],)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = (one.dtype, one.ndim, one.device) == (other.dtype, other.ndim, other.device)
+    return same and all(map(statically_equal, one.shape, other.shape))
+
+
+def _name_layers(graph: fx.Graph, leaves: dict[fx.Node, str], made: set[fx.Node]) -> None:
+    """Put ops of branches, where torch records no modules, in the layer whose weights they use."""
+    layers = {leaf: {layer_of(fqn)} for leaf, fqn in leaves.items()}
+    static = computed_from_leaves(graph, set(leaves))
+    for node in edit.calls(graph):
+        used = set[str]().union(*(layers.get(each, ()) for each in node.all_input_nodes))
+        if node in static:
+            layers[node] = used
+        elif node in made and len(used) == 1 and (layer := used.pop()):
+            stack = node.meta.get("nn_module_stack") or {}
+            node.meta["nn_module_stack"] = {**stack, layer: (layer, "torch.nn.modules.module.Module")}
