@@ -61,14 +61,16 @@ any shards; linear in 0
     repeat.default select.int select_copy.int slice.Tensor split.Tensor sum.default sum.dim_IntList
     trace.default unbind.int unbind_copy.int
 any shards; linear in 0 and 1
-    add.Tensor complex.default diagonal_scatter.default select_scatter.default slice_scatter.default
-    stack.default sub.Tensor
+    add.Tensor complex.default diagonal_scatter.default select_scatter.default stack.default
+    sub.Tensor
 any shards; linear in 0 and 1 and 2
     cat.default
+any shards; linear in 0 and 1; counts start; counts end
+    slice_scatter.default
 any shards; linear in 0 and 2
     masked_fill.Tensor
 any shards; linear in 0 and 2; own body for d0
-    _unsafe_index_put.default index_add.default scatter.reduce
+    _unsafe_index_put.default index_add.default index_fill.int_Tensor scatter.reduce
 any shards; linear in 0 and 2; own body for d1
     index_copy.default index_put.default scatter.src scatter_add.default scatter_reduce.two
 any shards; linear in 0 or linear in 1
@@ -100,6 +102,8 @@ any shards; linear in 1 or linear in 2
     addbmm.default addmm.default baddbmm.default
 any shards; own body for d0
     index_reduce.default scatter.value scatter.value_reduce
+any shards; own body for d1
+    index_fill.int_Scalar
 any shards; own body for n; own body for g
     native_group_norm.default
 any shards; own body for v

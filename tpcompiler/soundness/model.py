@@ -22,7 +22,8 @@ from tpcompiler.soundness.pieces import Pieces
 from tpcompiler.soundness.unsound import Unsound
 from tpcompiler.soundness.whole_text import body_text
 
-OF_THE_PLACE = ("device", "pin_memory", "layout")  # arguments that are the machine's own, and no part of the model
+# Arguments that are the machine's own, and the text of an assertion, which names symbols: no part of the model.
+OF_THE_PLACE = ("device", "pin_memory", "layout", "assert_msg")
 
 
 def check_model(made: Folded, model: CanonicalProgram) -> int:

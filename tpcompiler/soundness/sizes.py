@@ -96,7 +96,8 @@ def operand_shapes(made: Folded, region: Region) -> dict[str, list[int]]:
     if rule is None or any(_has_sizes(calls) for calls in ([region.call], region.nodes)):
         return shapes
     terms = {node.name: term for node, term in zip(operands, rule.pattern.inputs, strict=True)}
-    ends = [(made.shardings[n][0], terms[made.whole[n].name]) for n in region.inputs if edit.is_tensor(n)]
+    taken = [node for node in region.inputs if edit.is_tensor(node) and made.whole[node].name in terms]
+    ends = [(made.shardings[node][0], terms[made.whole[node].name]) for node in taken]
     for node in region.outputs:
         part = made.whole[node]
         index: Any = 0 if part is region.call else part.args[1]
