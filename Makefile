@@ -68,9 +68,11 @@ wheel-test: venv  ## Build sdist and wheel, and run the fast tests against the i
 	../venv/bin/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 define CHECK_ORIGIN
-import pathlib, sys
-import passes, tpcompiler
-for package in (tpcompiler, passes):
+import importlib.util, pathlib, sys
+import tpcompiler, tpcompiler.passes
+if importlib.util.find_spec("passes"):
+    sys.exit("error: the wheel installs a package `passes`")
+for package in (tpcompiler, tpcompiler.passes):
     path = pathlib.Path(package.__file__).resolve()
     print(f"{package.__name__} imported from {path}")
     if pathlib.Path(sys.prefix).resolve() not in path.parents:

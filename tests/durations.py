@@ -1,7 +1,8 @@
-"""How long each file of tests takes, beside what durations.json says: one that has grown fails a whole run.
+"""How long each file of tests takes, beside what durations.json says: a whole run ends with those that have grown.
 
 Machines differ, and so do their loads. So files are compared with one another: what counts is by how much more a file
-has grown than the median one. A file that is not in the record counts as one of `NEW` seconds.
+has grown than the median one. A file that is not in the record counts as one of `NEW` seconds. It is no failure: a
+machine that stands still for 20 seconds says nothing about the file that it ran.
 """
 
 from __future__ import annotations
@@ -63,8 +64,6 @@ class Durations:
             RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             return
         self.said = grown(self.spent, read_record())
-        if self.said:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         total = sum(self.spent.values())

@@ -35,7 +35,7 @@ def test_a_new_file_has_to_be_fast_or_recorded() -> None:
 
 
 @pytest.mark.slow
-def test_the_run_fails(tmp_path: Path) -> None:
+def test_the_run_says_so(tmp_path: Path) -> None:
     """In a run of its own, of files that sleep."""
     (tmp_path / "conftest.py").write_text(
         "from tests import durations\n"
@@ -62,7 +62,7 @@ def test_the_run_fails(tmp_path: Path) -> None:
     assert (again := run("check")).returncode == 0, again.stdout
     (tmp_path / "test_a.py").write_text("import time\ndef test(): time.sleep(3)\n")
     slow = run("check")
-    assert slow.returncode == 1
+    assert slow.returncode == 0  # a time is no failure
     assert "test_a.py takes 3 s" in slow.stdout
 
 
