@@ -33,7 +33,7 @@ demo: venv  ## Cut a real model for several ranks, run them and compare the numb
 # The tests launch several processes at a time: one thread each keeps a small machine usable.
 test test-fast wheel-test: export OMP_NUM_THREADS := 1
 
-# A file of tests that has become slower than tests/durations.json says fails the run; TPCOMPILER_DURATIONS=record writes it.
+# A file of tests that has become slower than tests/durations.json says is named at the end; TPCOMPILER_DURATIONS=record writes it.
 test: export TPCOMPILER_DURATIONS := $(or $(TPCOMPILER_DURATIONS),$(if $(PYTEST_ARGS),,check))
 
 test: venv  ## Run all tests

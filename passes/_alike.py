@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from passes.lower_reshards import lines_of
 from tpcompiler.cost.program import steps_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
 from tpcompiler.ir.program import RESHARD, Reshard, ReshardedProgram, mark_of, reshard
+from tpcompiler.passes.lower_reshards import lines_of
 
 
 def ranks_alike(program: ReshardedProgram) -> list[tuple[int, ...]]:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from passes._lines import LINE, Line
 from tpcompiler._torch import DeviceMesh, c10d_functional, redistribute
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Size, chunk
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.ordered import decode, encode, is_lossy
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut_dim, join_dim
+from tpcompiler.passes._lines import LINE, Line
 
 Number = Callable[[], torch.Tensor]  # gives the next of `numbers_of`
 

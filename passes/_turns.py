@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from passes._kernels import MULTIPLES
 from tpcompiler._torch import aten
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import IN_TURNS, InTurns
+from tpcompiler.passes._kernels import MULTIPLES
 from tpcompiler.plan import PlanEntry
 
 STEPS = 2  # the dim of queries, keys and values: [batch, heads, steps, features]

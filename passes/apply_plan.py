@@ -12,9 +12,6 @@ from torch import fx
 from torch.distributed.tensor import Placement
 from torch.export.graph_signature import OutputKind
 
-from passes._seeds import find_seeds
-from passes._turns import ask_for_turns
-from passes._wrapped import find_wrapped
 from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -25,6 +22,9 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.ir.text import value_text
+from tpcompiler.passes._seeds import find_seeds
+from tpcompiler.passes._turns import ask_for_turns
+from tpcompiler.passes._wrapped import find_wrapped
 from tpcompiler.plan import Plan, PlanEntry
 
 Boundary = Mapping[str, PlacementSpec] | Sequence[PlacementSpec | None] | None

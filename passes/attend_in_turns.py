@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._kernels import MULTIPLES, ON_CPU
-from passes._turns import STEPS, dealt_out
 from tpcompiler._torch import aten, enable_python_dispatcher
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
@@ -23,6 +21,8 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import IN_TURNS, PIN, InTurns, PlannedProgram, Seed, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
+from tpcompiler.passes._kernels import MULTIPLES, ON_CPU
+from tpcompiler.passes._turns import STEPS, dealt_out
 
 HEADS, FEATURES = 1, 3  # beside STEPS
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._turns import STEPS, dealt_out
 from tpcompiler._torch import (
     FakeTensorMode,
     divided_range,
@@ -27,6 +26,7 @@ from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.program import IN_TURNS, PIN, Note, PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import sym_quotient
+from tpcompiler.passes._turns import STEPS, dealt_out
 
 
 def divide_sizes(program: PlannedProgram, device_type: str = "cpu") -> PlannedProgram:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.apply_plan import names_of
 from tpcompiler._torch import OpOverload, aten, enable_python_dispatcher
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import has_bodies, is_cond, read_bodies
@@ -19,6 +18,7 @@ from tpcompiler.ir.program import BOTH, UNCUT, CanonicalProgram
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.ir.text import value_text
+from tpcompiler.passes.apply_plan import names_of
 from tpcompiler.plan import Plan, PlanEntry
 from tpcompiler.rules.index_range import door_ranges
 from tpcompiler.rules.unguarded import obstacle

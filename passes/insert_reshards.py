@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from torch import fx
 
-from passes._causes import refuses
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import (
@@ -23,6 +22,7 @@ from tpcompiler.ir.program import (
 )
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
+from tpcompiler.passes._causes import refuses
 from tpcompiler.rules.registry import rule_of
 
 

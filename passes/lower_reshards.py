@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._collectives import change_on_line, on_first
-from passes._lines import Line, numbers_of, put_on_line
 from tpcompiler._torch import FakeTensorMode, aten, fake_group, trace_ops, traced_mesh
 from tpcompiler.cost.program import held_by_first, steps_of
 from tpcompiler.ir import edit
@@ -19,6 +17,8 @@ from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, m
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, RESHARD, LoweredProgram, Reshard, ReshardedProgram, reshard
 from tpcompiler.ir.rank_numbers import read_number
+from tpcompiler.passes._collectives import change_on_line, on_first
+from tpcompiler.passes._lines import Line, numbers_of, put_on_line
 
 Traces = dict[Any, fx.Graph]
 

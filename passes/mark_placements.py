@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import fx
 
-from passes._causes import WANTED, Spared, find_demand, refuses
 from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
@@ -34,6 +33,7 @@ from tpcompiler.ir.program import (
 )
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
+from tpcompiler.passes._causes import WANTED, Spared, find_demand, refuses
 from tpcompiler.rules.index_range import Ranges, door_ranges, is_needed, position_checks, with_checks
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule

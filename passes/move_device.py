@@ -9,13 +9,13 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from passes._kernels import Call, kernel_for
 from tpcompiler._torch import FakeTensorMode, OpOverload, aten, tree_map
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies, read_bodies
 from tpcompiler.ir.local import fake_mode_of, key, no_new_guards
 from tpcompiler.ir.rebuilt import rebuilt
 from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.passes._kernels import Call, kernel_for
 
 
 def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed import _symmetric_memory
 
-from passes.move_device import move_device
+from tpcompiler.passes.move_device import move_device
 from tpcompiler.runtime.agree import WAIT
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.world import register_groups

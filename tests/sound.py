@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tpcompiler
-from passes.canonicalize import canonicalize
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written
 

@@ -10,10 +10,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 import tpcompiler
-from passes import _collectives
 from tests.launch import fork_code
 from tests.zoo.case import randomise
 from tpcompiler.ir.claims import read_claim
+from tpcompiler.passes import _collectives
 
 
 class Mlp(torch.nn.Module):

@@ -18,13 +18,13 @@ from torch.export import Dim, ExportedProgram
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import tpcompiler
-from passes.canonicalize import canonicalize
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
 from tests.launch import called
 from tpcompiler._torch import symbols_of
 from tpcompiler.errors import InternalError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written
@@ -327,7 +327,7 @@ def test_both_branches_of_one_that_draws_are_a_finding(tmp_path: Path) -> None:
     """Negative control: the compiler is made to believe that a branch which draws may run in any case."""
     program = exported(Net(draw, side=nn.Linear(8, 8)), X, IDS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("passes.flatten_branches.obstacle", lambda nodes, at_door: "")
+        patch.setattr("tpcompiler.passes.flatten_branches.obstacle", lambda nodes, at_door: "")
         made = tpcompiler.parallelize(program, 2, {**PLAN, "side.weight": "S(0)"})
     with pytest.raises(InternalError, match="the ranks compute both branches of 'cond', and one of them draws"):
         made.save(tmp_path / "out")

@@ -16,8 +16,6 @@ from torch import nn
 from torch.export import ExportedProgram
 
 import tpcompiler
-from passes.apply_plan import apply_plan
-from passes.canonicalize import canonicalize
 from tests.runtime.commands import right
 from tests.runtime.models import PLAN, export_mlp
 from tests.solver.test_auto import mlp
@@ -27,6 +25,8 @@ from tpcompiler.errors import ShardingError
 from tpcompiler.explain import again
 from tpcompiler.explain.written import Written
 from tpcompiler.ir.program import MarkedProgram, PlannedProgram
+from tpcompiler.passes.apply_plan import apply_plan
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.solver.otherwise import price_otherwise
 from tpcompiler.solver.problem import UNIT, pose
 from tpcompiler.solver.solution import Solution, search

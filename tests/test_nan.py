@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 from torch.export import export
 
-import passes._collectives
 import tpcompiler
+import tpcompiler.passes._collectives
 from tests.launch import called
 from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
@@ -134,7 +134,7 @@ def test_the_price_is_what_is_sent(dtype: torch.dtype, size: int) -> None:
 
 def lossy(monkeypatch: pytest.MonkeyPatch) -> tpcompiler.ParallelProgram:
     """Programs that leave the maximum of floats to the backend."""
-    monkeypatch.setattr(passes._collectives, "is_lossy", lambda *_: False)
+    monkeypatch.setattr(tpcompiler.passes._collectives, "is_lossy", lambda *_: False)
     exported = export(Each([FUNCTIONS["amax"]]), ([values(2)],))
     return tpcompiler.parallelize(exported, 2, {}, inputs=["S(0)"])
 

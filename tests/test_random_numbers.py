@@ -13,7 +13,6 @@ from torch import nn
 from torch.export import Dim
 
 import tpcompiler
-from passes.canonicalize import canonicalize
 from tests.bad_input.models import PLAN, Net, X, exported
 from tests.passes.stages import Call
 from tests.sound import findings
@@ -22,6 +21,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import mark_of
 from tpcompiler.ir.text import program_text
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.verify.promote import Promoted
 from tpcompiler.verify.simulate import simulate

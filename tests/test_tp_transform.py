@@ -49,7 +49,7 @@ def test_a_trace_that_fails_leaves_no_group_behind(monkeypatch: pytest.MonkeyPat
         asked.append(over.get_group(0).group_name)
         raise RuntimeError("a defect in torch")
 
-    monkeypatch.setattr("passes._collectives.redistribute", fail)
+    monkeypatch.setattr("tpcompiler.passes._collectives.redistribute", fail)
     exported = torch.export.export(Blocks(1), (torch.randn(10, 12),))
     with pytest.raises(RuntimeError, match="a defect in torch"):
         tpcompiler.tensor_parallel_transformation(exported, 1, 2, "cpu", strategies(1, False))

@@ -18,10 +18,6 @@ from collections.abc import Sequence
 import torch
 
 import tpcompiler
-from passes.apply_plan import apply_plan
-from passes.canonicalize import canonicalize
-from passes.divide_sizes import divide_sizes
-from passes.join_branches import join_branches
 from tests.zoo.index import CASES
 from tools.bench_convert import export, times
 from tpcompiler.cli.options import read_mesh
@@ -29,6 +25,10 @@ from tpcompiler.cost.objective import SEARCHED
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.passes.apply_plan import apply_plan
+from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.passes.divide_sizes import divide_sizes
+from tpcompiler.passes.join_branches import join_branches
 from tpcompiler.plan import Plan
 from tpcompiler.solver.solution import search
 

@@ -42,10 +42,10 @@ from safetensors.torch import load_file
 from torch.export import ExportedProgram
 
 import tpcompiler
-from passes.canonicalize import canonicalize
-from passes.move_device import move_device
 from tpcompiler.compared import compared_calls
 from tpcompiler.parallel_program import ParallelProgram
+from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.passes.move_device import move_device
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import flatten_inputs, write_tensors
 from tpcompiler.runtime.place import place_state

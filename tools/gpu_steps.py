@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.export import ExportedProgram
 
-from passes.move_device import move_device
 from tpcompiler._inductor import compile_module, write_package
 from tpcompiler._torch import aten, fake_group
 from tpcompiler.api import conversions_of
 from tpcompiler.cost.machine import Machine
 from tpcompiler.exporting import export_prefill_and_decode
 from tpcompiler.packaging import plain_module
+from tpcompiler.passes.move_device import move_device
 from tpcompiler.pipeline import solved_together
 from tpcompiler.plan import Plan
 from tpcompiler.solver.step_time import measure_step_time

@@ -14,7 +14,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.export import ExportedProgram
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from passes.canonicalize import canonicalize
 from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.compared import on_cpu
 from tpcompiler.cost.machine import DEFAULT, Machine
@@ -26,6 +25,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.ir.symm_mem import Collectives
 from tpcompiler.parallel_program import ParallelProgram
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.pipeline import Conversion, finished_together, plan_found, share_conversions
 from tpcompiler.plan import Plan
 from tpcompiler.program_set import ProgramSet

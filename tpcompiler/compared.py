@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from passes.move_device import move_device
 from tpcompiler.ir.devices import device_types
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
+from tpcompiler.passes.move_device import move_device
 from tpcompiler.runtime.place import place_state
 from tpcompiler.verify.compare import Subject, VerifyReport, compare_calls
 from tpcompiler.verify.judge import Layout

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch.export import ExportedProgram
 
-from passes.canonicalize import canonicalize
 from tpcompiler._torch import archive_stream, save_program
 from tpcompiler.api import parallelize
 from tpcompiler.checkpoint.cut import TELL, Progress, cut_checkpoint
@@ -22,6 +21,7 @@ from tpcompiler.compared import on_cpu
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import same_bits
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.pipeline import asked_boundary
 from tpcompiler.plan import Plan, join_plans
 from tpcompiler.runtime.artifact import MODEL, Manifest, programs_in, read_manifest

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from passes.canonicalize import canonicalize
 from tpcompiler.compared import compared_calls, layout_of, on_cpu
 from tpcompiler.errors import InternalError
 from tpcompiler.explain.report import Collective, report_text
@@ -23,6 +22,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.symm_mem import fitted_text
 from tpcompiler.manifest import manifest_of, shardings_of
 from tpcompiler.partition import Partition
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import Manifest, write_artifact
 from tpcompiler.soundness.check import check_artifact

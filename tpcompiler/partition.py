@@ -7,19 +7,19 @@ from typing import Any
 
 from torch.export import ExportedProgram
 
-from passes._alike import ranks_alike
-from passes.build_rank_program import Built, build_rank_program
-from passes.fit_collectives import Fit, fit_collectives
-from passes.localize_shapes import localize_shapes
-from passes.lower_reshards import lower_reshards
-from passes.move_device import move_device
-from passes.shard_state import Hollow, shard_state
 from tpcompiler.explain.report import Collective, collectives_of
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.program import LocalProgram, ReshardedProgram, ShardedProgram
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
 from tpcompiler.ir.symm_mem import Collectives
+from tpcompiler.passes._alike import ranks_alike
+from tpcompiler.passes.build_rank_program import Built, build_rank_program
+from tpcompiler.passes.fit_collectives import Fit, fit_collectives
+from tpcompiler.passes.localize_shapes import localize_shapes
+from tpcompiler.passes.lower_reshards import lower_reshards
+from tpcompiler.passes.move_device import move_device
+from tpcompiler.passes.shard_state import Hollow, shard_state
 
 
 class Partition:

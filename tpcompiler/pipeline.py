@@ -11,16 +11,6 @@ from typing import Any, Literal, Protocol, TypeVar
 from torch.export import ExportedProgram
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from passes.apply_plan import Boundary, apply_plan, names_of
-from passes.attend_in_turns import attend_in_turns
-from passes.canonicalize import canonicalize
-from passes.divide_sizes import divide_sizes
-from passes.flatten_branches import flatten_branches
-from passes.fold_reshards import fold_reshards
-from passes.insert_reshards import insert_reshards
-from passes.join_branches import join_branches
-from passes.mark_placements import mark_placements
-from passes.spread_experts import spread_experts
 from tpcompiler._torch import FakeTensor
 from tpcompiler.errors import ProgramError, ShardingError
 from tpcompiler.explain.advice import Adviser
@@ -34,6 +24,16 @@ from tpcompiler.ir.symm_mem import Collectives, refuse_symm_mem
 from tpcompiler.ir.text import program_text
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.partition import Partition
+from tpcompiler.passes.apply_plan import Boundary, apply_plan, names_of
+from tpcompiler.passes.attend_in_turns import attend_in_turns
+from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.passes.divide_sizes import divide_sizes
+from tpcompiler.passes.flatten_branches import flatten_branches
+from tpcompiler.passes.fold_reshards import fold_reshards
+from tpcompiler.passes.insert_reshards import insert_reshards
+from tpcompiler.passes.join_branches import join_branches
+from tpcompiler.passes.mark_placements import mark_placements
+from tpcompiler.passes.spread_experts import spread_experts
 from tpcompiler.plan import Plan, join_plans, share_plan
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.solver.place import UNLIMITED, Aim, place

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch.export import ExportedProgram
 
-from passes.canonicalize import canonicalize
 from tpcompiler.checkpoint.cut import read_shares
 from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.checkpoint.ranks import RankShares
@@ -23,6 +22,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh, groups_named
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.shares import row_sharding
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import MODEL, Manifest, programs_in, read_manifest
 from tpcompiler.runtime.package import read_package
 from tpcompiler.runtime.rank_file import put_state, read_rank, taken_by

@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from passes.canonicalize import canonicalize
 from tpcompiler.cost.objective import local_flops
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.registry import rule_of
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
-from passes.canonicalize import canonicalize
 from tests.passes.stages import Call
 from tpcompiler._torch import decomposing
 from tpcompiler.errors import ProgramError
@@ -21,6 +20,7 @@ from tpcompiler.frontend.spell_out import spell_out
 from tpcompiler.frontend.written_back import keep_old_values
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, key
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.rules.registry import ops_with_rules
 
 SIMPLE: dict[str, Callable[..., Any]] = {}

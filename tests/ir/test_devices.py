@@ -9,11 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram, export
 
 import tpcompiler
-from passes.canonicalize import canonicalize
 from tests.devices import other_devices
 from tests.passes.stages import Call, canonical
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir.devices import device_type_for
+from tpcompiler.passes.canonicalize import canonicalize
 
 
 class Placed(nn.Module):

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from passes.canonicalize import canonicalize
 from tests.op_db.record import functional, record
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
+from tpcompiler.passes.canonicalize import canonicalize
 
 aten = torch.ops.aten
 Forward = Callable[[torch.Tensor], object]

@@ -11,11 +11,11 @@ import torch
 from torch.export import ExportedProgram
 
 import tpcompiler.pipeline
-from passes._causes import WANTED
-from passes.canonicalize import canonicalize
 from tests.passes.stages import cuts_are_kept
 from tpcompiler._torch import tree_flatten, tree_unflatten
 from tpcompiler.errors import InternalError, TpCompilerError
+from tpcompiler.passes._causes import WANTED
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written
 

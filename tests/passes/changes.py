@@ -17,14 +17,14 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 
-from passes.localize_shapes import localize_shapes
-from passes.lower_reshards import lower_reshards
 from tests.passes.stages import with_numbers
 from tpcompiler._torch import FakeTensorMode
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import MARK, RESHARD, Mark, Reshard, ReshardedProgram, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join
+from tpcompiler.passes.localize_shapes import localize_shapes
+from tpcompiler.passes.lower_reshards import lower_reshards
 from tpcompiler.verify.simulate import simulate
 
 Pair = tuple[Sharding, Sharding]

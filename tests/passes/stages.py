@@ -13,16 +13,6 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from passes.apply_plan import apply_plan
-from passes.canonicalize import canonicalize
-from passes.divide_sizes import divide_sizes
-from passes.fold_reshards import fold_reshards
-from passes.insert_reshards import insert_reshards
-from passes.join_branches import join_branches
-from passes.localize_shapes import localize_shapes
-from passes.lower_reshards import lower_reshards
-from passes.mark_placements import mark_placements
-from passes.shard_state import shard_state
 from tpcompiler._torch import OpOverload
 from tpcompiler.cost.objective import PLANNED
 from tpcompiler.ir import edit
@@ -38,6 +28,16 @@ from tpcompiler.ir.program import (
     ShardedProgram,
 )
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank, numbers_read
+from tpcompiler.passes.apply_plan import apply_plan
+from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.passes.divide_sizes import divide_sizes
+from tpcompiler.passes.fold_reshards import fold_reshards
+from tpcompiler.passes.insert_reshards import insert_reshards
+from tpcompiler.passes.join_branches import join_branches
+from tpcompiler.passes.localize_shapes import localize_shapes
+from tpcompiler.passes.lower_reshards import lower_reshards
+from tpcompiler.passes.mark_placements import mark_placements
+from tpcompiler.passes.shard_state import shard_state
 from tpcompiler.plan import Plan
 from tpcompiler.rules.registry import ops_with_rules
 from tpcompiler.solver.place import place

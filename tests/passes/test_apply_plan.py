@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 
-from passes.apply_plan import apply_plan
-from passes.canonicalize import canonicalize
 from tests.passes.stages import Call, canonical, planned
 from tpcompiler.errors import PlanError, TpCompilerError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PIN, PlannedProgram
 from tpcompiler.ir.text import program_text
+from tpcompiler.passes.apply_plan import apply_plan
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan import Plan
 
 MESH = Mesh.of(2)

@@ -15,15 +15,15 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
-from passes._kernels import ON_CPU, ON_CUDA
-from passes.attend_in_turns import attend_in_turns
-from passes.move_device import move_device
 from tests.launch import called
 from tests.passes.stages import Call, divided
 from tpcompiler._torch import FakeTensorMode
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.ir.text import program_text
+from tpcompiler.passes._kernels import ON_CPU, ON_CUDA
+from tpcompiler.passes.attend_in_turns import attend_in_turns
+from tpcompiler.passes.move_device import move_device
 
 aten = torch.ops.aten
 PLAN = {"attend": "attend_in_turns"}
@@ -250,7 +250,7 @@ def test_a_wrong_merge_is_noticed(name: str, wrong: Any, monkeypatch: pytest.Mon
     """
     args = (*qkv(), SEEN)
     assert converted(masked, args, {"cp": 2}).verify(args).ok
-    monkeypatch.setattr(f"passes.attend_in_turns._Turns.{name}", wrong)
+    monkeypatch.setattr(f"tpcompiler.passes.attend_in_turns._Turns.{name}", wrong)
     assert not converted(masked, args, {"cp": 2}).verify(args).ok
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 import tpcompiler
-from passes.build_rank_program import build_rank_program
 from tests.passes.models import MEGATRON, Mlp
 from tests.passes.stages import Call, local, sharded
 from tpcompiler.ir.claims import read_claim
+from tpcompiler.passes.build_rank_program import build_rank_program
 from tpcompiler.verify.simulate import simulate
 
 X = torch.randn(2, 4)

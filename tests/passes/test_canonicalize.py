@@ -12,12 +12,12 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler
-from passes.canonicalize import canonicalize
 from tests.passes.stages import Call, canonical
 from tpcompiler.errors import ProgramError
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.text import op_name, program_text
+from tpcompiler.passes.canonicalize import canonicalize
 
 
 def block(self: Any, q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from passes import lower_reshards as lowering
-from passes._alike import ranks_alike
 from tests.long import some
 from tests.passes.changes import program_of, wrong_changes
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import REDUCE_OPS
 from tpcompiler.ir.shares import read_sharding
+from tpcompiler.passes import lower_reshards as lowering
+from tpcompiler.passes._alike import ranks_alike
 
 pytestmark = pytest.mark.slow
 

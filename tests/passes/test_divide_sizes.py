@@ -12,7 +12,6 @@ from torch import nn
 from torch.export import Dim
 
 import tpcompiler
-from passes.divide_sizes import divide_sizes
 from tests.passes.models import Mlp
 from tests.passes.stages import Call, divided, planned
 from tpcompiler._torch import sym_hint
@@ -20,6 +19,7 @@ from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.program import PlannedProgram
+from tpcompiler.passes.divide_sizes import divide_sizes
 
 X = torch.randn(6, 4)
 BATCH = {"x": {0: Dim("batch", max=64)}}

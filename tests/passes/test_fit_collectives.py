@@ -15,11 +15,11 @@ from torch.distributed.tensor import Shard
 from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
-from passes.fit_collectives import Fit, fit_collectives
 from tests.launch import fork_ranks
 from tpcompiler.compared import compared_calls, on_cpu
 from tpcompiler.errors import ArtifactError, InternalError, UnsupportedError
 from tpcompiler.ir.symm_mem import expand_collectives, is_fitted
+from tpcompiler.passes.fit_collectives import Fit, fit_collectives
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written
 from tpcompiler.verify_files import verify_artifact

@@ -14,10 +14,10 @@ from torch.distributed.tensor.parallel import PrepareModuleOutput
 from torch.export import Dim, export
 
 import tpcompiler
-from passes.join_branches import join_branches
 from tests.passes.stages import Call, planned
 from tests.zoo.case import randomise
 from tpcompiler.ir.text import program_text
+from tpcompiler.passes.join_branches import join_branches
 
 X = torch.randn(2, 3, 16)
 PLAN = {"q": "colwise"}

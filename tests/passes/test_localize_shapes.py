@@ -12,8 +12,6 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.export import Dim
 
-from passes.localize_shapes import localize_shapes
-from passes.lower_reshards import lower_reshards
 from tests.passes.models import HEADS, Attention
 from tests.passes.stages import Call, folded, local
 from tpcompiler.errors import InternalError
@@ -21,6 +19,8 @@ from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.program import MARK
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import program_text
+from tpcompiler.passes.localize_shapes import localize_shapes
+from tpcompiler.passes.lower_reshards import lower_reshards
 
 X = torch.randn(2, 4)
 IDS = torch.tensor([[1, 5, 7], [0, 2, 2]])

@@ -9,12 +9,12 @@ import torch
 from expecttest import assert_expected_inline
 from torch.export import Dim, export
 
-from passes.localize_shapes import localize_shapes
-from passes.lower_reshards import lower_reshards
 from tests.passes.stages import Call, folded
 from tpcompiler import parallelize
 from tpcompiler.ir.program import ORIGIN, RESHARD, ReshardedProgram
 from tpcompiler.ir.text import program_text
+from tpcompiler.passes.localize_shapes import localize_shapes
+from tpcompiler.passes.lower_reshards import lower_reshards
 
 CHANGE = Call(lambda self, x: x)
 

@@ -11,12 +11,12 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
-from passes.canonicalize import canonicalize
-from passes.move_device import move_device
 from tests.devices import MODELS, exported, other_devices, propagate
 from tests.passes.models import MEGATRON, Mlp
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.text import program_text
+from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.passes.move_device import move_device
 from tpcompiler.verify.reference import run_single
 
 pytestmark = pytest.mark.slow

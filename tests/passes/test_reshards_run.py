@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from passes.localize_shapes import localize_shapes
-from passes.lower_reshards import lower_reshards
 from tests.passes.stages import Call, Given, folded, with_numbers
 from tpcompiler.ir.program import LoweredProgram, ReshardedProgram
 from tpcompiler.ir.shares import cut, join
+from tpcompiler.passes.localize_shapes import localize_shapes
+from tpcompiler.passes.lower_reshards import lower_reshards
 from tpcompiler.verify.simulate import simulate
 
 CHANGE = Call(lambda self, x: x)

@@ -13,13 +13,13 @@ from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler
-from passes.join_branches import join_branches
-from passes.spread_experts import spread_experts
 from tests.passes.stages import Call, planned
 from tests.zoo.case import randomise
 from tpcompiler.errors import PlanError
 from tpcompiler.ir.experts import BY_BLOCK
 from tpcompiler.ir.text import program_text
+from tpcompiler.passes.join_branches import join_branches
+from tpcompiler.passes.spread_experts import spread_experts
 
 X = torch.randn(6, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
 PLAN = {"up": "grouped_gemm", "down": "grouped_gemm"}

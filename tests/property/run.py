@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch.export import ExportedProgram
 
 import tpcompiler
-from passes.canonicalize import canonicalize
 from tests.property.processes import judge_processes
 from tests.property.programs import Case, cases, resized
 from tests.property.steps import ROWS
@@ -27,6 +26,7 @@ from tpcompiler._torch import sym_multiple, symbols_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import MARK, mark_of, reshard
 from tpcompiler.ir.text import op_name
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written
 from tpcompiler.verify.invariants import check_invariants

@@ -12,8 +12,6 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
-from passes.apply_plan import apply_plan
-from passes.canonicalize import canonicalize
 from tests.runtime.commands import right
 from tests.zoo.index import CASES
 from tpcompiler import ParallelProgram
@@ -21,6 +19,8 @@ from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import SEARCHED
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.passes.apply_plan import apply_plan
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.inputs import write_tensors
 from tpcompiler.solver.place import place

@@ -11,12 +11,12 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
-from passes.apply_plan import apply_plan
-from passes.canonicalize import canonicalize
 from tpcompiler.cost.machine import KNOWN
 from tpcompiler.cost.objective import SEARCHED
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.passes.apply_plan import apply_plan
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan import Plan
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.solution import search

@@ -17,7 +17,7 @@ MOST = 256  # MiB; at sizes of 24 the logits of one rank take 70, and every step
 CHECK = """
 import sys, threading
 from pathlib import Path
-from passes.canonicalize import canonicalize
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.compared import on_cpu
 from tpcompiler.soundness.check import check_artifact
 

@@ -15,12 +15,12 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
-from passes.canonicalize import canonicalize
 from tests.sound import findings
 from tests.trust.damage import claim
 from tests.trust.subjects import subject
 from tpcompiler.elastic import merge, reshard
 from tpcompiler.errors import ArtifactError
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import MANIFEST, MODEL, sha256
 from tpcompiler.soundness.check import check_programs
 

@@ -12,7 +12,6 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
 import tpcompiler
-from passes.canonicalize import canonicalize
 from tests.quantised.layers import Awq, Pair
 from tests.trust import small
 from tests.trust.damage import Artifact
@@ -22,6 +21,7 @@ from tpcompiler._torch import with_state
 from tpcompiler.compared import layout_of
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.shares import read_sharding
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.soundness.check import CheckReport, check_programs
 from tpcompiler.verify.compare import compare
 

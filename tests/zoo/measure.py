@@ -17,11 +17,11 @@ from torch.export import ExportedProgram
 from torch.utils.flop_counter import FlopCounterMode
 
 import tpcompiler
-from passes.canonicalize import canonicalize
 from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
 from tpcompiler.errors import InternalError, TpCompilerWarning
 from tpcompiler.explain.report import Collective
+from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written

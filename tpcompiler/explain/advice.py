@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from passes.mark_placements import mark_placements
 from tpcompiler.cost.objective import PLANNED
 from tpcompiler.cost.program import changes
 from tpcompiler.errors import ShardingError, TpCompilerError
@@ -20,6 +19,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.program import MarkedProgram, PlannedProgram, Seed, mark_of
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.passes.mark_placements import mark_placements
 from tpcompiler.plan import Plan, PlanEntry
 from tpcompiler.plan.styles import STYLES, read_style
 from tpcompiler.solver.place import Aim, place

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from torch import fx
 
-from passes.mark_placements import mark_placements
 from tpcompiler.checkpoint.fill import read_original
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import SEARCHED
@@ -23,6 +22,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of
 from tpcompiler.ir.program import PlannedProgram, Seed
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.passes.mark_placements import mark_placements
 from tpcompiler.pipeline import Conversion, asked_boundary, find_placements
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import programs_in, read_manifest
