@@ -84,7 +84,8 @@ def find_demand(
         if isinstance(made, Refusal) and spared is not None and op is not node:
             continue
         if isinstance(made, Refusal) or count > MOST:
-            return None if op is node or spared is not None else Demand(f"'{op.name}'", False)
+            why = f" ({made.text})" if isinstance(made, Refusal) else ""
+            return None if op is node or spared is not None else Demand(f"'{op.name}'{why}", False)
         for value, at in results(op):
             is_cut_again = spared is not None and not set(made[at].axes).isdisjoint((seen(value) or made[at]).axes)
             for user in () if is_cut_again else value.users:
@@ -128,5 +129,11 @@ def _kept(node: fx.Node, have: Sequence[Sharding], mesh: Mesh, *, despite: bool)
     both = shardings(rule, option, mesh)
     if isinstance(both, Refusal):
         return both
-    same = all(want == own.settled() or own.settled().is_replicated for want, own in zip(both[0], have, strict=True))
+    pairs = zip(edit.operands(node), both[0], have, strict=True)
+    same = all(not _wire_bytes(value, own.settled(), want, mesh) for value, want, own in pairs)
     return both[1] if same else Refusal("other operands are cut differently")
+
+
+def _wire_bytes(value: fx.Node, have: Sharding, want: Sharding, mesh: Mesh) -> int:
+    tensor = value.meta["val"]
+    return reshard_wire_bytes(have, want, tensor.shape, tensor.element_size(), mesh)

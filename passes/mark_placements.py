@@ -258,7 +258,7 @@ def _reason(node: fx.Node, rule: Rule | None, option: Option, refusals: Mapping[
     cuts = [f"{factor} is cut by {' and '.join(cut.axes)}" for factor, cut in option.cuts.items()]
     through = [f"a pending {op} over {axis} passes through" for axis, (op, _) in option.through.items()]
     refused = [f"{op_name(node)}: {text}" for text in dict.fromkeys(refusals.values())]
-    return "; ".join([*cuts, *through, *refused]) or "operands are replicated"
+    return "; ".join([*refused, *cuts, *through]) or "operands are replicated"  # a change comes of what is refused
 
 
 def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: _Walk) -> None:

@@ -120,8 +120,8 @@ return reshard_2
     assert_expected_inline(
         changes(program),
         """\
-reshard: S(0) -> R; fallback; n is cut by tp; matmul: other operands are cut differently
-reshard_1: S(0) -> S(1); fallback; d1 is cut by tp; add: other operands are cut differently
+reshard: S(0) -> R; fallback; matmul: other operands are cut differently; n is cut by tp
+reshard_1: S(0) -> S(1); fallback; add: other operands are cut differently; d1 is cut by tp
 reshard_2: S(1) -> R; plan-demanded; outputs are R unless outputs= says otherwise
 """,
     )

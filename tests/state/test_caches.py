@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -181,17 +182,24 @@ def test_a_cache_with_more_rows_than_the_batch(
     assert tpcompiler.check(tmp_path / "out").ok
 
 
-def test_a_dynamic_batch_in_a_larger_cache_is_gathered() -> None:
-    """A cut of its first rows would move with the batch."""
+@pytest.mark.parametrize(
+    ("mesh", "plan", "sharding"),
+    [
+        ({"dp": 2}, {}, "R"),
+        ({"dp": 2, "tp": 2}, {"k": "colwise", "o": "rowwise"}, "[R, S(1)]"),
+    ],
+)
+def test_a_dynamic_batch_in_a_larger_cache_is_gathered(mesh: dict[str, int], plan: Any, sharding: str) -> None:
+    """A cut of its first rows would move with the batch; the reason names the slice, whatever another axis cuts."""
     inputs = (torch.randn(2, 1, 8), torch.tensor([0]))
     shapes = ({0: Dim("batch", min=2, max=4)}, None)
     model = torch.export.export(randomise(Rows(4)), inputs, dynamic_shapes=shapes)
-    program = tpcompiler.parallelize(model, {"dp": 2}, {}, inputs={"x": {"dp": "S(0)"}}, outputs=[{"dp": "S(0)"}])
-    (gather,) = program.collectives()
+    program = tpcompiler.parallelize(model, mesh, plan, inputs={"x": {"dp": "S(0)"}}, outputs=[{"dp": "S(0)"}])
+    (gather,) = (each for each in program.collectives() if each.axis == "dp")
     assert gather.kind == "all_gather"
-    assert "slice_scatter" in gather.reason
+    assert "'slice_scatter' (it needs the dim of 2*s" in gather.reason, gather.reason
     (row,) = (row for row in program.manifest().tensors if row["name"] == "cache")
-    assert row["sharding"] == "R"
+    assert row["sharding"] == sharding
     assert program.verify(inputs).ok
 
 
