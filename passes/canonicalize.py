@@ -15,6 +15,7 @@ from torch.export.graph_signature import InputKind
 from tpcompiler._torch import FakeTensor, OpOverload, aten, decomposed, decomposing
 from tpcompiler.errors import ProgramError
 from tpcompiler.frontend.decompose import NotSimple, decompose_calls
+from tpcompiler.frontend.draws_in_place import AS_DRAWN, refuse_dynamic_gaps
 from tpcompiler.frontend.refused import refuse_calls, refuse_values
 from tpcompiler.frontend.spell_out import spell_out
 from tpcompiler.frontend.written_back import find_hidden_views, keep_old_values
@@ -46,6 +47,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
         UnsupportedError: what `frontend.refused` lists: sparse and quantised tensors, ...
     """
     refuse_values(exported_program)
+    refuse_dynamic_gaps(exported_program)
     try:
         source = _decomposed(exported_program)
     except Exception as error:
@@ -84,6 +86,7 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
     own: dict[OpOverload, Any] = {
         aten.scaled_dot_product_attention.default: _attention,
         aten.linalg_vector_norm.default: _norm,
+        **AS_DRAWN,
     }
     kept = {*ops_with_rules(), aten.bernoulli.default} | recurrent
     program = spell_out(program)

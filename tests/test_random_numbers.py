@@ -119,16 +119,41 @@ SLICES: dict[str, Callable[[torch.Tensor], Any]] = {
     "rows of a transposed value": lambda x: x.t()[2:].uniform_(),
     "every second column": lambda x: x[:, ::2].uniform_(),
     "a block": lambda x: x[1:3, 2:5].t().exponential_(),
+    "normal of every second column": lambda x: x[:, ::2].normal_(1, 2),
+    "normal of a block of an odd number": lambda x: x[1:, 1:].normal_(),
+    "normal of a column of rows": lambda x: x.view(-1, 2)[:, 1].normal_(),
+    "normal of fewer than a block": lambda x: x[:2, ::2].normal_(),
+    "normal of rows of a transposed value": lambda x: x.t()[1:].normal_(),
+    "bernoulli of a transposed value": lambda x: x[:2].t().bernoulli_(0.4),
+    "bernoulli of rows of a transposed value": lambda x: x.t()[2:].bernoulli_(0.4),
+    "bernoulli of every second column": lambda x: x[:, ::2].bernoulli_(0.4),
+    "bernoulli of a transposed value, not in place": lambda x: x.t().copy_(torch.bernoulli(x.t(), 0.4)),
+    "dropout of a transposed value": lambda x: F.dropout(x.t(), 0.5, True, inplace=True),
+    "dropout of a transposed slice": lambda x: F.dropout(x[:, ::2].t(), 0.5, True, inplace=True),
+    "alpha dropout of a transposed value": lambda x: F.alpha_dropout(x.t(), 0.5, True, inplace=True),
+    "alpha dropout of a transposed value, not in place": lambda x: x.t().copy_(F.alpha_dropout(x.t(), 0.5, True)),
+    "dropout of every second column": lambda x: F.dropout(x[:, ::2], 0.5, True, inplace=True),
 }
 
 
 @pytest.mark.parametrize("name", SLICES)
 def test_numbers_for_a_slice(name: str) -> None:
     """The slice has gaps in memory, the numbers drawn for it have none, and the check reads both."""
-    net = Net(lambda self, x: ((y := self.up(x) * 1), SLICES[name](y), y * 2)[2])
-    made = tpcompiler.parallelize(exported(net, X), 2, {"up": "colwise"})
-    assert made.verify((X,), then=[(X + 1,)]).ok
-    assert not findings(made)
+    net = Net(lambda self, x: ((y := self.up(x) * 1), SLICES[name](y), y * 2 + torch.rand(()))[2])
+    program = exported(net, X)
+    for form in (program, program.run_decompositions({})):  # torch's functional form draws other numbers
+        made = tpcompiler.parallelize(form, 2, {"up": "colwise"})
+        assert made.verify((X,), then=[(X + 1,)]).ok
+        assert not findings(made)
+
+
+def test_normal_numbers_for_a_slice_of_a_dynamic_size() -> None:
+    """In blocks or one by one: how many there are decides."""
+    net = Net(lambda self, x: ((y := self.up(x) * 1), y[:, ::2].normal_(), y * 2)[2])
+    program = torch.export.export(net, (X,), dynamic_shapes=(({0: Dim("batch", min=2)},),))
+    with pytest.raises(tpcompiler.UnsupportedError, match="draws into a slice of") as error:
+        tpcompiler.parallelize(program, 2, {"up": "colwise"})
+    assert "torch.randn_like" in str(error.value)
 
 
 def test_no_drawing_op_is_cut() -> None:

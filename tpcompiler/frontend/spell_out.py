@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import aten, quiet_torch
+from tpcompiler.frontend.draws_in_place import is_dense_draw
 from tpcompiler.frontend.written_back import VIEWS, graph_modules, writes
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous
@@ -23,11 +25,15 @@ def spell_out(program: ExportedProgram) -> ExportedProgram:
 
     A view whose schema hides it: what is written to it or beside it would be lost. A copy to a tensor of another dtype,
     shape or layout: torch's functional form of it is the source as it is. Dropout of everything: torch's decomposition
-    draws random numbers for it, its kernel draws none.
+    draws random numbers for it, its kernel draws none. A call that draws for row-major memory: that of a call in
+    place is its operand's (`draws_in_place`).
     """
     calls = [node for each in graph_modules(program.graph_module) for node in edit.calls(each.graph)]
     changes = any(map(writes, calls))
-    if not any(_is_another(node) or _drops_all(node) or (changes and node.target in VIEWS) for node in calls):
+    if not any(
+        _is_another(node) or _drops_all(node) or is_dense_draw(node) or (changes and node.target in VIEWS)
+        for node in calls
+    ):
         return program
     module = copy.deepcopy(program.graph_module)
     for each in graph_modules(module):
@@ -36,6 +42,8 @@ def spell_out(program: ExportedProgram) -> ExportedProgram:
                 _spell_out_copy(node)
             elif _drops_all(node):
                 _spell_out_zeros(node)
+            elif is_dense_draw(node):
+                _spell_out_memory(node)
             elif changes:
                 node.target = VIEWS.get(node.target, node.target)
         each.recompile()
@@ -58,6 +66,16 @@ def _spell_out_zeros(node: fx.Node) -> None:
     zeros = edit.insert_after(node, aten.mul.Tensor, (node, 0), f"{node.name}_dropped")
     zeros.meta["val"] = node.meta["val"]
     edit.replace_uses(node, zeros, keep=[zeros])
+
+
+def _spell_out_memory(node: fx.Node) -> None:
+    """Draw for a copy of the operand, in row-major memory."""
+    (value,) = edit.operands(node)
+    copied = edit.insert_before(node, aten.clone.default, (value,), f"{node.name}_memory")
+    copied.kwargs = {"memory_format": torch.contiguous_format}
+    with fake_mode_of(node.graph):
+        copied.meta["val"] = value.meta["val"].clone(memory_format=torch.contiguous_format)
+    edit.replace_operand(node, 0, copied)
 
 
 def _spell_out_copy(node: fx.Node) -> None:

@@ -1,0 +1,80 @@
+"""Numbers drawn into memory with gaps, or not in row-major order, as the CPU's kernels draw them.
+
+torch's functional forms of `bernoulli_` and `normal_` draw for memory that is row-major and dense, so other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import aten
+from tpcompiler.errors import UnsupportedError
+from tpcompiler.frontend.written_back import graph_modules
+from tpcompiler.ir import edit
+from tpcompiler.ir.local import is_contiguous, memory_order
+
+ONE_BY_ONE = 16  # `normal_` fills fewer numbers, or memory that is not contiguous, one by one, and the rest in blocks
+
+
+def refuse_dynamic_gaps(program: ExportedProgram) -> None:
+    """Check that the sizes of what `normal_` writes are known where it is a slice.
+
+    Raises:
+        UnsupportedError: they are dynamic.
+    """
+    for each in graph_modules(program.graph_module):
+        for node in edit.calls(each.graph):
+            value = edit.operands(node)[0].meta["val"] if node.target is aten.normal_.default else None
+            if value is not None and _has_gaps(value) and not isinstance(value.numel(), int):
+                raise UnsupportedError(
+                    f"'{node.name}' ({node.target}) draws into a slice of {value.numel()} numbers: what it draws "
+                    "depends on how many there are",
+                    help="draw with torch.randn_like and copy it into the slice, or export with static sizes",
+                    used_at=edit.source_line(node),
+                )
+
+
+def is_dense_draw(node: fx.Node) -> bool:
+    """True if a call draws for row-major memory, and its operand's is not: it is functional already."""
+    if node.target not in AS_DRAWN:
+        return False
+    value = edit.operands(node)[0].meta["val"]
+    return not is_contiguous(value) and (node.target is aten.bernoulli.p or _has_gaps(value))
+
+
+def _bernoulli(x: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
+    """Draw in the order of the memory that is written."""
+    order = memory_order(x)
+    if order == sorted(order):
+        return NotImplemented
+    drawn = aten.bernoulli.p(x.permute(order), p, generator=generator)
+    return drawn.permute([order.index(dim) for dim in range(x.ndim)])
+
+
+def _normal(x: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Any:
+    """Draw one number after the other, which takes memory that is not contiguous: two columns, and what is left."""
+    count: Any = x.numel()
+    if not isinstance(count, int) or count < ONE_BY_ONE or not _has_gaps(x):
+        return NotImplemented
+    columns = aten.normal_functional.default(x.new_ones(count // 2, 2).t(), mean, std, generator=generator)
+    drawn = columns.t().reshape(-1)
+    if count % 2:
+        last = aten.normal_functional.default(x.new_ones(1), mean, std, generator=generator)
+        drawn = torch.cat([drawn, last])
+    return drawn.view(x.shape)
+
+
+def _has_gaps(x: torch.Tensor) -> bool:
+    """True if a copy of it is contiguous, and it is not."""
+    return not is_contiguous(x) and is_contiguous(torch.empty_like(x))
+
+
+AS_DRAWN: Mapping[Any, Callable[..., Any]] = {
+    aten.bernoulli.p: _bernoulli,
+    aten.normal_functional.default: _normal,
+}
