@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 
 from tpcompiler.errors import UnsupportedError
-from tpcompiler.progress import measured
+from tpcompiler.progress import counted
 
 MOST_CELLS = 1 << 25  # of one table: 256 MiB
 TOO_SLOW = 1 << 20  # from which it is worth while to look for dead ends first
@@ -112,19 +112,16 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
     Raises:
         UnsupportedError: a table with more cells than `most`.
     """
+    order = _find_order(tables, most)
     of: list[set[int]] = [set() for _ in tables.sizes]  # the factors of each variable
-    near = [{v} for v in range(len(tables.sizes))]  # the variables in these
     factors = dict(enumerate(tables.factors))
     for number, (variables, _) in factors.items():
         for v in variables:
             of[v].add(number)
-            near[v].update(variables)
-    queue = [(_cells(near[v], tables.sizes), v) for v in range(len(tables.sizes))]
     steps, total, fresh = [], tables.constant, len(factors)
     known: dict[Any, tuple[numpy.ndarray, numpy.ndarray, Any]] = {}
-    for v in _smallest_first(queue, near, tables.sizes, most):
+    for v, others in counted(order, "eliminating choices", "variables"):
         taken = [factors.pop(number) for number in sorted(of[v])]
-        others = sorted(near[v] - {v})
         place = {u: at for at, u in enumerate((*others, v))}
         parts = [(tuple(map(place.__getitem__, variables)), table) for variables, table in taken]
         alike = tuple((axes, id(table)) for axes, table in parts)
@@ -140,8 +137,6 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
             factors[fresh] = (tuple(others), made)
             for u in others:
                 of[u].add(fresh)
-                near[u] = (near[u] | near[v]) - {v}
-                heapq.heappush(queue, (_cells(near[u], tables.sizes), u))
             fresh += 1
         else:
             total += float(made)
@@ -151,27 +146,35 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
     return total, values
 
 
-def _smallest_first(
-    queue: list[tuple[int, int]], near: Sequence[Collection[int]], sizes: Sequence[int], most: int
-) -> Iterator[int]:
-    """Every variable once, that with the smallest table next, while its user pushes what has changed on the queue."""
+def _find_order(tables: Tables, most: int) -> list[tuple[int, list[int]]]:
+    """Every variable once, that with the smallest table next, and the others in its table: sizes alone decide.
+
+    Raises:
+        UnsupportedError: a table would have more cells than `most`.
+    """
+    near = [{v} for v in range(len(tables.sizes))]  # the variables in the factors of each
+    for variables, _ in tables.factors:
+        for v in variables:
+            near[v].update(variables)
+    queue = [(_cells(near[v], tables.sizes), v) for v in range(len(tables.sizes))]
     heapq.heapify(queue)
-    left = set(range(len(sizes)))
-    with measured("eliminating choices", "variables", len(sizes)) as tell:
-        while queue:
-            cells, v = heapq.heappop(queue)
-            if v not in left:
-                continue
-            if cells != (now := _cells(near[v], sizes)):
-                heapq.heappush(queue, (now, v))
-                continue
-            if cells > most:
-                raise UnsupportedError(
-                    f"the choices depend on each other in tables of {cells:,} cells", help="give a plan"
-                )
-            left.remove(v)
-            yield v
-            tell(len(sizes) - len(left))
+    order, left = list[tuple[int, list[int]]](), set(range(len(tables.sizes)))
+    while queue:
+        cells, v = heapq.heappop(queue)
+        if v not in left:
+            continue
+        if cells != (now := _cells(near[v], tables.sizes)):
+            heapq.heappush(queue, (now, v))
+            continue
+        if cells > most:
+            raise UnsupportedError(f"the choices depend on each other in tables of {cells:,} cells", help="give a plan")
+        left.remove(v)
+        others = sorted(near[v] - {v})
+        order.append((v, others))
+        for u in others:
+            near[u] = (near[u] | near[v]) - {v}
+            heapq.heappush(queue, (_cells(near[u], tables.sizes), u))
+    return order
 
 
 def _cells(variables: Collection[int], sizes: Sequence[int]) -> int:
