@@ -69,6 +69,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
         _draw_whole(graph)
         _slice_by_constants(CanonicalProgram(source, graph))
         _count_by_dims(graph)
+        _write_inferred_sizes(graph)
     remove_unused(graph)
     refuse_calls(source, graph)
     for node in graph.nodes:
@@ -239,3 +240,16 @@ def _count_by_dims(graph: fx.Graph) -> None:
                 made.meta["val"] = count
         edit.replace_uses(node, made)
         edit.erase(node)
+
+
+def _write_inferred_sizes(graph: fx.Graph) -> None:
+    """Write the number that a reshape infers beside dynamic sizes: torch need not find it again in a program read from
+    a file, such as 4 for (4 * n) // n where n is the least of two sizes.
+    """
+    for node in edit.calls(graph):
+        if node.target not in (aten.view.default, aten._unsafe_view.default, aten.view_copy.default):
+            continue
+        sizes, made = edit.bound(node)["size"], node.meta["val"].shape
+        if any(isinstance(size, fx.Node) for size in sizes):
+            known = [new if old == -1 and isinstance(new, int) else old for old, new in zip(sizes, made, strict=True)]
+            edit.set_argument(node, "size", known)

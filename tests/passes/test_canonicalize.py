@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,3 +206,31 @@ return index, index_1, index_2, index_3, index_4
     )
     made = tpcompiler.parallelize(program, 2, {}, inputs=["S(0)"])
     assert made.verify((torch.randn(4, 10, 3),)).ok
+
+
+class LeastOfTwo(torch.nn.Module):
+    """Heads of as many steps as the shorter of two inputs has; how many heads there are is left to the view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        steps: Any = torch.sym_min(x.shape[1], y.shape[1])  # type: ignore[no-untyped-call]
+        mixed = x[:, :steps] + y[:, :steps]
+        heads = self.q(mixed).view(mixed.shape[0], steps, -1, 8)
+        made: torch.Tensor = self.o(torch.relu(heads).reshape(mixed.shape[0], steps, 32))
+        return made
+
+
+def test_a_size_that_a_view_infers_is_written(tmp_path: Path) -> None:
+    """torch does not find again that it is 4 once it has read the sizes from a file."""
+    inputs = (torch.randn(3, 20, 32), torch.randn(3, 22, 32))
+    auto = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    program = torch.export.export(LeastOfTwo(), inputs, dynamic_shapes=(auto, auto))
+    sizes = [node.args[1] for node in canonicalize(program).graph.nodes if node.target is torch.ops.aten.view.default]
+    assert [size[2:] for size in sizes] == [[4, 8], [32]]
+    made = tpcompiler.parallelize(program, 2, {"q": "colwise", "o": "rowwise"})
+    made.save(tmp_path / "out")
+    assert tpcompiler.check(tmp_path / "out").ok
+    assert made.verify(inputs).ok
