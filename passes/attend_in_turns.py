@@ -102,8 +102,10 @@ class _Turns:
         _, sums, total = found
         sums = self(aten.masked_fill.Scalar, sums, self(aten.eq.Scalar, sums, 0), 1)  # of a query that sees no key
         made = self(aten.div.Tensor, total, self(aten.unsqueeze.default, sums, FEATURES))
-        edit.replace_uses(self.node, self.as_made(made))
+        name, result = self.node.name, self.as_made(made)
+        edit.replace_uses(self.node, result)
         edit.erase(self.node)
+        result.name = name  # it is the same value
 
     def parts(self, value: fx.Node, dim: int) -> Iterator[fx.Node]:
         """Of a dim of steps those of all ranks in each turn."""

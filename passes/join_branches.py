@@ -84,7 +84,7 @@ def _join(cat: fx.Node) -> None:
         except RuntimeError:
             return  # an op that torch cannot batch, or will not: one that draws
     traced.eliminate_dead_code()
-    edit.graft(cat, traced, inputs, {})
+    edit.rewrite(cat, traced, inputs)
 
 
 def _columns(branches: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]] | None:

@@ -56,10 +56,10 @@ def lower_reshards(program: ReshardedProgram, ranks: Sequence[int], traces: Trac
             known[alike] = body, list(zip(*own, strict=True))
         body, numbers = known[alike]
         read = [read_number(graph, values, mode) for values in numbers]
-        meta = {MARK: node.meta[MARK], ORIGIN: value.meta.get(ORIGIN, value.name), GLOBAL: whole}
-        made = edit.graft(node, body, [value, *read], {RESHARD: change})
+        origin = value.meta.get(ORIGIN, value.name)
+        made = edit.graft(node, body, [value, *read], {RESHARD: change, ORIGIN: origin})
         if made:
-            made[-1].meta.update(meta)
+            made[-1].meta.update({MARK: node.meta[MARK], GLOBAL: whole})
     return LoweredProgram(program.source, graph, program.mesh, tuple(ranks))
 
 

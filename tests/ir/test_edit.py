@@ -128,6 +128,26 @@ def test_graft_of_several_outputs() -> None:
     assert graph.output_node().args == (tuple(made),)
 
 
+def test_rewrite_keeps_the_names_of_values() -> None:
+    """One value, or each of several; what the body hands through has a name already."""
+    graph, (a,) = graph_of((2,))
+    one = call(graph, aten.neg.default, a)
+    both = graph.call_function(aten.frexp.Tensor, (one,))
+    parts = [graph.call_function(operator.getitem, (both, 1)), graph.call_function(operator.getitem, (both, 0))]
+    graph.output(tuple(parts))
+    names = [node.name for node in (one, *parts)]
+    body = fx.Graph()
+    x = body.placeholder("x")
+    body.output(body.call_function(aten.abs.default, (body.call_function(aten.abs.default, (x,)),)))
+    assert edit.rewrite(one, body, [a])[-1].name == names[0]
+    body = fx.Graph()
+    x = body.placeholder("x")
+    body.output([body.call_function(aten.exp.default, (x,)), x])
+    (made,) = edit.rewrite(both, body, both.all_input_nodes)
+    assert [node.name for node in graph.output_node().all_input_nodes] == [names[1], names[0]]
+    assert made.name == names[1]
+
+
 TRACE = """
   File "/home/me/model.py", line 31, in forward
     x = self.up(x)

@@ -138,8 +138,8 @@ unsqueeze_3 = unsqueeze(masked_fill_2, 3)
 div = div(addcmul_1, unsqueeze_3)
 permute = permute(div, [0, 1, 2, 3])
 _to_copy = _to_copy(permute, dtype=f32, memory_format=torch.contiguous_format)
-permute_1 = permute(_to_copy, [0, 1, 2, 3])
-pin: R = pin(permute_1)
+scaled_dot_product_attention = permute(_to_copy, [0, 1, 2, 3])
+pin: R = pin(scaled_dot_product_attention)
 return pin
 """,
     )

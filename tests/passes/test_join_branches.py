@@ -137,8 +137,8 @@ view_2 = view(of_all_1, [2, 1, 1, 1, 4])
 add = add(mul, view_2)
 permute_1 = permute(add, [1, 0, 2, 3, 4])
 clone = clone(permute_1, memory_format=torch.contiguous_format)
-_unsafe_view = _unsafe_view(clone, [2, 4, 3, 4])
-pin: R = pin(_unsafe_view)
+cat = _unsafe_view(clone, [2, 4, 3, 4])
+pin: R = pin(cat)
 return pin
 """,
     )

@@ -127,6 +127,22 @@ def graft(node: fx.Node, body: fx.Graph, inputs: Sequence[Any], meta: Mapping[st
 
     A body of several outputs has one for every user of the node, and stands in for these users (a getitem each).
     """
+    return _grafted(node, body, inputs, meta)[0]
+
+
+def rewrite(node: fx.Node, body: fx.Graph, inputs: Sequence[Any]) -> list[fx.Node]:
+    """Do as `graft`, and give the results the names of the values that they replace: they are the same values."""
+    made, results = _grafted(node, body, inputs, {})
+    for name, result in results.items():
+        if result in made:
+            result.name = name
+    return made
+
+
+def _grafted(
+    node: fx.Node, body: fx.Graph, inputs: Sequence[Any], meta: Mapping[str, Any]
+) -> tuple[list[fx.Node], dict[str, Any]]:
+    """Graft, and return the inserted nodes, and by the name of each value that was replaced its replacement."""
     seen: dict[fx.Node, Any] = {}
     made: list[fx.Node] = []
     feed = iter(inputs)
@@ -145,13 +161,15 @@ def graft(node: fx.Node, body: fx.Graph, inputs: Sequence[Any], meta: Mapping[st
                 seen[inner] = new
                 made.append(new)
     if isinstance(result, (list, tuple)):
-        for user, part in zip(list(node.users), result, strict=True):
+        replaced = dict(zip(list(node.users), result, strict=True))
+        for user, part in replaced.items():
             replace_uses(user, part)
             erase(user)
     else:
+        replaced = {node: result}
         replace_uses(node, result)
     erase(node)
-    return made
+    return made, {old.name: new for old, new in replaced.items()}
 
 
 def calls(graph: fx.Graph) -> Iterator[fx.Node]:

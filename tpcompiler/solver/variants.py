@@ -60,7 +60,7 @@ def write_variants(
             continue
         parts = [node] if edit.is_tensor(node) else list(node.users)
         users = [(part.meta["val"], list(part.users)) for part in parts]
-        made = edit.graft(node, body, edit.operands(node), {})
+        made = edit.rewrite(node, body, edit.operands(node))
         written[name] = [inner.name for inner in made]
         returned = tree_flatten(body.output_node().args[0])[0]
         changed = [

@@ -18,6 +18,7 @@ from tpcompiler.ir.program import BOTH, CanonicalProgram
 from tpcompiler.runtime.artifact import MODEL
 from tpcompiler.soundness.branches import with_both_branches
 from tpcompiler.soundness.folded import VIEWS, Folded, dtype_name
+from tpcompiler.soundness.origins import check_origins
 from tpcompiler.soundness.pieces import Pieces
 from tpcompiler.soundness.unsound import Unsound
 from tpcompiler.soundness.whole_text import body_text
@@ -31,8 +32,8 @@ def check_model(made: Folded, model: CanonicalProgram) -> int:
 
     Both are numbered value by value: the same op on the same values has the same number. Where the compiler has written
     something else for a piece of the model (a variant, experts dealt out to the ranks), both pieces are run on random
-    values. A cond of which the ranks compute both branches is written out first. No two values may claim one node of
-    the model as their origin.
+    values. A cond of which the ranks compute both branches is written out first. Each value must claim as its origin
+    the name that the model has for it.
 
     Returns the number of pieces that are too large to be run here, or need sizes that were not found.
 
@@ -190,7 +191,7 @@ class _Comparison:
                         raise first or error from None
                     first = error
             drawn += _draws(node)
-        self._check_names()
+        check_origins(self.made, self.ours, self.names, self.named, _shown)
         self._check_effects()
         return self.pieces.believed
 
@@ -233,19 +234,6 @@ class _Comparison:
                 f"is {_shown(ours)}, and {MODEL} has '{theirs.name}' = {_shown(theirs)} there: {difference}",
             )
         self.ours[ours] = self.theirs[theirs]
-
-    def _check_names(self) -> None:
-        """No value claims the origin that another value of the model has, and claims too; other names show nothing."""
-        origins = {node: origin for node in self.ours if (origin := self._origin(node)) is not None}
-        right = {origin for node, origin in origins.items() if origin in self.names.get(self.ours[node], ())}
-        for node, origin in origins.items():
-            names = self.names.get(self.ours[node], set())
-            if origin in right - names:
-                has = f"'{min(names)}'" if names else "no such value"
-                raise Unsound(
-                    self.owner[node],
-                    f"claims to stand for '{origin}' of the model, and {MODEL} has {has} for {_shown(node)}",
-                )
 
     def _check_effects(self) -> None:
         """What the model asserts, draws and chooses the ranks do too."""
