@@ -16,7 +16,7 @@ from tpcompiler.ir.calling import calling_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import Note, ReshardedProgram, mark_of, tied
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.symm_mem import buffers_of
+from tpcompiler.ir.symm_mem import rooms_of
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.partition import Partition
 from tpcompiler.plan import Plan
@@ -68,7 +68,7 @@ def manifest_of(converted: Converted) -> Manifest:
         calling=calling_of(first, guards_of(first)),
         rank_numbers=partition.rank_numbers,
         asked=converted.asked,
-        symm_mem=buffers_of(first.graph),
+        symm_mem={name: room.group for name, room in rooms_of(first).items()},
     )
 
 

@@ -233,6 +233,13 @@ MANIFESTS = [
         spoil=manifest(lambda data: data["symm_mem"].update(x="tp=2:tp")),
     ),
     Row(
+        "a tensor that is also symmetric memory, which has no values",
+        "tpcompiler check out",
+        "the manifest has 'layers.0.up.weight' as a tensor and as symmetric memory",
+        AGAIN,
+        spoil=manifest(lambda data: data["symm_mem"].update({"layers.0.up.weight": "tp=2:tp"})),
+    ),
+    Row(
         "a mesh of very many axes",
         "tpcompiler inspect out",
         "out/manifest.json is damaged: 'mesh' is not in the form of format 2",

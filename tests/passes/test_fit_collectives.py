@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,8 +19,9 @@ import tpcompiler
 from tests.launch import fork_ranks
 from tpcompiler.compared import compared_calls, on_cpu
 from tpcompiler.errors import ArtifactError, InternalError, UnsupportedError
-from tpcompiler.ir.symm_mem import expand_collectives, is_fitted
+from tpcompiler.ir.symm_mem import expand_collectives, is_fitted, rooms_of
 from tpcompiler.passes.fit_collectives import Fit, fit_collectives
+from tpcompiler.runtime.artifact import MANIFEST, sha256
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written
 from tpcompiler.verify_files import verify_artifact
@@ -222,16 +224,86 @@ def test_damage_is_found(damage: str) -> None:
     assert judged(parallel, ranks) == [True, True]
     for rank in ranks:
         spoil([node for node in rank.graph.nodes if is_fitted(node)][at])
-    if damage != "the buffer's rows":
+    if damage not in ("the buffer's rows", "the group"):
         assert judged(parallel, ranks) == [damage == "the weights", False]
         return
     with pytest.raises(ArtifactError, match="stands for no collectives that can be told"):
         judged(parallel, ranks)
 
 
+def _another_group_of_memory(path: Path) -> None:
+    _change(path, lambda data: data.update(symm_mem=dict.fromkeys(data["symm_mem"], "dp=2,tp=2:dp")))
+
+
+def _no_memory(path: Path) -> None:
+    _change(path, lambda data: data.update(symm_mem={}))
+
+
+def _a_number_for_memory(path: Path) -> None:
+    """A constant of the model, which `load` would exchange for memory without values."""
+    _change(path, lambda data: data["symm_mem"].update(c="dp=2,tp=2:tp"))
+
+
+def _more_on_one_rank(path: Path) -> None:
+    """No group of GPUs can map that."""
+    program = torch.export.load(path / "rank_1.pt2")
+    (name,) = json.loads((path / MANIFEST).read_text())["symm_mem"]
+    program.constants[name] = torch.zeros(program.constants[name].numel() * 2)
+    torch.export.save(program, path / "rank_1.pt2")
+    _change(path, lambda data: data["files"].update({"rank_1.pt2": sha256(path / "rank_1.pt2")}))
+
+
+def _change(path: Path, change: Any) -> None:
+    data = json.loads((path / MANIFEST).read_text())
+    change(data)
+    (path / MANIFEST).write_text(json.dumps(data))
+
+
+MEMORY = {
+    "another group": (_another_group_of_memory, "rank 0 reduces over the symmetric memory"),
+    "none": (_no_memory, "rank 0 reduces over the symmetric memory"),
+    "a constant": (_a_number_for_memory, "the manifest has 'c' as a tensor and as symmetric memory"),
+    "more on one rank": (
+        _more_on_one_rank,
+        "rank 1 does not hold the symmetric memory '_symm_mem_1_0' that",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", MEMORY)
+def test_memory_that_is_not_what_reductions_take(damage: str, tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.c = Block(), torch.arange(16.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(x) * self.c  # type: ignore[no-any-return]
+
+    spoil, text = MEMORY[damage]
+    made(exported(Scaled()), {"dp": 2, "tp": 2}).save(tmp_path / "out")
+    assert tpcompiler.check(tmp_path / "out").ok
+    spoil(tmp_path / "out")
+    if damage == "a constant":
+        with pytest.raises(ArtifactError, match=text):
+            tpcompiler.check(tmp_path / "out")
+    else:
+        (finding,) = tpcompiler.check(tmp_path / "out").findings
+        assert text in finding
+
+
+def test_one_memory_for_two_groups() -> None:
+    program = made(exported()).rank_program(0)
+    _, two = (node for node in program.graph.nodes if is_fitted(node))
+    assert len(rooms_of(program)) == 1
+    two.update_arg(3, "tp=2:dp")
+    with pytest.raises(ArtifactError, match=f"'{two.name}' .* stands for no collectives that can be told"):
+        rooms_of(program)
+
+
 def judged(parallel: tpcompiler.ParallelProgram, ranks: list[ExportedProgram]) -> list[bool]:
     """What `check` and `verify` say."""
-    checked = check_programs([written(on_cpu(rank)) for rank in ranks], parallel.manifest(), parallel.original)
+    checked = check_programs([written(rank, on_cpu) for rank in ranks], parallel.manifest(), parallel.original)
     subject, inputs = replace(parallel.subject(), programs=ranks), parallel.original.example_inputs
     try:
         verified = compared_calls({"": subject}, [("", inputs[0], {})]).ok  # type: ignore[index]

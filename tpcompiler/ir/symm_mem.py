@@ -6,10 +6,11 @@ or shown (`passes/fit_collectives.py` is the way there).
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -43,17 +44,53 @@ def refuse_symm_mem(device_type: str) -> None:
         )
 
 
-def buffers_of(graph: fx.Graph) -> dict[str, str]:
-    """The constants that are symmetric memory, and the group of each."""
-    found = {}
-    for node in edit.calls(graph):
+class Room(NamedTuple):
+    """A constant that is symmetric memory: the group whose GPUs map it, and what of it a program takes."""
+
+    group: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def rooms_of(program: ExportedProgram) -> dict[str, Room]:
+    """Return the constants that are symmetric memory, by name.
+
+    Raises:
+        ArtifactError: one that reductions of two groups take; as `expand_graph`.
+    """
+    found: dict[str, Room] = {}
+    names = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs}
+    for node in edit.calls(program.graph):
         if node.target is ONE_SHOT:
-            found[str(_buffer(node).target).removeprefix("c_")] = str(node.args[-1])
+            with _explaining(node):
+                buffer = _buffer(node)
+                name, value, group = names[buffer.name], buffer.meta["val"], str(node.args[-1])
+                room = found.setdefault(name, Room(group, tuple(value.shape), value.dtype))
+                if room.group != group:
+                    raise ValueError(f"memory of {room.group} and {group}")
     return found
 
 
 def _buffer(one_shot: fx.Node) -> fx.Node:
-    return one_shot.args[0].args[0].args[0]  # type: ignore[union-attr, return-value]
+    """Return the placeholder of which a reduction takes the first elements."""
+    room: Any = one_shot.args[0]
+    part, value = room.args[0], edit.outputs(one_shot)[0]
+    buffer: fx.Node = part.args[0]
+    held = edit.outputs(buffer)[0]
+    is_first = part.args[1:] == (0, 0, value.numel()) and room.args[1:] == (list(value.shape),)
+    if not is_first or buffer.op != "placeholder" or held.dtype != value.dtype or held.numel() < value.numel():
+        raise ValueError("not the buffer's first elements")
+    return buffer
+
+
+@contextlib.contextmanager
+def _explaining(node: fx.Node) -> Iterator[None]:
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration) as error:
+        raise ArtifactError(
+            f"'{node.name}' ({node.target}) stands for no collectives that can be told", help="convert again"
+        ) from error
 
 
 def fitted_text(graph: fx.Graph) -> str:
@@ -109,14 +146,10 @@ def expand_graph(graph: fx.Graph) -> list[fx.Node]:
     rooms: dict[fx.Node, None] = {}
     for node in edit.calls(graph):
         if is_fitted(node):
-            try:
+            with _explaining(node):
                 if node.target is ONE_SHOT:
                     rooms[_buffer(node)] = None
                 EXPANSIONS[node.target](_Written(node))
-            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration) as error:
-                raise ArtifactError(
-                    f"'{node.name}' ({node.target}) stands for no collectives that can be told", help="convert again"
-                ) from error
     return [node for node in rooms if not node.users]
 
 
@@ -150,8 +183,6 @@ class _Written:
 def _expand_one_shot(written: _Written) -> None:
     room, value, op, group = written.args
     part = room.args[0]
-    if room.meta["val"].shape != value.meta["val"].shape or part.args[1:3] != (0, 0):
-        raise ValueError("not the buffer's first elements")
     made = written.call(WAIT, written.call(ALL_REDUCE, value, op, group))
     written.replace({written.node: made}, [room, part])
 

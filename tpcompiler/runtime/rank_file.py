@@ -99,10 +99,15 @@ def load_rank(file: Opened, manifest: Manifest) -> ExportedProgram:
         raise ArtifactError(
             f"{file.path} names the device {other[0]!r}, and the manifest says {manifest.device_type!r}", help=AGAIN
         )
+    tensors = {*manifest.rank_numbers, *(row["name"] for row in manifest.tensors)}
+    if both := sorted(tensors.intersection(manifest.symm_mem)):  # it would be exchanged for memory without values
+        raise ArtifactError(f"the manifest has {both[0]!r} as a tensor and as symmetric memory", help=AGAIN)
     if lacking := sorted(manifest.symm_mem.keys() - program.constants.keys()):
         raise ArtifactError(
             f"{file.path} has no symmetric memory {lacking[0]!r}, and the manifest names it", help=AGAIN
         )
+    if strange := sorted({*manifest.symm_mem.values()} - manifest.groups.keys()):
+        raise ArtifactError(f"the manifest has symmetric memory of {strange[0]!r}, which is no group", help=AGAIN)
     return program
 
 

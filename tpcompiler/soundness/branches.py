@@ -45,9 +45,13 @@ def _write_out(cond: fx.Node, at_door: Ranges) -> list[fx.Node]:
             raise Unsound(None, f"the ranks compute both branches of '{cond.name}', and one of them {why}")
         value: Any = predicate.meta.get("val")  # type: ignore[union-attr]
         if isinstance(value, torch.Tensor) and value.dtype != torch.bool:
-            predicate = graph.call_function(aten.ne.Scalar, (predicate, 0))
+            predicate = graph.create_node(
+                "call_function", aten.ne.Scalar, (predicate, 0), name=f"{cond.name}_predicate"
+            )
         if isinstance(value, torch.Tensor) and value.ndim:
-            predicate = graph.call_function(aten.view.default, (predicate, []))
+            predicate = graph.create_node(
+                "call_function", aten.view.default, (predicate, []), name=f"{cond.name}_predicate"
+            )
         for part in list(cond.users):
             index: Any = part.args[1]
             ends = tuple(result[index] for result in results)

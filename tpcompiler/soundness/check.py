@@ -41,6 +41,7 @@ from tpcompiler.soundness.moves import check_changes
 from tpcompiler.soundness.numbers import check_numbers, row_of
 from tpcompiler.soundness.ops import check_ops
 from tpcompiler.soundness.regions import Done, check_region
+from tpcompiler.soundness.symmetric import check_symmetric
 from tpcompiler.soundness.unsound import Unsound
 from tpcompiler.soundness.whole_text import cuts_of, whole_text
 from tpcompiler.soundness.written import Written, read_ranks
@@ -170,6 +171,8 @@ def check_programs(
     with _noting(findings, None):
         if not lacks_weights(manifest):
             check_numbers(ranks, manifest)
+    with _noting(findings, None):
+        check_symmetric(ranks, manifest)
     with _noting(findings, None):
         check_state(ranks, manifest, mesh, models, beside or {})
         counts["tensors without values" if lacks_weights(manifest) else "tensors"] = len(manifest.tensors)

@@ -191,7 +191,7 @@ class _Comparison:
                         raise first or error from None
                     first = error
             drawn += _draws(node)
-        check_origins(self.made, self.ours, self.names, self.named, _shown)
+        check_origins(self.made, self.ours, self.names, _shown)
         self._check_effects()
         return self.pieces.believed
 

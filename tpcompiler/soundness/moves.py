@@ -12,10 +12,10 @@ from torch import fx
 from tpcompiler._torch import OpOverload, aten, c10d_functional
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.ordered import is_lossy
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import is_fixed_part, statically_equal
 from tpcompiler.soundness.folded import Folded, dtype_name
+from tpcompiler.soundness.ordered import loses_nan
 from tpcompiler.soundness.region import Region
 from tpcompiler.soundness.unsound import Unsound
 
@@ -101,7 +101,7 @@ def _check_extrema(region: Region, dtype: torch.dtype) -> None:
             raise Unsound(each.result, f"encodes {dtype_name(other)} in a change of {dtype_name(dtype)}")
     for node in region.nodes:
         if node.target in REDUCTIONS and (op := str(node.args[1])):
-            if is_lossy(op, edit.outputs(edit.operands(node)[0])[0].dtype):
+            if loses_nan(op, edit.outputs(edit.operands(node)[0])[0].dtype):
                 raise Unsound(node, f"reduces floats by {op}, in which a backend may lose a rank's NaN")
             if encoded - {op}:
                 raise Unsound(node, f"reduces by {op} what is encoded for {' and '.join(sorted(encoded))}")

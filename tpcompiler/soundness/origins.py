@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any
 
 from torch import fx
 
@@ -17,63 +17,75 @@ from tpcompiler.soundness.unsound import Unsound
 
 
 def check_origins(
-    made: Folded,
-    ours: Mapping[fx.Node, int],
-    names: Mapping[int, Set[str]],
-    named: Mapping[str, fx.Node],
-    shown: Callable[[fx.Node], str],
+    made: Folded, ours: Mapping[fx.Node, int], names: Mapping[int, Set[str]], shown: Callable[[fx.Node], str]
 ) -> None:
     """Compare the origin of every claim with the names that the model has for the value.
 
-    A value that the model lacks, inside a piece that the compiler has written in another way, has a name of its own:
-    one that is not in the model. Such a value may happen to be another one of the model's too, and then that one is
-    claimed as well. In a region all claims name the value that it changes, or the op that it does a share of.
+    They are equal but for the numbers behind them: read from a file, a program that torch traces as a whole may be
+    numbered in another way (`mul`, `mul_1` for `mul_7`, `mul_85`), but in the same order. Inside of a piece that the
+    compiler has written in another way, a value that the model lacks has a name that no other value has. Such a value
+    may happen to be one of the model's too, and then that one is claimed as well. In a region all claims name the value
+    that it changes, or the op that it does a share of.
 
     Args:
         ours: the number of each value of the folded program.
         names: by number, the names of the model's values.
-        named: the model's values by name.
 
     Raises:
         Unsound: a claim without an origin, or with one that is not true.
     """
-    right: dict[int, set[str]] = {}
-    foreign: list[tuple[fx.Node, str]] = []
     owners: dict[str, int] = {}
+    right: dict[int, set[str]] = {}
+    numbered: dict[str, dict[tuple[int, int], fx.Node]] = {}
+    foreign: list[fx.Node] = []
+    for node, whole in made.whole.items():
+        if node.op == "placeholder":
+            right.setdefault(ours[whole], set()).add(node.name)
     for node, origin in _claims(made):
-        whole = made.whole[node]
-        have = names.get(ours[whole], set())
-        if origin in have:
-            if node not in made.changed:
-                right.setdefault(ours[whole], set()).add(origin)
-        elif origin in named or owners.setdefault(origin, ours[whole]) != ours[whole]:
-            raise _untrue(node, origin, have, shown(whole))
-        elif have:
-            foreign.append((node, origin))
-    for node, origin in foreign:
-        have = names[ours[made.whole[node]]]
-        if have - right.get(ours[made.whole[node]], set()):
+        number = ours[made.whole[node]]
+        have = names.get(number, set())
+        stem, claimed = _parts(origin)
+        same = {at for other, at in map(_parts, have) if other == stem}
+        if owners.setdefault(origin, number) != number:
             raise _untrue(node, origin, have, shown(made.whole[node]))
+        if same:
+            numbered.setdefault(stem, {})[claimed if claimed in same else min(same), claimed] = node
+            right.setdefault(number, set()).update({origin} if node not in made.changed else ())
+        elif have:
+            foreign.append(node)
+    for found in numbered.values():
+        for (before, one), (after, other) in itertools.pairwise(sorted(found)):
+            if before < after and one > other:
+                node = found[after, other]
+                raise _untrue(node, read_claim(node)["origin"], names[ours[made.whole[node]]], shown(made.whole[node]))
+    for node in foreign:
+        number = ours[made.whole[node]]
+        if len(right.get(number, ())) < len(names[number]):
+            raise _untrue(node, read_claim(node)["origin"], names[number], shown(made.whole[node]))
     for region in made.regions.values():
-        _check_region(made, region, ours, names, named)
+        _check_region(made, region, ours, names)
+
+
+def _parts(name: str) -> tuple[str, int]:
+    """The name of an op and the number behind it, of `mul_85`."""
+    stem, _, number = name.rpartition("_")
+    return (stem, int(number)) if stem and number.isdecimal() else (name, 0)
 
 
 def _claims(made: Folded) -> Iterator[tuple[fx.Node, str]]:
-    """Every node that stands for a value, and its origin; a getitem outside of regions has none in a file."""
+    """Every node that stands for tensors, and its origin; a getitem outside of regions has none in a file."""
     ends = {node for region in made.regions.values() for node in region.outputs}
     for node in made.whole:
         if node.op != "call_function" or (node.target is operator.getitem and node not in ends):
             continue
-        claim = read_claim(node)
-        if "origin" in claim:
+        if edit.outputs(node):
+            claim = read_claim(node)
+            if "origin" not in claim:
+                raise Unsound(node, "claims no origin")
             yield node, claim["origin"]
-        elif edit.outputs(node):
-            raise Unsound(node, "claims no origin")
 
 
-def _check_region(
-    made: Folded, region: Region, ours: Mapping[fx.Node, int], names: Mapping[int, Set[str]], named: Mapping[str, Any]
-) -> None:
+def _check_region(made: Folded, region: Region, ours: Mapping[fx.Node, int], names: Mapping[int, Set[str]]) -> None:
     """Inside, all nodes have the region's origin; what is changed has one already."""
     last = region.nodes[-1]
     if region.call is None:
@@ -85,7 +97,7 @@ def _check_region(
     else:
         wanted = read_claim(last)["body"]
         have = names.get(ours[region.call], set())
-        if wanted not in have if have else wanted in named:
+        if have and _parts(wanted)[0] not in {_parts(name)[0] for name in have}:
             raise _untrue(last, wanted, have, str(region.call.target))
     for node in region.nodes:
         if node not in made.whole and (origin := read_claim(node).get("origin")) != wanted:

@@ -9,8 +9,8 @@ from torch import fx
 
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
-from tpcompiler.ir.ordered import Ordered, find_ordered
 from tpcompiler.soundness.numbers import Numbers
+from tpcompiler.soundness.ordered import Ordered, find_ordered
 
 
 @dataclass(frozen=True)

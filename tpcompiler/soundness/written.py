@@ -9,13 +9,14 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import guards_of, read_archive_state, tree_flatten
+from tpcompiler.ir.symm_mem import Room, rooms_of
 from tpcompiler.progress import counted
 from tpcompiler.runtime.archive import TENSORS
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
@@ -23,28 +24,31 @@ from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.rank_file import load_rank, open_rank, read_state
 
 GRAPH = "models/model.json"
+Prepare = Callable[[ExportedProgram], ExportedProgram]
 
 
 @dataclass(frozen=True)
 class Written:
     """One rank's program beside the tensors that it holds; ranks with one graph may have one program.
 
-    `guards`: what the file asserts of inputs, which what is made of the program loses.
+    `guards`: what the file asserts of inputs; `rooms`: its symmetric memory. What is made of the program loses both.
     """
 
     program: ExportedProgram
     state: Mapping[str, Any]
     guards: Sequence[str]
+    rooms: Mapping[str, Room] = field(default_factory=dict)
 
 
-def written(program: ExportedProgram) -> Written:
-    return Written(program, {**program.constants, **program.state_dict}, guards_of(program))
+def written(program: ExportedProgram, prepare: Prepare = lambda program: program) -> Written:
+    held = {**program.constants, **program.state_dict}
+    return Written(prepare(program), held, guards_of(program), rooms_of(program))
 
 
 def read_ranks(
     directory: str | os.PathLike[str],
     manifest: Manifest,
-    prepare: Callable[[ExportedProgram], ExportedProgram] = lambda program: program,
+    prepare: Prepare = lambda program: program,
     *,
     trust: bool = False,
 ) -> list[Written]:
@@ -57,9 +61,8 @@ def read_ranks(
     """
     if manifest.programs:
         return _read_shared(directory, manifest, prepare, trust)
-    known: dict[str, ExportedProgram] = {}
+    known: dict[str, Written] = {}
     rests: list[Any] = []
-    guards: dict[str, Sequence[str]] = {}
     found: list[Written] = []
     for rank in counted(range(manifest.world_size), "reading programs", "ranks"):
         with open_rank(directory, manifest, rank, trust=trust) as file:
@@ -69,28 +72,27 @@ def read_ranks(
                 graph = None  # only torch can say whether it reads that
             name = hashlib.sha256(graph).hexdigest() if graph is not None else str(file.path)
             if name in known:
-                found.append(Written(known[name], read_archive_state(file.path, file), guards[name]))
+                found.append(replace(known[name], state=read_archive_state(file.path, file)))
                 continue
-            whole = load_rank(file, manifest)
-        known[name], guards[name] = prepare(whole), guards_of(whole)
-        found.append(Written(known[name], {**whole.constants, **whole.state_dict}, guards[name]))
+            known[name] = written(load_rank(file, manifest), prepare)
+        found.append(known[name])
     return found
 
 
 def _read_shared(
     directory: str | os.PathLike[str],
     manifest: Manifest,
-    prepare: Callable[[ExportedProgram], ExportedProgram],
+    prepare: Prepare,
     trust: bool,
 ) -> list[Written]:
     found: dict[int, Written] = {}
     for ranks in counted(list(manifest.programs.values()), "reading programs", "programs"):
         with open_rank(directory, manifest, ranks[0], trust=trust) as file:
             whole = load_rank(file, manifest)
-        program, guards = prepare(whole), guards_of(whole)
+        made = written(whole, prepare)
         for rank in ranks:
             state = {} if lacks_weights(manifest) else read_state(directory, manifest, rank, whole)
-            found[rank] = Written(program, {**whole.constants, **whole.state_dict, **state}, guards)
+            found[rank] = replace(made, state={**made.state, **state})
     return [found[rank] for rank in range(manifest.world_size)]
 
 

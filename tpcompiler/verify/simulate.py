@@ -21,7 +21,6 @@ from tpcompiler.errors import InternalError
 from tpcompiler.frontend.written_back import find_written
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import groups_named
-from tpcompiler.ir.ordered import is_lossy
 from tpcompiler.ir.shares import REDUCE
 from tpcompiler.progress import telling
 from tpcompiler.verify.promote import Promoted
@@ -316,7 +315,7 @@ def _reduced(op: str, values: torch.Tensor) -> torch.Tensor:
     it may be NaN or any of the others, even the smallest (measured with torch 2.13: of 0, NaN, 2 and 3 it is 0).
     """
     made = REDUCE[op](values)
-    if not is_lossy(op, values.dtype):
+    if op not in ("max", "min") or not values.dtype.is_floating_point:
         return made
     lost = values.isnan()
     worst = REDUCE["min" if op == "max" else "max"](values.masked_fill(lost, math.inf if op == "max" else -math.inf))
