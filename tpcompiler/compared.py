@@ -16,8 +16,9 @@ from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.passes.move_device import move_device
 from tpcompiler.runtime.place import place_state
-from tpcompiler.verify.compare import Subject, VerifyReport, compare_calls
+from tpcompiler.verify.compare import VerifyReport, compare_calls
 from tpcompiler.verify.judge import Layout
+from tpcompiler.verify.subject import Subject
 
 
 def on_cpu(program: ExportedProgram) -> ExportedProgram:

@@ -27,8 +27,9 @@ from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import Manifest, write_artifact
 from tpcompiler.soundness.check import check_artifact
 from tpcompiler.tables import Part, Report, Shown
-from tpcompiler.verify.compare import Call, Subject, VerifyReport, read_call
+from tpcompiler.verify.compare import Call, VerifyReport, read_call
 from tpcompiler.verify.judge import Layout
+from tpcompiler.verify.subject import Subject
 from tpcompiler.writing import Files, writer_of
 
 

@@ -31,8 +31,9 @@ from tpcompiler.runtime.weights import laid_out
 from tpcompiler.soundness.boundary import compare_calling
 from tpcompiler.soundness.check import read_proved_model
 from tpcompiler.soundness.unsound import Unsound
-from tpcompiler.verify.compare import Call, Run, Subject, VerifyReport, compare_calls, read_call, shares_of
+from tpcompiler.verify.compare import Call, VerifyReport, compare_calls, read_call
 from tpcompiler.verify.processes import LONGEST, answers_of_ranks
+from tpcompiler.verify.subject import Run, Subject, shares_of
 
 OWN = "the weights are the ranks' own: whether they are the model's, --checkpoint or --against would show"
 

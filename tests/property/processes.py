@@ -11,8 +11,9 @@ import torch
 
 import tpcompiler
 from tests.launch import run_ranks
-from tpcompiler.verify.compare import compare_calls, shares_of
+from tpcompiler.verify.compare import compare_calls
 from tpcompiler.verify.simulate import RankResult
+from tpcompiler.verify.subject import shares_of
 
 SECONDS = 120  # that the ranks may take, start included
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.export.graph_signature import InputKind
 
 from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.frontend.refused import refuse_hollow
-from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.printed import one_line
 from tpcompiler.runtime.inputs import check_values, flatten_inputs
@@ -34,10 +33,10 @@ from tpcompiler.verify.judge import (
 from tpcompiler.verify.promote import Promoted, promoted
 from tpcompiler.verify.reference import WIDE, is_narrow, reference_of
 from tpcompiler.verify.simulate import RankResult, simulate
+from tpcompiler.verify.subject import Subject, deal
 
 # What a further call is given: args, or (args, kwargs).
 Call = Sequence[Any] | tuple[Sequence[Any], Mapping[str, Any]]
-Run = Callable[[Sequence[Sequence[Any]]], Sequence[RankResult]]  # of all ranks, on the flat inputs of each
 FAILURES = (RuntimeError, LookupError, ValueError, ArithmeticError)  # of ops, on what they do not take
 
 
@@ -113,24 +112,6 @@ def read_call(call: Call) -> tuple[Sequence[Any], Mapping[str, Any]]:
     return call, {}
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A single-device program, its ranks' programs, and what `compare` wants to know of them.
-
-    `indices`: rows of the manifest's inputs, for the values that `load` compares before it runs a rank.
-    `run` runs these as they are in one call after another, in the place of `simulate`; it keeps what they write.
-    """
-
-    reference: ExportedProgram
-    programs: Sequence[ExportedProgram]
-    layout: Layout
-    input_names: Sequence[str]
-    output_names: Sequence[str]
-    intermediate: ExportedProgram | None = None
-    run: Run | None = None
-    indices: Sequence[Mapping[str, Any]] = ()
-
-
 def compare_calls(
     subjects: Mapping[str, Subject], calls: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]]
 ) -> VerifyReport:
@@ -151,7 +132,7 @@ def compare_calls(
     first = None
     for number, (name, given, named) in enumerate(calls):
         flat = flatten_inputs(trials[name][0].reference, given, named)
-        shares = _shares(flat, subjects[name])
+        shares = deal(flat, subjects[name])
         for trial in trials[name]:
             try:
                 found = trial.call(flat, shares)
@@ -388,57 +369,5 @@ def _claimed(graph: fx.Graph) -> dict[fx.Node, Any]:
     return found
 
 
-def shares_of(subject: Subject, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
-    """Every rank's part of the inputs, flat, on the rank's device.
-
-    Raises:
-        InputsError: arguments that the program does not take, or a size that the ranks do not divide.
-    """
-    return _shares(flatten_inputs(subject.reference, args, kwargs), subject)
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _shares(flat: Sequence[Any], subject: Subject) -> list[list[Any]]:
-    """Every rank's part of the inputs, on the rank's device.
-
-    Raises:
-        InputsError: a size of a dynamic dim that is cut and that the ranks do not divide.
-    """
-    programs, layout, names = subject.programs, subject.layout, subject.input_names
-    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-    cut: list[list[torch.Tensor]] = [[] for _ in programs]
-    takes = [_tensor_inputs(program) for program in programs]
-    for position, (name, value) in enumerate(zip(names, tensors, strict=True)):
-        parts = [layout.cut(name, value, rank).to(take[position].device.type) for rank, take in enumerate(takes)]
-        for dim, size in enumerate(takes[0][position].shape):
-            held = [part.shape[dim] for part in parts]
-            if not isinstance(size, int) and len(set(held)) > 1:
-                degree = _degree(layout, name, value, dim, len(programs))
-                raise InputsError(
-                    f"input '{name}' has {value.shape[dim]} on dim {dim}, which is cut by {degree} ranks",
-                    help=f"give a multiple of {degree}",
-                )
-        for own, part in zip(cut, parts, strict=True):
-            own.append(part)
-    feeds = [iter(own) for own in cut]
-    return [[next(feed) if isinstance(value, torch.Tensor) else value for value in flat] for feed in feeds]
-
-
-def _degree(layout: Layout, name: str, value: torch.Tensor, dim: int, ranks: int) -> int:
-    """By how many ranks a dim is cut: of as many elements as there are ranks, each has as many."""
-    shape = [ranks if at == dim else size for at, size in enumerate(value.shape)]
-    return ranks // layout.cut(name, torch.empty(shape, device="meta"), 0).shape[dim]
-
-
-def _tensor_inputs(program: ExportedProgram) -> list[torch.Tensor]:
-    """The fake values of the user's tensors, in order."""
-    placeholders = (node for node in program.graph.nodes if node.op == "placeholder")
-    specs = program.graph_signature.input_specs
-    return [
-        node.meta["val"]
-        for node, spec in zip(placeholders, specs, strict=True)
-        if spec.kind is InputKind.USER_INPUT and edit.is_tensor(node)
-    ]
