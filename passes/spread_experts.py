@@ -141,7 +141,7 @@ class _Region:
         body.eliminate_dead_code()
         numbers = tree_flatten([(inner.args, inner.kwargs) for inner in body.nodes])[0]
         if not any(isinstance(number, torch.SymInt) for number in numbers):
-            edit.rewrite(last, body, self.inputs)
+            edit.graft(last, body, self.inputs, {})
 
     def run(self, *values: torch.Tensor) -> torch.Tensor:
         given = dict(zip(self.inputs, values, strict=True))

@@ -123,8 +123,8 @@ remainder_1 = remainder(sub_2, sum_1)
 unsqueeze = unsqueeze(remainder_1, -1)
 expand = expand(unsqueeze, [-1, -1, 16])
 gather = gather(grouped_mm_by_block_1, 1, expand)
-_grouped_mm_1 = sum(gather, [0])
-pin: R = pin(_grouped_mm_1)
+sum_2 = sum(gather, [0])
+pin: R = pin(sum_2)
 return pin
 """,
     )

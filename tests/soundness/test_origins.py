@@ -128,6 +128,21 @@ def test_no_name() -> None:
         assert of.check(made, with_original=False).findings
 
 
+def test_a_number_of_the_rank() -> None:
+    of = subject("rows")
+
+    def damage(made: Artifact) -> None:
+        for program in made.ranks:
+            for node in program.graph.nodes:
+                if claim(node).get("origin") == "rank_numbers":
+                    claim(node)["origin"] = "linear"
+
+    made = of.sound.copied()
+    damage(made)
+    first, *_ = of.check(made, with_original=False).findings  # of every rank
+    assert "reads the rank's numbers, and claims to stand for 'linear'" in first
+
+
 def test_a_change_of_a_value_that_the_model_lacks() -> None:
     """The change names the value as the op that makes it does."""
     of = subject("in turns")

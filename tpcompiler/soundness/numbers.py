@@ -10,6 +10,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import aten
+from tpcompiler.ir.claims import read_claim
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.soundness.unsound import Unsound
 from tpcompiler.soundness.written import Written
@@ -27,7 +28,7 @@ def find_numbers(program: ExportedProgram, manifest: Manifest) -> Numbers:
     """Find the tensor with the rank's row of numbers, and what looks one of them up.
 
     Raises:
-        Unsound: the row is used for something else.
+        Unsound: the row is used for something else, or is claimed to be something else.
     """
     placeholders = (node for node in program.graph.nodes if node.op == "placeholder")
     inputs = zip(placeholders, program.graph_signature.input_specs, strict=True)
@@ -42,6 +43,9 @@ def find_numbers(program: ExportedProgram, manifest: Manifest) -> Numbers:
             if type(index) is not int or user.args[:2] != (node, 0) or index < 0:
                 raise Unsound(user, "takes the numbers of the rank for a tensor of the program")
             read[user] = index
+    for node in (*own, *read):
+        if read_claim(node).get("origin") not in manifest.rank_numbers:
+            raise Unsound(node, f"reads the rank's numbers, and claims to stand for {read_claim(node).get('origin')!r}")
     return Numbers(read, frozenset([*rows, *own, *read]))
 
 
