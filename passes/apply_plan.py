@@ -12,7 +12,7 @@ from torch import fx
 from torch.distributed.tensor import Placement
 from torch.export.graph_signature import OutputKind
 
-from tpcompiler.errors import PlanError, ShardingError
+from tpcompiler.errors import PlanError, ShardingError, option
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
@@ -240,7 +240,7 @@ def _input_shardings(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> 
     nodes = {node.name: node for node in program.user_inputs()}
     specs = _boundary(given, list(nodes), "input")
     return {
-        name: _sharding(specs[name], mesh, node.meta["val"], f"input '{name}'", "inputs=")
+        name: _sharding(specs[name], mesh, node.meta["val"], f"input '{name}'", option("--input", "inputs="))
         if name in specs
         else Sharding.replicated(node.meta["val"].ndim)
         for name, node in nodes.items()
@@ -260,7 +260,8 @@ def _pin_outputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> None
         asked_by = "outputs=" if name in wanted else "outputs are R unless outputs= says otherwise"
         sharding = Sharding.replicated(value.meta["val"].ndim)
         if name in wanted:
-            sharding = _sharding(wanted[name], mesh, value.meta["val"], f"output '{name}'", asked_by)
+            said = option("--output", "outputs=")
+            sharding = _sharding(wanted[name], mesh, value.meta["val"], f"output '{name}'", said)
         values[position] = _pin(value, Seed(sharding, asked_by), output, owner=value)
     output.args = (tuple(values),)
 

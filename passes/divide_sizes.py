@@ -19,7 +19,7 @@ from tpcompiler._torch import (
     symbols_of,
     tree_map,
 )
-from tpcompiler.errors import UnsupportedError
+from tpcompiler.errors import UnsupportedError, option
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies
 from tpcompiler.ir.local import fake_mode_of
@@ -107,7 +107,8 @@ def _placed(program: PlannedProgram) -> Iterator[tuple[str, torch.Tensor, Shardi
     """What, value, sharding and who asked, of every value whose sharding was asked for."""
     for node in program.graph.nodes:
         if node.name in program.input_shardings:
-            yield f"input '{node.name}'", node.meta["val"], program.input_shardings[node.name], "inputs="
+            asked_by = option("--input", "inputs=")
+            yield f"input '{node.name}'", node.meta["val"], program.input_shardings[node.name], asked_by
         elif PIN in node.meta:
             (operand,) = edit.operands(node)
             yield f"'{operand.name}'", node.meta["val"], node.meta[PIN].sharding, node.meta[PIN].asked_by

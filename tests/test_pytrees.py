@@ -260,14 +260,19 @@ DTYPE = "give a tensor of that dtype and shape"
 @pytest.mark.parametrize(
     ("args", "kwargs", "expected"),
     [
-        ((X,), {}, "the program takes keyword arguments ['c'], got []\n  help: pass exactly these"),
+        (
+            (X,),
+            {},
+            "the program was called with other arguments: keyword argument 'c' is missing\n"
+            "  help: it takes the keyword arguments c",
+        ),
         (
             (X, 3, W),
             {"c": Y},
             "the arguments have another structure than the program takes: Node type mismatch; expected <class 'dict'>, "
             "but got <class 'torch.Tensor'>.\n  help: pass what it was exported with",
         ),
-        ((X, 3), {"c": Y}, "the program takes 4 flat arguments, got 3\n  help: pass what it was exported with"),
+        ((X, 3), {"c": Y}, "the program takes 4 inputs, got 3\n  help: pass what it was exported with: x, n, d_p, c"),
         (
             (X, 3, {"p": 1}),
             {"c": [Y]},

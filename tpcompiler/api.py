@@ -17,7 +17,7 @@ import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.compared import on_cpu
 from tpcompiler.cost.machine import DEFAULT, Machine
-from tpcompiler.errors import MeshError, PlanError, ProgramError
+from tpcompiler.errors import MeshError, PlanError, ProgramError, option
 from tpcompiler.explain.budget import Budget
 from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir.collector import collector_rests
@@ -27,14 +27,13 @@ from tpcompiler.ir.symm_mem import Collectives
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.pipeline import Conversion, finished_together, plan_found, share_conversions
-from tpcompiler.plan import Plan
+from tpcompiler.plan import SEARCHES, Plan
 from tpcompiler.program_set import ProgramSet
 from tpcompiler.runtime.artifact import programs_in, read_manifest
 from tpcompiler.runtime.place import place_state
 from tpcompiler.solver.place import Aim
 from tpcompiler.soundness.check import CheckReport, check_artifact
 
-AUTO = ("auto", "auto:free")  # plans that the search finds
 SEVERAL = (Mapping, list, tuple)  # programs
 Given = Mapping[str, Any] | Sequence[Any] | None
 Programs = Mapping[str, ExportedProgram] | Sequence[tuple[str, ExportedProgram]]
@@ -164,7 +163,7 @@ def conversions_of(
     """What `parallelize` is given, by program; the name of one program alone is empty."""
     mesh = Mesh.of(mesh)
     if not isinstance(exported_program, SEVERAL):
-        boundary = _specs(inputs, "inputs="), _specs(outputs, "outputs=")
+        boundary = _specs(inputs, "input"), _specs(outputs, "output")
         one: Any = exported_program  # what is no program is refused by the first pass
         return {"": Conversion.of(one, mesh, plan, boundary, device_type, dump, collectives, check_indices)}
     conversions = {
@@ -172,7 +171,7 @@ def conversions_of(
             program,
             mesh,
             plan,
-            (_specs(_of(inputs, name), "inputs="), _specs(_of(outputs, name), "outputs=")),
+            (_specs(_of(inputs, name), "input"), _specs(_of(outputs, name), "output")),
             device_type,
             dump and Path(dump) / name,
             collectives,
@@ -185,7 +184,7 @@ def conversions_of(
 
 def read_plan(plan: Plan | Mapping[str, object] | str | os.PathLike[str]) -> Plan:
     """A plan as `parallelize` takes it: also "auto", which leaves all to the search."""
-    return Plan().with_search() if plan in AUTO else Plan.of(plan)
+    return Plan().with_search() if plan in SEARCHES else Plan.of(plan)
 
 
 def _aim(plan: object, machine: str | os.PathLike[str], memory: int | None) -> Aim:
@@ -315,29 +314,29 @@ def check_budget(
         budget.check(manifest, name or "the program")
 
 
-def _specs(given: Given, asked_by: str) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:
+def _specs(given: Given, what: str) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:
     if given is None:
         return None
     if isinstance(given, Mapping):
-        return {name: _spec(spec, asked_by) for name, spec in given.items() if spec is not None}
+        return {name: _spec(spec, what) for name, spec in given.items() if spec is not None}
     if isinstance(given, str | Placement) or not isinstance(given, Sequence):
         raise PlanError(
-            f"{asked_by}{given!r} is neither a mapping nor a list",
+            f"{what}s={given!r} is neither a mapping nor a list",
             help='write {name: placement} or [placement, ...], such as ["S(0)"]',
         )
-    return [None if spec is None else _spec(spec, asked_by) for spec in given]
+    return [None if spec is None else _spec(spec, what) for spec in given]
 
 
-def _spec(spec: Any, asked_by: str) -> PlacementSpec:
+def _spec(spec: Any, what: str) -> PlacementSpec:
     if isinstance(spec, Mapping):
-        return {axis: _placement(placement, asked_by) for axis, placement in spec.items()}
-    return _placement(spec, asked_by)
+        return {axis: _placement(placement, what) for axis, placement in spec.items()}
+    return _placement(spec, what)
 
 
-def _placement(placement: Any, asked_by: str) -> Placement:
+def _placement(placement: Any, what: str) -> Placement:
     if isinstance(placement, Placement):
         return placement
     try:
         return parse_placement(placement if isinstance(placement, str) else repr(placement))
     except PlanError as error:
-        raise PlanError(error.message, help=error.help, asked_by=asked_by) from None
+        raise PlanError(error.message, help=error.help, asked_by=option(f"--{what}", f"{what}s=")) from None

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 from tpcompiler.printed import one_line
 
 LONGEST = 2_000  # characters of a part of an error: a name may be as long as a file
+
+_on_command_line: ContextVar[bool] = ContextVar("on_command_line", default=False)
+
+
+@contextmanager
+def naming_options() -> Iterator[None]:
+    """Let the errors that are made in the block name options of the command line, not arguments of Python functions."""
+    token = _on_command_line.set(True)
+    try:
+        yield
+    finally:
+        _on_command_line.reset(token)
+
+
+def option(name: str, argument: str) -> str:
+    """Return how to give something: by an option on the command line, by an argument in Python."""
+    return name if _on_command_line.get() else argument
 
 
 def _said(text: str) -> str:
@@ -16,7 +37,12 @@ class TpCompilerError(Exception):
     """Base of every error that this package raises on purpose.
 
     Printed as the message, then a `help:` line with the one thing to do, then the facts that locate it.
+
+    Attributes:
+        follows: whether another rank has failed before, and this rank because of it.
     """
+
+    follows = False
 
     def __init__(self, message: str, *, help: str = "", **facts: str) -> None:
         self.message = _said(message)

@@ -25,6 +25,7 @@ from tpcompiler._torch import FakeTensorMode, quiet_torch, tree_map
 from tpcompiler.dynamic_sizes import Sizes
 from tpcompiler.errors import ArtifactError, ProgramError
 from tpcompiler.example_inputs import Example, build_example, configs_of
+from tpcompiler.runtime.hub import download_help
 from tpcompiler.runtime.model_file import import_modules
 from tpcompiler.runtime.opened import read_text
 from tpcompiler.runtime.target import reason
@@ -245,6 +246,8 @@ def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
     """The model of a config.json, and its class's name."""
     file = path / "config.json" if path.is_dir() else path
     directory = f"give a Hugging Face directory, or {FACTORY}"
+    if not os.path.lexists(path):
+        raise ArtifactError(f"{path} does not exist", help=download_help(path, "give {}", bare=True) or directory)
     try:
         data = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:

@@ -194,7 +194,7 @@ def _compile(program: ExportedProgram, path: Path, manifest: Manifest, rank: int
         except Exception as error:  # whatever Inductor, or the compiler that it calls, raises
             raise UnsupportedError(
                 f"AOTInductor does not compile {path}: {reason(error)}",
-                help="run it as it is: tpcompiler.load(..., compiled=False); TORCH_LOGS=+inductor says more",
+                help="run it as it is, without a package; TORCH_LOGS=+inductor says more",
             ) from error
 
 

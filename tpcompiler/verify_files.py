@@ -16,7 +16,7 @@ from tpcompiler.checkpoint.cut import read_shares
 from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.compared import compared_calls, layout_of, on_cpu
-from tpcompiler.errors import ArtifactError, InputsError
+from tpcompiler.errors import ArtifactError, InputsError, option
 from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh, groups_named
@@ -104,7 +104,10 @@ def verify_package(
         manifest = read_manifest(folder)
         original = read_original(folder, manifest, trust=trust)
         if original.example_inputs is None:
-            raise InputsError(f"{folder} was saved without example inputs", help="package it with --no-check")
+            raise InputsError(
+                f"{folder} was saved without example inputs",
+                help=f"package it with {option('--no-check', 'check=False')}",
+            )
         subjects[name] = _subject_of(folder, manifest, original, checkpoint, trust)
         calls.append((name, *original.example_inputs))
     shares = [(name, shares_of(subjects[name], args, kwargs)) for name, args, kwargs in calls]

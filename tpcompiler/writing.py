@@ -14,7 +14,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import forget_index, save_program, with_state
-from tpcompiler.errors import TpCompilerWarning, UnsupportedError
+from tpcompiler.errors import TpCompilerWarning, UnsupportedError, option
 from tpcompiler.frontend.refused import refuse_hollow, refuse_unwritable
 from tpcompiler.ir.calling import tree_text
 from tpcompiler.ir.collector import collector_rests
@@ -128,7 +128,11 @@ def _write_rank(written: _Written, rank: int, path: Path, *, shared: bool = Fals
     else:
         _save(lambda: save_program(program, path))
     if rank == 0 and (reason := why_not_read(path)):
-        warnings.warn(f"these files are only read with --trust (trust=True): {reason}", TpCompilerWarning, stacklevel=2)
+        warnings.warn(
+            f"these files are only read with {option('--trust', 'trust=True')}: {reason}",
+            TpCompilerWarning,
+            stacklevel=2,
+        )
 
 
 def _write_weights(written: _Written, rank: int, path: Path) -> str:

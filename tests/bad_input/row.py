@@ -31,7 +31,8 @@ class Row:
     """What is wrong; what is called where `spoil` has made it so; what is said, and the one thing to do.
 
     `call` is a command line, with variables of the environment before it, or a call from Python on the model's program.
-    It is done in a copy of the directory that `write_good` writes. `code` is the exit code, or the exception's class.
+    It is done in a copy of the directory that `write_good` writes. `code` is the exit code, or the exception's class; under
+    torchrun that of the rank. With code 0 the message is a note on standard error.
     """
 
     what: str
@@ -79,9 +80,21 @@ def write_checkpoint(directory: Path, program: ExportedProgram) -> None:
 
 def loaded(directory: str, **asked: Any) -> Any:
     """`tpcompiler.load` in a world of one process."""
+    with world_of_one():
+        return load(directory, **asked)
+
+
+def called(directory: str, *args: Any, **kwargs: Any) -> Any:
+    """What a loaded program gives, in a world of one process."""
+    with world_of_one():
+        return load(directory)(*args, **kwargs)
+
+
+@contextmanager
+def world_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return load(directory, **asked)
+        yield
     finally:
         dist.destroy_process_group()
 

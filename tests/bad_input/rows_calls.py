@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.bad_input.row import Row, loaded, text
+from tests.bad_input.row import Row, called, loaded, text
 from tests.runtime.models import PLAN, mlp_inputs
 from tpcompiler import load, parallelize
 from tpcompiler.errors import (
@@ -144,12 +144,17 @@ ENVIRONMENTS = [
         "cannot write none/o.safetensors: none is no directory",
         "make it first",
     ),
-    Row("no place to write", CONVERT, "Error: Invalid value for -o: give the directory to write with -o, or --dry-run"),
+    Row(
+        "no place to write",
+        CONVERT,
+        "Invalid value for -o: give the directory to write with -o, or --dry-run",
+        "tpcompiler convert --help shows what it takes",
+    ),
     Row(
         "a directory that exists, found before the model is read",
         "tpcompiler convert none.pt2 --tp 2 --plan plan.yaml -o out",
         "out exists already",
-        "choose another directory, or pass force=True (--force)",
+        "choose another directory, or pass --force",
     ),
     Row(
         "a directory that is no artifact, to be replaced",
@@ -176,7 +181,7 @@ ENVIRONMENTS = [
         "a file where the directory belongs",
         f"{CONVERT} -o plan.yaml",
         "plan.yaml exists already",
-        "choose another directory, or pass force=True (--force)",
+        "choose another directory, or pass --force",
     ),
     Row(
         "a file where its folder belongs",
@@ -216,6 +221,19 @@ ENVIRONMENTS = [
 
 def shifted(**changes: Any) -> tuple[Any, ...]:
     return tuple({**mlp_inputs(), **changes}.values())
+
+
+class Shifted(nn.Module):
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> torch.Tensor:
+        return x + shift
+
+
+def call_shifted(**given: torch.Tensor) -> object:
+    """Call a program of one rank that takes `shift` by its name."""
+    exported = torch.export.export(Shifted(), (torch.ones(2),), {"shift": torch.ones(2)})
+    with tempfile.TemporaryDirectory() as folder:
+        parallelize(exported, 1, {}).save(f"{folder}/out")
+        return called(f"{folder}/out", torch.ones(2), **given)
 
 
 CALLS = [
@@ -280,8 +298,8 @@ CALLS = [
     Row(
         "`verify` with too few arguments",
         lambda program: verify_artifact("out", program, shifted()[:1]),
-        "the program takes 2 flat arguments, got 1",
-        "pass what it was exported with",
+        "the program takes 2 inputs, got 1",
+        "pass what it was exported with: x, shift",
         code=InputsError,
     ),
     Row(
@@ -297,6 +315,42 @@ CALLS = [
         "input 'x' is torch.float32 [4, 8], the program takes torch.float32 [3, 8]",
         "give a tensor of that dtype and shape",
         code=InputsError,
+    ),
+    Row(
+        "a loaded program without a keyword argument",
+        lambda _: call_shifted(),
+        "the program was called with other arguments: keyword argument 'shift' is missing",
+        "it takes the keyword arguments shift",
+        code=InputsError,
+    ),
+    Row(
+        "a loaded program with another keyword argument",
+        lambda _: call_shifted(shif=torch.ones(2)),
+        "the program was called with other arguments: keyword argument 'shift' is missing; it has no keyword argument "
+        "'shif'",
+        "it takes the keyword arguments shift",
+        code=InputsError,
+    ),
+    Row(
+        "a loaded program with too few arguments",
+        lambda _: called("one", torch.ones(3, 8)),
+        "the program takes 2 inputs, got 1",
+        "pass what it was exported with: x, shift",
+        code=InputsError,
+    ),
+    Row(
+        "a loaded program with another shape",
+        lambda _: called("one", *shifted(x=torch.ones(4, 8))),
+        "input 'x' is torch.float32 [4, 8], the program takes torch.float32 [3, 8]",
+        "give a tensor of that dtype and shape",
+        code=InputsError,
+    ),
+    Row(
+        "a directory that is there, from Python",
+        lambda program: parallelize(program, 2, PLAN).save("out"),
+        "out exists already",
+        "choose another directory, or pass force=True",
+        code=ArtifactError,
     ),
     Row(
         "`load` of no directory",

@@ -131,7 +131,8 @@ CHECKPOINTS = [
     Row(
         "ranks that are no numbers",
         f"{CUT} --ranks first",
-        "Error: Invalid value for --ranks: give numbers, such as 0,1",
+        "Invalid value for --ranks: give numbers, such as 0,1",
+        "tpcompiler cut --help shows what it takes",
     ),
     Row(
         "a cut was interrupted, and the checkpoint has changed since",
@@ -163,13 +164,13 @@ CHECKPOINTS = [
         "weights are not cut yet",
         "tpcompiler verify uncut --against model.pt2",
         "uncut has no weights of rank 0: its model was exported without",
-        "cut them: tpcompiler cut uncut --checkpoint DIR (or load(..., checkpoint=DIR))",
+        "cut them: tpcompiler cut uncut --checkpoint DIR",
     ),
     Row(
         "the same, for other ranks",
         "tpcompiler reshard uncut --tp 4 -o new",
         "uncut has no weights of rank 0: its model was exported without",
-        "cut them: tpcompiler cut uncut --checkpoint DIR (or load(..., checkpoint=DIR))",
+        "cut them: tpcompiler cut uncut --checkpoint DIR",
     ),
     Row(
         "other ranks of what is no artifact",
@@ -181,7 +182,7 @@ CHECKPOINTS = [
         "other ranks into a directory that is there",
         "tpcompiler reshard out --tp 4 -o one",
         "one exists already",
-        "choose another directory, or pass force=True (--force)",
+        "choose another directory, or pass --force",
     ),
     Row(
         "an artifact has lost its model",

@@ -15,6 +15,7 @@ from tests.bad_input.row import Row, Spoil, content, entries, state, state_of, t
 from tests.runtime.models import mlp_inputs
 
 EXPORT = "export the model and write it with torch.export.save(exported_program, path)"
+DOWNLOAD = "download a model of the Hugging Face hub first: hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"
 OF_TORCH = "copy the file again, or export the model again with this version of torch"
 CONVERT = "tpcompiler convert model.pt2 --tp 2 --plan plan.yaml"
 VERIFY = "tpcompiler verify out --against model.pt2 --inputs in.safetensors"
@@ -31,6 +32,36 @@ FILES = [
         "tpcompiler convert none.pt2 --tp 2 --plan plan.yaml -o new",
         "none.pt2 does not exist",
         f"give the path of a .pt2 file; to make one, {EXPORT}",
+    ),
+    Row(
+        "the id of a model of the Hugging Face hub",
+        "tpcompiler inspect Qwen/Qwen3-0.6B",
+        "Qwen/Qwen3-0.6B does not exist",
+        f"{DOWNLOAD}; then tpcompiler export Qwen3-0.6B -o model.pt2",
+    ),
+    Row(
+        "the same, to be exported",
+        "tpcompiler export Qwen/Qwen3-0.6B -o new.pt2",
+        "Qwen/Qwen3-0.6B does not exist",
+        f"{DOWNLOAD}; give Qwen3-0.6B",
+    ),
+    Row(
+        "such an id without an owner",
+        "tpcompiler export gpt2 -o new.pt2",
+        "gpt2 does not exist",
+        "download a model of the Hugging Face hub first: hf download gpt2 --local-dir gpt2; give gpt2",
+    ),
+    Row(
+        "the same, as a checkpoint",
+        "tpcompiler cut uncut --checkpoint Qwen/Qwen3-0.6B",
+        "Qwen/Qwen3-0.6B does not exist",
+        f"{DOWNLOAD}; give Qwen3-0.6B",
+    ),
+    Row(
+        "the same, as a plan",
+        "tpcompiler convert model.pt2 --tp 2 --plan Qwen/Qwen3-0.6B/config.json -o new",
+        "plan file Qwen/Qwen3-0.6B/config.json does not exist",
+        f"{DOWNLOAD}; its Qwen3-0.6B/config.json is a plan",
     ),
     Row("a directory", "tpcompiler convert . --tp 2 --plan plan.yaml -o new", ". is a directory", "give a .pt2 file"),
     Row(

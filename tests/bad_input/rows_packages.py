@@ -87,7 +87,7 @@ PACKAGES = [
         "it is for another number of threads",
         lambda _: loaded("one", compiled=True),
         "the package in one is for 4 threads, this process has 1",
-        "set OMP_NUM_THREADS=4, or package it again with --threads 1",
+        "set OMP_NUM_THREADS=4, or package it again with threads=1",
         spoil=packaged(threads=4),
         code=ArtifactError,
     ),
@@ -124,7 +124,7 @@ PACKAGES = [
         "a package without weights to check it with",
         "tpcompiler package uncut",
         "uncut has no weights of rank 0: its model was exported without",
-        "cut them: tpcompiler cut uncut --checkpoint DIR (or load(..., checkpoint=DIR))",
+        "cut them: tpcompiler cut uncut --checkpoint DIR",
     ),
     Row(
         "a package of what is no artifact",
@@ -136,7 +136,7 @@ PACKAGES = [
         "symmetric memory for a program that runs on the CPU",
         "tpcompiler convert model.pt2 --tp 2 --plan plan.yaml --collectives symm_mem -o new",
         "symmetric memory is of GPUs, and these programs are for 'cpu'",
-        "convert for CUDA (--device cuda), or leave the collectives to NCCL or gloo",
+        "convert with --device cuda, or leave the collectives to NCCL or gloo",
     ),
     Row(
         "NCCL for a program that runs on the CPU",

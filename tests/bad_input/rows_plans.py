@@ -10,6 +10,7 @@ from tpcompiler import parallelize
 from tpcompiler.errors import MeshError, PlanError
 
 CONVERT = "tpcompiler convert model.pt2 --plan plan.yaml -o new"
+CONVERT_HELP = "tpcompiler convert --help shows what it takes"
 
 
 def planned(what: str, plan: str, *said: str) -> Row:
@@ -17,6 +18,34 @@ def planned(what: str, plan: str, *said: str) -> Row:
 
 
 PLANS = [
+    Row(
+        "none",
+        "tpcompiler convert model.pt2 --tp 2 --dry-run",
+        "no --plan is given: the search finds one, as with --plan auto",
+        code=0,
+    ),
+    Row(
+        "a slip in auto",
+        "tpcompiler convert model.pt2 --tp 2 --plan autoo -o new",
+        "plan file autoo does not exist",
+        "did you mean auto? or give the path of a YAML or JSON file",
+    ),
+    planned(
+        "a plan of another model",
+        '"model.layers.*.q_proj": colwise\n"model.layers.*.o_proj": rowwise\n"**.lm_head": colwise\n',
+        "none of the plan's 3 entries matches: this program has 'layers.*.up', 'layers.*.down', 'head'",
+        "give a plan of this model, or --plan auto, which finds one",
+        'asked by: plan.yaml line 1 ("model.layers.*.q_proj": "colwise")',
+    ),
+    Row(
+        "a degree that leaves a rank nothing",
+        "tpcompiler convert other.pt2 --tp 4 --plan plan.yaml -o new",
+        "cannot shard 'conv.weight' on dim 1 of 3 by mesh axis 'tp' of 4 for aten.conv2d.default: it needs shards that "
+        "are not empty, and 3 over 4 leaves 1 empty",
+        "use a degree that divides 3, or change 'conv' from rowwise to replicate (0 wire bytes per rank and call)",
+        'asked by: plan.yaml line 1 ("conv": "rowwise")      used at: models.py:51, in forward',
+        spoil=text("plan.yaml", "conv: rowwise\n"),
+    ),
     Row(
         "no such file",
         "tpcompiler convert model.pt2 --tp 2 --plan none.yaml -o new",
@@ -139,11 +168,14 @@ PLANS = [
 ]
 
 MESHES = [
-    Row("no mesh at all", CONVERT, "Error: Invalid value for --tp / --mesh: give exactly one of --tp and --mesh"),
+    Row(
+        "no mesh at all", CONVERT, "Invalid value for --tp / --mesh: give exactly one of --tp and --mesh", CONVERT_HELP
+    ),
     Row(
         "two words for the mesh",
         f"{CONVERT} --tp 2 --mesh tp=2",
-        "Error: Invalid value for --tp / --mesh: give exactly one of --tp and --mesh",
+        "Invalid value for --tp / --mesh: give exactly one of --tp and --mesh",
+        CONVERT_HELP,
     ),
     Row("no degree", f"{CONVERT} --mesh tp", "--mesh 'tp' is not a mesh", "write axis=degree, such as --mesh tp=4"),
     Row(
@@ -163,7 +195,7 @@ MESHES = [
         "one axis twice",
         f"{CONVERT} --mesh tp=2,tp=2",
         "a mesh needs one or more differently named axes, got ['tp', 'tp']",
-        'write it as {"tp": 4} or as the integer 4',
+        "write --tp 4, or --mesh dp=2,tp=4",
     ),
     Row(
         "an axis that is no name",
@@ -192,7 +224,7 @@ MESHES = [
         f"{CONVERT} --tp 2 --input x=S(\uff11)",
         "'S(\uff11)' is not a placement",
         "write R, S(dim) such as S(0) or S(-1), or P(op) with op one of sum, avg, product, max, min",
-        "asked by: inputs=",
+        "asked by: --input",
     ),
     *(
         Row(
@@ -218,7 +250,7 @@ BOUNDARIES = [
         f"{CONVERT} --tp 2 --input x=Z",
         "'Z' is not a placement",
         "write R, S(dim) such as S(0) or S(-1), or P(op) with op one of sum, avg, product, max, min",
-        "asked by: inputs=",
+        "asked by: --input",
     ),
     Row(
         "an input that the program does not have",
@@ -237,14 +269,14 @@ BOUNDARIES = [
         f"{CONVERT} --tp 2 --input 'x=S(7)'",
         "cannot shard input 'x' on dim 7: it has 2 dims",
         "use a dim from -2 to 1",
-        "asked by: inputs=",
+        "asked by: --input",
     ),
     Row(
         "an axis that the mesh does not have",
         f"{CONVERT} --tp 2 --input 'x=dp:S(0)'",
         "input 'x' names mesh axis 'dp', which the mesh (tp=2) does not have",
         "use one of tp",
-        "asked by: inputs=",
+        "asked by: --input",
     ),
     *(
         Row(

@@ -65,6 +65,7 @@ SEARCHES = [
     Row(
         "a machine of one process",
         "tpcompiler calibrate --ranks 1 -o here.yaml",
-        "Error: Invalid value for --ranks: between fewer than 2 ranks there is no link to measure",
+        "Invalid value for --ranks: between fewer than 2 ranks there is no link to measure",
+        "tpcompiler calibrate --help shows what it takes",
     ),
 ]

@@ -12,6 +12,7 @@ from tests.bad_input import (
     rows_calls,
     rows_checkpoints,
     rows_files,
+    rows_launches,
     rows_machines,
     rows_packages,
     rows_plans,
@@ -40,6 +41,7 @@ TABLE: dict[str, list[Row]] = {
     "Checkpoints": rows_checkpoints.CHECKPOINTS,
     "Packages": rows_packages.PACKAGES,
     "Environments": rows_calls.ENVIRONMENTS,
+    "Under torchrun": rows_launches.LAUNCHES,
     "Calls from Python": rows_calls.CALLS,
 }
 
@@ -48,20 +50,20 @@ TOP = """# Bad input
 Written by `python -m tests.bad_input.table`; do not edit. Each row is a test (`tests/bad_input/test_table.py`): the message is
 all that is said, no traceback is shown, and no file is written or changed.
 
-Exit codes: 1 not equal (`verify`) or not sound (`check`), 2 bad input or over a budget. From Python the same messages are exceptions, here by their
+Exit codes: 0 a note, and the command goes on; 1 not equal (`verify`) or not sound (`check`); 2 bad input or over a budget.
+Under torchrun the message of the first rank that failed stands at the end of torchrun's own text. From Python the same messages are exceptions, here by their
 names. `<torch>` and `<tpcompiler>` are versions, `<hash>` is the beginning of a SHA-256,
 `<reason>` what the library says that reads the file.
 """
 
 
 def masked(text: str) -> str:
-    """The text without what differs from machine to machine or is long, and without a usage line."""
+    """The text without what differs from machine to machine or is long."""
     for version, name in ((torch.__version__, "<torch>"), (__version__, "<tpcompiler>")):
         text = text.replace(version, name)
     text = re.sub(r"\b[0-9a-f]{12}\.\.", "<hash>..", text)
     text = re.sub(r"(is not a safetensors file: ).*", r"\1<reason>", text)
-    text = text.replace("a" * 300, "<300 letters>")
-    return re.sub(r"(?s)\AUsage: .*?\nError: ", "Error: ", text)
+    return text.replace("a" * 300, "<300 letters>")
 
 
 def page() -> str:

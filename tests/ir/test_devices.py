@@ -44,7 +44,7 @@ def test_tensors_on_two_devices() -> None:
     assert refusal(program, None) == (
         "the program's tensors are on several devices: 'table', 'arange' are on cpu; 'weight', 'bias', 'x' and 5 more "
         "are on cuda:1\n"
-        "  help: give device_type (--device) to move all of them to one, or export the model on one device"
+        "  help: give device_type to move all to one, or export the model on one device"
     )
     for wanted in ("cpu", "cuda"):
         made = tpcompiler.parallelize(program, 2, {}, device_type=wanted)

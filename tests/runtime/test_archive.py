@@ -26,7 +26,7 @@ from tests.runtime.poisons import (
 )
 from tpcompiler.runtime.model_file import read_model
 
-TRUST = "if you trust who made the file, pass --trust (in Python: trust=True)"
+TRUST = "if you trust who made the file, pass trust=True"
 
 
 @pytest.fixture(scope="module")

@@ -173,7 +173,7 @@ torch.export.save(torch.export.export(mine.Model(), (torch.ones(2),)), "model.pt
     refused = run(inspect, "inspect", "model.pt2")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "model.pt2 takes or returns a mine.Answer, a class that is not imported here" in refused.stderr
-    assert "help: pass --import mine (in Python: import mine first)" in " ".join(refused.stderr.split())
+    assert "help: pass --import mine" in " ".join(refused.stderr.split())
     assert run(inspect, "inspect", "model.pt2", "--import", "mine").returncode == 0
 
 

@@ -38,7 +38,7 @@ from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import FORMAT, MANIFEST, SET, open_checked, read_manifest, sha256
 from tpcompiler.runtime.model_file import read_model
 
-TRUST = "if you trust who made the file, pass --trust (in Python: trust=True)"
+TRUST = "if you trust who made the file, pass trust=True"
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_a_module_that_is_imported_makes_an_enum_loadable(clean: Path, tmp_path:
     entries, path = entries_of(clean), tmp_path / "model.pt2"
     next(poison for poison, _, _ in POISONS if poison.__name__ == "imported_enum")(entries, tmp_path / "marker")
     write_entries(path, entries)
-    assert refusal(path).partition("help: ")[2] == f"pass --import poison_module; or, {TRUST}"
+    assert refusal(path).partition("help: ")[2] == f"import poison_module first; or, {TRUST}"
     entries[EXAMPLES] = b""  # which have another key
     write_entries(path, entries)
     spec = read_model(path, ["poison_module"]).call_spec.in_spec
@@ -150,7 +150,8 @@ def test_trust_on_the_command_line(poisoned: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN_TEXT)
     save_file(mlp_inputs(), tmp_path / "in")
     marker, out = tmp_path / "marker", tmp_path / "out"
-    said = f"{poisoned} is not read: its entry {EXAMPLES} needs a pickle that may run code (eval)\n  help: {TRUST}\n"
+    said = f"{poisoned} is not read: its entry {EXAMPLES} needs a pickle that may run code (eval)\n  help: "
+    said += TRUST.replace("trust=True", "--trust\n")
 
     def only_on_trust(*words: object, said: str = said) -> None:
         assert refused(*words) == said

@@ -61,7 +61,7 @@ def test_a_target_that_appears_meanwhile_is_left(comes: Callable[[Path], None], 
     out = tmp_path / "out"
     with pytest.raises(ArtifactError) as raised:
         write_artifact(out, manifest(), then(lambda: comes(out)))
-    assert str(raised.value) == f"{out} exists already\n  help: choose another directory, or pass force=True (--force)"
+    assert str(raised.value) == f"{out} exists already\n  help: choose another directory, or pass force=True"
     if comes is another_save:
         assert read_manifest(out).plan == {"w": "R"}
     elif comes is stranger:

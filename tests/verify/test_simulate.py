@@ -150,5 +150,5 @@ def test_inputs_are_flattened_in_the_programs_order() -> None:
     assert [v[0].item() for v in flatten_inputs(program, (a,), {"shift": c, "scale": b})] == [0.0, 1.0, 2.0]
     with pytest.raises(InputsError, match=r"the program takes keyword arguments \['scale', 'shift'\], got \['scale'\]"):
         flatten_inputs(program, (a,), {"scale": b})
-    with pytest.raises(InputsError, match=r"the program takes 3 flat arguments, got 4"):
+    with pytest.raises(InputsError, match=r"the program takes 3 inputs, got 4"):
         flatten_inputs(program, (a, a), {"scale": b, "shift": c})

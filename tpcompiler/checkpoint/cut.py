@@ -18,7 +18,7 @@ from tpcompiler.checkpoint.conversion import Recipe
 from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of, wanted_leaves
 from tpcompiler.checkpoint.ranks import Source, open_source
 from tpcompiler.checkpoint.sources import find_sources
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, option
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut
 from tpcompiler.progress import telling
@@ -100,7 +100,8 @@ def refuse_other_checkpoint(
     }
     if all(leaf.has_value for leaf in lacking.values()):
         raise ArtifactError(
-            f"{os.fspath(checkpoint)} is not needed: the model has its weights", help="leave --checkpoint out"
+            f"{os.fspath(checkpoint)} is not needed: the model has its weights",
+            help=f"leave {option('--checkpoint', 'checkpoint')} out",
         )
     find_sources(list(lacking.values()), open_source(checkpoint), partial=partial)
 
@@ -138,7 +139,8 @@ class _Work:
         """Refuse what would be written again, or over another cut."""
         if there := [rank for rank in self.ranks if weights_file(rank) in self.manifest.files and not force]:
             raise ArtifactError(
-                f"{self.directory} has the weights of rank {there[0]} already", help="write them again with --force"
+                f"{self.directory} has the weights of rank {there[0]} already",
+                help=f"write them again with {option('--force', 'force=True')}",
             )
         self.recipes = recipes
         self.begun = self._begun(force)
@@ -163,7 +165,7 @@ class _Work:
     def _refuse_to_go_on(self) -> ArtifactError:
         return ArtifactError(
             f"{self.directory} has an interrupted cut of other ranks, or the checkpoint was changed since",
-            help="begin anew with --force",
+            help=f"begin anew with {option('--force', 'force=True')}",
         )
 
     def run(self) -> Iterator[int]:
@@ -186,7 +188,7 @@ class _Work:
                 if self.source.fingerprint() != self.sources:
                     raise ArtifactError(
                         f"{self.source.path} was changed while it was cut",
-                        help="begin anew with --force when it is whole",
+                        help=f"begin anew with {option('--force', 'force=True')} when it is whole",
                     )
                 hashes = {weights_file(rank): each.finish() for rank, each in writing.items()}
             for rank in self.ranks:

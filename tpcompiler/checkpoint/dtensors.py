@@ -216,7 +216,7 @@ def _misfit(manifest: Manifest, state: Mapping[str, Any], path: Path) -> tuple[s
     if not manifest.programs:
         return (
             f"{path} has self-contained files, whose weights stay as they were written",
-            "convert with --layout shared, or reshard it",
+            'save it with layout="shared", or reshard it',
         )
     elsewhere = {row["name"]: row["stored_in"] for row in manifest.tensors if "stored_in" in row}
     leaves = {name: leaf for leaf in leaves_of(manifest) for name in (leaf.name, *leaf.aliases)}

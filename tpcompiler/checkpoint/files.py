@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.hub import download_help
 from tpcompiler.runtime.opened import Opened, read_text
 from tpcompiler.runtime.target import reason
 from tpcompiler.runtime.weights import NAMES
@@ -89,7 +90,7 @@ class Checkpoint:
 
     def _listed(self) -> list[Path]:
         if not os.path.isdir(self.path):
-            raise ArtifactError(f"{self.path} does not exist", help=DOWNLOAD)
+            raise ArtifactError(f"{self.path} does not exist", help=download_help(self.path, "give {}") or DOWNLOAD)
         if not (self.path / INDEX).is_file():
             if found := sorted(self.path.glob("*.safetensors")):
                 return found

@@ -13,7 +13,7 @@ from tpcompiler._torch import with_state
 from tpcompiler.checkpoint.leaves import Leaf
 from tpcompiler.checkpoint.ranks import RankShares, Source, open_source
 from tpcompiler.checkpoint.sources import find_sources
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, option
 from tpcompiler.runtime.artifact import VALUES, Manifest, lacks_weights, open_model_of, open_values, read_manifest
 from tpcompiler.runtime.model_file import load_opened, looked_into
 from tpcompiler.runtime.rank_file import taken_by
@@ -48,7 +48,8 @@ def with_weights(
     if not weightless_names(program):
         if checkpoint is not None:
             raise ArtifactError(
-                f"{os.fspath(checkpoint)} is not needed: the model has its weights", help="leave --checkpoint out"
+                f"{os.fspath(checkpoint)} is not needed: the model has its weights",
+                help=f"leave {option('--checkpoint', 'checkpoint')} out",
             )
         return program
     state, constants = dict(program.state_dict), dict(program.constants)

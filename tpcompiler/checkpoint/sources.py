@@ -11,7 +11,7 @@ import torch
 from tpcompiler.checkpoint.conversion import Recipe, base_prefix, recipes_of
 from tpcompiler.checkpoint.leaves import Leaf
 from tpcompiler.checkpoint.ranks import Source
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, option
 
 SHOWN = 6
 Rename = Callable[[str], str]  # a name of the program -> the checkpoint's
@@ -66,7 +66,9 @@ def find_sources(leaves: Sequence[Leaf], checkpoint: Source, *, partial: bool = 
         only_more = len(wrong) == len(more)
         raise ArtifactError(
             f"{checkpoint.path} does not fit the program: {'; '.join(wrong[:SHOWN])}{rest}",
-            help="take what the program names with --partial" if only_more else "give the checkpoint of the same model",
+            help=f"take what the program names with {option('--partial', 'partial=True')}"
+            if only_more
+            else "give the checkpoint of the same model",
         )
     return found
 

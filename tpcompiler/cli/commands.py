@@ -35,6 +35,7 @@ from tpcompiler.cli.options import (
     app,
     read_mesh,
     refuse_two_meshes,
+    report,
 )
 from tpcompiler.cli.weights import Partial
 from tpcompiler.cost.machine import DEFAULT
@@ -143,13 +144,15 @@ def convert(
         ),
     ],
     plan: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "--plan",
             metavar="PLAN.yaml",
-            help="Which layers are cut, and how; a Hugging Face config.json, for its own plan; or auto: find one.",
+            help="Which layers are cut, and how; a Hugging Face config.json, for its own plan; or auto, the default: "
+            "find one.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     tp: Tp = None,
     mesh: MeshOption = None,
     inputs: Inputs = None,
@@ -216,21 +219,22 @@ def convert(
     refuse_two_meshes(tp, mesh)
     if out is None and not dry_run:
         raise typer.BadParameter("give the directory to write with -o, or --dry-run", param_hint="-o")
+    if plan is None:
+        typer.echo("no --plan is given: the search finds one, as with --plan auto", err=True)
     with progress("reading the plan", quiet=json) as status:
         from tpcompiler.api import parallelize
         from tpcompiler.checkpoint.cut import cut_checkpoint, refuse_other_checkpoint
         from tpcompiler.cli import printing
         from tpcompiler.explain.budget import Budget
         from tpcompiler.explain.summary import artifact_data, summary_parts
-        from tpcompiler.plan import Plan
+        from tpcompiler.plan import SEARCHES, Plan
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.target import free_target
         from tpcompiler.writing import writer_of
 
         over, allowed = read_mesh(tp, mesh), Budget.read(budget or (), max_wire_bytes, max_memory)
-        chosen: Any = (
-            str(plan) if str(plan) in ("auto", "auto:free") else Plan.of(plan, skip_unsupported=skip_unsupported)
-        )
+        asked: Any = str(plan or "auto")
+        chosen = asked if asked in SEARCHES else Plan.of(asked, skip_unsupported=skip_unsupported)
         if out is not None and not dry_run:
             free_target(out, force=force)  # before the minutes that follow
         given = read_programs(models, imports, trust, status)
@@ -348,6 +352,6 @@ def main() -> None:
     try:
         app(prog_name="tpcompiler")
     except Exception:
-        typer.echo(printable(traceback.format_exc()), err=True, nl=False)
-        typer.echo("this is a defect of tpcompiler: please report it with the traceback above", err=True)
+        about = "this is a defect of tpcompiler: please report it with the traceback above"
+        report(printable(traceback.format_exc()) + about)
         sys.exit(DEFECT)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
+import os
 import re
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,22 +17,25 @@ import typer
 from typer.core import TyperGroup
 
 from tpcompiler.cost.amounts import read_bytes
-from tpcompiler.errors import MeshError, TpCompilerError
-from tpcompiler.printed import print_nowhere, printed_streams
+from tpcompiler.errors import MeshError, TpCompilerError, naming_options
+from tpcompiler.printed import print_nowhere, printable, printed_streams
 
 if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh
 
-NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
+NOT_EQUAL, BAD_INPUT, DEFECT, INTERRUPTED = 1, 2, 3, 130
+_UsageError: Any = typer.BadParameter.__base__  # typer has its own since 0.20, and took click's before
 
 
 class _Commands(TyperGroup):
-    """Prints this package's errors as their text: what, where, the numbers, one action. Whatever a command prints goes
-    through one filter."""
+    """Prints errors of this package and of the command line as their text: what, where, the numbers, one action.
+
+    Whatever a command prints goes through one filter.
+    """
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            with printed_streams(sys.stdout, sys.stderr):
+            with printed_streams(sys.stdout, sys.stderr), naming_options():
                 return super().main(*args, **kwargs)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EIO):
@@ -41,11 +48,31 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except TpCompilerError as error:
-            if ctx.params.get("debug"):
-                traceback.print_exc()
-            else:
-                typer.echo(str(error), err=True)
+            report(traceback.format_exc() if ctx.params.get("debug") else str(error), follows=error.follows)
             raise typer.Exit(BAD_INPUT) from error
+        except _UsageError as error:
+            command = " ".join(["tpcompiler", *(error.ctx or ctx).command_path.split()[1:]])
+            report(f"{error.format_message()}\n  help: {command} --help shows what it takes")
+            raise typer.Exit(BAD_INPUT) from error
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from error
+
+
+def report(text: str, *, follows: bool = False) -> None:
+    """Print an error; under torchrun hand it over: torchrun prints the first one of all ranks at the end of its text.
+
+    Args:
+        follows: whether it is of another rank, which has failed before.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # What torch's `record` writes, with the text in the place of the traceback.
+        more = {"py_callstack": printable(text), "timestamp": str(int(time.time()) + follows)}
+        with contextlib.suppress(OSError):
+            content = json.dumps({"message": {"message": printable(text), "extraInfo": more}})
+            Path(file).write_text(content, encoding="utf-8")
+            return
+    typer.echo(text, err=True)
 
 
 app = typer.Typer(

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from tpcompiler.cli.bars import progress
-from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Trust, app
+from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Trust, app, report
 from tpcompiler.errors import ArtifactError
 
 
@@ -143,6 +143,7 @@ def run(
             raise ArtifactError(f"cannot write {file}: {file.parent} is no directory", help="make it first")
     import_modules(imports or ())
     compiled = False if looking else compiled
+    given = read_tensors(inputs)  # before the minutes that follow
     module = load(directory, trust=trust, compiled=compiled, backend=backend.value if backend else None)
     with contextlib.ExitStack() as stack:
         if count:
@@ -153,14 +154,14 @@ def run(
             from tpcompiler.explain.trace import gather_traces, traced
 
             own = stack.enter_context(traced(module, manifest))
-        shares = cut_inputs(read_tensors(inputs), manifest, dist.get_rank(), str(inputs))
+        shares = cut_inputs(given, manifest, dist.get_rank(), str(inputs))
         named = run_file(module, manifest, inputs, shares)
     named = join_outputs(named, manifest)
     agrees = True
     whole = gather_traces(own) if trace is not None else None
     if dist.get_rank() == 0:
         found = summarize(named)
-        rows = compare_counts(directory, calls, read_tensors(inputs), trust=trust) if count else None
+        rows = compare_counts(directory, calls, given, trust=trust) if count else None
         agrees = all(row.agrees for row in rows or ())
         if outputs is not None:
             write_tensors(outputs, named)
@@ -175,4 +176,5 @@ def run(
             printing.print_parts([printing.outputs_table(found), *([] if rows is None else [counts_table(rows)])])
     dist.destroy_process_group()  # as NCCL asks for
     if not agrees:
+        report("the ranks called other collectives than the files say")
         raise typer.Exit(NOT_EQUAL)

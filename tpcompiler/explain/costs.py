@@ -14,7 +14,7 @@ import torch
 from tpcompiler._torch import sym_expr, sym_hint
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.cost.machine import DEFAULT, Machine
-from tpcompiler.errors import InputsError
+from tpcompiler.errors import InputsError, option
 from tpcompiler.explain.report import sent_value, split_layer
 from tpcompiler.explain.written import Record, Written
 from tpcompiler.ir.claims import records_of
@@ -186,7 +186,7 @@ def _sizes(written: Written, at: dict[str, int]) -> tuple[list[Size], dict[Expr,
         known = ", ".join(size.name for size in found)
         raise InputsError(
             f"the program has no dynamic size {next(iter(at))!r}",
-            help=f"its sizes are {known}" if known else "all of its sizes are fixed: leave --at out",
+            help=f"its sizes are {known}" if known else f"all of its sizes are fixed: leave {option('--at', 'at')} out",
         )
     return found, meant
 
@@ -198,5 +198,5 @@ def _refuse_outside(size: Size) -> None:
         multiple = f" in steps of {size.step}" if size.step > 1 else ""
         raise InputsError(
             f"{size.name} is {size.value}, and dim {size.dim} of '{size.input}' can be {ends}{multiple}",
-            help=f"give --at {size.name}=N with such a number",
+            help="give such a number: " + option(f"--at {size.name}=N", f"at={{{size.name!r}: N}}"),
         )

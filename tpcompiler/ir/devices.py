@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import OpOverload, aten
-from tpcompiler.errors import UnsupportedError
+from tpcompiler.errors import UnsupportedError, option
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import is_contiguous
 from tpcompiler.ir.program import Program
@@ -58,7 +58,7 @@ def device_type_for(program: Program, wanted: str | None) -> str:
         where = "; ".join(f"{_several(on[device])} on {device}" for device in sorted(on, key=str))
         raise UnsupportedError(
             f"the program's tensors are on several devices: {where}",
-            help="give device_type (--device) to move all of them to one, or export the model on one device",
+            help=f"give {option('--device', 'device_type')} to move all to one, or export the model on one device",
         )
     if wanted is not None and set(on) - {torch.device(wanted)}:
         _refuse_ops_of_one_device(program, wanted)

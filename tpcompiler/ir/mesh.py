@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tpcompiler.errors import MeshError, UnsupportedError
+from tpcompiler.errors import MeshError, UnsupportedError, option
 
 MAX_AXES = 64  # torch's tensors have as many dims
 MAX_RANKS = 1 << 16  # more than any group has; a slip such as a hidden size in place of a degree would run for hours
@@ -33,7 +33,7 @@ class Mesh:
         if not names or len(set(names)) != len(names):
             raise MeshError(
                 f"a mesh needs one or more differently named axes, got {names}",
-                help='write it as {"tp": 4} or as the integer 4',
+                help=option("write --tp 4, or --mesh dp=2,tp=4", 'write it as {"tp": 4} or as the integer 4'),
             )
         if len(names) > MAX_AXES:
             raise MeshError(f"a mesh has {len(names)} axes", help=f"use at most {MAX_AXES}")

@@ -17,7 +17,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import aten, c10d_functional, enable_python_dispatcher, symm_mem
-from tpcompiler.errors import ArtifactError, UnsupportedError
+from tpcompiler.errors import ArtifactError, UnsupportedError, option
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
 from tpcompiler.ir.claims import CLAIM, read_claim
@@ -40,7 +40,8 @@ def refuse_symm_mem(device_type: str) -> None:
     if device_type != "cuda":
         raise UnsupportedError(
             f"symmetric memory is of GPUs, and these programs are for {device_type!r}",
-            help="convert for CUDA (--device cuda), or leave the collectives to NCCL or gloo",
+            help=option("convert with --device cuda", 'convert for device_type="cuda"')
+            + ", or leave the collectives to NCCL or gloo",
         )
 
 

@@ -1,7 +1,8 @@
 """What the user wants: which layers and parameters are cut, and how. A plan is a dict, or a YAML or JSON file."""
 
+from tpcompiler.plan.file import SEARCHES
 from tpcompiler.plan.plan import Plan, PlanEntry
 from tpcompiler.plan.share import join_plans, share_plan
 from tpcompiler.plan.styles import Style
 
-__all__ = ["Plan", "PlanEntry", "Style", "join_plans", "share_plan"]
+__all__ = ["SEARCHES", "Plan", "PlanEntry", "Style", "join_plans", "share_plan"]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 
 import yaml
 
 from tpcompiler.errors import PlanError
+from tpcompiler.runtime.hub import download_help
 from tpcompiler.yaml_file import AliasError, YamlError, compose, entries, plain, read_small_text
+
+SEARCHES = ("auto", "auto:free")  # plans that the search finds
 
 
 def read_plan_file(name: str) -> list[tuple[str, object, int]]:
@@ -34,13 +38,21 @@ def read_plan_file(name: str) -> list[tuple[str, object, int]]:
         raise PlanError(f"plan file {name}{where} {error}{of}", help=error.help) from None
 
 
+def _help(name: str) -> str:
+    """Return what to do about a file that does not exist: its name may be a slip, or the id of a model."""
+    if near := difflib.get_close_matches(name, SEARCHES, n=1):
+        return f"did you mean {near[0]}? or give the path of a YAML or JSON file"
+    then = "its {}/config.json is a plan"
+    return download_help(name, then) or "give the path of a YAML or JSON file"
+
+
 def _read_text(name: str) -> str:
     try:
         text = read_small_text(name)
     except YamlError:
         raise
     except FileNotFoundError:
-        raise PlanError(f"plan file {name} does not exist", help="give the path of a YAML or JSON file") from None
+        raise PlanError(f"plan file {name} does not exist", help=_help(name)) from None
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         if os.path.isdir(name):
             raise PlanError(f"plan file {name} is a directory", help="give the path of a YAML or JSON file") from None

@@ -7,18 +7,19 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from tpcompiler.errors import PlanError, UnsupportedError
+from tpcompiler.errors import PlanError, UnsupportedError, option
 from tpcompiler.plan.config import config_plan, is_config
 from tpcompiler.plan.file import read_plan_file
 from tpcompiler.plan.fold import folded
 from tpcompiler.plan.styles import AUTO, REFUSED, Style, read_style
 
 CONFIG = "config.json"
+SHOWN = 4  # names of a program in an error
 MAX_STARS = 100  # in a pattern: a name of a module is not so deep, and Python takes long over so many groups
 
 
@@ -60,12 +61,6 @@ class PlanEntry:
         any_number = r"(?:[^.]+\.)*"
         middle = [first_fit(f"{any_number}?{text}") for text in rest[:-1] if text]
         return re.compile("".join([begin, *middle, *(any_number + last for last in rest[-1:])]))
-
-    def unmatched(self, names: Sequence[str]) -> PlanError:
-        """Return the error of an entry that matches none of these names."""
-        return PlanError(
-            f"plan entry {self.pattern!r} matches nothing", help=_nearest(self.pattern, names), asked_by=self.where
-        )
 
     @property
     def _generality(self) -> tuple[int, int, int]:
@@ -136,7 +131,8 @@ class Plan:
                 said = ", ".join(f"{pattern!r} ({style})" for pattern, style in waiting.items())
                 raise UnsupportedError(
                     f"plan entries wait for styles that are not supported yet: {said}",
-                    help="pass --skip-unsupported (Plan.of(plan, skip_unsupported=True)) to leave their layers whole",
+                    help=option("pass --skip-unsupported", "use Plan.of(plan, skip_unsupported=True)")
+                    + " to leave their layers whole",
                     asked_by=name,
                 )
             data = {pattern: style for pattern, style in data.items() if pattern not in waiting}
@@ -197,11 +193,10 @@ class Plan:
         """
         names = list(names)
         rivals: dict[str, list[PlanEntry]] = {}
-        for entry in self.entries:
-            matched = [name for name in names if entry.matches(name)]
-            if not matched and entry.style != AUTO:  # which may leave nothing to the search
-                raise entry.unmatched(names)
-            for name in matched:
+        matched = {entry: [name for name in names if entry.matches(name)] for entry in self.entries}
+        refuse_unmatched(self.entries, [entry for entry, found in matched.items() if found], names)
+        for entry, found in matched.items():
+            for name in found:
                 rivals.setdefault(name, []).append(entry)
         return {name: _most_specific(rivals[name], name) for name in names if name in rivals}
 
@@ -257,6 +252,32 @@ def _read_entry(pattern: object, style: object, source: str) -> PlanEntry:
     return PlanEntry(pattern, read, where)
 
 
+def refuse_unmatched(entries: Sequence[PlanEntry], matched: Collection[PlanEntry], names: Sequence[str]) -> None:
+    """Raises PlanError where an entry, or all of a plan of another model, match none of these names."""
+    asked = [entry for entry in entries if entry.style != AUTO]  # which may leave nothing to the search
+    unmatched = [entry for entry in asked if entry not in matched]
+    if not unmatched:
+        return
+    first = unmatched[0]
+    if len(unmatched) < len(asked) or len(asked) == 1:
+        raise PlanError(
+            f"plan entry {first.pattern!r} matches nothing", help=_nearest(first.pattern, names), asked_by=first.where
+        )
+    known = list(dict.fromkeys(_with_stars(name) for name in names))
+    layers = [name for name in known if f"{name}.weight" in known] or known
+    raise PlanError(
+        f"none of the plan's {len(asked)} entries matches: this program has {', '.join(map(repr, layers[:SHOWN]))}"
+        f"{', ..' * (len(layers) > SHOWN)}",
+        help="give a plan of this model, or " + option("--plan auto", '"auto"') + ", which finds one",
+        asked_by=first.where,
+    )
+
+
+def _with_stars(name: str) -> str:
+    """Return a name with "*" for layer numbers."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
 def _most_specific(rivals: list[PlanEntry], name: str) -> PlanEntry:
     best, *others = sorted(rivals, key=lambda entry: entry._generality)
     for other in others:
@@ -271,7 +292,7 @@ def _most_specific(rivals: list[PlanEntry], name: str) -> PlanEntry:
 
 def _nearest(pattern: str, names: Sequence[str]) -> str:
     """Offer names in the pattern's own form: with "*" for layer numbers, with "**." before a tail."""
-    known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)
+    known = dict.fromkeys(map(_with_stars, names))
     if pattern.startswith("**.") or "." not in pattern:
         length = len(pattern.removeprefix("**.").split("."))
         known |= dict.fromkeys(".".join(["**", *name.split(".")[-length:]]) for name in known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from tpcompiler.plan.plan import Plan
+from tpcompiler.plan.plan import Plan, refuse_unmatched
 from tpcompiler.plan.styles import AUTO
 
 
@@ -25,10 +25,10 @@ def share_plan(plans: Sequence[Plan], held: Sequence[Collection[str]], used: Seq
         PlanError: an entry matches in no program.
     """
     matched, busy = ([_matches(*both) for both in zip(plans, names, strict=True)] for names in (held, used))
+    every = [name for names in held for name in names]
     for plan in plans:
-        for entry in plan.entries:
-            if entry.style != AUTO and not any(entry.where in matches for matches in matched):
-                raise entry.unmatched([name for names in held for name in names])
+        found = [entry for entry in plan.entries if any(entry.where in matches for matches in matched)]
+        refuse_unmatched(plan.entries, found, every)
     elsewhere = set[str]().union(*busy)
     notes = set(plans[0].notes).intersection(*(plan.notes for plan in plans))
     return [

@@ -99,7 +99,7 @@ def _heard(key: str, timeout: timedelta) -> list[dict[str, Any]]:
                 if rank not in heard and store.check([f"{key}/{rank}"]):
                     heard[rank] = json.loads(store.get(f"{key}/{rank}"))
                     if "error" in heard[rank]:
-                        raise LaunchError(
+                        raise _following(
                             f"rank {rank} has failed: {heard[rank]['error']}", help="mend that rank, and start all anew"
                         )
             if time.monotonic() > deadline:
@@ -107,8 +107,15 @@ def _heard(key: str, timeout: timedelta) -> list[dict[str, Any]]:
                 raise LaunchError(f"rank {late} did not come within {timeout.total_seconds():g} s", help=RESTART)
             time.sleep(POLL)
     except RuntimeError as error:  # torch's DistNetworkError is one
-        raise LaunchError("the process in which the ranks meet has ended", help=RESTART) from error
+        raise _following("the process in which the ranks meet has ended", help=RESTART) from error
     return [heard[rank] for rank in ranks]
+
+
+def _following(message: str, *, help: str) -> LaunchError:
+    """Return the error of a rank that fails because another one has."""
+    error = LaunchError(message, help=help)
+    error.follows = True
+    return error
 
 
 @contextmanager
@@ -130,7 +137,7 @@ def named_failures(groups: Mapping[str, Sequence[Sequence[int]]]) -> Iterator[No
             raise
         own = {name: next((r for r in of if dist.get_rank() in r), []) for name, of in groups.items()}
         named = " or ".join(f"{name!r} (ranks {', '.join(map(str, r))})" for name, r in own.items() if len(r) > 1)
-        raise LaunchError(
+        raise _following(
             f"rank {dist.get_rank()}: {'the package has failed, as it does where ' * unsaid}a collective of the group "
             f"{named} has failed: another rank has ended, or did not come to it ({line})",
             help=RESTART,

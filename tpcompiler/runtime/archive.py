@@ -19,7 +19,7 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import record_reader
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, option
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.program_text import Unsafe, check_keys, check_program
 
@@ -34,7 +34,6 @@ WITHOUT_END = re.compile(
     r"(builtins|__builtin__) bytearray|collections Counter|_codecs encode|torch (\w*Tensor|UntypedStorage)"
 )
 TENSORS = re.compile(r"data/weights/weight_\d+|data/constants/tensor_\d+")
-TRUST = "if you trust who made the file, pass --trust (in Python: trust=True)"
 
 Entries = tuple[list[str], Callable[[str], bytes]]  # their names, and what reads one
 
@@ -72,7 +71,8 @@ def inspect_archive(file: Opened) -> None:
                     _check_density(content, stored.get(entry, len(content)))
                     check(content)
         except Unsafe as error:
-            help = f"{error.cure}; or, {TRUST}" if error.cure else TRUST
+            trust = f"if you trust who made the file, pass {option('--trust', 'trust=True')}"
+            help = f"{error.cure}; or, {trust}" if error.cure else trust
             where = f"its entry {entry}" if entry else "it"
             raise ArtifactError(f"{file.path} is not read: {where} {error}", help=help) from error
 

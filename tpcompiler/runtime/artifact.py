@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, option
 from tpcompiler.progress import counted
 from tpcompiler.runtime.manifest_form import malformed, malformed_set
 from tpcompiler.runtime.opened import Opened, read_text
@@ -322,7 +322,8 @@ def open_checked(directory: str | os.PathLike[str], manifest: Manifest, rank: in
     if weights and rank in lacks_weights(manifest):
         raise ArtifactError(
             f"{os.fspath(directory)} has no weights of rank {rank}: its model was exported without",
-            help=f"cut them: tpcompiler cut {os.fspath(directory)} --checkpoint DIR (or load(..., checkpoint=DIR))",
+            help=f"cut them: tpcompiler cut {os.fspath(directory)} --checkpoint DIR"
+            + option("", ", or pass checkpoint=DIR to load"),
         )
     return open_known(directory, manifest.files, weights_file(rank) if weights else program_file(manifest, rank))
 

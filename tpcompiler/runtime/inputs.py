@@ -7,7 +7,7 @@ knows them. An outputs file has the same form, with the names of the outputs.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,19 +104,43 @@ def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mappin
     Raises:
         InputsError: another number, structure, shape or type of arguments than the program takes.
     """
+    flat = _in_order(program, args, kwargs)
+    if program.call_spec.in_spec is not None:
+        _check_inputs(program, flat)
+    return flat
+
+
+def structure_check(program: ExportedProgram) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], None]:
+    """Return a forward pre-hook that raises InputsError for arguments of another structure, before torch does."""
+    spec = program.call_spec.in_spec
+    names = set(keywords_of(spec)) if spec is not None else set()
+
+    def check(_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            plain = all(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values()))
+            if not plain or kwargs.keys() != names or len(args) + len(kwargs) != (spec and spec.num_leaves):
+                _in_order(program, args, kwargs)
+
+    return check
+
+
+def _in_order(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     spec = program.call_spec.in_spec
     if spec is None:
         return list(args)
     names = keywords_of(spec)
-    if set(names) != set(kwargs):
-        raise InputsError(
-            f"the program takes keyword arguments {sorted(names)}, got {sorted(kwargs)}", help="pass exactly these"
-        )
+    if wrong := [
+        *(f"keyword argument {name!r} is missing" for name in names if name not in kwargs),
+        *(f"it has no keyword argument {name!r}" for name in kwargs if name not in names),
+    ]:
+        takes = f"the keyword arguments {', '.join(names)}" if names else "no keyword arguments"
+        raise InputsError(f"the program was called with other arguments: {'; '.join(wrong)}", help=f"it takes {takes}")
     _, given = tree_flatten((tuple(args), dict(kwargs)))
     if given.num_leaves != spec.num_leaves:
+        inputs = [each.arg.name for each in program.graph_signature.input_specs if each.kind is InputKind.USER_INPUT]
         raise InputsError(
-            f"the program takes {spec.num_leaves} flat arguments, got {given.num_leaves}",
-            help="pass what it was exported with",
+            f"the program takes {spec.num_leaves} inputs, got {given.num_leaves}",
+            help=f"pass what it was exported with: {', '.join(inputs)}",
         )
     try:
         flat: list[Any] = spec.flatten_up_to((tuple(args), dict(kwargs)))  # by key, whatever the order in a dict
@@ -125,7 +149,6 @@ def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mappin
             f"the arguments have another structure than the program takes: {str(error).splitlines()[0]}",
             help="pass what it was exported with",
         ) from error
-    _check_inputs(program, flat)
     return flat
 
 

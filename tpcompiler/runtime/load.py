@@ -20,7 +20,7 @@ from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
 from tpcompiler.runtime.backends import refuse_unsendable
 from tpcompiler.runtime.beside import misfit_of
 from tpcompiler.runtime.in_place import write_in_place
-from tpcompiler.runtime.inputs import check_values, named_inputs
+from tpcompiler.runtime.inputs import check_values, flatten_inputs, named_inputs, structure_check
 from tpcompiler.runtime.package import Package, package_to_run
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.rank_file import AGAIN, Weights, read_rank, strides_of, taken_by
@@ -83,6 +83,7 @@ def load(
     for name, each in read.items():
         module: Any = modules[name]
         module.forward = _guarded(module, each, asked)
+        module.register_forward_pre_hook(structure_check(each.program), prepend=True, with_kwargs=True)
         module.exported_program = each.program
     return modules if names else modules[""]
 
@@ -152,7 +153,14 @@ def _guarded(module: fx.GraphModule, read: _Read, asked: _Asked) -> Callable[...
         # A backward would run and give wrong gradients: sums over the ranks of a loss that is the same on all, and
         # parts that nothing adds up. Without a record of the forward it raises.
         with torch.no_grad(), named_failures(read.manifest.groups):
-            return type(module).forward(module, *args, **kwargs)
+            try:
+                return type(module).forward(module, *args, **kwargs)
+            except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):
+                if not torch.compiler.is_compiling():
+                    flatten_inputs(
+                        read.program, args, kwargs
+                    )  # raises where they are at fault, in words of this package
+                raise
 
     @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:

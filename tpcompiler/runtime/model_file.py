@@ -18,8 +18,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from tpcompiler._torch import FakeTensor, is_registered_class, quick_files, quiet_torch, tree_flatten
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, option
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
+from tpcompiler.runtime.hub import download_help
 from tpcompiler.runtime.inputs import keywords_of
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.python_code import WRITE, find_difference
@@ -159,8 +160,10 @@ def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator
     try:
         opened = Opened(file)
     except FileNotFoundError as error:
-        help = f"give the path of a .pt2 file; to make one, {EXPORT}"
-        raise _refusal(file, "does not exist", help) from error
+        help = download_help(path, "then tpcompiler export {} -o model.pt2")
+        raise _refusal(
+            file, "does not exist", help or f"give the path of a .pt2 file; to make one, {EXPORT}"
+        ) from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         said = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise _refusal(file, said, "check the path and the permissions") from error
@@ -254,7 +257,7 @@ def _directory(file: Path) -> tuple[str, str]:
     if os.path.isfile(file / "config.json"):
         return (
             "is a Hugging Face directory: a config, and maybe weights, and no program",
-            f"{EXPORT}, and give that path; --plan {file / 'config.json'} is the config's own plan",
+            f"{EXPORT}, and give that path; {file / 'config.json'} is a plan for {option('--plan', 'plan=')}",
         )
     return "is a directory", "give a .pt2 file"
 
@@ -313,17 +316,19 @@ def _load_error(file: Path, cause: BaseException) -> ArtifactError:
         module = found[1].rpartition(".")[0] or "MODULE"
         return ArtifactError(
             f"{file} takes or returns a {found[1]}, a class that is not imported here",
-            help=f"pass --import {module} (in Python: import {module} first)",
+            help=option(f"pass --import {module}", f"import {module} first"),
         )
     if found := re.search(r"failed to resolve torch\.ops\.(\S+) to an operator", text):
         return ArtifactError(
             f"{file} calls the op {found[1]}, which this torch {torch.__version__} does not have",
-            help="pass --import MODULE with the module that registers the op, or export with this version of torch",
+            help=option("pass --import MODULE with", "import")
+            + " the module that registers the op, or export with this version of torch",
         )
     if re.search(r"not compiled with CUDA|Found no NVIDIA driver|torch\.cuda\.is_available\(\) is False", text):
         return ArtifactError(
             f"{file} holds tensors that are on CUDA, which torch does not find here",
-            help="read it on a machine with a GPU, or export the model on the CPU and convert with --device cuda",
+            help="read it on a machine with a GPU, or export the model on the CPU and convert with "
+            + option("--device cuda", 'device_type="cuda"'),
         )
     return ArtifactError(
         f"{file} cannot be read by torch {torch.__version__}: {_first_line(cause)}",

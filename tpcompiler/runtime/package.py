@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tpcompiler.errors import ArtifactError, TpCompilerWarning
+from tpcompiler.errors import ArtifactError, TpCompilerWarning, option
 from tpcompiler.runtime.artifact import open_known, programs_in, read_manifest
 from tpcompiler.runtime.opened import read_text
 from tpcompiler.runtime.target import MANIFEST, SET, replacing
@@ -142,7 +142,8 @@ def refuse_elsewhere(directory: str | os.PathLike[str], package: Package) -> Non
         raise ArtifactError(
             f"the package in {at} is for {package.threads} thread{'s' * (package.threads != 1)}, "
             f"this process has {threads}",
-            help=f"set OMP_NUM_THREADS={package.threads}, or package it again with --threads {threads}",
+            help=f"set OMP_NUM_THREADS={package.threads}, or package it again with "
+            + option(f"--threads {threads}", f"threads={threads}"),
         )
 
 
@@ -164,8 +165,8 @@ def package_to_run(directory: str | os.PathLike[str], compiled: bool | None, tru
         return None
     if not (compiled or trust):
         warnings.warn(
-            f"{os.fspath(directory)} has a package, which is machine code and is not run unasked: pass compiled=True "
-            "to run it, or compiled=False",
+            f"{os.fspath(directory)} has a package, which is machine code and is not run unasked: pass "
+            + option("--compiled to run it, or --not-compiled", "compiled=True to run it, or compiled=False"),
             TpCompilerWarning,
             stacklevel=4,
         )

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from tpcompiler._torch import OpOverloadPacket, is_torchscript_op, program_target
+from tpcompiler.errors import option
 from tpcompiler.runtime.expressions import (
     BITS,
     LARGEST_EXPONENT,
@@ -334,7 +335,10 @@ def _number(text: str) -> str | None:
 def _look_up(module: str, name: str, kind: type) -> None:
     """torch imports the module; one that is imported already runs nothing, and `vars` makes nothing lazy run."""
     if sys.modules.get(module) is None:
-        raise Unsafe(f"makes torch import the module {_short(module)}", f"pass --import {module}")
+        raise Unsafe(
+            f"makes torch import the module {_short(module)}",
+            option(f"pass --import {module}", f"import {module} first"),
+        )
     found: Any = sys.modules[module]
     for part in name.split("."):
         found = vars(found).get(part) if hasattr(found, "__dict__") else None

@@ -6,7 +6,7 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import map_symmetric
-from tpcompiler.errors import LaunchError
+from tpcompiler.errors import LaunchError, option
 from tpcompiler.runtime.artifact import Manifest
 
 
@@ -26,5 +26,6 @@ def map_buffers(program: ExportedProgram, manifest: Manifest, device: torch.devi
             line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise LaunchError(
                 f"the GPUs of the group {group!r} cannot map each other's memory: {line}",
-                help="run its ranks on one machine whose GPUs are linked (NVLink), or convert with --collectives nccl",
+                help="run its ranks on one machine whose GPUs are linked (NVLink), or convert with "
+                + option("--collectives nccl", 'collectives="nccl"'),
             ) from error

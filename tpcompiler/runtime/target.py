@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, option
 from tpcompiler.runtime.opened import read_text
 from tpcompiler.runtime.scratch import scratch_folder
 
@@ -40,7 +40,9 @@ def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Pa
     target = Path(os.path.abspath(directory)) if os.path.basename(directory) in ("", ".", "..") else Path(directory)
     refuse_strange_name(target)
     if os.path.lexists(target) and not force:
-        raise ArtifactError(f"{target} exists already", help="choose another directory, or pass force=True (--force)")
+        raise ArtifactError(
+            f"{target} exists already", help=f"choose another directory, or pass {option('--force', 'force=True')}"
+        )
     try:
         os.lstat(target)
     except (FileNotFoundError, NotADirectoryError):

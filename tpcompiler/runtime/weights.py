@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tpcompiler.errors import ArtifactError, UnsupportedError
+from tpcompiler.errors import ArtifactError, UnsupportedError, option
 from tpcompiler.runtime.opened import Opened
 
 # The format's names: https://github.com/huggingface/safetensors
@@ -64,7 +64,7 @@ def lay_out(entries: Iterable[Entry]) -> list[Entry]:
         if entry.dtype not in NAMES:
             raise UnsupportedError(
                 f"'{entry.name}' is of {entry.dtype}, which a safetensors file cannot hold",
-                help='write self-contained files: layout="ranks" (--layout ranks)',
+                help="write self-contained files: " + option("--layout ranks", 'layout="ranks"'),
             )
     return found
 

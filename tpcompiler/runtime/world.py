@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tpcompiler._torch import group_is_registered, register_group, resolve_group
-from tpcompiler.errors import LaunchError, TpCompilerWarning
+from tpcompiler.errors import LaunchError, TpCompilerWarning, option
 from tpcompiler.runtime.agree import RESTART
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.leave import destroy_at_exit, release_default_group
@@ -27,7 +27,7 @@ def own_device(manifest: Manifest, backend: str | None = None) -> torch.device:
     if not torch.cuda.is_available():
         raise LaunchError(
             "the artifact is for CUDA, and torch finds no CUDA device here",
-            help="run it on a machine with GPUs, or convert the model again with --device cpu",
+            help=f"run it on a machine with GPUs, or convert the model again with {_device('cpu')}",
         )
     count = torch.cuda.device_count()
     joined = dist.is_initialized()
@@ -48,12 +48,17 @@ def own_device(manifest: Manifest, backend: str | None = None) -> torch.device:
     return device
 
 
+def _device(kind: str) -> str:
+    return option(f"--device {kind}", f'device_type="{kind}"')
+
+
 def _refuse_gathers(manifest: Manifest) -> None:
     """Of torch's collectives on gloo, all take tensors on a GPU but one."""
     if gathers := sum(row["kind"] == "all_gather" for row in manifest.collectives):
         raise LaunchError(
             f"{gathers} all_gather of tensors on GPUs, which ends a process by SIGSEGV in torch's gloo",
-            help="use NCCL (docs/gpu.md says how processes share a GPU), or convert the model again with --device cpu",
+            help="use NCCL (docs/gpu.md says how processes share a GPU), or convert the model again with "
+            + _device("cpu"),
         )
 
 
@@ -100,7 +105,7 @@ def _join(manifest: Manifest, timeout: timedelta, backend: str | None) -> None:
         if backend == "nccl" and manifest.device_type != "cuda":
             raise LaunchError(
                 f"the artifact is for {manifest.device_type}, and NCCL sends between GPUs only",
-                help="use the backend gloo, or convert the model again with --device cuda",
+                help=f"use the backend gloo, or convert the model again with {_device('cuda')}",
             )
         try:
             dist.init_process_group(backend, timeout=timeout)
