@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tpcompiler.cli.printing
-from tests.launch import torchrun
+from tests.launch import fork_code, torchrun
 from tests.runtime.commands import call, right
 from tests.runtime.models import PLAN_TEXT, mlp_inputs
-from tpcompiler import cli
+from tpcompiler.cli import commands
 from tpcompiler.explain.summary import summary_parts
 
 COMMANDS = ["inspect", "doctor", "plan", "calibrate", "convert", "verify", "run", "show"]
@@ -343,15 +343,53 @@ def test_debug_shows_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert f"tpcompiler.errors.ArtifactError: {tmp_path}/a.pt2 does not exist" in result.stderr
 
 
+PRESS = """
+import os, signal, time
+import torch
+from tpcompiler.cli import main
+
+def press(*_, **__):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+def press_half(*_, **__):  # as torch does where numpy is half imported
+    try:
+        press()
+    except KeyboardInterrupt:
+        raise ImportError("cannot load module more than once per process") from None
+
+def press_later(*given, save=torch.export.save, done=[]):
+    save(*given)
+    done.append(0)
+    if len(done) == 2:
+        press()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where",
+    ["tpcompiler.runtime.model_file.read_model = press", "tpcompiler.runtime.model_file.read_model = press_half",
+     "torch.export.save = press_later"],
+)  # fmt: skip
+def test_interrupted_is_one_word_and_leaves_nothing(where: str, model: Path, plan: Path, tmp_path: Path) -> None:
+    words = ["convert", str(model), "--tp", "2", "--plan", str(plan), "-o", str(tmp_path / "folder" / "out")]
+    done = fork_code(f"{PRESS}\nimport tpcompiler.runtime.model_file\n{where}\nmain()", *words)
+    assert (done.returncode, done.stdout, done.stderr.splitlines()[-1]) == (130, "", "interrupted")
+    assert "Traceback" not in done.stderr
+    assert "defect" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_defect_is_not_the_answer_not_equal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(**_: object) -> None:
         raise KeyError("x")
 
-    monkeypatch.setattr(cli.commands, "app", fail)
+    monkeypatch.setattr(commands, "app", fail)
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        commands.main()
     assert stop.value.code == 3
     assert capsys.readouterr().err.endswith(
         "KeyError: 'x'\nthis is a defect of tpcompiler: please report it with the traceback above\n"

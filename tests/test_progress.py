@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -146,9 +147,51 @@ def test_a_bar_has_the_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -
     assert cutting.split()[-7:] == ["MB", "of", "20.0", "MB", "2.0", "MB/s", "0:00:07"]
 
 
+def test_a_step_that_lasts_has_a_line_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps that begin again and again one, in the order in which they last; of short ones none."""
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", shown)
+
+    def wait_for(text: str) -> None:
+        end = time.monotonic() + 10
+        while text not in shown.getvalue():
+            assert time.monotonic() < end, shown.getvalue()
+            time.sleep(0.01)
+
+    monkeypatch.setattr(bars, "PATIENCE", 100.0)
+    with bars.progress("short"):
+        telling("ops of it", "ops")(0, 2)
+    assert shown.getvalue() == ""
+    monkeypatch.setattr(bars, "PATIENCE", 0.05)
+    ops, weights = telling("trying choices", "ops"), telling("cutting the weights", "bytes")
+    with bars.progress("reading \x1b[/b]") as steps:
+        wait_for("reading \\x1b[/b]\n")
+        steps.update("searching")
+        for _ in range(3):
+            ops(0, 25_000)
+            ops(1_000, 25_000)
+            wait_for("trying choices: 1,000 of 25,000 ops\n")
+            ops(25_000, 25_000)
+        weights(2_000_000, 20_000_000)
+        wait_for("cutting the weights: 2.0 MB of 20.0 MB\n")
+        wait_for("searching\n")
+    lines = shown.getvalue().splitlines()
+    assert len(lines) == 4
+    assert set(lines) == {
+        "reading \\x1b[/b]",
+        "searching",
+        "trying choices: 1,000 of 25,000 ops",
+        "cutting the weights: 2.0 MB of 20.0 MB",
+    }
+    with bars.progress("silent", quiet=True) as nothing:
+        nothing.update("as well")
+        time.sleep(0.2)
+    assert len(shown.getvalue().splitlines()) == 4
+
+
 @pytest.mark.slow
 def test_nothing_is_shown_in_a_pipe_nor_with_json(model: Path) -> None:
-    """The same words on a terminal show bars there, and what is printed stays as it is."""
+    """But for steps that last. The same words on a terminal show bars there, and what is printed stays as it is."""
     out = model.with_name("out")
     plain, silent = run_piped("check", out)
     assert silent == ""
@@ -159,7 +202,8 @@ def test_nothing_is_shown_in_a_pipe_nor_with_json(model: Path) -> None:
 
 
 def run_piped(*words: object) -> tuple[str, str]:
-    done = fork_code("from tpcompiler.cli.commands import main\nmain()", *map(str, words))
+    soon = "from tpcompiler.cli import bars, main\nbars.PATIENCE = 1e6\nmain()"
+    done = fork_code(soon, *map(str, words))
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 

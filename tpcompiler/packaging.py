@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import aten, fake_group, group_is_registered, sym_hint, tree_flatten, with_graph
 from tpcompiler.errors import ArtifactError, UnsupportedError
-from tpcompiler.progress import counted
+from tpcompiler.progress import counted, measured
 from tpcompiler.runtime.artifact import (
     Manifest,
     lacks_weights,
@@ -102,7 +102,8 @@ def package(
                 refuse_static(Path(file), compiler)
     with _beside(folder) as temporary:
         _inductor.write_package(temporary / COMPILED, files)
-        shutil.copy(build_runner(compiler), temporary / RUNNER)
+        with measured("building the library that runs it", "files", 1):
+            shutil.copy(build_runner(compiler), temporary / RUNNER)
         for model, program in called.items():
             held = {**program.constants, **program.state_dict}
             save_marked(program, temporary / called_file(model), weightless_names(program), held)

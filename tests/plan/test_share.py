@@ -89,6 +89,13 @@ def test_an_entry_that_matches_in_none(holds_all: bool) -> None:
     assert "'decoder.up'" in str(error.value.help)
 
 
+def test_a_plan_of_another_model() -> None:
+    with pytest.raises(PlanError) as error:
+        tpcompiler.parallelize(model(holds_all=True), 2, {"lm.up": "colwise", "lm.down": "rowwise", "**": "auto"})
+    assert error.value.message.startswith("none of the plan's 2 entries matches: this program has '")
+    assert error.value.help == 'give a plan of this model, or "auto", which finds one'
+
+
 def test_what_no_program_uses() -> None:
     programs = model(holds_all=True)
     with pytest.raises(PlanError, match="no op of the program uses it"):

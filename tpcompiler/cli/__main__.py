@@ -1,4 +1,4 @@
-from tpcompiler.cli.commands import main
+from tpcompiler.cli import main
 
 if __name__ == "__main__":
     main()

@@ -1,10 +1,13 @@
-"""What is shown of a command while it works."""
+"""What is shown of a command while it works: bars on a terminal, and elsewhere a line for a step that lasts."""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Protocol
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -23,6 +26,14 @@ from rich.text import Text
 
 from tpcompiler.printed import one_line
 from tpcompiler.progress import listening
+
+PATIENCE, AGAIN = 2.0, 30.0  # seconds until a step has a line, and until it has another one
+
+
+class Status(Protocol):
+    """Takes what a command does next."""
+
+    def update(self, text: str) -> None: ...
 
 
 class _Amount(ProgressColumn):
@@ -68,19 +79,72 @@ class Steps:
         self._bars.update(self._counted[step], completed=done, total=total)
 
 
+class Lines:
+    """A line on standard error for each step that lasts, as a log can hold it."""
+
+    def __init__(self, text: str) -> None:
+        self._ended = threading.Event()
+        self._next: dict[str, float] = {}  # step -> when it has its next line
+        self._under_way: dict[str, str] = {}  # step -> how far it is
+        self.update(text)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def update(self, text: str) -> None:
+        self._under_way = {text: ""}
+        self._next[text] = time.monotonic() + PATIENCE
+
+    def show(self, step: str, unit: str, done: int, total: int) -> None:
+        """A `progress.Listener`."""
+        if done == total:
+            self._under_way.pop(step, None)
+            return
+        if step not in self._under_way:
+            # One that begins again and again, such as a search, has its next line when it is due.
+            self._next[step] = max(self._next.get(step, 0.0), time.monotonic() + PATIENCE)
+        self._under_way[step] = f": {decimal(done) if unit == 'bytes' else f'{done:,}'} of " + (
+            decimal(total) if unit == "bytes" else f"{total:,} {unit}"
+        )
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(PATIENCE / 4):
+            for step, far in list(self._under_way.items()):
+                if time.monotonic() >= self._next[step]:
+                    self._next[step] = time.monotonic() + AGAIN
+                    with suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is no such stream
+                        print(one_line(step + far), file=sys.__stderr__, flush=True)
+
+
+class _Nothing:
+    def update(self, text: str) -> None:
+        pass
+
+
 @contextmanager
-def progress(text: str, *, quiet: bool = False) -> Iterator[Steps]:
-    """Steps on standard error, with their rate and the time left; nothing where that is no terminal, or if `quiet`."""
+def progress(text: str, *, quiet: bool = False) -> Iterator[Status]:
+    """Steps on standard error: on a terminal with their rate and the time left, elsewhere a line for each that lasts.
+
+    `quiet`: show nothing.
+    """
+    if quiet:
+        yield _Nothing()
+        return
     # To the terminal itself: bars are made of control characters. No markup: a path may have brackets.
     console = Console(file=sys.__stderr__)
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(16), _Amount()
-    is_shown = console.is_terminal and not quiet
-    with Progress(
-        *columns, _Time(), console=console, transient=True, disable=not is_shown, redirect_stdout=False
-    ) as bars:
+    if not console.is_terminal:
+        lines = Lines(text)
+        try:
+            with listening(lines.show):
+                yield lines
+        finally:
+            lines.stop()
+        return
+    with Progress(*columns, _Time(), console=console, transient=True, redirect_stdout=False) as bars:
         steps = Steps(bars, text)
-        if not is_shown:
-            yield steps
-            return
         with listening(steps.show):
             yield steps

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from tpcompiler.cli.bars import Steps
+from tpcompiler.cli.bars import Status
 from tpcompiler.errors import PlanError
 
 Inputs = Annotated[
@@ -34,7 +34,7 @@ class GivenPrograms(NamedTuple):
         return _of_programs(_placements(texts, option), self.names)
 
 
-def read_programs(models: Sequence[Path], imports: list[str] | None, trust: bool, status: Steps) -> GivenPrograms:
+def read_programs(models: Sequence[Path], imports: list[str] | None, trust: bool, status: Status) -> GivenPrograms:
     """Models, of which several are called as their files. Raises PlanError where two are called alike."""
     from tpcompiler.runtime.model_file import read_model
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from tpcompiler.cli.interrupt import INTERRUPTED, was_interrupted
 from tpcompiler.cost.amounts import read_bytes
 from tpcompiler.errors import MeshError, TpCompilerError, naming_options
 from tpcompiler.printed import print_nowhere, printable, printed_streams
@@ -23,7 +24,7 @@ from tpcompiler.printed import print_nowhere, printable, printed_streams
 if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh
 
-NOT_EQUAL, BAD_INPUT, DEFECT, INTERRUPTED = 1, 2, 3, 130
+NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
 _UsageError: Any = typer.BadParameter.__base__  # typer has its own since 0.20, and took click's before
 
 
@@ -47,16 +48,20 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except TpCompilerError as error:
-            report(traceback.format_exc() if ctx.params.get("debug") else str(error), follows=error.follows)
+        except typer.Exit:
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, KeyboardInterrupt) or was_interrupted():
+                typer.echo("interrupted", err=True)
+                raise typer.Exit(INTERRUPTED) from error
+            if isinstance(error, TpCompilerError):
+                report(traceback.format_exc() if ctx.params.get("debug") else str(error), follows=error.follows)
+            elif isinstance(error, _UsageError):
+                words = ["tpcompiler", *(error.ctx or ctx).command_path.split()[1:]]
+                report(f"{error.format_message()}\n  help: {' '.join(words)} --help shows what it takes")
+            else:
+                raise
             raise typer.Exit(BAD_INPUT) from error
-        except _UsageError as error:
-            command = " ".join(["tpcompiler", *(error.ctx or ctx).command_path.split()[1:]])
-            report(f"{error.format_message()}\n  help: {command} --help shows what it takes")
-            raise typer.Exit(BAD_INPUT) from error
-        except KeyboardInterrupt as error:
-            typer.echo("interrupted", err=True)
-            raise typer.Exit(INTERRUPTED) from error
 
 
 def report(text: str, *, follows: bool = False) -> None:

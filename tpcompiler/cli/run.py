@@ -55,7 +55,7 @@ def package_artifact(
         from tpcompiler.runtime.model_file import import_modules
 
         import_modules(imports or ())
-        status.update("compiling, and running all ranks")
+        status.update("compiling and checking")
         made, report = package(directory, threads=threads, check=not no_check, checkpoint=checkpoint, trust=trust)
     is_right = report is None or report.ok
     if json:
@@ -127,38 +127,42 @@ def run(
     looking = "--count" if count else "--trace" if trace else None
     if looking and compiled:
         raise typer.BadParameter("a package is machine code, whose calls are not seen", param_hint=looking)
-    import torch.distributed as dist
+    others = os.environ.get("RANK", "0") != "0"  # one of the ranks shows how far they are
+    with progress(f"reading {directory}", quiet=json or others) as status:
+        import torch.distributed as dist
 
-    from tpcompiler.cli import printing
-    from tpcompiler.cli.boundary import cut_inputs, join_outputs
-    from tpcompiler.runtime.artifact import read_manifest
-    from tpcompiler.runtime.inputs import read_tensors, write_tensors
-    from tpcompiler.runtime.load import load
-    from tpcompiler.runtime.model_file import import_modules
-    from tpcompiler.runtime.run import run_file, summarize
+        from tpcompiler.cli import printing
+        from tpcompiler.cli.boundary import cut_inputs, join_outputs
+        from tpcompiler.runtime.artifact import read_manifest
+        from tpcompiler.runtime.inputs import read_tensors, write_tensors
+        from tpcompiler.runtime.load import load
+        from tpcompiler.runtime.model_file import import_modules
+        from tpcompiler.runtime.run import run_file, summarize
 
-    manifest = read_manifest(directory)
-    for file in (outputs, trace):
-        if file is not None and not os.path.isdir(file.parent):
-            raise ArtifactError(f"cannot write {file}: {file.parent} is no directory", help="make it first")
-    import_modules(imports or ())
-    compiled = False if looking else compiled
-    given = read_tensors(inputs)  # before the minutes that follow
-    module = load(directory, trust=trust, compiled=compiled, backend=backend.value if backend else None)
-    with contextlib.ExitStack() as stack:
-        if count:
-            from tpcompiler.explain.measured import compare_counts, counts_table, watched_collectives
+        manifest = read_manifest(directory)
+        for file in (outputs, trace):
+            if file is not None and not os.path.isdir(file.parent):
+                raise ArtifactError(f"cannot write {file}: {file.parent} is no directory", help="make it first")
+        import_modules(imports or ())
+        compiled = False if looking else compiled
+        given = read_tensors(inputs)  # before the minutes that follow
+        status.update(f"loading {directory}")
+        module = load(directory, trust=trust, compiled=compiled, backend=backend.value if backend else None)
+        status.update("running")
+        with contextlib.ExitStack() as stack:
+            if count:
+                from tpcompiler.explain.measured import compare_counts, counts_table, watched_collectives
 
-            calls = stack.enter_context(watched_collectives())
-        if trace is not None:
-            from tpcompiler.explain.trace import gather_traces, traced
+                calls = stack.enter_context(watched_collectives())
+            if trace is not None:
+                from tpcompiler.explain.trace import gather_traces, traced
 
-            own = stack.enter_context(traced(module, manifest))
-        shares = cut_inputs(given, manifest, dist.get_rank(), str(inputs))
-        named = run_file(module, manifest, inputs, shares)
-    named = join_outputs(named, manifest)
+                own = stack.enter_context(traced(module, manifest))
+            shares = cut_inputs(given, manifest, dist.get_rank(), str(inputs))
+            named = run_file(module, manifest, inputs, shares)
+        named = join_outputs(named, manifest)
+        whole = gather_traces(own) if trace is not None else None
     agrees = True
-    whole = gather_traces(own) if trace is not None else None
     if dist.get_rank() == 0:
         found = summarize(named)
         rows = compare_counts(directory, calls, given, trust=trust) if count else None

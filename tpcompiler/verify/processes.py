@@ -16,6 +16,7 @@ import torch
 
 from tpcompiler.errors import LaunchError
 from tpcompiler.printed import one_line
+from tpcompiler.progress import measured
 from tpcompiler.verify.simulate import RankResult
 
 LONGEST = timedelta(minutes=30)
@@ -45,9 +46,9 @@ def answers_of_ranks(
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
         command += ["-m", "tpcompiler.verify.rank_process", os.fspath(directory), folder, "trust" if trust else ""]
         command += [os.fspath(checkpoint)] if checkpoint is not None else []
-        run_ranks(
-            command, threads, timeout, help="run it by itself for all of it: torchrun ... tpcompiler run --compiled"
-        )
+        help = "run it by itself for all of it: torchrun ... tpcompiler run --compiled"
+        with measured("running the ranks in processes", "ranks", world):
+            run_ranks(command, threads, timeout, help=help)
         answers = [torch.load(Path(folder) / f"{rank}.answers", weights_only=True) for rank in range(world)]
     return [[RankResult(*of_rank[at]) for of_rank in answers] for at in range(len(calls))]
 

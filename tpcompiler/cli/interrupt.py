@@ -1,0 +1,35 @@
+"""Ctrl-C: one word and exit code 130, whatever the code that is interrupted makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+INTERRUPTED = 130
+_seen = False
+
+
+def was_interrupted() -> bool:
+    """Whether Ctrl-C was pressed: modules that are imported just then raise other errors, or go on without a part."""
+    return _seen
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[None]:
+    """Note Ctrl-C in the block, and ignore it from its end on, while the interpreter shuts down."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a job in the background ignores it
+            signal.signal(signal.SIGINT, _interrupt)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _interrupt(*_: Any) -> None:
+    global _seen
+    _seen = True
+    raise KeyboardInterrupt
