@@ -202,8 +202,7 @@ def test_nothing_is_shown_in_a_pipe_nor_with_json(model: Path) -> None:
 
 
 def run_piped(*words: object) -> tuple[str, str]:
-    soon = "from tpcompiler.cli import bars, main\nbars.PATIENCE = 1e6\nmain()"
-    done = fork_code(soon, *map(str, words))
+    done = fork_code("from tpcompiler.cli.commands import main\nmain()", *map(str, words))
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 

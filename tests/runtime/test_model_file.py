@@ -75,7 +75,7 @@ def test_weights_on_a_device_that_is_not_here(tmp_path: Path) -> None:
         read_model(path)
     assert str(raised.value) == (
         f"{path} holds tensors that are on CUDA, which torch does not find here\n"
-        "  help: read it on a machine with a GPU, or export the model on the CPU and convert with --device cuda"
+        '  help: read it on a machine with a GPU, or export the model on the CPU and convert with device_type="cuda"'
     )
 
 
@@ -229,7 +229,7 @@ def test_saving_says_what_is_only_read_on_trust(longest: int, tmp_path: Path, mo
     ours = [str(each.message) for each in said if issubclass(each.category, tpcompiler.TpCompilerWarning)]
     if longest == 10:
         (warning,) = ours
-        assert warning.startswith("these files are only read with --trust (trust=True): its entry models/")
+        assert warning.startswith("these files are only read with trust=True: its entry models/")
         with pytest.raises(tpcompiler.TpCompilerError, match="is no plain expression"):
             read_model(tmp_path / "out" / "rank_0.pt2")
         expressions.lines_to_read.cache_clear()

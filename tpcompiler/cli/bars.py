@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -27,7 +28,8 @@ from rich.text import Text
 from tpcompiler.printed import one_line
 from tpcompiler.progress import listening
 
-PATIENCE, AGAIN = 2.0, 30.0  # seconds until a step has a line, and until it has another one
+# Seconds until a step has a line, and until it has another one. Who compares standard error may want none.
+PATIENCE, AGAIN = float(os.environ.get("TPCOMPILER_PATIENCE", "2")), 30.0
 
 
 class Status(Protocol):

@@ -87,7 +87,7 @@ def _options(
     """Turn a single-device torch.export program into one ordinary exported program per rank.
 
     Exit codes: 0 right, 1 not equal (verify, diff) or not sound (check), 2 bad input or over a budget, 3 a defect of
-    tpcompiler.
+    tpcompiler, 130 interrupted.
 
     \b
     Example:
