@@ -116,16 +116,19 @@ def inspect(
       tpcompiler inspect out
     """
     with progress(f"reading {path}", quiet=json):
-        from tpcompiler.cli import describe, printing
-        from tpcompiler.explain.summary import artifact_data
-        from tpcompiler.runtime.artifact import read_manifest
-        from tpcompiler.runtime.model_file import read_model
-
         is_artifact = os.path.isdir(path)  # where pathlib's may raise
-        if is_artifact:
+        from tpcompiler.cli import printing
+
+        if is_artifact:  # which needs neither torch.export nor the search
+            from tpcompiler.explain.summary import artifact_data
+            from tpcompiler.runtime.artifact import read_manifest
+
             data = artifact_data(read_manifest(path))
         else:
-            data = describe.model_data(read_model(path, imports or (), trust=trust))
+            from tpcompiler.cli.describe import model_data
+            from tpcompiler.runtime.model_file import read_model
+
+            data = model_data(read_model(path, imports or (), trust=trust))
     if json:
         printing.print_json(data)
     elif is_artifact:
