@@ -173,7 +173,10 @@ def test_a_directory_of_hugging_face_is_no_program(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     said = re.sub(r"\s+", " ", refused("convert", tmp_path, "--tp", "2", "--plan", tmp_path, "-o", tmp_path / "out"))
     assert "is a Hugging Face directory: a config, and maybe weights, and no program" in said
-    assert "torch.export.save(exported_program, path), and give that path; --plan" in said
+    assert (
+        f"help: tpcompiler export {tmp_path} -o model.pt2 makes one; {tmp_path}/config.json is a plan for --plan"
+        in said
+    )
 
 
 def test_other_classes_are_imported_for_nobody(tmp_path: Path) -> None:

@@ -257,7 +257,8 @@ def _directory(file: Path) -> tuple[str, str]:
     if os.path.isfile(file / "config.json"):
         return (
             "is a Hugging Face directory: a config, and maybe weights, and no program",
-            f"{EXPORT}, and give that path; {file / 'config.json'} is a plan for {option('--plan', 'plan=')}",
+            f"tpcompiler export {file} -o model.pt2 makes one; {file / 'config.json'} is a plan for "
+            + option("--plan", "plan="),
         )
     return "is a directory", "give a .pt2 file"
 
