@@ -53,10 +53,14 @@ format: venv  ## Format, and fix what the linter can fix
 	$(BIN)/ruff check --fix .
 
 # The wheel is built from the sdist, and the tests run from the sdist's copies, where no source package is in reach.
+# `pip install .` builds one from the checkout, which must have the same files.
 wheel-test: venv  ## Build sdist and wheel, and run the fast tests against the installed wheel
 	@set -eu; unset PYTHONPATH; \
 	tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
 	$(BIN)/python -m build --outdir "$$tmp/dist" .; \
+	$(BIN)/python -m build --wheel --outdir "$$tmp/direct" .; \
+	for made in dist direct; do $(BIN)/python -m zipfile -l "$$tmp/$$made"/*.whl | cut -d' ' -f1 | sort > "$$tmp/$$made.files"; done; \
+	diff "$$tmp/dist.files" "$$tmp/direct.files"; \
 	mkdir "$$tmp/sdist" "$$tmp/run"; \
 	tar -xzf "$$tmp"/dist/*.tar.gz -C "$$tmp/sdist" --strip-components=1; \
 	for part in tests examples tools pyproject.toml; do mv "$$tmp/sdist/$$part" "$$tmp/run"; done; \

@@ -37,6 +37,15 @@ def test_the_version_is_said_in_one_place() -> None:
     assert f"## {tpcompiler.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def test_links_to_folders_are_left_out_of_what_is_built() -> None:
+    """The build walks into links, and would add the files of `passes` twice. `make wheel-test` builds."""
+    links = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tpcompiler").rglob("*") if path.is_symlink()]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert links == ["tpcompiler/passes"]
+    assert project.count(f'exclude = ["/{links[0]}"]\n') == 2  # of the wheel, and of the sdist
+    assert f'"passes" = "{links[0]}"\n' in project
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "passes").glob("*.md")]
     assert len(pages) > 10
