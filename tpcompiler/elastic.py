@@ -42,8 +42,8 @@ def reshard(
 ) -> None:
     """Write an artifact for another mesh, by the same plan, from an artifact alone.
 
-    The program is converted anew from the `model.pt2` that the artifact holds, and its weights, put together from the
-    ranks' shares, are cut one tensor at a time: memory holds the largest tensor at most, twice. They are the same bits.
+    The program is converted again from the `model.pt2` that the artifact holds, and its weights, put together from the
+    ranks' shares, are cut one tensor at a time (docs/scale.md has the memory that this takes). They are the same bits.
     What is written has the shared layout.
 
     Args:

@@ -1,4 +1,4 @@
-"""Cut a checkpoint into the ranks' weights, one tensor in memory at a time."""
+"""Cut a checkpoint into the ranks' weights, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def cut_checkpoint(
 ) -> None:
     """Write `rank_N.safetensors` into an artifact that was converted without weights.
 
-    Every tensor of the checkpoint is mapped, cut for all ranks and let go before the next one, so that memory holds the
-    largest one at most. An interrupted cut goes on: what it has written is compared with the checkpoint, and stays.
+    Every tensor of the checkpoint is mapped, cut for all ranks and let go before the next one; two are held while they
+    are small. An interrupted cut goes on: what it has written is compared with the checkpoint, and stays.
 
     Args:
         directory: what `tpcompiler convert MODEL.pt2` wrote of a model without weights; of several programs, all.

@@ -19,6 +19,7 @@ import tpcompiler.cli.run
 import tpcompiler.cli.weights  # noqa: F401  (registers its commands, as do those above)
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.given import Inputs, Outputs, read_programs
+from tpcompiler.cli.memory import return_freed_tensors
 from tpcompiler.cli.options import (
     DEFECT,
     Artifact,
@@ -267,6 +268,7 @@ def convert(
             made.save(out, force=force, keep_output_types=keep_output_types, layout=files)
             manifests = {name: read_manifest(out / name) for name in each}
             if checkpoint is not None:
+                return_freed_tensors()
                 cut_checkpoint(out, checkpoint, partial=partial)
         else:
             manifests = {name: one.manifest() for name, one in each.items()}

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tpcompiler.cli.bars import progress
+from tpcompiler.cli.memory import return_freed_tensors
 from tpcompiler.cli.options import Artifact, Json, MeshOption, Tp, Trust, app, read_mesh
 from tpcompiler.errors import ArtifactError
 
@@ -99,7 +100,7 @@ def cut(
 ) -> None:
     """Cut the ranks' weights out of a checkpoint.
 
-    Of an artifact that was converted without weights. Memory holds one tensor at a time; an interrupted cut goes on.
+    Of an artifact that was converted without weights. One tensor is read at a time; an interrupted cut goes on.
 
     \b
     Example:
@@ -113,6 +114,7 @@ def cut(
         from tpcompiler.checkpoint.cut import cut_checkpoint
         from tpcompiler.cli import printing
 
+        return_freed_tensors()
         only = [int(word) for word in words] if words else None
         cut_checkpoint(directory, checkpoint, only, partial=partial, force=force)
     if json:
@@ -133,8 +135,8 @@ def reshard_artifact(
 ) -> None:
     """Write an artifact for another number of ranks.
 
-    By the same plan, from an artifact with weights alone; the weights are the same bits, and memory holds one tensor
-    at a time.
+    By the same plan, from an artifact with weights alone; the weights are the same bits, and are read one tensor at a
+    time.
 
     \b
     Example:
@@ -145,6 +147,7 @@ def reshard_artifact(
         from tpcompiler.elastic import reshard
 
         over = read_mesh(tp, mesh)
+        return_freed_tensors()
         reshard(directory, over, out, force=force, trust=trust)
     if json:
         printing.print_json({"out": str(out), "mesh": dict(over.axes)})
@@ -175,6 +178,7 @@ def merge_artifact(
         from tpcompiler.cli import printing
         from tpcompiler.elastic import merge
 
+        return_freed_tensors()
         merge(directory, out, safetensors=safetensors, trust=trust)
     if json:
         printing.print_json({"out": str(out)})
