@@ -93,7 +93,7 @@ hf: venv  ## Take Hugging Face architectures from a config to a verified artifac
 	$(BIN)/python -m tools.hf_table
 
 compat: venv  ## Run the fast tests on every version of torch that this runs on, and write docs/compat.md
-	$(BIN)/python tools/compat.py
+	$(BIN)/python -m tools.compat
 
 ops: export OMP_NUM_THREADS := 1
 ops: venv  ## Measure the rules on torch's op database and write docs/ops.md; goes on where it was interrupted

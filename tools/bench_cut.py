@@ -1,9 +1,9 @@
-"""`python -m tools.bench_cut [--gb 12] [--tp 2] [--judge]`: cutting a checkpoint of several files, beside `cp`.
+"""`python -m tools.bench_cut [--gb 12 --hidden 4096 --tp 2 --other 3]`: the way of a checkpoint, and its memory.
 
-Prints the time of each and their ratio, and the peaks of memory next to the largest tensor: all that is resident,
-mapped files too, and what is not mapped (RssAnon, sampled), of `export`, `convert`, `cut`, `reshard` and `merge`. The
-checkpoint is random numbers in bfloat16 of a Llama of as many layers as make that size. All is read and written in one
-directory. With `--judge` also `check` and `verify` of what was cut.
+Prints the seconds of each command next to those of `cp`, and two peaks of memory: all that is resident, mapped files
+too, and RssAnon alone, which maps no file (sampled). The checkpoint is random numbers in bfloat16 of a Llama of as many
+layers as make that size, in files of at most 2 GiB. All is read and written in one directory. `--write` puts the table
+of the sizes that are used by default into docs/scale.md.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from rich.table import Table
 
 GIB = 2**30
 FILE = 2 * GIB  # of the checkpoint
+SMALL = {"gb": 0.6, "hidden": 1024, "tp": 4, "other": 3}
+COLUMNS = ("", "seconds", "peak MiB", "of it RssAnon, MiB")
 
 
-def write_checkpoint(directory: Path, size: float) -> None:
-    """A Llama's config.json and weights of about `size` GiB."""
+def write_checkpoint(directory: Path, size: float, hidden: int) -> None:
+    """Write a Llama's config.json and weights of about `size` GiB."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -38,9 +40,11 @@ def write_checkpoint(directory: Path, size: float) -> None:
     from tpcompiler.checkpoint.files import INDEX
     from tpcompiler.runtime.weights import Entry, lay_out, write_weights
 
-    shape: Any = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
-    per_layer = 2 * (4 * 4096**2 + 3 * 4096 * 11008)
-    layers = max(1, round((size * GIB - 4 * 32000 * 4096) / per_layer))
+    inner = 43 * hidden // 16  # of Llama's 7B
+    shape: Any = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": 32000}
+    shape["num_attention_heads"] = hidden // 128
+    per_layer = 2 * (4 * hidden**2 + 3 * hidden * inner)
+    layers = max(1, round((size * GIB - 4 * 32000 * hidden) / per_layer))
     config = LlamaConfig(**shape, num_hidden_layers=layers, dtype="bfloat16", architectures=["LlamaForCausalLM"])
     build: Any = AutoModelForCausalLM.from_config
     with tpcompiler.weightless():
@@ -63,7 +67,7 @@ def write_checkpoint(directory: Path, size: float) -> None:
     (directory / "largest").write_text(str(largest))
 
 
-READ = """
+LOAD = """
 import sys
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.rank_file import read_rank
@@ -104,17 +108,24 @@ def timed(*command: str | Path) -> Took:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gb", type=float, default=12, help="GiB of the checkpoint")
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--judge", action="store_true", help="check and verify what was cut, too")
+    parser.add_argument("--gb", type=float, help="GiB of the checkpoint")
+    parser.add_argument("--hidden", type=int, help="features of the model")
+    parser.add_argument("--tp", type=int, help="ranks")
+    parser.add_argument("--other", type=int, help="ranks of the artifact that `reshard` writes")
+    parser.add_argument("--write", action="store_true", help="write docs/scale.md")
+    parser.set_defaults(**SMALL)
     parser.add_argument("--directory", help="where it is written; by default the system's for temporary files")
     asked = parser.parse_args()
+    if asked.write and any(getattr(asked, name) != value for name, value in SMALL.items()):
+        parser.error("the page has the sizes that are used by default")
     with tempfile.TemporaryDirectory(dir=asked.directory) as name:
         home = Path(name)
         given = home / "checkpoint"
         given.mkdir()
         # In a process of its own: what this one holds would be counted as its children's.
-        writing = multiprocessing.get_context("spawn").Process(target=write_checkpoint, args=(given, asked.gb))
+        writing = multiprocessing.get_context("spawn").Process(
+            target=write_checkpoint, args=(given, asked.gb, asked.hidden)
+        )
         writing.start()
         writing.join()
         largest = int((given / "largest").read_text())
@@ -128,28 +139,34 @@ def main() -> None:
         cutting = timed(*call, "cut", home / "out", "--checkpoint", given)
         second = timed("cp", "-r", given, home / "copy").seconds
         shutil.rmtree(home / "copy")
-        rows = {"export": exporting, "convert": converting, "cut": cutting}
+        torch_alone = timed(sys.executable, "-c", "import torch")
+        rows = {"`import torch` alone": torch_alone, "export": exporting, "convert": converting, "cut": cutting}
         rows["convert --checkpoint"] = timed(
             *call, "convert", home / "model.pt2", *plan, "--checkpoint", given, "-o", home / "again"
         )
         shutil.rmtree(home / "again")
-        if asked.judge:
-            rows["read rank 0, and its hash"] = timed(sys.executable, "-c", READ, home / "out")
-            for word in ("check", "verify"):
-                rows[word] = timed(*call, word, home / "out", "--checkpoint", given)
-        other = str(asked.tp + 1)  # which divides little
-        rows[f"reshard to {other}"] = timed(*call, "reshard", home / "out", "--tp", other, "-o", home / "other")
+        rows["load rank 0"] = timed(sys.executable, "-c", LOAD, home / "out")
+        for word in ("check", "verify"):
+            rows[word] = timed(*call, word, home / "out", "--checkpoint", given)
+        rows["reshard"] = timed(*call, "reshard", home / "out", "--tp", str(asked.other), "-o", home / "other")
         shutil.rmtree(home / "other")
         rows["merge"] = timed(*call, "merge", home / "out", "-o", home / "merged.pt2")
-    table = Table(title=f"{size / GIB:.1f} GiB in files of {FILE / GIB:.0f} GiB, for {asked.tp} ranks")
-    for column in ("", "s", "peak MiB", "not mapped"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, (seconds, peak, own) in rows.items():
-        table.add_row(name, f"{seconds:.1f}", f"{peak:,.0f}", f"{own:,.0f}")
-    table.add_row("cp, before and after", f"{first:.1f}, {second:.1f}")
-    table.add_row("cut / cp", f"{cutting.seconds / first:.2f}, {cutting.seconds / second:.2f}")
-    table.add_row("the largest tensor", "", f"{largest / 2**20:,.0f}")
+    rows["largest tensor"] = Took(0, 0, largest / 2**20)
+    cells = [
+        [name, *(f"{value:,.{digits}f}" if value else "" for value, digits in zip(row, (1, 0, 0), strict=True))]
+        for name, row in rows.items()
+    ]
+    table = Table(*COLUMNS, title=f"{size / GIB:.1f} GiB for {asked.tp} ranks")
+    for row in cells:
+        table.add_row(*row)
     Console().print(table)
+    print(
+        f"cp before and after the cut took {first:.1f} and {second:.1f} s: {cutting.seconds / max(first, second):.2f}"
+    )
+    if asked.write:
+        from tools.scale import write_memory
+
+        write_memory(COLUMNS, cells)
 
 
 if __name__ == "__main__":

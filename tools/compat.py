@@ -1,13 +1,13 @@
 """Run the fast tests on the versions of torch and Python that this project says it runs on, and write docs/compat.md.
 
-    python tools/compat.py [VERSION ... | python3.N ...]
+    python -m tools.compat [VERSION ... | python3.N ...]
 
-Of the page only the rows of these versions are written anew. Each torch is unpacked below build/compat and put in front
-of the environment that runs this; of the other Pythons, those on the path get an environment of their own there, for
-the pinned torch. Where pip has no CPU build of a version, its plain wheel is taken, which cannot be
-imported without CUDA's libraries: stubs stand in for them, every function of which fails. Where stubs cannot be made
-(that takes gcc and readelf), or torch does not start with them, nothing is run: the wheel is read, and has to have
-every module and name that `_torch` and `_inductor.py` import and every op that is named.
+Only the rows of these versions are written again, with the date. Each torch is unpacked below build/compat and put in
+front of the environment that runs this; of the other Pythons, those on the path get an environment of their own there,
+for the pinned torch. Where pip has no CPU build of a version, its plain wheel is taken, which cannot be imported
+without CUDA's libraries: stubs stand in for them, every function of which fails. Where stubs cannot be made (that takes
+gcc and readelf), or torch does not start with them, nothing is run: the wheel is read, and has to have every module and
+name that `_torch` and `_inductor.py` import and every op that is named.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from importlib.metadata import requires
 from pathlib import Path
 from typing import NamedTuple
 
+from tools.measured import front_line, read, record
 from tpcompiler._torch import GONE
 
 ROOT = Path(__file__).parents[1]
@@ -38,17 +39,29 @@ OPS = "torchgen/packaged/ATen/native/native_functions.yaml"
 HEAD = """\
 # Versions
 
+{line}
+
 tpcompiler runs on torch 2.11 to 2.15 and Python 3.10 or newer. A newer torch is a warning, and goes on. `make compat`
 writes this page: the fast tests (`make test-fast`) on each version that can be had without CUDA's packages. With
 stubs for CUDA's libraries the plain wheel of torch runs on a machine without them; that is no CPU build, and no GPU.
-All of it on Linux, x86_64.
+All of it on Linux, x86_64. A row is of its date: later ones have more tests.
 
+| torch | Python | build | what ran | result | on |
+|---|---|---|---|---|---|
 """
 
 
 class Case(NamedTuple):
     torch: str
     python: str
+
+    @property
+    def part(self) -> str:
+        return f"{self.torch} {self.python}"
+
+    @property
+    def word(self) -> str:
+        return self.torch if self.python == HERE else f"python{self.python}"
 
 
 class Row(NamedTuple):
@@ -241,21 +254,41 @@ def tried(case: Case) -> Row:
     return run_tests(case, python, site, build) or read_wheel(case, wheel)
 
 
-def main() -> int:
+def cases() -> list[Case]:
+    """Every version of torch on this Python, and the pinned torch on every other Python."""
     pinned = re.search(r"^torch==(.+)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)
     assert pinned is not None
-    cases = [Case(version, HERE) for version in VERSIONS]
-    cases += [Case(pinned[1], python) for python in PYTHONS if python != HERE]
-    words = {case: case.torch if case.python == HERE else f"python{case.python}" for case in cases}
-    rows = [tried(case) for case in cases if words[case] in (sys.argv[1:] or words.values())]
-    lines = dict(re.findall(r"^(\| [\d.]+ \| [\d.]+) (\|.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
-    lines |= {f"| {row.case.torch} | {row.case.python}": f"| {row.build} | {row.ran} | {row.result} |" for row in rows}
-    table = ["| torch | Python | build | what ran | result |", "|---|---|---|---|---|"]
-    table += [f"{start} {rest}" for start, rest in lines.items()]
-    text = HEAD + "\n".join(table) + "\n"
-    PAGE.write_text(text, encoding="utf-8")
-    print(text)
-    return 0 if all(row.ok for row in rows) else 1
+    return [Case(version, "3.11") for version in VERSIONS] + [
+        Case(pinned[1], python) for python in PYTHONS if python != "3.11"
+    ]
+
+
+def render(cells: dict[str, str]) -> str:
+    """Return the page of these rows: their cells between the versions and the date, by part."""
+    known = read().get(PAGE.name, {})
+    rows = [case for case in cases() if case.part in cells]
+    return HEAD.format(line=front_line(PAGE.name)) + "".join(
+        f"| {case.torch} | {case.python} | {cells[case.part]} | {known[case.part].date} |\n" for case in rows
+    )
+
+
+def read_cells(text: str) -> dict[str, str]:
+    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| (.*) \| [\d-]+ \|$", text, re.MULTILINE)
+    return {f"{version} {python}": cells for version, python, cells in rows}
+
+
+def main() -> int:
+    words = {case: case.word for case in cases()}
+    right = True
+    for case in (case for case in words if words[case] in (sys.argv[1:] or words.values())):
+        row = tried(case)
+        right &= row.ok
+        cells = read_cells(PAGE.read_text(encoding="utf-8"))
+        cells[case.part] = f"{row.build} | {row.ran} | {row.result}"
+        record(PAGE.name, [case.part], case.torch)
+        PAGE.write_text(render(cells), encoding="utf-8")
+    print(PAGE.read_text(encoding="utf-8"))
+    return 0 if right else 1
 
 
 if __name__ == "__main__":

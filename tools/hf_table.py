@@ -15,7 +15,6 @@ import re
 import sys
 import tempfile
 import warnings
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,8 @@ from typer.testing import CliRunner, Result
 
 from tests.zoo.case import randomise
 from tools.hf_models import ROWS, Row
-from tpcompiler import __version__, cli
+from tools.measured import front_line, record
+from tpcompiler import cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 UNKNOWN = "not measured"
@@ -34,9 +34,11 @@ LONGEST = 180  # seconds that one architecture may take
 HEAD = """# Hugging Face architectures
 
 {count} architectures of transformers were tried, from a directory to two ranks by the command line alone; {right} are
-equal to the model on one device. Measured on {day} with tpcompiler {own}, transformers {transformers} and
-torch {torch}. To measure again: `python -m tools.hf_table --write`, or with the names of some, which leaves the other
-rows as they are.
+equal to the model on one device.
+
+{line}
+
+transformers is {transformers}. With the names of some architectures the tool leaves the other rows as they are.
 
 Each is a config with one layer or two and random weights (`tools/hf_models.py`), written by `save_pretrained`. Then:
 
@@ -124,8 +126,8 @@ def render(lines: dict[str, str]) -> str:
     chosen = [lines.get(row.model_type, f"| {row.model_type} | {row.kind} |  |  | {UNKNOWN} |") for row in ROWS]
     measured, right = (sum(text in line for line in chosen) for text in ("|", "| equal"))
     measured -= sum(UNKNOWN in line for line in chosen)
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
-    head = HEAD.format(count=measured, right=right, day=date.today(), own=__version__, **versions)
+    line = front_line(PAGE.name)
+    head = HEAD.format(count=measured, right=right, line=line, transformers=transformers.__version__)
     return head + "\n".join(chosen) + "\n"
 
 
@@ -147,6 +149,7 @@ def main() -> int:
         lines[row.model_type] = f"| {' | '.join(cells)} |"
         print(lines[row.model_type], flush=True)
         if asked.write:
+            record(PAGE.name, [row.model_type])
             PAGE.write_text(render(lines), encoding="utf-8")
     return 0 if right else 1
 

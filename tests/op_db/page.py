@@ -17,6 +17,7 @@ import torch
 from tests.op_db.reasons import reason_of
 from tests.rules.sample import node_of
 from tests.rules.samples import SAMPLES, written_of
+from tools.measured import front_line, record
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import _RULES
 
@@ -145,6 +146,8 @@ def page(results: Mapping[str, Any]) -> str:
     judged = calls["right"] + calls["wrong"] + calls["crash"]
     text = f"""# Ops
 
+{front_line("ops.md")}
+
 Written by `make ops` from the rules and from runs over torch {results["torch"]}'s own op database, which holds sample inputs
 of every op that torch tests. [architecture.md](architecture.md) says what a rule is; the notation is that of
 `tpcompiler/rules/notation.py`. An op without a rule is right too: its operands are gathered, and the report says so.
@@ -159,15 +162,15 @@ of every op that torch tests. [architecture.md](architecture.md) says what a rul
 
 Beside the ops below, the overloads that torch tags as pointwise share one rule ({results["pointwise"]} of them are among the calls):
 operands broadcast, every dim may be cut.
-The last column counts the dims of operands that the rule offers, of those that can be cut; nothing where torch has no sample
-or where the rule has changed since the run.
+The last column counts the dims of operands that the rule offers, of those that can be cut: nothing where torch has no sample,
+`?` where the rule is another one by now.
 
 | op | rule, as its samples show it | shards | besides | offered |
 |---|---|---|---|---|
 """
     for entry in registry():
-        known = results["stamps"].get(entry.op) == entry.stamp and entry.op in results["per_op"]
-        count = "{} of {}".format(*results["per_op"][entry.op]) if known else ""
+        count = "{} of {}".format(*results["per_op"][entry.op]) if entry.op in results["per_op"] else ""
+        count = count if results["stamps"].get(entry.op) == entry.stamp else "?"
         texts = "<br>".join(f"`{rule}`" for rule in entry.texts[:3]) + ("<br>.." if len(entry.texts) > 3 else "")
         op = entry.op.removeprefix("aten.")
         text += f"| {op} | {texts} | {entry.shards} | {entry.besides} | {count} |\n"
@@ -182,6 +185,7 @@ def write(rows: Rows) -> None:
     """Put a run's results into the repository."""
     LINES.write_text(lines_text(lines_of(rows)[0]), encoding="utf-8")
     RESULTS.write_text(json.dumps(figures(rows), indent=1) + "\n", encoding="utf-8")
+    record("ops.md", rows)
     write_page()
 
 
