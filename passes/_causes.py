@@ -20,7 +20,6 @@ from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.domain import results
 
 MOST = 64  # ops that are looked at
-WANTED = "as what is made of it is wanted"  # of what an op needs whole, and the boundary too
 
 
 def refuses(rule: Rule, index: int, have: Sharding, mesh: Mesh) -> str:

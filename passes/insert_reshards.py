@@ -65,7 +65,8 @@ def _find_cause(node: fx.Node, mesh: Mesh) -> tuple[Why, str]:
     """Why a value is changed once for those that use it: its sum is pending, or some of them want it so."""
     mark = mark_of(node)
     if len(mark.shardings) != 1 or mark.shardings[0].partial or mark.shardings == mark.settled:
-        return "inherent", f"'{node.name}' is a pending reduction"
+        ops = sorted({op for _, op in mark.shardings[0].partial}) if mark.shardings else []
+        return "inherent", f"each rank has a partial {' and '.join(ops)} of '{node.name}'"
     uses = [(u, at) for u in node.users for at, o in enumerate(edit.operands(u)) if o is node and u.op != "output"]
     uses = [(user, at) for user, at in uses if mark_of(user).wants[at] == mark.settled[0]]
     for user, _ in uses:
@@ -74,7 +75,7 @@ def _find_cause(node: fx.Node, mesh: Mesh) -> tuple[Why, str]:
     for user, at in uses:
         if (rule := rule_of(user)) and (text := refuses(rule, at, mark.shardings[0], mesh)):
             return "fallback", f"{op_name(user)}: {text}"
-    return "fallback", f"'{node.name}' is wanted in several ways, and changed once for all"
+    return "fallback", f"the ops that use '{node.name}' need different shardings of it: it is resharded once for all"
 
 
 def _reshard(made: fx.Node, value: fx.Node, target: Sharding, why: Why, reason: str) -> fx.Node:

@@ -33,7 +33,7 @@ from tpcompiler.ir.program import (
 )
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
-from tpcompiler.passes._causes import WANTED, Spared, find_demand, refuses
+from tpcompiler.passes._causes import Demand, Spared, find_demand, refuses
 from tpcompiler.rules.index_range import Ranges, door_ranges, is_needed, position_checks, with_checks
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule
@@ -188,8 +188,8 @@ def _mark_op(node: fx.Node, walk: _Walk) -> Mark:
                 demand = find_demand(node, seen, walk.seen, walk.pinned, mesh, spared=spared)
             if demand is not None:
                 asked += [demand.text] if demand.is_planned else []
-                refusal = f"{refusal}, {WANTED}, for {demand.text}" if refusal else ""
-                refusal = refusal or f"cheaper to change than what is made of it, for {demand.text}"
+                refusal = f"{refusal}, which is also asked for ({demand.text})" if refusal else ""
+                refusal = refusal or _sooner(have, want, demand)
             refusals[index] = refusal or "other operands are cut differently"
         if operand in walk.pinned:
             _refuse(node, operand, have, refusals[index], walk)
@@ -244,6 +244,12 @@ def _counts(rule: Rule | None, option: Option) -> Counts:
         for name, groups in rule.counts.items()
         if any(f in option.cuts for group in groups for f in group)
     }
+
+
+def _sooner(have: Sharding, want: Sharding, demand: Demand) -> str:
+    """Say why an operand is changed although the op could run on it as it is."""
+    verb = "gather" if set(want.axes) < set(have.axes) else "reshard"
+    return f"{verb}ed here because {verb}ing the result would cost more (needed for: {demand.text})"
 
 
 def _unruled(node: fx.Node) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -110,14 +111,13 @@ def test_the_report() -> None:
     where = program.collectives()[1].source
     assert program.report() == (
         "mesh tp=2\n"
-        "parameter bytes: 592 on one device; per rank 388 (65.5%), 388 (65.5%)\n"
-        "inherent collectives: 1, 32 wire bytes per rank and call\n"
+        "parameters: 592 B on one device; per rank 388 B (65.5%), 388 B (65.5%)\n"
+        "inherent collectives: 1, 32 B sent per rank and call\n"
         "  mlp.down: 1 all_reduce\n"
-        "plan-demanded collectives: 0, 0 wire bytes per rank and call\n"
-        "fallback collectives: 1, 24 wire bytes per rank and call\n"
-        f"  all_gather of 48 bytes, 'all_gather_into_tensor' at {where}: softmax: it needs the dim of 6 whole\n"
-        "    help: change 'head' from colwise to replicate (saves 24 wire bytes per rank and call; each rank holds 60 bytes "
-        "more)\n"
+        "plan-demanded collectives: 0, 0 B sent per rank and call\n"
+        "fallback collectives: 1, 24 B sent per rank and call\n"
+        f"  all_gather of 48 B, 'all_gather_into_tensor' at {where}: softmax: it needs the dim of 6 whole\n"
+        "    help: change 'head' from colwise to replicate (each rank sends 24 B less per call; each rank holds 60 B more)\n"
         "layers that no plan entry touches:\n"
         "  extra"
     )
@@ -291,6 +291,20 @@ def test_an_output_class_is_saved_as_a_dict(tmp_path: Path) -> None:
     assert torch.export.load(tmp_path / "kept" / "rank_0.pt2").call_spec.out_spec.type is Result
 
 
+def test_a_program_prints_what_it_is() -> None:
+    made = tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, {"up": "colwise", "down": "rowwise"})
+    whole, per_rank = made.parameter_bytes()
+    assert str(made) == (
+        f"ParallelProgram(mesh tp=2 on cpu: {per_rank[0]} B of {whole} B of weights on a rank; 1 all_reduce, 32 B sent per "
+        "rank and call)"
+    )
+    both = {"a": exported(Mlp(), torch.randn(2, 4)), "b": exported(Mlp(), torch.randn(2, 4))}
+    assert re.fullmatch(
+        r"ProgramSet\(a: ParallelProgram\(mesh .*\), b: ParallelProgram\(mesh .*\)\)",
+        repr(tpcompiler.parallelize(both, 2, {})),
+    )
+
+
 def test_a_weight_that_its_op_cannot_take_cut() -> None:
     program = exported(torch.nn.Conv1d(15, 4, 3), torch.randn(2, 15, 9))
     with pytest.raises(tpcompiler.ShardingError) as raised:
@@ -298,5 +312,5 @@ def test_a_weight_that_its_op_cannot_take_cut() -> None:
     assert str(raised.value).splitlines()[:2] == [
         "cannot shard 'weight' on dim 1 of 15 by mesh axis 'tp' of 16 for aten.conv1d.default: "
         "it needs shards that are not empty, and 15 over 16 leaves 1 empty",
-        "  help: use a degree that divides 15, or pin 'weight' to R (0 wire bytes per rank and call)",
+        "  help: use a degree that divides 15, or pin 'weight' to R (0 B sent per rank and call)",
     ]

@@ -58,13 +58,13 @@ def test_within(program: ParallelProgram, limits: Sequence[str], rest: dict[str,
         (
             [],
             {"max_wire_bytes": SENT - 1},
-            f"{SENT} wire bytes, 1 more than {SENT - 1} ('all_reduce' in layers.0.down, 'all_reduce_1' in "
+            f"each rank sends {SENT} B, 1 B more than {SENT - 1} B ('all_reduce' in layers.0.down, 'all_reduce_1' in "
             "layers.1.down, 'all_gather_into_tensor' in head)",
         ),
         (
             [],
             {"max_memory": "1kB"},
-            f"rank 0 holds {HELD:,} bytes of parameters, buffers and constants, {HELD - 1000:,} more than 1,000",
+            f"rank 0 holds {HELD / 1000:.3g} kB of parameters, buffers and constants, {HELD - 1000} B more than 1 kB",
         ),
     ],
 )
@@ -83,7 +83,7 @@ def test_fallbacks() -> None:
 
 
 def test_all_that_is_over_is_said_at_once(program: ParallelProgram) -> None:
-    with pytest.raises(BudgetError, match=r"3 collectives, 1 more .*; \d+ wire bytes.*; rank 0 holds"):
+    with pytest.raises(BudgetError, match=r"3 collectives, 1 more .*; each rank sends \d+ B, .*; rank 0 holds"):
         check_budget(program, ["2 collectives", "1 all_gather"], max_wire_bytes=0, max_memory=0)
 
 
@@ -117,6 +117,6 @@ def test_both_limits_on_memory_are_written_alike(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN_TEXT)
     words = "convert", tmp_path / "model.pt2", "--tp", 2, "--plan", tmp_path / "plan.yaml", "--dry-run"
     for amount in ("24", "0.024kB"):
-        assert ", 1,272 more than 24" in refused(*words, "--max-memory", amount)
-        assert "more than the limit of 24." in refused(*words, "--memory", amount)
+        assert ", 1.27 kB more than 24 B" in refused(*words, "--max-memory", amount)
+        assert "more than the limit of 24 B." in refused(*words, "--memory", amount)
     assert read_bytes("2KiB") == read_bytes(2048) == 2048

@@ -78,7 +78,7 @@ def test_version() -> None:
 
 
 MODEL_TEXT = """\
-model.pt2: 10 parameters, buffers and constants, 2,384 bytes
+model.pt2: 10 parameters, buffers and constants, 2.38 kB
 modules
 name           class
 layers.*       Block   x 2
@@ -88,12 +88,12 @@ head           Linear
 
 parameters
 name                  kind       type        bytes
-layers.*.up.weight    parameter  f32[16, 8]    512  x 2
-layers.*.up.bias      parameter  f32[16]        64  x 2
-layers.*.down.weight  parameter  f32[8, 16]    512  x 2
-layers.*.down.bias    parameter  f32[8]         32  x 2
-head.weight           parameter  f32[4, 8]     128
-head.bias             parameter  f32[4]         16
+layers.*.up.weight    parameter  f32[16, 8]  512 B  x 2
+layers.*.up.bias      parameter  f32[16]      64 B  x 2
+layers.*.down.weight  parameter  f32[8, 16]  512 B  x 2
+layers.*.down.bias    parameter  f32[8]       32 B  x 2
+head.weight           parameter  f32[4, 8]   128 B
+head.bias             parameter  f32[4]       16 B
 
 inputs
 name   type
@@ -166,14 +166,14 @@ def test_thousands_of_ranks(model: Path, plan: Path) -> None:
 SUMMARY = """\
 mesh tp=2, 2 ranks, cpu
 parameters, buffers and constants
-on          bytes   share
-one device  2,384  100.0%
-rank 0      1,296   54.4%
-rank 1      1,296   54.4%
+on            bytes   share
+one device  2.38 kB  100.0%
+rank 0       1.3 kB   54.4%
+rank 1       1.3 kB   54.4%
 
 collectives of one call
 why       kind        count  payload bytes  wire bytes per rank
-inherent  all_reduce      2            192                  192
+inherent  all_reduce      2          192 B                192 B
 """
 
 UNTOUCHED = """
@@ -210,7 +210,7 @@ def test_the_summary_names_every_fallback(model: Path, plan: Path, capsys: pytes
         capsys.readouterr().out
         == f"""\
 out: {SUMMARY}
-fallback: all_gather of 4,096 bytes at model.py:3, in forward: no rule cuts it
+fallback: all_gather of 4.1 kB at model.py:3, in forward: no rule cuts it
 ops without a rule:
   aten.sort at 'sort' has no rule
 
@@ -240,12 +240,12 @@ def test_force_replaces_an_artifact(model: Path, plan: Path, tmp_path: Path) -> 
 ARTIFACT_TEXT = """\
 parameters
 name                  kind       type        sharding  bytes  bytes on rank 0
-layers.*.up.weight    parameter  f32[16, 8]  S(0)        512              256  x 2
-layers.*.up.bias      parameter  f32[16]     S(0)         64               32  x 2
-layers.*.down.weight  parameter  f32[8, 16]  S(1)        512              256  x 2
-layers.*.down.bias    parameter  f32[8]      P(sum)       32               32  x 2
-head.weight           parameter  f32[4, 8]   R           128              128
-head.bias             parameter  f32[4]      R            16               16
+layers.*.up.weight    parameter  f32[16, 8]  S(0)      512 B            256 B  x 2
+layers.*.up.bias      parameter  f32[16]     S(0)       64 B             32 B  x 2
+layers.*.down.weight  parameter  f32[8, 16]  S(1)      512 B            256 B  x 2
+layers.*.down.bias    parameter  f32[8]      P(sum)     32 B             32 B  x 2
+head.weight           parameter  f32[4, 8]   R         128 B            128 B
+head.bias             parameter  f32[4]      R          16 B             16 B
 
 inputs
 name   type       sharding

@@ -88,10 +88,10 @@ other.1   other  1    0 to 32   1     20
 
 collectives of one call of a rank, us on h100
 layer         kind        count  formula                         wire bytes     us
-mlp.layers.*  all_reduce      1  32*batch*sequence                    1,536  0.003  x 2
-mlp           all_gather      1  8*batch*sequence                       384  0.001
-mlp.head      all_gather      1  16*other.1                             320  0.001
-in all                        4  72*batch*sequence + 16*other.1       3,776  0.008
+mlp.layers.*  all_reduce      1  32*batch*sequence                  1.54 kB  0.003  x 2
+mlp           all_gather      1  8*batch*sequence                     384 B  0.001
+mlp.head      all_gather      1  16*other.1                           320 B  0.001
+in all                        4  72*batch*sequence + 16*other.1     3.78 kB  0.008
 
 """,
     )

@@ -41,12 +41,12 @@ def test_layers_that_differ_alike_are_folded(folder: Path) -> None:
         result.stdout,
         """\
 in all
-                                        first  second
-mesh                                    tp=2   tp=2
-device                                  cpu    cpu
-bytes held by the rank that holds most  1,296  2,384
-wire bytes of a rank and call           192    0
-us of the collectives on h100           0.000  0.000
+                                  first   second
+mesh                              tp=2    tp=2
+device                            cpu     cpu
+held by the rank that holds most  1.3 kB  2.38 kB
+sent by a rank in a call          192 B   0 B
+us of the collectives on h100     0.000   0.000
 
 placements that differ
 name                  kind       first   second
@@ -56,8 +56,8 @@ layers.*.down.weight  parameter  S(1)    R       x 2
 layers.*.down.bias    parameter  P(sum)  R       x 2
 
 collectives that differ, in each module
-module         kind        why        count  wire bytes
-layers.*.down  all_reduce  inherent  1 -> 0     96 -> 0  x 2
+module         kind        why        count   wire bytes
+layers.*.down  all_reduce  inherent  1 -> 0  96 B -> 0 B  x 2
 
 """,
     )
@@ -91,7 +91,7 @@ def test_the_page_beside_the_tables(folder: Path, tmp_path: Path) -> None:
     result = call("diff", folder / "out", folder / "whole", "--html", page)
     assert (result.exit_code, result.stdout, result.stderr) == (1, plain.stdout, f"wrote {page}\n")
     data = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
-    assert data["difference"]["totals"][3] == ["wire bytes of a rank and call", "192", "0"]
+    assert data["difference"]["totals"][3] == ["sent by a rank in a call", "192 B", "0 B"]
     assert '"differs":true' in page.read_text()
     assert call("diff", folder / "out", folder / "out", "--html", page).exit_code == 0
     assert '"differs":true' not in page.read_text()

@@ -21,7 +21,7 @@ from tests.runtime.models import PLAN, export_mlp
 from tests.solver.test_auto import mlp
 from tpcompiler import Mesh, Plan, explain_artifact
 from tpcompiler.cost.objective import SEARCHED
-from tpcompiler.errors import ShardingError
+from tpcompiler.errors import ArtifactError, ShardingError
 from tpcompiler.explain import again
 from tpcompiler.explain.written import Written
 from tpcompiler.ir.program import MarkedProgram, PlannedProgram
@@ -107,11 +107,11 @@ def test_every_axis_has_its_choices(tmp_path: Path) -> None:
         """\
 alternatives (least total 0.178 us on h100)
 axis  makes         needs             us  wire bytes  held bytes
-tp    [R, S(2)]     [R, S(2)]     +0.000          +0          +0  the artifact's
-tp    [R, R]        [R, R]        +0.008      +3,072          +0
-tp    [R, S(1)]     [R, S(1)]     +0.009      +4,096          +0
-dp    [S(0), S(2)]  [S(0), S(2)]  +0.000          +0          +0  the artifact's
-dp    [R, S(2)]     [R, S(2)]     +0.006      +2,048          +0
+tp    [R, S(2)]     [R, S(2)]     +0.000        +0 B        +0 B  the artifact's
+tp    [R, R]        [R, R]        +0.008    +3.07 kB        +0 B
+tp    [R, S(1)]     [R, S(1)]     +0.009     +4.1 kB        +0 B
+dp    [S(0), S(2)]  [S(0), S(2)]  +0.000        +0 B        +0 B  the artifact's
+dp    [R, S(2)]     [R, S(2)]     +0.006    +2.05 kB        +0 B
 
 """,
     )
@@ -160,6 +160,7 @@ def test_a_planned_layer(out: Path) -> None:
         """\
 linear_1: linear of layers.0.down at models.py:28, in forward
   f32[3, 8]: P(sum)
+  in words: a partial sum on each rank of tp
   why: k is cut by tp, asked by the plan ("layers.*.down": "rowwise")
 
 what ranks hold
@@ -174,13 +175,13 @@ layers.0.down.bias    P(sum)    P(sum)
 
 collectives
 name        kind        bytes  wire bytes  why
-all_reduce  all_reduce     96          96  inherent: 'linear_1' is a pending reduction
+all_reduce  all_reduce   96 B        96 B  inherent: each rank has a partial sum of 'linear_1'
 
 alternatives (least total 0.014 us on h100)
 makes   needs                   us  wire bytes  held bytes
-P(sum)  S(1), S(1), P(sum)  +0.000          +0          +0  the artifact's
-R       R, R, R             +0.001          +0        +256
-S(1)    R, S(0), S(0)       +0.005         +48         -16
+P(sum)  S(1), S(1), P(sum)  +0.000        +0 B        +0 B  the artifact's
+R       R, R, R             +0.001        +0 B      +256 B
+S(1)    R, S(0), S(0)       +0.005       +48 B       -16 B
 
 """,
     )
@@ -189,6 +190,7 @@ S(1)    R, S(0), S(0)       +0.005         +48         -16
         """\
 layers.0.down.bias: parameter of layers.0.down
   f32[8]: P(sum)
+  in words: a partial sum on each rank of tp
   why: as its uses want it (linear_1: k is cut by tp, asked by the plan ("layers.*.down": "rowwise"))
   read by: linear_1
 
@@ -200,16 +202,33 @@ operands: none
 
 collectives
 name        kind        bytes  wire bytes  why
-all_reduce  all_reduce     96          96  inherent: 'linear_1' is a pending reduction
+all_reduce  all_reduce   96 B        96 B  inherent: each rank has a partial sum of 'linear_1'
 
 alternatives (least total 0.014 us on h100)
 sharding  needs      us  wire bytes  held bytes
-P(sum)           +0.000          +0          +0  the artifact's
-R                +0.001          +0        +256
-S(0)             +0.005         +48         -16
+P(sum)           +0.000        +0 B        +0 B  the artifact's
+R                +0.001        +0 B      +256 B
+S(0)             +0.005       +48 B       -16 B
 
 """,
     )
+
+
+def test_names_that_tables_use(out: Path) -> None:
+    """A collective's kind, with the number that its node has; a module, for its weight."""
+    gathers = tpcompiler.parallelize(export_mlp(), 2, {"layers.*.up": "colwise_gather_output"})
+    gathers.save(out.parent / "gathers")
+    nodes = [record.node for record in gathers.collectives()]
+    assert nodes == ["all_gather_into_tensor", "all_gather_into_tensor_1"]
+    for name, node in zip(("all_gather", "all_gather_1"), nodes, strict=True):
+        assert explain_artifact(out.parent / "gathers", name) == explain_artifact(out.parent / "gathers", node)
+    weight = explain_artifact(out, "layers.0.down.weight")
+    assert explain_artifact(out, "layers.0.down") == weight
+    assert tpcompiler.visualize_sharding(out, "layers.0.down") == tpcompiler.visualize_sharding(out, weight.name)
+    assert weight.words == "dim 1 cut over tp"
+    for name in ("layers.0", "all_gather", "all_reduce_7", "layers"):
+        with pytest.raises(ArtifactError, match=f"no node, parameter or collective '{name}'"):
+            explain_artifact(out, name)
 
 
 def test_a_collective_as_json(out: Path) -> None:

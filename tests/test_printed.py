@@ -23,7 +23,7 @@ from tests.runtime.models import export_mlp
 from tests.runtime.poisons import MODEL, entries_of, write_entries
 from tests.runtime.test_opened import sign
 from tpcompiler.plan.fold import folded
-from tpcompiler.printed import one_line, printable
+from tpcompiler.printed import format_bytes, format_unequal_bytes, one_line, printable
 from tpcompiler.runtime.artifact import MANIFEST
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +34,41 @@ ESCAPED = r"\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202e\ud800"
 def test_texts() -> None:
     assert printable(f"a\tb\n{EVIL}é世") == f"a\tb\n{ESCAPED}é世"
     assert one_line("a\nb\u2028c") == r"a\nb\u2028c"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1125, "1.13 kB"),
+        (-1500, "-1.5 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (16_060_522_496, "16.1 GB"),
+        (5 * 10**15, "5000 TB"),
+    ],
+)
+def test_bytes_are_decimal(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def test_bytes_that_are_compared_look_different_where_they_are() -> None:
+    assert format_unequal_bytes(12_288, 12_290) == ["12.288 kB", "12.29 kB"]
+    assert format_unequal_bytes(12_288, 12_288) == ["12.3 kB", "12.3 kB"]
+    assert format_unequal_bytes(10**12, 10**12 + 1, 10**12) == ["1 TB", "1.000000000001 TB", "1 TB"]
+
+
+def test_no_text_counts_bytes_in_a_way_of_its_own() -> None:
+    """`{count:,} bytes` is left to files that are refused, whose exact sizes matter."""
+    units = re.compile(r"[KMG]iB\b|:,\} (wire )?bytes|rich.filesize")
+    exact = {"amounts.py", "options.py", "archive.py", "inputs.py", "model_file.py", "eliminate.py"}
+    texts = [
+        path for part in ("tpcompiler", "passes") for path in (ROOT / part).rglob("*") if path.suffix in (".py", ".js")
+    ]
+    own = {path.name for path in texts if "vendor" not in path.parts and units.search(path.read_text(encoding="utf-8"))}
+    assert own <= exact
 
 
 def test_a_finding_writes_no_line_of_its_own() -> None:

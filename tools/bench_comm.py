@@ -28,8 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import tpcompiler
 from tests.zoo.case import Case
 from tests.zoo.index import CASES
-from tpcompiler.cost.collective import wire_bytes
-from tpcompiler.explain.report import KIND_OF
+from tpcompiler.cost.collective import KIND_OF, wire_bytes
 from tpcompiler.plan.plan import Plan
 
 Sent = tuple[int, Counter[str]]  # wire bytes, and calls by kind

@@ -6,13 +6,11 @@ import dataclasses
 import itertools
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.filesize import decimal
 from torch.export import ExportedProgram
 
 from tpcompiler.api import Given, Programs, conversions_of, read_plan
@@ -22,8 +20,10 @@ from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
 from tpcompiler.explain.obstacles import Obstacle, find_obstacles
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.program import tied
 from tpcompiler.pipeline import Conversion, solved_together
+from tpcompiler.printed import format_bytes
 from tpcompiler.progress import counted
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.place import Aim, TooLarge
@@ -47,7 +47,7 @@ class Call:
 
     def cells(self) -> tuple[str, ...]:
         """What is shown of it."""
-        return str(self.collectives), decimal(self.wire_bytes), _duration(self.seconds.total)
+        return str(self.collectives), format_bytes(self.wire_bytes), _duration(self.seconds.total)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Degree:
     def held(self) -> tuple[str, ...]:
         """What is shown of its memory."""
         each = (self.memory.weights, self.memory.caches, self.memory.activations, self.memory.total)
-        return _named(self.asked), *map(decimal, each)
+        return _named(self.asked), *map(format_bytes, each)
 
     def to_data(self) -> dict[str, Any]:
         """As JSON."""
@@ -124,7 +124,7 @@ class Diagnosis(Shown):
 
     def parts(self) -> Iterator[Part]:
         """A line for each degree; then what stops degrees, or costs."""
-        yield f"on {self.machine} a rank may hold {decimal(self.limit)}"
+        yield f"on {self.machine} a rank may hold {format_bytes(self.limit)}"
         ranks = "ranks" if self.degrees[0].asked.names == (AXIS,) else "mesh"
         held, called = (ranks, "weights", "caches", "at peak", "in all"), ("count", "sent", "step")
         fits = ["yes" if each.fits else "no" for each in self.degrees]
@@ -254,7 +254,7 @@ def _undivided(obstacles: Sequence[Obstacle], tp: int, foremost: bool = False) -
     """What so many ranks cannot share evenly; `foremost`: of the first kind only."""
     found = [each for each in obstacles if each.count % tp]
     told = [each for each in found if not foremost or each.kind == found[0].kind]
-    return f"{', '.join(map(str, told))} are not divided evenly" if told else ""
+    return f"{', '.join(map(str, told))} do not divide evenly" if told else ""
 
 
 def _folded(stops: Sequence[Stop]) -> Iterator[str]:
@@ -286,20 +286,16 @@ def _shared(found: Solution) -> Iterator[str]:
                 more[fqn] = shares, held - held * shares // split
     alike = Counter[tuple[str, int]]()
     for fqn, (shares, count) in more.items():
-        alike[_repeated(fqn), shares] += count
+        alike[fold_layers(fqn), shares] += count
     for (name, shares), count in alike.items():
-        yield f"{name}: {shares} shares, each on {split // shares} ranks, {count:,} bytes more of each rank"
+        yield f"{name}: {shares} shares, each on {split // shares} ranks: each rank holds {format_bytes(count)} more"
 
 
 def _whole(found: Solution, pair: Solution | None) -> Iterator[str]:
     """Layers that two ranks cut and these do not."""
     cut = {own.name for own in pair.layers.values() if own.dim is not None} if pair is not None else set()
-    for name in dict.fromkeys(_repeated(o.name) for o in found.layers.values() if o.dim is None and o.name in cut):
-        yield f"{name}: whole on every rank, as to cut it would cost more, or its dims are too small"
-
-
-def _repeated(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+    for name in dict.fromkeys(fold_layers(o.name) for o in found.layers.values() if o.dim is None and o.name in cut):
+        yield f"{name}: whole on every rank: cutting it would cost more, or its dims are too small"
 
 
 def _too_large(examined: _Examined, degrees: Mapping[int, Degree]) -> ShardingError:
@@ -308,7 +304,7 @@ def _too_large(examined: _Examined, degrees: Mapping[int, Degree]) -> ShardingEr
     tp = next((n for n in further if n > FURTHEST or examined.degree(n).fits), FURTHEST)
     return ShardingError(
         f"no degree up to {MOST} fits: one of {best.ranks} ranks would hold {best.least.text}; that is "
-        f"{best.least.total - limit:,} more than the limit of {limit:,}",
+        f"{format_bytes(best.least.total - limit)} more than the limit of {format_bytes(limit)}",
         help=(f"use {examined.mesh(tp).world_size} ranks, or " if tp <= FURTHEST else "use ")
-        + f"a limit of at least {best.least.total:,} bytes",
+        + f"a limit of at least {best.least.total} bytes",
     )

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler.compared import compared_calls, layout_of, on_cpu
 from tpcompiler.errors import InternalError
+from tpcompiler.explain.counts import counted_kinds
 from tpcompiler.explain.report import Collective, report_text
 from tpcompiler.explain.summary import artifact_data, summary_parts
 from tpcompiler.ir import edit
@@ -24,6 +25,7 @@ from tpcompiler.manifest import manifest_of, shardings_of
 from tpcompiler.partition import Partition
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan import Plan
+from tpcompiler.printed import format_bytes
 from tpcompiler.runtime.artifact import Manifest, write_artifact
 from tpcompiler.soundness.check import check_artifact
 from tpcompiler.tables import Part, Report, Shown
@@ -53,6 +55,15 @@ class ParallelProgram(Shown):
         self.plan = plan
         self.asked = asked
         self._advice = advice
+
+    def __repr__(self) -> str:
+        whole, per_rank = self.parameter_bytes()
+        sent = self.collectives()
+        return (
+            f"ParallelProgram(mesh {self.mesh} on {self.device_type}: {format_bytes(max(per_rank))} of "
+            f"{format_bytes(whole)} of weights on a rank; {counted_kinds(each.kind for each in sent)}, "
+            f"{format_bytes(sum(each.wire_bytes for each in sent))} sent per rank and call)"
+        )
 
     @property
     def resharded(self) -> ReshardedProgram:
@@ -99,14 +110,17 @@ class ParallelProgram(Shown):
                     per_rank[rank] += torch.Size(shape).numel() * value.element_size()
         return whole, per_rank
 
-    def report(self) -> Report:
-        """Parameters and bytes per rank, collectives, fallbacks with their bytes, what no rule touches: as text."""
-        advice = {
+    def advice(self) -> dict[str, str]:
+        """Search for the change of the plan that leaves out each fallback, by the name of its reshard."""
+        return {
             node.meta[RESHARD].name: self._advice(edit.operands(node)[0].name)
             for node in edit.calls(self.resharded.graph)
             if node.target is reshard and node.meta[RESHARD].why == "fallback"
         }
-        text = report_text(self.mesh, *self.parameter_bytes(), self.collectives(), self.notes, advice)
+
+    def report(self) -> Report:
+        """Parameters and bytes per rank, collectives, fallbacks with their bytes, what no rule touches: as text."""
+        text = report_text(self.mesh, *self.parameter_bytes(), self.collectives(), self.notes, self.advice())
         return Report(text)
 
     def parts(self) -> Iterator[Part]:

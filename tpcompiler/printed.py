@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import difflib
 import io
 import logging
@@ -11,6 +12,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
 LINE = frozenset("\n\t")
+UNITS = ("B", "kB", "MB", "GB", "TB")
+DIGITS = 3
 
 
 def printable(text: str, kept: frozenset[str] = LINE) -> str:
@@ -23,6 +26,25 @@ def printable(text: str, kept: frozenset[str] = LINE) -> str:
 def one_line(text: str) -> str:
     """The same without line breaks: a name must not write lines of its own."""
     return printable(text, frozenset())
+
+
+def format_bytes(count: int, digits: int = DIGITS) -> str:
+    """Write an amount of memory in decimal units, rounded to so many digits: `384 B`, `1.15 kB`.
+
+    The page has the same function (`views/page/graph.js`).
+    """
+    context = decimal.Context(prec=digits, rounding=decimal.ROUND_HALF_UP)
+    for power, unit in enumerate(UNITS):
+        amount = context.create_decimal_from_float(count / 1000**power)
+        if abs(amount) < 1000 or unit == UNITS[-1]:
+            break
+    return f"{amount.normalize():f} {unit}"
+
+
+def format_unequal_bytes(*counts: int) -> list[str]:
+    """Write amounts that are to be compared, with enough digits to tell unequal ones apart."""
+    written = ([format_bytes(count, digits) for count in counts] for digits in range(DIGITS, 20))
+    return next(texts for texts in written if len(set(texts)) == len(set(counts)))
 
 
 def mute_logs() -> None:

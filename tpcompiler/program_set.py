@@ -33,6 +33,9 @@ class ProgramSet(Shown, Mapping[str, ParallelProgram]):
     def __len__(self) -> int:
         return len(self._programs)
 
+    def __repr__(self) -> str:
+        return f"ProgramSet({', '.join(f'{name}: {program!r}' for name, program in self.items())})"
+
     def report(self) -> Report:
         """The reports of all programs, each under its name."""
         return Report("\n\n".join(f"{name}\n{program.report()}" for name, program in self.items()))

@@ -275,10 +275,10 @@ CALLS = [
     Row(
         '`memory=100` with `plan="auto"`',
         lambda program: parallelize(program, 2, "auto", memory=100),
-        "a rank would hold 1,624 bytes: weights 1,224, caches 0, activations 400 at the peak ('relu_1'); that is 1,524 "
-        "more than the limit of 100. The largest weights there are 'layers.0.down.weight' 256, 'layers.0.up.weight' "
-        "256, 'layers.1.down.weight' 256",
-        "use more ranks, or a limit of at least 1,624 bytes",
+        "a rank would hold 1.62 kB: weights 1.22 kB, caches 0 B, activations 400 B at the peak ('relu_1'); that is 1.52 kB "
+        "more than the limit of 100 B. The largest weights there are 'layers.0.down.weight' 256 B, 'layers.0.up.weight' "
+        "256 B, 'layers.1.down.weight' 256 B",
+        "use more ranks, or a limit of at least 1624 bytes",
         code=ShardingError,
     ),
     Row(

@@ -72,9 +72,9 @@ REASONS = [
         "a conversion that is over its budget",
         f"{CONVERT} --budget '0 all_reduce/layer' --max-wire-bytes 100 --max-memory 1kB",
         "model.pt2 is over its budget: layers.0 and 1 more like it: 1 all_reduce, 1 more than 0 all_reduce/layer "
-        "('all_reduce' in layers.0.down); 192 wire bytes, 92 more than 100 ('all_reduce' in layers.0.down, "
-        "'all_reduce_1' in layers.1.down); rank 0 holds 1,296 bytes of parameters, buffers and constants, 296 more "
-        "than 1,000",
+        "('all_reduce' in layers.0.down); each rank sends 192 B, 92 B more than 100 B ('all_reduce' in layers.0.down, "
+        "'all_reduce_1' in layers.1.down); rank 0 holds 1.3 kB of parameters, buffers and constants, 296 B more "
+        "than 1 kB",
         ALLOW,
     ),
     Row(

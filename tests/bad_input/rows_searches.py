@@ -38,16 +38,16 @@ SEARCHES = [
     Row(
         "less memory than any placement takes",
         f"{PLAN} --memory 0.001MB",
-        "a rank would hold 1,624 bytes: weights 1,224, caches 0, activations 400 at the peak ('relu_1'); that is 624 more "
-        "than the limit of 1,000. The largest weights there are 'layers.0.down.weight' 256, 'layers.0.up.weight' 256, "
-        "'layers.1.down.weight' 256",
-        "use more ranks, or a limit of at least 1,624 bytes",
+        "a rank would hold 1.62 kB: weights 1.22 kB, caches 0 B, activations 400 B at the peak ('relu_1'); that is 624 B more "
+        "than the limit of 1 kB. The largest weights there are 'layers.0.down.weight' 256 B, 'layers.0.up.weight' 256 B, "
+        "'layers.1.down.weight' 256 B",
+        "use more ranks, or a limit of at least 1624 bytes",
     ),
     Row(
         "less memory than any degree takes",
         "tpcompiler doctor model.pt2 --memory 0.0001MB",
-        "no degree up to 16 fits: one of 16 ranks would hold 744 bytes: weights 344, caches 0, activations 400 at the peak "
-        "('add_1'); that is 644 more than the limit of 100",
+        "no degree up to 16 fits: one of 16 ranks would hold 744 B: weights 344 B, caches 0 B, activations 400 B at the peak "
+        "('add_1'); that is 644 B more than the limit of 100 B",
         "use a limit of at least 744 bytes",
     ),
     Row(

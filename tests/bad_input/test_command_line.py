@@ -62,7 +62,7 @@ def test_a_size_that_does_not_divide(plan: dict[str, str]) -> None:
     assert said.startswith("cannot shard 'conv.weight' on dim 1")
     assert "3 over 4 leaves 1 empty" in said
     instead = "change 'conv' from rowwise to replicate" if name == "conv" else "pin 'conv.weight' to R"
-    assert f", or {instead} (0 wire bytes per rank and call)" in said
+    assert f", or {instead} (0 B sent per rank and call)" in said
     assert f'\n  asked by: the plan ("{name}": "{style}")      used at: models.py:' in said
 
 

@@ -304,7 +304,7 @@ def test_a_weight_that_meets_an_op_without_a_rule() -> None:
     assert str(raised.value).splitlines()[:2] == [
         "cannot shard 'down.weight' on dim 0 of 8 by mesh axis 'tp' of 2 for aten._pdist_forward.default: it has "
         "no rule",
-        "  help: pin 'down.weight' to R (0 wire bytes per rank and call)",
+        "  help: pin 'down.weight' to R (0 B sent per rank and call)",
     ]
 
 

@@ -24,6 +24,7 @@ from tpcompiler.ir.text import program_text
 from tpcompiler.passes._kernels import ON_CPU, ON_CUDA
 from tpcompiler.passes.attend_in_turns import attend_in_turns
 from tpcompiler.passes.move_device import move_device
+from tpcompiler.printed import format_bytes
 
 aten = torch.ops.aten
 PLAN = {"attend": "attend_in_turns"}
@@ -279,8 +280,8 @@ def test_what_a_rank_holds() -> None:
     at_once, in_turns = (
         converted(F.scaled_dot_product_attention, args, {"cp": 4}, memory=10**9, plan=plan) for plan in ({}, PLAN)
     )
-    assert f"activations {12 * share:,} at the peak" in at_once.report()
-    assert f"activations {9 * share + 3 * numbers:,} at the peak" in in_turns.report()
+    assert f"activations {format_bytes(12 * share)} at the peak" in at_once.report()
+    assert f"activations {format_bytes(9 * share + 3 * numbers)} at the peak" in in_turns.report()
 
 
 @pytest.mark.parametrize("dynamic", [None, ({2: Dim("length", max=4096)},) * 3], ids=["static", "dynamic"])

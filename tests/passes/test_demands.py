@@ -18,7 +18,7 @@ from tpcompiler.errors import BudgetError
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
 Forward = Callable[[Any, torch.Tensor], Any]
 BOUNDARY = "outputs are R unless outputs= says otherwise"
-ANYWAY = f"softmax: it needs the dim of 12 whole, as what is made of it is wanted, for {BOUNDARY}"
+ANYWAY = f"softmax: it needs the dim of 12 whole, which is also asked for ({BOUNDARY})"
 
 
 def converted(forward: Forward, outputs: list[str | None] | None = None) -> tpcompiler.ParallelProgram:

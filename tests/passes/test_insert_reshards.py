@@ -49,7 +49,7 @@ return add
     assert_expected_inline(
         changes(program),
         """\
-reshard: P(sum) -> R; inherent; 'linear_1' is a pending reduction
+reshard: P(sum) -> R; inherent; each rank has a partial sum of 'linear_1'
 """,
     )
 
@@ -80,7 +80,7 @@ return add
         """\
 reshard: S(1) -> R; plan-demanded; the plan ("up": "colwise_gather_output")
 reshard_1: R -> S(1); fallback; d1 is cut by tp
-reshard_2: P(sum) -> S(0); inherent; 'linear_1' is a pending reduction
+reshard_2: P(sum) -> S(0); inherent; each rank has a partial sum of 'linear_1'
 reshard_3: R -> S(0); fallback; d0 is cut by tp
 """,
     )

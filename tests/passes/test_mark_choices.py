@@ -115,7 +115,7 @@ return pin
 """,
     )
     marks = {node.name: mark_of(node) for node in program.graph.nodes}
-    anyway = "as what is made of it is wanted, for outputs are R unless outputs= says otherwise"
+    anyway = "which is also asked for (outputs are R unless outputs= says otherwise)"
     assert marks["softmax"].reason == f"softmax: it needs the dim of 6 whole, {anyway}"
     assert marks["softmax"].why == "plan-demanded"
 

@@ -126,7 +126,10 @@ def test_the_report_says_who_shares_and_what_is_uneven() -> None:
     assert ("shared", "k.weight: 2 ranks hold the same share") in said
     uneven = converted(6, 3, 2, False, False)
     said = {(note.kind, note.text) for note in uneven.resharded.notes}
-    assert ("cut", "q.weight: S(0, unit 8), the largest share is 1.33 times an even one") in said
+    assert (
+        "cut",
+        "q.weight: S(0, unit 8) (dim 0 cut over tp in whole units of 8), the largest share is 1.33 times an even one",
+    ) in said
 
 
 @pytest.mark.parametrize(("heads", "groups", "packed"), [(8, 2, True), (6, 3, False)])

@@ -51,7 +51,7 @@ def test_weights_that_nothing_uses_any_more_are_left_out() -> None:
     exported = quantised(False)
     program = tpcompiler.parallelize(exported, 2, {"up": "colwise", "down": "rowwise"})
     assert {"up.weight", "down.weight"} == exported.state_dict.keys() - program.original.state_dict.keys()
-    assert "weights that no op uses any more, left out:\n  up.weight: 131,072 bytes" in program.report()
+    assert "weights that no op uses any more, left out:\n  up.weight: 131 kB" in program.report()
     assert torch.equal(program.original.module()(X), exported.module()(X))
 
 

@@ -255,7 +255,7 @@ def test_samples_of_a_recurrent_layer_are_independent() -> None:
 
 def test_the_report_names_them() -> None:
     program = converted(WITH_DOWN["softmax"][0], 2, True)
-    assert "in simpler ops, as a dim is cut that they need whole: softmax" in program.report()
+    assert "replaced by simpler ops, because a dim that they need whole is cut: softmax" in program.report()
 
 
 def converted(

@@ -79,7 +79,7 @@ def test_a_collective_that_is_missing_is_named(transformer: Case) -> None:
     """The report points at the first value that is wrong, and says why it is what it is."""
     report = transformer.compare([damaged(rank, "all_reduce_2", skipped) for rank in transformer.ranks])
     assert report.first_diverging == (
-        "'wait_tensor_2' (_c10d_functional.wait_tensor.default, claimed R); 'linear_5' is a pending reduction"
+        "'wait_tensor_2' (_c10d_functional.wait_tensor.default, claimed R); each rank has a partial sum of 'linear_5'"
     )
     assert str(report).startswith("NOT EQUAL: max abs err ")
     assert [line.split(":")[0] for line in str(report).splitlines()[1:]] == [
@@ -308,6 +308,25 @@ def test_a_report_is_data(transformer: Case) -> None:
     report = transformer.compare()
     assert replace(report, ok=False) != report
     assert str(report).splitlines()[0].startswith("equal: max abs err ")
+
+
+def test_errors_stand_next_to_the_magnitudes_that_they_are_of() -> None:
+    """An error of 1 in bfloat16 is that of the last bit of 272."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 32)).to(torch.bfloat16)
+    x = 100 * torch.randn(8, 64).to(torch.bfloat16)
+    made = tpcompiler.parallelize(torch.export.export(model, (x,)), 2, {"0": "colwise", "1": "rowwise"})
+    report = made.verify((x,))
+    (own, _) = report.outputs
+    assert report.ok
+    assert report.magnitude == own.magnitude == model(x).abs().max()
+    assert (report.tolerance, own.tolerance) == (own.tolerance, max(own.tolerance, report.max_rel_err))
+    first, line, _ = str(report).splitlines()
+    largest, allowed = f"in values up to {own.magnitude:.3g}", f"(tolerance {own.tolerance:.3g})"
+    assert first == f"equal: max abs err {own.abs:.3g} {largest}, max rel err {own.rel:.3g} {allowed}"
+    assert line == f"  ok  output: rel err {own.rel:.3g} {allowed}, abs err {own.abs:.3g} {largest}".replace(
+        "output", own.name
+    )
 
 
 class Counting(nn.Module):

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     Progress,
@@ -25,7 +24,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from tpcompiler.printed import one_line
+from tpcompiler.printed import format_bytes, one_line
 from tpcompiler.progress import listening
 
 # Seconds until a step has a line, and until it has another one. Who compares standard error may want none.
@@ -46,7 +45,7 @@ class _Amount(ProgressColumn):
             return Text()
         unit, done, total = task.fields["unit"], int(task.completed), int(task.total)
         if unit == "bytes":
-            return Text(f"{decimal(done)} of {decimal(total)}  {decimal(int(task.speed or 0))}/s")
+            return Text(f"{format_bytes(done)} of {format_bytes(total)}  {format_bytes(int(task.speed or 0))}/s")
         return Text(f"{done:,} of {total:,} {unit}  {task.speed or 0:,.1f}/s")
 
 

@@ -108,7 +108,7 @@ def inspect(
 ) -> None:
     """Show what is in a model or an artifact.
 
-    Of a model also a plan to begin with: every layer with a weight, to be given a style.
+    For a model, also print a starter plan that lists every layer with a weight.
 
     \b
     Example:
@@ -195,7 +195,9 @@ def convert(
     ] = None,
     collectives: Annotated[
         _Collectives,
-        typer.Option("--collectives", help="What sends, on GPUs: symm_mem where it fits, auto where it should gain."),
+        typer.Option(
+            "--collectives", help="Collectives on GPUs: nccl; symm_mem wherever it fits; auto where it is faster."
+        ),
     ] = _Collectives.nccl,
     no_check_indices: Annotated[
         bool, typer.Option("--no-check-indices", help="Assert nothing of computed indices where an indexed dim is cut.")

@@ -20,7 +20,9 @@ Inputs = Annotated[
         help="How an input is cut: x=S(0), or by axis x=dp:S(0); of several models prefill.x=S(0).",
     ),
 ]
-Outputs = Annotated[list[str] | None, typer.Option("--output", metavar="NAME=PLACEMENT", help="The same of an output.")]
+Outputs = Annotated[
+    list[str] | None, typer.Option("--output", metavar="NAME=PLACEMENT", help="How an output is sharded.")
+]
 
 
 class GivenPrograms(NamedTuple):

@@ -16,7 +16,7 @@ from tpcompiler.errors import ArtifactError
 Checkpoint = Annotated[
     Path, typer.Option("--checkpoint", metavar="DIR", help="The model's *.safetensors files, as Hugging Face has them.")
 ]
-Partial = Annotated[bool, typer.Option("--partial", help="Leave out what the checkpoint has beside the program's.")]
+Partial = Annotated[bool, typer.Option("--partial", help="Ignore checkpoint tensors that the program does not use.")]
 
 
 @app.command()
@@ -82,7 +82,8 @@ def export(
     if json:
         printing.print_json({"out": list(map(str, files)), "weights": sorted(names), "sizes": sizes})
     else:
-        typer.echo(f"wrote {' and '.join(map(str, files))}: {len(names)} weights have no values")
+        wrote = f"wrote {' and '.join(map(str, files))}"
+        typer.echo(f"{wrote}: the program, without its {len(names)} weights (convert --checkpoint adds them)")
         if sizes:
             typer.echo(sizes)
 

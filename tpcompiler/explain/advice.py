@@ -22,6 +22,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.passes.mark_placements import mark_placements
 from tpcompiler.plan import Plan, PlanEntry
 from tpcompiler.plan.styles import STYLES, read_style
+from tpcompiler.printed import format_bytes
 from tpcompiler.solver.place import Aim, place
 from tpcompiler.solver.solution import search
 
@@ -50,7 +51,7 @@ class Adviser:
         found = self._styled(error.leaves) or self._best(_concerning(self.plan, error.leaves))
         if found is None:
             return error
-        said = f"{found.text} ({wire_bytes(found.made):,} wire bytes per rank and call)"
+        said = f"{found.text} ({format_bytes(wire_bytes(found.made))} sent per rank and call)"
         degree, _, other = error.help.partition(", or ")
         facts = {name.replace(" ", "_"): text for name, text in error.facts.items()}
         return ShardingError(error.message, help=f"{degree}, or {said}" if other else said, **facts)
@@ -67,8 +68,8 @@ class Adviser:
         if best is None or wire_bytes(best.made) >= now:
             return ""
         more = held_bytes(best.made) - held_bytes(program)
-        price = f"; each rank holds {more:,} bytes more" if more > 0 else ""
-        return f"{best.text} (saves {now - wire_bytes(best.made):,} wire bytes per rank and call{price})"
+        price = f"; each rank holds {format_bytes(more)} more" if more > 0 else ""
+        return f"{best.text} (each rank sends {format_bytes(now - wire_bytes(best.made))} less per call{price})"
 
     def _styled(self, leaves: Sequence[str]) -> Advice | None:
         """The style that cuts the dim that a placement does, but where the uses allow it, such as in whole groups."""

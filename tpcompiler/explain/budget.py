@@ -12,6 +12,7 @@ from tpcompiler.cost.collective import KINDS
 from tpcompiler.errors import BudgetError
 from tpcompiler.explain.counts import held_per_rank
 from tpcompiler.explain.report import split_layer
+from tpcompiler.printed import format_bytes, format_unequal_bytes
 from tpcompiler.runtime.artifact import Manifest
 
 MANY = ("collectives", "fallbacks")  # of all kinds
@@ -71,13 +72,16 @@ class Budget:
         sent = sum(record["wire_bytes"] for record in manifest.collectives)
         if self.wire_bytes is not None and sent > self.wire_bytes:
             most = sorted(manifest.collectives, key=lambda record: -record["wire_bytes"])
-            yield f"{sent:,} wire bytes, {sent - self.wire_bytes:,} more than {self.wire_bytes:,} ({_named(most)})"
+            total, allowed = format_unequal_bytes(sent, self.wire_bytes)
+            over = f"{format_bytes(sent - self.wire_bytes)} more than {allowed}"
+            yield f"each rank sends {total}, {over} ({_named(most)})"
         if self.memory is not None:
             held = held_per_rank(manifest)
             rank = max(range(len(held)), key=held.__getitem__)
             if held[rank] > self.memory:
-                over = f"{held[rank] - self.memory:,} more than {self.memory:,}"
-                yield f"rank {rank} holds {held[rank]:,} bytes of parameters, buffers and constants, {over}"
+                total, allowed = format_unequal_bytes(held[rank], self.memory)
+                over = f"{format_bytes(held[rank] - self.memory)} more than {allowed}"
+                yield f"rank {rank} holds {total} of parameters, buffers and constants, {over}"
 
 
 def _read_limit(text: str) -> Limit:

@@ -20,6 +20,7 @@ from tpcompiler.explain.written import Record, Written
 from tpcompiler.ir.claims import records_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.plan.fold import folded, times
+from tpcompiler.printed import format_bytes
 from tpcompiler.tables import Part, Shown, Table
 
 NAMES = ("batch", "sequence")  # of dims 0 and 1 of the first input that is dynamic there
@@ -83,11 +84,19 @@ class CostTable(Shown):
         yield Table("dynamic sizes", ("name", "input", "dim", "range", "step", "value"), sizes)
         layers: dict[str, tuple[tuple[str, ...], ...]] = {}
         for each in self.costs:
-            row = (each.kind, str(each.count), each.formula, f"{each.wire_bytes:,}", f"{each.seconds * 1e6:,.3f}")
+            row = (
+                each.kind,
+                str(each.count),
+                each.formula,
+                format_bytes(each.wire_bytes),
+                f"{each.seconds * 1e6:,.3f}",
+            )
             layers[each.layer] = (*layers.get(each.layer, ()), row)
         rows = [(pattern, *row, times(names)) for pattern, names in folded(layers) for row in layers[names[0]]]
         count = sum(each.count for each in self.costs)
-        rows.append(("in all", "", str(count), self.formula, f"{self.wire_bytes:,}", f"{self.seconds * 1e6:,.3f}", ""))
+        rows.append(
+            ("in all", "", str(count), self.formula, format_bytes(self.wire_bytes), f"{self.seconds * 1e6:,.3f}", "")
+        )
         headers = ("layer", "kind", "count", "formula", "wire bytes", "us", "")
         yield Table(f"collectives of one call of a rank, us on {self.machine}", headers, rows)
 

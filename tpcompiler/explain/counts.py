@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -28,6 +29,11 @@ def held_per_rank(manifest: Manifest) -> list[int]:
                 shape = sharding.local_shape(row["shape"], mesh, mesh.coordinate(rank))
                 total[rank] += math.prod(shape) * itemsize
     return total
+
+
+def counted_kinds(kinds: Iterable[str]) -> str:
+    """Count collectives by kind: `2 all_reduce, 1 all_gather`."""
+    return ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).items()) or "no collectives"
 
 
 def sent_seconds(records: Iterable[Mapping[str, Any]], machine: Machine) -> float:

@@ -15,6 +15,7 @@ from tpcompiler.explain.counts import held_per_rank, sent_seconds
 from tpcompiler.ir import edit
 from tpcompiler.ir.text import op_name
 from tpcompiler.plan.fold import folded, times
+from tpcompiler.printed import format_unequal_bytes
 from tpcompiler.runtime.artifact import MODEL, Manifest, read_manifest
 from tpcompiler.tables import Part, Shown, Table
 
@@ -70,14 +71,14 @@ class ArtifactDifference(Shown):
     def totals(self) -> list[tuple[str, str, str]]:
         """What both come to, as text: what it is, in the first, in the second."""
         axes = [",".join(f"{axis}={degree}" for axis, degree in mesh.items()) for mesh in self.meshes]
-        held = [f"{max(own):,}" for own in self.held_bytes]
-        sent = [f"{count:,}" for count in self.wire_bytes]
+        held = format_unequal_bytes(*map(max, self.held_bytes))
+        sent = format_unequal_bytes(*self.wire_bytes)
         microseconds = [f"{seconds * 1e6:,.3f}" for seconds in self.sent_seconds]
         return [
             ("mesh", axes[0], axes[1]),
             ("device", *self.device_types),
-            ("bytes held by the rank that holds most", held[0], held[1]),
-            ("wire bytes of a rank and call", sent[0], sent[1]),
+            ("held by the rank that holds most", held[0], held[1]),
+            ("sent by a rank in a call", sent[0], sent[1]),
             (f"us of the collectives on {self.machine}", microseconds[0], microseconds[1]),
         ]
 
@@ -109,7 +110,8 @@ class ArtifactDifference(Shown):
         yield Table("placements that differ", ("name", "kind", "first", "second", ""), placed)
         traffic = []
         for pattern, modules, each in self.collectives_alike():
-            pairs = (f"{a:,} -> {b:,}" for a, b in zip(each.first, each.second, strict=True))
+            (count, sent), (count_after, sent_after) = each.first, each.second
+            pairs = f"{count:,} -> {count_after:,}", " -> ".join(format_unequal_bytes(sent, sent_after))
             traffic.append((pattern, each.kind, each.why, *pairs, times(modules)))
         headers = ("module", "kind", "why", "count", "wire bytes", "")
         yield Table("collectives that differ, in each module", headers, traffic)

@@ -19,10 +19,11 @@ from tpcompiler.explain.written import Operand, Written, read_claimed
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
+from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut_dim
 from tpcompiler.ir.text import op_name, value_text
-from tpcompiler.printed import nearest_names
+from tpcompiler.printed import format_bytes, nearest_names
 from tpcompiler.runtime.artifact import MODEL
 from tpcompiler.tables import Part, Shown, Table
 
@@ -76,7 +77,10 @@ class Alternative:
             ", ".join(self.makes),
             ", ".join(self.needs),
             ("fails" if self.failed else "never") if self.seconds is None else f"{self.seconds * 1e6:+,.3f}",
-            *("" if count is None else f"{count:+,}" for count in (self.wire_bytes, self.held_bytes)),
+            *(
+                "" if count is None else f"{'+' * (count >= 0)}{format_bytes(count)}"
+                for count in (self.wire_bytes, self.held_bytes)
+            ),
             notes.get((self.is_chosen, self.is_tied), ""),
         )
 
@@ -90,6 +94,7 @@ class Explanation(Shown):
         what: the op, or the kind of parameter or of collective.
         type: dtype and global shape.
         sharding: one for each result; of a collective what it changes, `P(sum) -> R`.
+        words: the same in words.
         reason: the plan line, the rule or the search that placed it.
         slices: which ranks hold what of the first result; sizes that are dynamic are as in the example.
         users: of a parameter, the ops that read it.
@@ -105,6 +110,7 @@ class Explanation(Shown):
     source: str
     type: str
     sharding: list[str]
+    words: str
     reason: str
     slices: list[Slice]
     operands: list[Operand]
@@ -118,6 +124,7 @@ class Explanation(Shown):
         where = "".join(filter(None, (self.module and f" of {self.module}", self.source and f" at {self.source}")))
         yield f"{self.name}: {self.what}{where}"
         yield f"  {self.type}: {', '.join(self.sharding)}"
+        yield from [f"  in words: {self.words}"] if self.words else []
         yield f"  why: {self.reason}"
         yield from [f"  read by: {', '.join(self.users)}"] if self.users else []
         yield ""
@@ -129,8 +136,8 @@ class Explanation(Shown):
             (
                 row["node"],
                 row["kind"],
-                f"{row['payload_bytes']:,}",
-                f"{row['wire_bytes']:,}",
+                format_bytes(row["payload_bytes"]),
+                format_bytes(row["wire_bytes"]),
                 f"{row['why']}: {row['reason']}",
             )
             for row in self.collectives
@@ -166,7 +173,8 @@ def explain_artifact(
     Args:
         directory: what `ParallelProgram.save` or `tpcompiler convert` wrote; of several programs, one's.
         name: of a node of the single-device program (`tpcompiler show` and the reports name them), of a parameter, a
-            buffer or an input, or of a collective.
+            buffer or an input, or of a module that has one weight; or of a collective: its node's, or its kind's
+            (`all_gather`, `all_gather_1`).
         machine: the devices and links that prices are for, as of `parallelize`.
         trust: read files too that need a pickle or could run code (docs/security.md).
 
@@ -176,12 +184,14 @@ def explain_artifact(
     """
     described = Machine.read(machine)
     written = Written.read(directory, trust=trust)
-    known = written.names()
-    if name not in known:
+    found = written.named(name)
+    if found is None:
+        known = nearest_names(name, written.names())
         raise ArtifactError(
             f"{os.fspath(directory)} has no node, parameter or collective {name!r}",
-            help=f"did you mean {nearest_names(name, known)}? tpcompiler show {os.fspath(directory)} shows all",
+            help=f"did you mean {known}? tpcompiler show {os.fspath(directory)} shows all",
         )
+    name = found
     again = search_again(directory, described, trust=trust)
     record = next((each for each in written.manifest.collectives if each["node"] == name), None)
     if record is not None:
@@ -204,7 +214,8 @@ def _of_collective(written: Written, again: Again, record: Any) -> Explanation:
         what=f"{record['kind']} over {record['axis']}",
         module=record["module"],
         source=record["source"],
-        sharding=[f"{changed.sharding} -> {changed.needed}"],
+        sharding=[change := f"{changed.sharding} -> {changed.needed}"],
+        words=describe_sharding(change, mesh.names),
         reason=f"{record['why']}: {record['reason']}",
         slices=list(_slices(value, read_claimed(changed.needed, mesh, value), mesh)),
         operands=[changed],
@@ -238,6 +249,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
         source=edit.source_line(node),
         type=", ".join(map(value_text, tensors)),
         sharding=shardings,
+        words="; ".join(dict.fromkeys(describe_sharding(text, mesh.names) for text in shardings)),
         reason="; ".join([reason, *pins]),
         slices=list(_slices(tensors[0], placed[0], mesh)) if placed else [],
         operands=written.operands(name),
@@ -263,6 +275,7 @@ def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explan
         source="",
         type=value_text(value),
         sharding=[row["sharding"]],
+        words=describe_sharding(row["sharding"], mesh.names),
         reason=_why(again, node, name, users, written),
         slices=list(_slices(value, placed, mesh)),
         operands=[],

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tpcompiler._torch import TorchDispatchMode
-from tpcompiler.cost.collective import wire_bytes
+from tpcompiler.cost.collective import KIND_OF, wire_bytes
 from tpcompiler.cost.machine import Machine
 from tpcompiler.explain.costs import count_costs, layer_of_record
-from tpcompiler.explain.report import KIND_OF
 from tpcompiler.explain.written import Written
 from tpcompiler.plan.fold import folded, times
+from tpcompiler.printed import format_unequal_bytes
 from tpcompiler.tables import Table
 
 
@@ -71,7 +71,7 @@ def counts_table(rows: Sequence[Counted]) -> Table:
     """What a terminal shows of these."""
     layers: dict[str, tuple[tuple[str, ...], ...]] = {}
     for each in rows:
-        pair = (f"{each.count} / {each.called}", f"{each.wire_bytes:,} / {each.called_bytes:,}")
+        pair = (f"{each.count} / {each.called}", " / ".join(format_unequal_bytes(each.wire_bytes, each.called_bytes)))
         layers[each.layer] = (*layers.get(each.layer, ()), (each.kind, *pair, "" if each.agrees else "NOT EQUAL"))
     shown = [(pattern, *row, times(names)) for pattern, names in folded(layers) for row in layers[names[0]]]
     headers = ("layer", "kind", "count", "wire bytes", "", "")

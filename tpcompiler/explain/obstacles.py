@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from tpcompiler._torch import OpOverload, aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import DimSharding
-from tpcompiler.ir.names import layer_of
+from tpcompiler.ir.names import fold_layers, layer_of
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.ir.text import op_name
@@ -20,7 +19,14 @@ from tpcompiler.solver.solution import Solution
 
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 CASTS = (aten._to_copy.default, aten.clone.default)
-KINDS = ("heads", "features of a packed block", "quantisation groups", "entries of the vocabulary", "features")
+KINDS = (
+    "heads",
+    "kv heads",
+    "features of a packed block",
+    "quantisation groups",
+    "entries of the vocabulary",
+    "features",
+)
 
 
 @dataclass(frozen=True)
@@ -39,15 +45,22 @@ class Obstacle:
 def find_obstacles(found: Solution) -> list[Obstacle]:
     """What the search cuts over the axis of the model, in the order of `KINDS`."""
     heads = {each for program in found.programs for each in _heads(found, program)}
+    most = {layer: max(count for count, other in heads if other == layer) for _, layer in heads}
+    named = [(_kind_of_heads(count, most[layer]), count, layer) for count, layer in sorted(heads)]
     layers: dict[tuple[str, int], dict[str, None]] = {}
-    for kind, count, layer in (*sorted(heads), *(each for program in found.programs for each in _cuts(found, program))):
-        if kind != "features" or not any(layer.startswith(f"{other}.") for _, _, other in heads):  # as its heads say
+    for kind, count, layer in (*named, *(each for program in found.programs for each in _cuts(found, program))):
+        if kind != "features" or not any(layer.startswith(f"{other}.") for other in most):  # as its heads say
             layers.setdefault((kind, count), {})[layer] = None
     made = (Obstacle(kind, count, tuple(names)) for (kind, count), names in layers.items())
     return sorted(made, key=lambda each: (KINDS.index(each.kind), each.count))
 
 
-def _heads(found: Solution, program: PlannedProgram) -> Iterator[tuple[str, int, str]]:
+def _kind_of_heads(count: int, most: int) -> str:
+    """Several heads of queries share one of keys and values, so a module has fewer of these."""
+    return "kv heads" if count < most and most % count == 0 else "heads"
+
+
+def _heads(found: Solution, program: PlannedProgram) -> Iterator[tuple[int, str]]:
     """A view of an activation that makes two dims of one that is cut: the outer one is heads."""
     weights = computed_from_leaves(program.graph, dict(program.leaves()).keys())
     for node in edit.calls(program.graph):
@@ -59,19 +72,21 @@ def _heads(found: Solution, program: PlannedProgram) -> Iterator[tuple[str, int,
         for size, cut in zip(whole, choice.wants[0].dims, strict=True):
             for count, inner, own in outer if isinstance(size, int) and _is_cut(cut, found) else ():
                 if isinstance(count, int) and _is_cut(own, found) and count < size == count * inner:
-                    yield "heads", count, _repeated(edit.module_path(node)) or "the model"
+                    yield count, fold_layers(edit.module_path(node)) or "the model"
 
 
 def _cuts(found: Solution, program: PlannedProgram) -> Iterator[tuple[str, int, str]]:
     """What is cut of weights, each with its layer."""
-    leaves, vocabularies = dict(program.leaves()), _vocabularies(program)
+    caches = {name for _, name in program.written()}  # cut like the values that are written to them
+    leaves = {node: fqn for node, fqn in program.leaves() if fqn not in caches}
+    vocabularies = _vocabularies(program)
     quantised: dict[str, torch.Size] = {}  # the weight of such a layer, whose scales are by groups
     for node, fqn in leaves.items():
         value, layer = node.meta["val"], layer_of(fqn)
         if value.ndim > 1 and (value.dtype.itemsize == 1 or not value.is_floating_point()):
             quantised[layer] = max(quantised.get(layer, value.shape), value.shape, key=torch.Size.numel)
     for node, fqn in leaves.items():
-        shape, layer = node.meta["val"].shape, _repeated(layer_of(fqn)) or "the model"
+        shape, layer = node.meta["val"].shape, fold_layers(layer_of(fqn)) or "the model"
         whole = quantised.get(layer_of(fqn), shape)
         for dim, cut in enumerate(found.leaves[node].dims if len(shape) > 1 else ()):
             if not _is_cut(cut, found):
@@ -98,7 +113,3 @@ def _vocabularies(program: PlannedProgram) -> set[int]:
 
 def _is_cut(cut: DimSharding, found: Solution) -> bool:
     return any(axis in found.model for axis in cut.axes)
-
-
-def _repeated(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -12,10 +12,11 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import sym_hint
-from tpcompiler.cost.collective import wire_bytes
+from tpcompiler.cost.collective import KIND_OF, wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import RESHARD, LocalProgram, Note, Reshard
+from tpcompiler.printed import format_bytes
 
 NOTE_TITLES = {  # kinds of `Note`, as people read them
     "plan": "plan entries that are left out",
@@ -33,12 +34,6 @@ NOTE_TITLES = {  # kinds of `Note`, as people read them
     "collectives": "collectives over symmetric memory",
     "search": "the search for placements",
     "cut": "weights cut in parts, blocks or whole heads, or unevenly",
-}
-KIND_OF = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
 }
 
 
@@ -118,18 +113,18 @@ def report_text(
 
     `advice`: what would leave out a collective, by the name of its reshard; empty text for nothing.
     """
-    shares = ", ".join(f"{b:,} ({100 * b / max(whole, 1):.1f}%)" for b in per_rank)
-    lines = [f"mesh {mesh}", f"parameter bytes: {whole:,} on one device; per rank {shares}"]
+    shares = ", ".join(f"{format_bytes(b)} ({100 * b / max(whole, 1):.1f}%)" for b in per_rank)
+    lines = [f"mesh {mesh}", f"parameters: {format_bytes(whole)} on one device; per rank {shares}"]
     for why in ("inherent", "plan-demanded", "fallback"):
         chosen = [c for c in collectives if c.why == why]
         total = sum(c.wire_bytes for c in chosen)
-        lines.append(f"{why} collectives: {len(chosen)}, {total:,} wire bytes per rank and call")
+        lines.append(f"{why} collectives: {len(chosen)}, {format_bytes(total)} sent per rank and call")
         if why == "inherent":
             lines += _by_layer(chosen)
             continue
         for c in chosen:
             where = c.source or c.module
-            lines.append(f"  {c.kind} of {c.payload_bytes:,} bytes, '{c.node}' at {where}: {c.reason}")
+            lines.append(f"  {c.kind} of {format_bytes(c.payload_bytes)}, '{c.node}' at {where}: {c.reason}")
             if why == "fallback" and (help := advice.get(c.reshard)):
                 lines.append(f"    help: {help}")
     for kind, title in NOTE_TITLES.items():

@@ -12,6 +12,7 @@ from tpcompiler.checkpoint.leaves import dtype_of
 from tpcompiler.explain.report import NOTE_TITLES
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import row_sharding
+from tpcompiler.printed import format_bytes
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.tables import Part, Table
 
@@ -69,12 +70,17 @@ def summary_parts(data: Mapping[str, Any]) -> Iterator[Part]:
     axes = ",".join(f"{axis}={degree}" for axis, degree in data["mesh"].items())
     yield f"mesh {axes}, {len(data['bytes_per_rank'])} ranks, {data['device_type']}"
     whole = data["bytes"]
-    rows = [("one device", f"{whole:,}", "100.0%")]
+    rows = [("one device", format_bytes(whole), "100.0%")]
     for ranks, held in _alike(data["bytes_per_rank"]):
-        rows.append((ranks, f"{held:,}", f"{100 * held / max(whole, 1):.1f}%"))
+        rows.append((ranks, format_bytes(held), f"{100 * held / max(whole, 1):.1f}%"))
     yield Table("parameters, buffers and constants", ("on", "bytes", "share"), rows)
     collectives = [
-        (row["why"], row["kind"], str(row["count"]), f"{row['payload_bytes']:,}", f"{row['wire_bytes']:,}")
+        (
+            row["why"],
+            row["kind"],
+            str(row["count"]),
+            *(format_bytes(row[name]) for name in ("payload_bytes", "wire_bytes")),
+        )
         for row in data["collectives"]
     ]
     headers = ("why", "kind", "count", "payload bytes", "wire bytes per rank")
@@ -82,7 +88,9 @@ def summary_parts(data: Mapping[str, Any]) -> Iterator[Part]:
     lines = []
     for row in data["fallbacks"]:
         where = row.get("source") or row.get("module") or row.get("node")
-        lines.append(f"fallback: {row['kind']} of {row['payload_bytes']:,} bytes at {where}: {row.get('reason', '')}")
+        lines.append(
+            f"fallback: {row['kind']} of {format_bytes(row['payload_bytes'])} at {where}: {row.get('reason', '')}"
+        )
     for kind, title in NOTE_TITLES.items():
         texts = [note["text"] for note in data["notes"] if note["kind"] == kind]
         if texts:

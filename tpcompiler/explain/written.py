@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,10 +14,12 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from tpcompiler.cost.collective import KIND_OF
 from tpcompiler.errors import ArtifactError, TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import Claim, read_claim
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import leaf_of_module
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
@@ -87,6 +90,14 @@ class Written:
         inputs = (row["name"] for row in self.manifest.inputs)
         sent = (record["node"] for record in self.manifest.collectives)
         return list(dict.fromkeys([*leaves, *inputs, *sent, *(op for op in ops if op not in self.leaves)]))
+
+    def named(self, name: str) -> str | None:
+        """Resolve a name: one of `names`, a collective by its kind (`all_gather_1`), or the module of a weight."""
+        known = self.names()
+        kind, number = re.fullmatch(r"(.*?)(_\d+)?", name, re.DOTALL).groups("")  # type: ignore[union-attr]
+        calls = (f"{call}{number}" for call, each in KIND_OF.items() if each == kind)
+        weight = leaf_of_module(name, [row["name"] for row in self.manifest.tensors])
+        return next((each for each in (name, *calls, weight) if each in known), None)
 
     def placed(self, name: str) -> tuple[list[str], str]:
         """The shardings that an op makes, and the reason."""

@@ -20,6 +20,7 @@ from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import Note, Program, tied
 from tpcompiler.ir.rebuilt import copy_signature, rebuilt
 from tpcompiler.ir.static import computed_from_leaves
+from tpcompiler.printed import format_bytes
 
 READ = "export.access_subclass_inner_tensor.default"
 
@@ -135,7 +136,7 @@ def drop_replaced(program: ExportedProgram) -> tuple[ExportedProgram, tuple[Note
     state, constants = ({n: v for n, v in h.items() if n not in names} for h in (program.state_dict, program.constants))
     made = rebuilt(program, graph, ExportGraphSignature(specs, signature.output_specs), constants, state)
     sizes = {fqn: read.state(fqn).numel() * read.state(fqn).element_size() for fqn in dropped.values()}
-    return made, tuple(Note("dropped", f"{fqn}: {size:,} bytes") for fqn, size in sizes.items())
+    return made, tuple(Note("dropped", f"{fqn}: {format_bytes(size)}") for fqn, size in sizes.items())
 
 
 def _replaced(program: Program) -> Iterator[tuple[fx.Node, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
 import torch
@@ -12,8 +11,11 @@ from torch.export import ExportedProgram
 from tpcompiler.ir.bodies import all_calls
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.draws import draws
+from tpcompiler.ir.names import fold_layers
+from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.program import BOTH, MarkedProgram, Note, PlannedProgram, mark_of, tied
 from tpcompiler.ir.text import op_name, value_text
+from tpcompiler.printed import format_bytes
 from tpcompiler.runtime.archive import has_pickled_examples
 
 
@@ -64,7 +66,8 @@ def _cuts(program: MarkedProgram) -> tuple[Note, ...]:
             continue
         said = []
         if any(_is_special(cut) for cut in sharding.dims):
-            said.append(sharding.text(mesh))
+            text = sharding.text(mesh)
+            said.append(f"{text} ({describe_sharding(text, mesh.names)})")
         if shape.numel() and not sharding.is_even(shape, mesh):
             held = [
                 torch.Size(sharding.local_shape(shape, mesh, mesh.coordinate(rank))).numel()
@@ -72,7 +75,7 @@ def _cuts(program: MarkedProgram) -> tuple[Note, ...]:
             ]
             said.append(f"the largest share is {max(held) * len(held) / sum(held):.2f} times an even one")
         if said:
-            folded[f"{_repeated(fqn)}: {', '.join(said)}"] += 1
+            folded[f"{fold_layers(fqn)}: {', '.join(said)}"] += 1
     return tuple(Note("cut", f"{text} (x {count})" if count > 1 else text) for text, count in folded.items())
 
 
@@ -84,7 +87,7 @@ def shared_leaves(asked: PlannedProgram, program: MarkedProgram) -> tuple[Note, 
             wanted = asked.mesh.size(asked.seeds[leaf.name].sharding.cut_axes)
             times = wanted // program.mesh.size(mark_of(leaf).settled[0].cut_axes)
             if times > 1:
-                folded[f"{_repeated(fqn)}: {times} ranks hold the same share"] += 1
+                folded[f"{fold_layers(fqn)}: {times} ranks hold the same share"] += 1
     return tuple(Note("shared", f"{text} (x {count})" if count > 1 else text) for text, count in folded.items())
 
 
@@ -95,12 +98,10 @@ def whole_leaves(asked: PlannedProgram, program: MarkedProgram) -> tuple[Note, .
         value = leaf.meta["val"]
         is_matrix = sum(size != 1 for size in value.shape) > 1 and leaf.users
         if leaf.name in asked.unseeded and is_matrix and mark_of(leaf).settled[0].is_replicated:
-            folded[f"{_repeated(fqn)}: {value_text(value)}, {value.numel() * value.element_size():,} bytes"] += 1
+            folded[
+                f"{fold_layers(fqn)}: {value_text(value)}, {format_bytes(value.numel() * value.element_size())}"
+            ] += 1
     return tuple(Note("whole", f"{text} (x {count})" if count > 1 else text) for text, count in folded.items())
-
-
-def _repeated(fqn: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn)
 
 
 def _is_special(cut: DimSharding) -> bool:

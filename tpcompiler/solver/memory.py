@@ -13,6 +13,7 @@ from tpcompiler.cost.objective import local_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import PlannedProgram, pin, tied
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.printed import format_bytes
 from tpcompiler.solver.domain import tensor_index
 from tpcompiler.solver.solution import Solution
 
@@ -41,8 +42,8 @@ class Memory(NamedTuple):
     @property
     def text(self) -> str:
         return (
-            f"{self.total:,} bytes: weights {self.weights:,}, caches {self.caches:,}, activations {self.activations:,} "
-            f"at the peak ('{self.at}')"
+            f"{format_bytes(self.total)}: weights {format_bytes(self.weights)}, caches {format_bytes(self.caches)}, "
+            f"activations {format_bytes(self.activations)} at the peak ('{self.at}')"
         )
 
 

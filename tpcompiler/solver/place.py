@@ -13,6 +13,7 @@ from tpcompiler.errors import ShardingError
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.program import Note, PlannedProgram, Seed
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.printed import format_bytes
 from tpcompiler.progress import counted
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.solution import Solution, search
@@ -60,14 +61,14 @@ def place(
     if auto:
         proof = f"at most {above:.1%} above the least" if above else "the least"
         each = ", one axis after the other" if len(found.mesh.axes) > 1 else ""
-        said.append(f"one call costs {found.seconds * 1e6:,.3f} us, {proof} of all choices that were looked at{each}")
+        said.append(f"one call costs {found.seconds * 1e6:,.3f} us, {proof} of all choices that were compared{each}")
     if auto or aim.limit is not None:
         said.append(f"a rank holds about {measure_memory(found).text}")
     if found.simpler:
         names = ", ".join(name for _, name in sorted(found.simpler))
-        said.append(f"in simpler ops, as a dim is cut that they need whole: {names}")
+        said.append(f"replaced by simpler ops, because a dim that they need whole is cut: {names}")
     if found.capped:
-        said.append(f"ops and values that had more choices than were looked at: {found.capped}")
+        said.append(f"{found.capped} ops and values have too many choices: the search compared only some of each")
     kept = [
         replace(
             program,
@@ -130,11 +131,11 @@ def _fitted(
                 best = replace(trial, seconds=seconds)
         times = times * 8 if math.isinf(high) else math.sqrt(low * high)
     if best is None:
-        leaves = ", ".join(f"'{fqn}' {count:,}" for fqn, count in least.largest)
+        leaves = ", ".join(f"'{fqn}' {format_bytes(count)}" for fqn, count in least.largest)
         error = TooLarge(
-            f"a rank would hold {least.text}; that is {least.total - limit:,} more than the limit of {limit:,}. "
-            f"The largest weights there are {leaves}",
-            help=f"use more ranks{'' if auto else ', cut more layers'}, or a limit of at least {least.total:,} bytes",
+            f"a rank would hold {least.text}; that is {format_bytes(least.total - limit)} more than the limit of "
+            f"{format_bytes(limit)}. The largest weights there are {leaves}",
+            help=f"use more ranks{'' if auto else ', cut more layers'}, or a limit of at least {least.total} bytes",
         )
         error.least = least
         raise error

@@ -42,9 +42,13 @@ FAILURES = (RuntimeError, LookupError, ValueError, ArithmeticError)  # of ops, o
 
 @dataclass(frozen=True)
 class VerifyReport(Shown):
-    """The verdict. `first_diverging` names the first value, in the order of the program, that is wrong on some rank.
+    """The verdict, and the largest errors of the program in its own dtype.
 
-    `note` says what was run, where that is not the very program that was asked about.
+    Attributes:
+        first_diverging: the first value, in the order of the program, that is wrong on some rank.
+        note: which program was run, if it is not the one that was asked about.
+        magnitude: the largest magnitude in the output that has the largest absolute error.
+        tolerance: the relative error that was allowed in the output that has the largest one.
     """
 
     ok: bool
@@ -53,11 +57,15 @@ class VerifyReport(Shown):
     outputs: list[Difference] = field(default_factory=list)
     first_diverging: str | None = None
     note: str = ""
+    magnitude: float = 0.0
+    tolerance: float = 0.0
 
     def __str__(self) -> str:
+        largest = f" in values up to {self.magnitude:.3g}" if self.magnitude else ""
+        allowed = f" (tolerance {self.tolerance:.3g})" if self.tolerance else ""
         lines = [
             f"{'equal' if self.ok else 'NOT EQUAL'}: "
-            f"max abs err {self.max_abs_err:.3g}, max rel err {self.max_rel_err:.3g}"
+            f"max abs err {self.max_abs_err:.3g}{largest}, max rel err {self.max_rel_err:.3g}{allowed}"
         ]
         if self.note:
             lines.append(f"  {self.note}")
@@ -65,9 +73,10 @@ class VerifyReport(Shown):
             proved = "" if d.finite else ": it has no finite number, which proves nothing"
             if d.strays:
                 proved = f": {d.strays} elements are NaN or infinite on one device or on a rank, and not on both"
-            lines.append(
-                f"  {'ok ' if d.ok else 'BAD'} {d.name}: rel err {d.rel:.3g} (tolerance {d.tolerance:.3g}){proved}"
-            )
+            off = f"rel err {d.rel:.3g} (tolerance {d.tolerance:.3g})"
+            if d.magnitude:
+                off += f", abs err {d.abs:.3g} in values up to {d.magnitude:.3g}"
+            lines.append(f"  {'ok ' if d.ok else 'BAD'} {d.name}: {off}{proved}")
         if self.first_diverging:
             lines.append(f"  first diverging value: {self.first_diverging}")
         return "\n".join(map(one_line, lines))
@@ -148,8 +157,25 @@ def compare_calls(
             trial.remember()
             of = f"call {number + 1}{f' ({name})' if name else ''}: " if len(calls) > 1 else ""
             differences += [replace(d, name=f"{of}{d.name}") for d in found]
-    worst = max((d.abs for d in own), default=0.0), max((d.rel for d in own), default=0.0)
-    return VerifyReport(all(d.ok for d in differences), *worst, differences, first)
+    nothing = Difference("", 0.0, 0.0, 0.0, True)
+    furthest, worst = (max(own, key=key, default=nothing) for key in (_absolute, _relative))
+    return VerifyReport(
+        all(d.ok for d in differences),
+        furthest.abs,
+        worst.rel,
+        differences,
+        first,
+        magnitude=furthest.magnitude,
+        tolerance=worst.tolerance,
+    )
+
+
+def _absolute(found: Difference) -> tuple[float, float]:
+    return found.abs, found.magnitude
+
+
+def _relative(found: Difference) -> tuple[float, float]:
+    return found.rel, found.tolerance
 
 
 class _OneRaises(Exception):

@@ -30,7 +30,8 @@ class Difference:
     `rel` is an absolute difference over the largest magnitude of the reference, where it is largest beside its
     `tolerance` (`_bands`). `counted` says that it is made of integers or booleans, and `abs` and `rel` how many are
     wrong. Where the reference has no `finite` number, being equal proves nothing. `strays` counts the elements that are
-    NaN or infinite on the single device or on a rank, and not the same on both.
+    NaN or infinite on the single device or on a rank, and not the same on both. `magnitude` is the largest magnitude of
+    the reference, 0 for an output that is `counted`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Difference:
     counted: bool = False
     finite: bool = True
     strays: int = 0
+    magnitude: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ def difference(
     _, rel, tolerance = max(verdicts)
     finite = bool(widened(want).isfinite().any())
     strays = max(_count_strays(w, want) for w in whole)
-    return Difference(name, largest, rel, tolerance, rel <= tolerance and not strays, finite=finite, strays=strays)
+    ok = rel <= tolerance and not strays
+    magnitude = largest_magnitude([want])
+    return Difference(name, largest, rel, tolerance, ok, finite=finite, strays=strays, magnitude=magnitude)
 
 
 def _bands(exact: torch.Tensor) -> list[torch.Tensor]:

@@ -1,0 +1,58 @@
+"""Shardings in words, to stand next to their notation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from torch.distributed.tensor import Partial, Shard
+
+from tpcompiler.errors import PlanError
+from tpcompiler.ir.placements import Cut, Piece, parse_placement
+
+WHOLE = "whole on every rank"
+
+
+def describe_sharding(text: str, axes: Sequence[str]) -> str:
+    """Put a sharding, or a change of one, into words: `S(0)` is "dim 0 cut over tp".
+
+    Empty for a text that is no sharding over these axes.
+    """
+    sides = [_describe(side, axes) for side in text.split(" -> ")]
+    return " -> ".join(sides) if all(sides) else ""
+
+
+def _describe(text: str, axes: Sequence[str]) -> str:
+    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    texts = re.split(r", (?![^(]*\))", inside)
+    if len(texts) != len(axes) or not all(texts):
+        return ""
+    try:
+        said = [phrase for each, axis in zip(texts, axes, strict=True) for phrase in _over(each, axis)]
+    except PlanError:
+        return ""
+    return ", ".join(said) or WHOLE
+
+
+def _over(text: str, axis: str) -> Iterator[str]:
+    """The words for one axis; none where the value is whole over it."""
+    placement = parse_placement(text)
+    if isinstance(placement, Partial):
+        yield f"a partial {placement.reduce_op} on each rank of {axis}"
+    elif isinstance(placement, Cut) and placement.pieces[0].size:
+        parts = "; ".join(map(_part, placement.pieces))
+        yield f"dim {placement.dim} cut over {axis} in {len(placement.pieces)} parts, each by itself ({parts})"
+    elif isinstance(placement, (Shard, Cut)):
+        how = _how(placement.pieces[0]) if isinstance(placement, Cut) else ""
+        yield f"dim {placement.dim} cut over {axis}{how}"
+
+
+def _part(piece: Piece) -> str:
+    return f"{piece.size}{_how(piece)}" if piece.cut else f"{piece.size} whole"
+
+
+def _how(piece: Piece) -> str:
+    unit = f" in whole units of {piece.unit}" if piece.unit > 1 else ""
+    block = f", each block of {piece.block} by itself" if piece.block else ""
+    again = f", before {piece.outside} cuts it again" if piece.outside else ""
+    return f"{unit}{block}{again}"
