@@ -66,6 +66,35 @@ class Mixed(nn.Module):
         return ranked, self.out(x)
 
 
+class CachedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        cache.index_copy_(1, position, self.up(x))
+        return x + self.down(torch.relu(cache).sum(1, keepdim=True))
+
+
+class Cached(nn.Module):
+    """Layers that write caches which lie outside of them, as Hugging Face's static cache does, and a tied head."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList(CachedLayer() for _ in range(layers))
+        for at in range(layers):
+            self.register_buffer(f"cache_{at}", torch.zeros(2, 4, 16))
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for at, layer in enumerate(self.layers):
+            x = layer(x, position, getattr(self, f"cache_{at}"))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 class Unknown(nn.Module):
     """What nobody knows the FLOPs of: a product that torch does not count, twice, and a branch. And two results."""
 
@@ -84,7 +113,11 @@ def ids() -> torch.Tensor:
     return torch.zeros(2, 6, dtype=torch.int64)
 
 
-def saved(directory: Path, module: nn.Module, example: torch.Tensor, plan: dict[str, object], **options: Any) -> Path:
-    exported = torch.export.export(randomised(module), (example,))
+def one_step() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(2, 1, dtype=torch.int64), torch.tensor([1])
+
+
+def saved(directory: Path, module: nn.Module, example: Any, plan: dict[str, object], **options: Any) -> Path:
+    exported = torch.export.export(randomised(module), example if isinstance(example, tuple) else (example,))
     tpcompiler.parallelize(exported, 2, plan, **options).save(directory)
     return directory

@@ -57,7 +57,7 @@ def test_a_collective_says_what_it_carries(tower: Path) -> None:
         "384 B over tp, 384 B on the wire",
     ]
     assert "all_reduce_1" not in source
-    assert "per call: 3 all_reduce, 1.12 KiB on the wire" in source
+    assert "per call: 3 all_reduce, 1.15 kB on the wire" in source
 
 
 def test_an_op_lists_its_parameters(tower: Path) -> None:

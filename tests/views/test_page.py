@@ -13,9 +13,13 @@ from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
+from torch import nn
 
 from tests.runtime.commands import call
-from tests.views.artifacts import LAYERS, Mixed, Tower, Unknown, ids, saved
+from tests.views.artifacts import LAYERS, Cached, Mixed, Tower, Unknown, ids, one_step, saved
+from tpcompiler.explain.again import advise_artifact
+from tpcompiler.printed import format_bytes
 from tpcompiler.views.html import artifact_html
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -39,8 +43,8 @@ def chromium() -> Iterator[webdriver.Chrome]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`tower.html`, `mixed.html`, `unknown.html`, `hostile.html`, of which the manifest has tags in a text, and
-    `difference.html`."""
+    """`tower.html`, `mixed.html`, `unknown.html`, `cached.html`, `uneven.html`, `hostile.html`, of which the manifest
+    has tags in a text, and `difference.html`."""
     folder = tmp_path_factory.mktemp("pages")
     saved(folder / "tower", Tower(), ids(), LAYERS)
     saved(folder / "unknown", Unknown(), torch.zeros(4, 8), {"up": "colwise"})
@@ -49,8 +53,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     manifest = json.loads((folder / "hostile/manifest.json").read_text())
     manifest["collectives"][0]["reason"] = HOSTILE
     (folder / "hostile/manifest.json").write_text(json.dumps(manifest))
-    for name in ("tower", "mixed", "hostile", "unknown"):
-        (folder / f"{name}.html").write_text(artifact_html(folder / name), encoding="utf-8")
+    saved(folder / "cached", Cached(), one_step(), LAYERS)
+    uneven = nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 8))
+    saved(folder / "uneven", uneven, torch.zeros(4, 8), {"0": "colwise", "2": "rowwise"})
+    for name in ("tower", "mixed", "hostile", "unknown", "cached", "uneven"):
+        advice = advise_artifact(folder / name)
+        (folder / f"{name}.html").write_text(artifact_html(folder / name, advice=advice), encoding="utf-8")
     saved(folder / "other", Tower(), ids(), OTHER)
     (folder / "slow.yaml").write_text(SLOW, encoding="utf-8")
     words = ("diff", folder / "tower", folder / "other", "--html", folder / "difference.html")
@@ -136,9 +144,9 @@ def test_click_and_unfold(chromium: webdriver.Chrome, pages: Path, width: int) -
     details = page.text("details")
     for words in (
         "all_reduce over tp",
-        "inherent: a pending sum",
+        "inherent: it adds up the partial results",
         'asked by the plan ("layers.*.down": "rowwise")',
-        "384 bytes that each rank sends",
+        "384 B that each rank sends (384 bytes)",
         "artifacts.py:",
         "Stands for 3 calls",
     ):
@@ -195,14 +203,14 @@ def test_keys_reach_all_of_it(chromium: webdriver.Chrome, pages: Path, width: in
     page.press(Keys.ESCAPE)
     assert page.focus == "graph"
     page.press(Keys.ESCAPE)
-    assert page.text("details").startswith("Details\n")
+    assert page.text("details").startswith("Summary\n")
     before = page.driver.execute_script("return cy.zoom()")
     page.press("+")
     assert page.driver.execute_script("return cy.zoom()") > before
     page.driver.find_element(By.ID, "tab-details").send_keys(Keys.ARROW_RIGHT)
-    assert (page.focus, page.text("bill").splitlines()[1]) == (
-        "tab-bill",
-        "3 all_reduce. Each rank sends 1,152 bytes (1.13 KiB).",
+    assert (page.focus, page.text("cost").splitlines()[1]) == (
+        "tab-cost",
+        "3 all_reduce. Each rank sends 1.15 kB (1,152 bytes).",
     )
     page.press(Keys.ARROW_RIGHT)
     said = "Machine h100, by its file: 989 TFLOP/s, memory 3.35 TB/s, links 450 GB/s a rank without latency."
@@ -218,10 +226,10 @@ def test_what_differs_is_marked(chromium: webdriver.Chrome, pages: Path, width: 
     assert page.driver.execute_script(marked) == ["embed  embedding", "new: all_reduce  P(sum) → R", "▸ layers.* x 3"]
     tables = page.text("difference")
     for words in (
-        "wire bytes of a rank and call 1,152 1,536",
+        "sent by a rank in a call 1.15 kB 1.54 kB",
         "layers.*.down.weight x 3 parameter S(1) R",
-        "embed all_reduce, inherent 0 → 1 0 → 384",
-        "layers.*.down x 3 all_reduce, inherent 1 → 0 384 → 0",
+        "embed all_reduce, inherent 0 → 1 0 B → 384 B",
+        "layers.*.down x 3 all_reduce, inherent 1 → 0 384 B → 0 B",
         "embed: embedding R P(sum)",
     ):
         assert words in tables.replace("\n", " ")
@@ -234,7 +242,7 @@ def test_what_differs_is_marked(chromium: webdriver.Chrome, pages: Path, width: 
         "gone: all_reduce  P(sum) → R",
     ]
     page.click_node("down  linear")
-    assert "Placement\nR\nIt was\nP(sum)" in page.text("details")
+    assert "Placement\nR: whole on every rank\nIt was\nP(sum)" in page.text("details")
     assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
 
 
@@ -261,8 +269,96 @@ def test_a_difference_leads_to_its_node(chromium: webdriver.Chrome, pages: Path,
     assert follow("embed").startswith("new: all_reduce")
     assert page.text("details").startswith("all_reduce over tp, which is new\n")
     assert follow("embed.weight").startswith("embed  embedding")
-    assert page.text("details").startswith("embed.weight\nKind\nparameter\nPlacement\nS(0)\nIt was\nR\n")
+    assert page.text("details").startswith(
+        "embed.weight\nKind\nparameter\nPlacement\nS(0): dim 0 cut over tp\nIt was\nR\n"
+    )
     assert follow("layers.0: relu").startswith("relu\nR  f32[2, 6, 16]\nwas S(2)")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_it_opens_on_the_summary(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
+    page = Page(chromium, pages / "mixed.html", width)
+    said = page.text("details").replace("\n", " ")
+    for words in (
+        "Summary Rank 0 holds 608 B of 1.18 kB of weights and buffers (51%). In a call it sends 256 B in 2 all_gather.",
+        "1 fallback: gathers that no plan entry asked for all_gather in the model: 256 B. softmax: it needs the dim of 4",
+        "To avoid it: change 'up' from colwise to replicate (each rank sends 128 B less per call",
+        "Collectives by layer",
+        "outside of modules all_gather fallback 1 256 B 128 B",
+        "up.weight f32[16, 8] S(0)",
+    ):
+        assert words in said
+    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
+    page.driver.find_element(By.XPATH, "//*[@id='details']//button[.='all_gather in the model']").click()
+    assert page.text("details").startswith("all_gather over tp\n")
+    assert "To avoid it\nchange 'up' from colwise" in page.text("details")
+    page = Page(chromium, pages / "tower.html", width)
+    assert "No fallbacks: the plan asked for every gather." in page.text("details")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_another_rank_is_chosen(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
+    """In place where the ranks run one graph; else with the graph of that rank."""
+    page = Page(chromium, pages / "tower.html", width)
+    page.click_node("layers.* x 3")
+    page.click_node("up  linear")
+    nodes = page.nodes
+    assert "Value on rank 0\nf32[2, 6, 8]" in page.text("details")
+    Select(page.driver.find_element(By.ID, "rank")).select_by_visible_text("rank 1")
+    assert (page.nodes, page.driver.title) == (nodes, "tower: mesh tp=2, rank 1")
+    assert "Value on rank 1\nf32[2, 6, 8]" in page.text("details")
+    assert "Rank 1 holds 2.37 kB of 4 kB." in page.text("summary")
+
+    page = Page(chromium, pages / "uneven.html", width)
+    assert "relu" in page.driver.execute_script("return cy.nodes().map((node) => node.data('label')).join()")
+    Select(page.driver.find_element(By.ID, "rank")).select_by_visible_text("rank 1")
+    page.click_node("relu\nS(1)  f32[4, 7]")
+    assert "Value on rank 1\nf32[4, 7]" in page.text("details")
+    assert "Rank 1 holds 508 B" in page.text("summary")
+    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def test_caches_are_drawn_where_they_are_written(chromium: webdriver.Chrome, pages: Path) -> None:
+    page = Page(chromium, pages / "cached.html", 900)
+    labels = page.driver.execute_script("return cy.nodes().map((node) => node.data('label'))")
+    assert [label.split("\n")[0] for label in labels if label.startswith("output")] == ["output  output"]
+    page.click_node("layers.* x 3")
+    page.click_node("writes cache_0")
+    assert "Writes\ncache_0\n" in page.text("details")
+    page.driver.find_element(By.XPATH, "//*[@id='details']//button[.='cache_0']").click()
+    assert page.text("details").startswith("cache_0\nKind\nbuffer\nPlacement\nS(2): dim 2 cut over tp\n")
+
+
+def test_a_tied_weight_is_in_the_table(chromium: webdriver.Chrome, pages: Path) -> None:
+    page = Page(chromium, pages / "cached.html", 900)
+    said = page.text("details").replace("\n", " ")
+    assert (
+        "embed.weight (tied to head.weight) f32[10, 8] R" in said
+        or "head.weight (tied to embed.weight) f32[10, 8] R" in said
+    )
+    assert "cache_* 3 \N{MULTIPLICATION SIGN} f32[2, 4, 16] S(2)" in said
+
+
+def test_bytes_are_written_as_on_the_terminal(chromium: webdriver.Chrome, pages: Path) -> None:
+    page = Page(chromium, pages / "tower.html", 900)
+    counts = [
+        0,
+        1,
+        999,
+        1000,
+        1005,
+        1125,
+        1152,
+        9995,
+        99_950,
+        999_499,
+        999_500,
+        10**6,
+        66_123_456,
+        10**12 - 1,
+        5 * 10**15,
+    ]
+    assert page.driver.execute_script("return arguments[0].map(bytes)", counts) == [*map(format_bytes, counts)]
 
 
 def test_the_times_are_of_a_machine(chromium: webdriver.Chrome, pages: Path) -> None:
@@ -289,17 +385,26 @@ def test_everything_has_a_name(chromium: webdriver.Chrome, pages: Path) -> None:
 
 def test_a_fallback_says_why(chromium: webdriver.Chrome, pages: Path) -> None:
     page = Page(chromium, pages / "mixed.html", 900)
-    assert page.text("legend").splitlines() == ["S(0) cut", "S(1) cut", "R whole", "collective", "fallback collective", "critical path"]  # fmt: skip
+    assert page.text("legend").splitlines() == [
+        "S(0): dim 0 cut over tp",
+        "S(1): dim 1 cut over tp",
+        "R: whole on every rank",
+        "collective: ranks exchange data",
+        "fallback: a collective that no plan entry asked for",
+        "critical path: the slowest chain of steps",
+    ]  # fmt: skip
     page.click_node("fallback: softmax")
-    assert "fallback: an op needs something whole" in page.text("details")
+    assert "fallback: an op needs the value whole" in page.text("details")
     assert "Reason\nsoftmax: it needs the dim of 4 whole" in page.text("details")
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_bill_and_the_timeline_say_what_they_leave_out(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
+def test_the_costs_and_the_timeline_say_what_they_leave_out(
+    chromium: webdriver.Chrome, pages: Path, width: int
+) -> None:
     page = Page(chromium, pages / "unknown.html", width)
-    page.click("tab-bill")
-    told = page.text("bill").replace("\n", " ")
+    page.click("tab-cost")
+    told = page.text("cost").replace("\n", " ")
     assert "What this page does not know What Of Why FLOPs 2 _trilinear, 1 cond torch's counter does not" in told
     assert "global shape 1 topk it is not one tensor of plain sizes" in told
     page.click("tab-timeline")
@@ -308,7 +413,7 @@ def test_the_bill_and_the_timeline_say_what_they_leave_out(chromium: webdriver.C
     assert "Global shape\nnot known: it is not one tensor of plain sizes" in page.text("details")
     assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
     page = Page(chromium, pages / "tower.html", width)
-    assert "does not know" not in page.driver.find_element(By.ID, "bill").get_attribute("textContent")
+    assert "does not know" not in page.driver.find_element(By.ID, "cost").get_attribute("textContent")
 
 
 def test_texts_of_files_stay_texts(chromium: webdriver.Chrome, pages: Path) -> None:

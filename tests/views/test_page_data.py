@@ -15,12 +15,14 @@ from torch import nn
 
 import tpcompiler
 from tests.ir.drawn import GRID, Cut, cuts
-from tests.views.artifacts import LAYERS, Mixed, Mlp, Tower, Unknown, ids, saved
+from tests.views.artifacts import LAYERS, Cached, Mixed, Mlp, Tower, Unknown, ids, one_step, randomised, saved
 from tpcompiler.cost.machine import Link, Machine
+from tpcompiler.explain.again import advise_artifact
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut_dim
+from tpcompiler.printed import format_bytes
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.weightless import weightless
 from tpcompiler.views.page_data import page_data
@@ -36,7 +38,7 @@ def tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_collective_is_there(tower: Path) -> None:
     data = page_data(tower)
-    added = ("item", "layer")
+    added = ("item", "layer", "advice")
     assert [{k: v for k, v in row.items() if k not in added} for row in data["records"]] == read_manifest(
         tower
     ).collectives
@@ -45,15 +47,15 @@ def test_every_collective_is_there(tower: Path) -> None:
     assert all(item["kind"] == "collective" for item in items)
 
 
-def test_the_bill_is_the_reports(tower: Path) -> None:
+def test_the_costs_are_the_reports(tower: Path) -> None:
     data, records = page_data(tower), read_manifest(tower).collectives
-    for rows in data["bill"].values():
+    for rows in data["cost"].values():
         assert sum(row["layers"] * row["count"] for row in rows) == len(records)
         for name in ("wire_bytes", "payload_bytes"):
             assert sum(row["layers"] * row[name] for row in rows) == sum(record[name] for record in records)
-    (row,) = data["bill"]["layers"]
+    (row,) = data["cost"]["layers"]
     assert (row["layer"], row["layers"], row["count"], row["wire_bytes"]) == ("layers.0-2", 3, 1, 384)
-    assert f"{data['wire']:,} wire bytes" in artifact_text(tower)
+    assert f"{format_bytes(data['wire'])} on the wire" in artifact_text(tower)
 
 
 def test_items_stand_for_all_layers(tower: Path) -> None:
@@ -62,6 +64,77 @@ def test_items_stand_for_all_layers(tower: Path) -> None:
     assert {row["name"] for row in read_manifest(tower).tensors} == set(names)
     assert names["layers.2.down.bias"]["item"] == names["layers.0.down.weight"]["item"]
     assert data["items"][names["layers.1.up.weight"]["item"]]["module"] == "layers.0.up"
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("cached") / "artifact", Cached(), one_step(), LAYERS)
+
+
+def test_caches_are_written_by_the_op_and_no_outputs(cached: Path) -> None:
+    """They lie outside of the layers, whose numbers they have; so layers with a cache each are still told once."""
+    data = page_data(cached)
+    assert [item["label"] for item in data["items"] if item["kind"] == "output"] == ["output"]
+    (layers,) = [member for member in data["members"] if isinstance(member, dict)]
+    assert layers["title"] == "layers.* x 3"
+    (writer,) = [item for item in data["items"] if item["writes"]]
+    names = [row["name"] for row in data["tensors"]]
+    assert (writer["label"], writer["writes"]) == ("index_copy", [["cache_0", names.index("cache_0")]])
+    assert data["items"][data["tensors"][names.index("cache_2")]["item"]] == writer
+
+
+def test_a_cache_of_another_layer_keeps_layers_apart(tmp_path: Path) -> None:
+    class Crossed(Cached):
+        def forward(self, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            for at, layer in enumerate(self.layers):
+                x = layer(x, position, getattr(self, f"cache_{2 - at}"))
+            return self.head(x)  # type: ignore[no-any-return]
+
+    data = page_data(saved(tmp_path / "out", Crossed(), one_step(), LAYERS))
+    titles = [member["title"] for member in data["members"] if isinstance(member, dict)]
+    assert titles == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_every_tensor_is_in_the_table_tied_ones_too(cached: Path) -> None:
+    data = page_data(cached)
+    assert sum(row["times"] for row in data["alike"]) == len(data["tensors"]) == len(read_manifest(cached).tensors)
+    rows = {row["name"]: row for row in data["alike"]}
+    assert (rows["layers.*.up.weight"]["times"], rows["cache_*"]["times"]) == (3, 3)
+    (tied,) = [row for row in data["tensors"] if row.get("tied_to")]
+    assert {tied["name"], tied["tied_to"]} == {"embed.weight", "head.weight"}
+    assert tied["item"] is not None
+    assert rows[tied["name"]]["times"] == 1
+
+
+def test_each_rank_holds_what_its_file_does(tmp_path: Path) -> None:
+    uneven = nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 8))
+    out = saved(tmp_path / "out", uneven, torch.zeros(4, 8), {"0": "colwise", "2": "rowwise"})
+    for rank in range(2):
+        data = page_data(out, rank)
+        state = torch.export.load(out / f"rank_{rank}.pt2").state_dict
+        names = [row["name"] for row in data["tensors"]]
+        assert data["held"][rank] == sum(state[name].nbytes for name in names)
+        assert data["ranks"] == [rank]
+        (relu,) = [item for item in data["items"] if item["label"] == "relu"]
+        assert relu["value"] == f"f32[4, {8 - rank}]"
+
+
+def test_advice_is_beside_its_fallback(tmp_path: Path) -> None:
+    """Found anew from the artifact alone: what the program's own report says."""
+    exported = torch.export.export(randomised(Mixed()), (torch.zeros(4, 8),))
+    made = tpcompiler.parallelize(exported, 2, {"up": "colwise", "out": "colwise_gather_output"})
+    made.save(tmp_path / "out")
+    advice = advise_artifact(tmp_path / "out")
+    records = page_data(tmp_path / "out", advice=advice)["records"]
+    said = [row["advice"] for row in records if row["why"] == "fallback"]
+    assert said == [
+        "change 'up' from colwise to replicate (each rank sends 128 B less per call; each rank holds 288 B more)"
+    ]
+    assert f"help: {said[0]}" in made.report()
+    assert not any(row["advice"] for row in records if row["why"] != "fallback")
+    (tmp_path / "out" / "model.pt2").write_bytes(b"")
+    assert advise_artifact(tmp_path / "out") == {}
 
 
 GATHERED = {"layers.*.up": "colwise_gather_output", "layers.1.down": "rowwise", "embed": "embedding_rowwise"}

@@ -19,14 +19,14 @@ def test_mlp(tmp_path: Path) -> None:
         artifact_text(directory, rank=1)
         == """\
 mesh tp=2, rank 1 of 2
-parameter bytes: 576 of 1,120
-per call: 1 all_reduce; 128 wire bytes
+parameters: 576 B of 1.12 kB
+per call: 1 all_reduce; 128 B on the wire
 
 R             input  x  f32[4, 8]
 S(1)          up  linear  f32[4, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
 S(1)          relu  f32[4, 8]
 P(sum)        down  linear  f32[4, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
-P(sum) -> R   down  all_reduce  f32[4, 8]  128 bytes over tp, 128 on the wire
+P(sum) -> R   down  all_reduce  f32[4, 8]  128 B over tp, 128 B on the wire
 R             add  f32[4, 8]
 R             output  output  f32[4, 8]
 """
@@ -38,16 +38,16 @@ def test_equal_layers_are_told_once(tmp_path: Path) -> None:
         artifact_text(saved(tmp_path / "tower", Tower(), ids(), LAYERS))
         == """\
 mesh tp=2, rank 0 of 2
-parameter bytes: 2,368 of 4,000
-per call: 3 all_reduce; 1,152 wire bytes
+parameters: 2.37 kB of 4 kB
+per call: 3 all_reduce; 1.15 kB on the wire
 
 R             input  ids  i64[2, 6]
 R             embed  embedding  f32[2, 6, 8]  weight R f32[10, 8]
-              layers.* x 3  each: 1 all_reduce; 384 wire bytes
+              layers.* x 3  each: 1 all_reduce; 384 B on the wire
 S(2)            up  linear  f32[2, 6, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
 S(2)            relu  f32[2, 6, 8]
 P(sum)          down  linear  f32[2, 6, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
-P(sum) -> R     down  all_reduce  f32[2, 6, 8]  384 bytes over tp, 384 on the wire
+P(sum) -> R     down  all_reduce  f32[2, 6, 8]  384 B over tp, 384 B on the wire
 R               add  f32[2, 6, 8]
 R             head  linear  f32[2, 6, 10]  weight R f32[10, 8]
 R             output  logits  f32[2, 6, 10]
@@ -62,12 +62,12 @@ def test_layers_that_differ_are_told_apart(tmp_path: Path) -> None:
         artifact_text(saved(tmp_path / "tower", Tower(), ids(), plan))
         == """\
 mesh tp=2, rank 0 of 2
-parameter bytes: 3,456 of 4,000
-per call: 1 all_reduce; 384 wire bytes
+parameters: 3.46 kB of 4 kB
+per call: 1 all_reduce; 384 B on the wire
 
 R             input  ids  i64[2, 6]
 R             embed  embedding  f32[2, 6, 8]  weight R f32[10, 8]
-              layers.0-1 x 2  each: no collectives; 0 wire bytes
+              layers.0-1 x 2  each: no collectives; 0 B on the wire
 R               up  linear  f32[2, 6, 16]  weight R f32[16, 8], bias R f32[16]
 R               relu  f32[2, 6, 16]
 R               down  linear  f32[2, 6, 8]  weight R f32[8, 16], bias R f32[8]
@@ -76,7 +76,7 @@ R               add  f32[2, 6, 8]
 S(2)            up  linear  f32[2, 6, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
 S(2)            relu  f32[2, 6, 8]
 P(sum)          down  linear  f32[2, 6, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
-P(sum) -> R     down  all_reduce  f32[2, 6, 8]  384 bytes over tp, 384 on the wire
+P(sum) -> R     down  all_reduce  f32[2, 6, 8]  384 B over tp, 384 B on the wire
 R               add  f32[2, 6, 8]
 R             head  linear  f32[2, 6, 10]  weight R f32[10, 8]
 R             output  logits  f32[2, 6, 10]
@@ -98,16 +98,16 @@ def test_one_layer_called_again_is_told_once(tmp_path: Path) -> None:
         artifact_text(saved(tmp_path / "tower", Tower(shared=True), ids(), LAYERS))
         == """\
 mesh tp=2, rank 0 of 2
-parameter bytes: 1,216 of 1,760
-per call: 3 all_reduce; 1,152 wire bytes
+parameters: 1.22 kB of 1.76 kB
+per call: 3 all_reduce; 1.15 kB on the wire
 
 R             input  ids  i64[2, 6]
 R             embed  embedding  f32[2, 6, 8]  weight R f32[10, 8]
-              layers.0, called 3 times  each: 1 all_reduce; 384 wire bytes
+              layers.0, called 3 times  each: 1 all_reduce; 384 B on the wire
 S(2)            up  linear  f32[2, 6, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
 S(2)            relu  f32[2, 6, 8]
 P(sum)          down  linear  f32[2, 6, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
-P(sum) -> R     down  all_reduce  f32[2, 6, 8]  384 bytes over tp, 384 on the wire
+P(sum) -> R     down  all_reduce  f32[2, 6, 8]  384 B over tp, 384 B on the wire
 R               add  f32[2, 6, 8]
 R             head  linear  f32[2, 6, 10]  weight R f32[10, 8]
 R             output  logits  f32[2, 6, 10]
@@ -122,19 +122,18 @@ def test_what_the_plan_asked_for_and_what_it_did_not(tmp_path: Path) -> None:
         artifact_text(saved(tmp_path / "mixed", Mixed(), torch.zeros(4, 8), plan))
         == """\
 mesh tp=2, rank 0 of 2
-parameter bytes: 608 of 1,184
-per call: 2 all_gather; 256 wire bytes
+parameters: 608 B of 1.18 kB
+per call: 2 all_gather; 256 B on the wire
 
 R             input  x  f32[4, 8]
-R             7 small ops (sum, add, abs, sqrt, mean, mul)  f32[4, 8]  seen R f32[8]
+R             7 small ops (sum, add, abs, sqrt, mean, mul)  f32[4, 8]  seen R f32[8]  writes seen
 S(1)          up  linear  f32[4, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
-S(2) -> R     all_gather  f32[4, 4, 4]  256 bytes over tp, 128 on the wire  fallback: softmax: it needs the dim of 4 whole
+S(2) -> R     all_gather  f32[4, 4, 4]  256 B over tp, 128 B on the wire  fallback: softmax: it needs the dim of 4 whole
 R             softmax  f32[4, 4, 4]
 R             amax  f32[4, 4]
 S(1)          out  linear  f32[4, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
-S(1) -> R     out  all_gather  f32[4, 16]  256 bytes over tp, 128 on the wire  \
+S(1) -> R     out  all_gather  f32[4, 16]  256 B over tp, 128 B on the wire  \
 plan-demanded: the plan ("out": "colwise_gather_output")
-R             output  seen (written back)  f32[8]
 R             output  0  f32[4, 4]
 R             output  1  f32[4, 16]
 """
@@ -147,19 +146,19 @@ def test_an_input_that_is_cut(tmp_path: Path) -> None:
         artifact_text(directory)
         == """\
 mesh tp=2, rank 0 of 2
-parameter bytes: 2,368 of 4,000
-per call: 4 all_gather, 3 reduce_scatter; 1,200 wire bytes
+parameters: 2.37 kB of 4 kB
+per call: 4 all_gather, 3 reduce_scatter; 1.2 kB on the wire
 
 S(0)          input  ids  i64[1, 6]
-S(0) -> R     embed  all_gather  i64[2, 6]  96 bytes over tp, 48 on the wire  plan-demanded: embedding: cheaper to change than what is made of it, for the plan ("layers.*.up": "colwise") and 2 more
+S(0) -> R     embed  all_gather  i64[2, 6]  96 B over tp, 48 B on the wire  plan-demanded: embedding: gathered here because gathering the result would cost more (needed for: the plan ("layers.*.up": "colwise") and 2 more)
 R             embed  embedding  f32[2, 6, 8]  weight R f32[10, 8]
-              layers.* x 3  each: 1 reduce_scatter, 1 all_gather; 384 wire bytes
+              layers.* x 3  each: 1 reduce_scatter, 1 all_gather; 384 B on the wire
 S(2)            up  linear  f32[2, 6, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
 S(2)            relu  f32[2, 6, 8]
 P(sum)          down  linear  f32[2, 6, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
-P(sum) -> S(0)  down  reduce_scatter  f32[1, 6, 8]  384 bytes over tp, 192 on the wire
+P(sum) -> S(0)  down  reduce_scatter  f32[1, 6, 8]  384 B over tp, 192 B on the wire
 S(0)            add  f32[1, 6, 8]
-S(0) -> R       all_gather  f32[2, 6, 8]  384 bytes over tp, 192 on the wire  \
+S(0) -> R       all_gather  f32[2, 6, 8]  384 B over tp, 192 B on the wire  \
 plan-demanded: n is cut by tp, asked by the plan ("layers.*.up": "colwise")
 S(0)          head  linear  f32[1, 6, 10]  weight R f32[10, 8]
 S(0)          output  logits  f32[1, 6, 10]

@@ -15,6 +15,7 @@ import tpcompiler
 from tests.runtime.commands import call
 from tests.zoo.each import judge_each
 from tests.zoo.index import CASES
+from tpcompiler.printed import format_bytes
 from tpcompiler.runtime.artifact import Manifest, read_manifest
 
 WORLD = 2
@@ -54,7 +55,8 @@ def faults_of(found: Mapping[str, bytes], manifest: Manifest) -> Iterator[str]:
         return
     wire = sum(record["wire_bytes"] for record in records)
     sent = [item for item in pages["html"]["items"] if item["kind"] == "collective"]
-    if f"; {wire:,} wire bytes\n" not in texts["txt"] or texts["txt"].count(" bytes over ") != len(sent):
+    carried = re.findall(r" [\d.]+ [kMG]?B over ", texts["txt"])
+    if f"; {format_bytes(wire)} on the wire\n" not in texts["txt"] or len(carried) != len(sent):
         yield "txt: other collectives or bytes than the manifest's"
     if texts["dot"].count("shape=hexagon") != len(sent) or texts["dot"][-2:] != "}\n":
         yield "dot: other collectives than the page's, or no end"

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table as RichTable
 
 from tpcompiler.checkpoint.leaves import leaves_of
 from tpcompiler.errors import ArtifactError
 from tpcompiler.explain.summary import summary_parts
 from tpcompiler.plan.fold import folded, times
-from tpcompiler.printed import one_line
+from tpcompiler.printed import format_bytes, one_line
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.run import Summary
 from tpcompiler.runtime.target import replacing
@@ -81,7 +80,7 @@ def print_titled(title: str, parts: Iterable[Part]) -> None:
 def model_parts(data: Mapping[str, Any]) -> Iterator[Part]:
     """What `inspect` shows of a model."""
     total = sum(row["bytes"] for row in data["parameters"] if "tied_to" not in row)
-    yield f"{len(data['parameters'])} parameters, buffers and constants, {total:,} bytes"
+    yield f"{len(data['parameters'])} parameters, buffers and constants, {format_bytes(total)}"
     kinds = {row["name"]: row["type"] for row in data["modules"]}
     rows = [(pattern, kinds[names[0]].rpartition(".")[2], times(names)) for pattern, names in folded(kinds)]
     yield Table("modules", ("name", "class", ""), rows)
@@ -133,9 +132,11 @@ def picture(
 
         return Picture(artifact_text(directory, rank, trust=trust), file)
     if format == "html":
+        from tpcompiler.explain.again import advise_artifact
         from tpcompiler.views.html import artifact_html
 
-        return Picture(artifact_html(directory, rank, machine=machine, trust=trust), file)
+        advice = advise_artifact(directory, machine, trust=trust)
+        return Picture(artifact_html(directory, rank, machine=machine, advice=advice, trust=trust), file)
     import graphviz
 
     from tpcompiler.views.dot import artifact_dot
@@ -187,7 +188,7 @@ def cost_of_verifying(manifest: Manifest) -> str:
     if total < FEW:
         return ""
     held = 8 * max(counts, default=0) + (total if lacks_weights(manifest) else 0)
-    return f"reading {decimal(total)} of weights {passes} times, {decimal(held)} of them in memory at a time"
+    return f"reading {format_bytes(total)} of weights {passes} times, {format_bytes(held)} of them in memory at a time"
 
 
 def _boundary(data: Mapping[str, Any]) -> Iterator[Part]:
@@ -206,9 +207,11 @@ def _folded_rows(rows: Sequence[Mapping[str, Any]], more: Sequence[str]) -> list
     out = []
     for pattern, names in folded(signatures):
         row = by_name[names[0]]
-        local = (f"{row['bytes_per_rank'][0]:,}",) if "bytes_per_rank" in row else ()
+        local = (format_bytes(row["bytes_per_rank"][0]),) if "bytes_per_rank" in row else ()
         note = f"tied to {row['tied_to']}" if row.get("tied_to") else times(names)
-        out.append((pattern, row["kind"], _type(row), *(row[m] for m in more), f"{row['bytes']:,}", *local, note))
+        out.append(
+            (pattern, row["kind"], _type(row), *(row[m] for m in more), format_bytes(row["bytes"]), *local, note)
+        )
     return out
 
 

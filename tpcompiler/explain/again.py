@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Collection
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from torch import fx
 
 from tpcompiler.checkpoint.fill import read_original
-from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.machine import DEFAULT, Machine
 from tpcompiler.cost.objective import SEARCHED
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.explain.advice import held_bytes, wire_bytes
@@ -23,7 +24,7 @@ from tpcompiler.ir.names import layer_of
 from tpcompiler.ir.program import PlannedProgram, Seed
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.passes.mark_placements import mark_placements
-from tpcompiler.pipeline import Conversion, asked_boundary, find_placements
+from tpcompiler.pipeline import Conversion, asked_boundary, find_placements, finished_together
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import programs_in, read_manifest
 from tpcompiler.solver.otherwise import Otherwise, price_otherwise
@@ -97,6 +98,36 @@ def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: 
     Raises:
         ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
     """
+    conversions, at, gathers = _conversions(directory, trust)
+    found = find_placements(conversions, Aim(machine, gathers=gathers))
+    return Again(found, at, machine, conversions[at].plan.searches, gathers)
+
+
+def advise_artifact(
+    directory: str | os.PathLike[str], machine: str | os.PathLike[str] = DEFAULT, *, trust: bool = False
+) -> dict[str, str]:
+    """Search for the change of the plan that leaves out each fallback of an artifact, by the name of its reshard.
+
+    Nothing for an artifact without fallbacks, for one whose placements the search has chosen, and for one whose model
+    cannot be converted again.
+
+    Raises:
+        ArtifactError: no artifact, or one whose manifest is damaged.
+        MachineError: the description of the machine cannot be read.
+    """
+    described = Machine.read(machine)
+    if not any(record["why"] == "fallback" for record in read_manifest(directory).collectives):
+        return {}
+    with contextlib.suppress(TpCompilerError):
+        conversions, at, gathers = _conversions(directory, trust)
+        named = {str(number): conversion for number, conversion in enumerate(conversions)}
+        if not conversions[at].plan.searches:
+            return finished_together(named, Aim(described, gathers=gathers))[str(at)].advice()
+    return {}
+
+
+def _conversions(directory: str | os.PathLike[str], trust: bool) -> tuple[list[Conversion], int, bool]:
+    """What the programs in an artifact, and those beside it, were asked for; which is its own; and `Aim.gathers`."""
     path = Path(directory).resolve()
     names = programs_in(path.parent) if path.parent != path else []
     paths = [path.parent / name for name in names] if path.name in names else [path]
@@ -110,8 +141,7 @@ def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: 
         boundary = asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")
         program, mesh = read_original(each, manifest, trust=trust), Mesh.of(manifest.asked.get("mesh", manifest.mesh))
         conversions.append(Conversion.of(program, mesh, plan, boundary, manifest.device_type, None, "nccl"))
-    found = find_placements(conversions, Aim(machine, gathers=gathers))
-    return Again(found, paths.index(path), machine, plan.searches, gathers)
+    return conversions, paths.index(path), gathers
 
 
 def _without(program: PlannedProgram, layers: Collection[str]) -> PlannedProgram:

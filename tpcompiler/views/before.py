@@ -30,7 +30,16 @@ def with_before(items: Sequence[Item], first: Iterable[Item]) -> list[Item]:
             names[old.name] = f"gone {old.name}"  # no node has a space in its name
             sources = tuple(names[source] for source in old.sources if source in names)
             gone[last].append(
-                replace(old, name=names[old.name], kind="gone", record=None, sources=sources, leaves=(), before=old)
+                replace(
+                    old,
+                    name=names[old.name],
+                    kind="gone",
+                    record=None,
+                    sources=sources,
+                    leaves=(),
+                    writes=(),
+                    before=old,
+                )
             )
     found = gone[""]
     for item in items:

@@ -9,7 +9,7 @@ from html import escape
 
 import graphviz
 
-from tpcompiler.printed import one_line
+from tpcompiler.printed import format_bytes, one_line
 from tpcompiler.views.items import Item, color_of, seen_from
 from tpcompiler.views.outline import Group, Outline, counted, legend_of, outline_of, wire
 
@@ -81,7 +81,7 @@ def _frame(group: Group, outer: str) -> str:
     if group.count == 1:
         return f"<{_bold(title)}>"
     records = group.records()
-    each = _small(f"each: {counted(records)}, {_bytes(wire(records))} on the wire", FAINT)
+    each = _small(f"each: {counted(records)}, {format_bytes(wire(records))} on the wire", FAINT)
     return _lines([_bold(title), each], align="LEFT")
 
 
@@ -96,15 +96,18 @@ def _box(dot: graphviz.Digraph, item: Item, path: str) -> None:
     if item.detail:
         lines.append(_small(textwrap.shorten(", ".join(item.detail), 40, placeholder=" ..."), FAINT))
     lines += (_small(f"{names} {what}", _colors(what)[1]) for names, what in _leaves(item, path))
+    lines += _writes(item, path)
     dot.node(_name(item.name), _lines(lines), style=style, fillcolor=fill, color=border, tooltip=_hint(item))
 
 
 def _collective(dot: graphviz.Digraph, item: Item, path: str) -> None:
     record = item.record
     assert record is not None
-    sent = f"{_bytes(record['payload_bytes'])} over {record['axis']}, {_bytes(record['wire_bytes'])} on the wire"
+    payload, wired = (format_bytes(record[name]) for name in ("payload_bytes", "wire_bytes"))
+    sent = f"{payload} over {record['axis']}, {wired} on the wire"
     lines = [_bold(record["kind"]), _text(item.sharding).replace("-&gt;", "&rarr;"), _small(sent)]
     lines += (_small(f"{names} {what}") for names, what in _leaves(item, path))
+    lines += _writes(item, path)
     if record["why"] != "inherent":
         lines += map(_small, textwrap.wrap(f"{record['why']}: {record['reason']}", 44))
     look = {"fillcolor": COLLECTIVE, "fontcolor": "#ffffff", "style": "filled"}
@@ -114,6 +117,13 @@ def _collective(dot: graphviz.Digraph, item: Item, path: str) -> None:
         _name(item.name), _lines(lines), shape="hexagon", margin="0,0.02", color=COLLECTIVE, penwidth="2.5",
         tooltip=_hint(item), **look,
     )  # fmt: skip
+
+
+def _writes(item: Item, path: str) -> list[str]:
+    names = textwrap.shorten(
+        ", ".join(leaf.named_in(path, item.module) for leaf in item.writes), 40, placeholder=" ..."
+    )
+    return [_small(f"writes {names}")] if names else []
 
 
 def _leaves(item: Item, path: str) -> list[tuple[str, str]]:
@@ -144,8 +154,8 @@ def _title(outline: Outline) -> str:
     records = manifest.collectives
     lines = [
         _bold(f"mesh {outline.mesh}, rank {outline.rank} of {manifest.world_size}"),
-        f"{_bytes(outline.bytes_here)} of {_bytes(outline.bytes_whole)} parameters",
-        f"per call: {counted(records)}, {_bytes(wire(records))} on the wire",
+        f"{format_bytes(outline.bytes_here)} of {format_bytes(outline.bytes_whole)} parameters",
+        f"per call: {counted(records)}, {format_bytes(wire(records))} on the wire",
     ]
     found = legend_of(outline.root)
     cells = [_cell(f"{' '.join(found[c])} {c.split()[0]}", *COLORS[c]) for c in COLORS if c in found]
@@ -192,11 +202,3 @@ def _shortened(text: str) -> str:
 def _name(text: str) -> str:
     """A name that is not shown: another one where it is too long for Graphviz."""
     return one_line(text) if len(text) <= LONGEST else hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
-
-
-def _bytes(count: int) -> str:
-    """`48 KiB`."""
-    amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while amount >= 1024 and len(units) > 1:
-        amount, units = amount / 1024, units[1:]
-    return f"{amount:.3g} {units[0]}"

@@ -13,7 +13,7 @@ from string import Template
 from typing import Any
 
 from tpcompiler.cost.machine import DEFAULT
-from tpcompiler.views.page_data import page_data
+from tpcompiler.views.page_data import NO_ADVICE, page_data
 
 HERE = Path(__file__).parent
 SCRIPTS = (
@@ -32,21 +32,31 @@ def artifact_html(
     rank: int = 0,
     *,
     machine: str | os.PathLike[str] = DEFAULT,
+    advice: Mapping[str, str] = NO_ADVICE,
     trust: bool = False,
 ) -> str:
-    """The program of one rank as a page: the graph, folded; slices of tensors; the bill; predicted times.
+    """Return the program of one rank as a page: the graph, folded; slices of tensors; costs; predicted times.
+
+    The reader can choose another rank. Ranks with other local shapes have a graph of their own in the page.
 
     Nothing but the scripts and the style that stand in the page can run or be fetched (Content-Security-Policy), and
     what comes from files is one block of JSON, in which no tag can end.
 
     Args:
         machine: whose times are predicted, as of `parallelize`.
+        advice: the change of the plan that leaves out a fallback, by the name of its reshard.
 
     Raises:
         ArtifactError: no artifact, a damaged one, or a rank outside its world.
         MachineError: the description of the machine cannot be read.
     """
-    return html_of(page_data(directory, rank, machine=machine, trust=trust))
+    data = page_data(directory, rank, machine=machine, advice=advice, trust=trust)
+    shown, others = set(data["ranks"]), []
+    for other in range(data["world"]):
+        if other not in shown:
+            others.append(page_data(directory, other, machine=machine, advice=advice, trust=trust))
+            shown.update(others[-1]["ranks"])
+    return html_of({**data, "others": others})
 
 
 def html_of(data: Mapping[str, Any]) -> str:

@@ -66,6 +66,7 @@ class Item:
         sharding: of what it makes; of a collective, the change.
         value: dtype and local shape.
         sources: the items that it reads.
+        writes: the buffers and inputs that its value is written back to, such as caches.
         modules: those around it, outermost first, without the root.
         record: a collective's record in the manifest.
         note: the reason and the user's line of code.
@@ -82,6 +83,7 @@ class Item:
     value: str
     sources: tuple[str, ...] = ()
     leaves: tuple[Leaf, ...] = ()
+    writes: tuple[Leaf, ...] = ()
     modules: tuple[Module, ...] = ()
     record: Mapping[str, Any] | None = None
     note: str = ""
@@ -118,7 +120,19 @@ def items_of(exported: ExportedProgram, manifest: Manifest) -> list[Item]:
     Raises:
         ArtifactError: the manifest does not know the program's collectives.
     """
-    return list(_contracted(exported, manifest))
+    return _with_writes(list(_contracted(exported, manifest)))
+
+
+def _with_writes(items: Sequence[Item]) -> list[Item]:
+    """Let the item that makes a value that is written back say so, in place of an output."""
+    written: dict[str, tuple[Leaf, ...]] = {}
+    kept = []
+    for item in items:
+        if item.writes and item.sources:
+            written[item.sources[-1]] = (*written.get(item.sources[-1], ()), *item.writes)
+        else:
+            kept.append(item)
+    return [replace(item, writes=(*item.writes, *written.get(item.name, ()))) for item in kept]
 
 
 def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]:
@@ -191,18 +205,16 @@ def _outputs(
     exported: ExportedProgram, manifest: Manifest, output: fx.Node, came: Mapping[fx.Node, Came]
 ) -> Iterator[Item]:
     rows = iter(manifest.outputs)
-    buffers = {row["name"]: str(row["sharding"]) for row in manifest.tensors}
+    held = {row["name"]: _leaf(row) for row in (*manifest.inputs, *manifest.tensors)}
     specs = exported.graph_signature.output_specs
     for position, (spec, value) in enumerate(zip(specs, output.args[0], strict=True)):  # type: ignore[arg-type]
         if not isinstance(value, fx.Node) or not edit.is_tensor(value):
             continue
-        if spec.kind is OutputKind.USER_OUTPUT:
-            row = next(rows)
-            name, sharding = str(row["name"]), str(row["sharding"])
-        else:
-            name, sharding = f"{spec.target} (written back)", buffers.get(spec.target or "", "")
+        leaf = None if spec.kind is OutputKind.USER_OUTPUT else held.get(spec.target or "")
+        row = next(rows) if spec.kind is OutputKind.USER_OUTPUT else {"name": f"{spec.target} (written back)"}
+        name, sharding = str(row["name"]), leaf.sharding if leaf else str(row.get("sharding", ""))
         item = Item(f"output {position}", "output", (name,), sharding, value_text(value.meta["val"]), origin=name)
-        yield replace(item, **_split(came[value]))
+        yield replace(item, **_split(came[value]), writes=(leaf,) if leaf else ())
 
 
 def _split(found: Came) -> dict[str, Any]:
@@ -218,10 +230,14 @@ def _leaves(exported: ExportedProgram, manifest: Manifest) -> dict[str, Leaf]:
     out = {}
     for spec in exported.graph_signature.input_specs:
         if spec.target in rows:
-            row = rows[spec.target]
-            shape = f"{row['dtype']}[{', '.join(map(str, row['shape']))}]"
-            out[spec.arg.name] = Leaf(row["name"], row["sharding"], shape, row.get("tied_to"))
+            out[spec.arg.name] = _leaf(rows[spec.target])
     return out
+
+
+def _leaf(row: Mapping[str, Any]) -> Leaf:
+    """The leaf, or the input, of a row of the manifest."""
+    shape = f"{row['dtype']}[{', '.join(map(str, row['shape']))}]" if "shape" in row else ""
+    return Leaf(row["name"], str(row.get("sharding", "")), shape, row.get("tied_to"))
 
 
 def _results(exported: ExportedProgram) -> dict[str, fx.Node]:
@@ -249,6 +265,7 @@ def joined(items: Sequence[Item]) -> list[Item]:
                 value=item.value,
                 sources=tuple(dict.fromkeys((*last.sources, *sources))),
                 leaves=tuple(dict.fromkeys(last.leaves + item.leaves)),
+                writes=tuple(dict.fromkeys(last.writes + item.writes)),
             )
         else:
             out.append(replace(item, sources=tuple(sources)))

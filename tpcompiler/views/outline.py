@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from tpcompiler.explain.counts import counted_kinds
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import Manifest, read_manifest
 from tpcompiler.runtime.rank_file import read_rank
@@ -129,7 +131,7 @@ def legend_of(root: Group) -> dict[str, list[str]]:
     """The colours that a view uses, each with the shardings that have it, sorted."""
     found: dict[str, set[str]] = {}
     for item in root.items():
-        for sharding in (item.sharding, *(leaf.sharding for leaf in item.leaves)):
+        for sharding in (item.sharding, *(leaf.sharding for leaf in (*item.leaves, *item.writes))):
             if not _is_sent(item) and sharding:
                 found.setdefault(color_of(sharding), set()).add(sharding)
     return {color: sorted(shardings) for color, shardings in found.items()}
@@ -137,8 +139,7 @@ def legend_of(root: Group) -> dict[str, list[str]]:
 
 def counted(records: Sequence[Any]) -> str:
     """`2 all_reduce, 1 all_gather`."""
-    kinds = Counter(record["kind"] for record in records)
-    return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no collectives"
+    return counted_kinds(record["kind"] for record in records)
 
 
 def wire(records: Sequence[Any]) -> int:
@@ -220,13 +221,21 @@ def _structure(group: Group, stands: Stands) -> Any:
             (
                 (item.kind, item.ops, item.sharding, item.value),
                 [seen_from(group.path, module.path) for module in item.modules],
-                [replace(leaf, name=seen_from(group.path, leaf.name)) for leaf in item.leaves],
+                [replace(leaf, name=_told(leaf.name, group.path)) for leaf in (*item.leaves, *item.writes)],
+                len(item.writes),
                 sent(item),
                 item.before and (item.was, [leaf.sharding for leaf in item.before.leaves], sent(item.before)),
                 {place.get(_stand(source, stands)) for source in item.sources},
             )
         )
     return rows, _counts(group)
+
+
+def _told(name: str, path: str) -> str:
+    """A leaf's name as any of several layers alike has it: `weight`, or `key_cache_*` for one outside of `layers.3`."""
+    number = numbered(path)[1]
+    inside = seen_from(path, name)
+    return inside if inside != name or number < 0 else re.sub(rf"(?<=[._]){number}(?=[._]|$)", "*", name)
 
 
 def _counts(group: Group) -> Any:
@@ -251,7 +260,8 @@ def _merged_ends(root: Group, items: Sequence[Item], stands: Stands) -> Group:
         if isinstance(member, Item) and member.kind in ("input", "output"):
             sources = tuple(_stand(source, stands) for source in member.sources)
             read_by = frozenset(readers.get(member.name, ()))
-            key = (member.kind, member.sharding, member.was, member.value, sources, member.leaves, read_by)
+            leaves = member.leaves, member.writes
+            key = (member.kind, member.sharding, member.was, member.value, sources, leaves, read_by)
             if key in place:
                 kept = members[place[key]]
                 assert isinstance(kept, Item)

@@ -8,11 +8,15 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tpcompiler.cost.machine import DEFAULT, Machine
 from tpcompiler.errors import ShardingError
+from tpcompiler.explain.counts import held_per_rank
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import fold_layers
+from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding, row_sharding
 from tpcompiler.printed import one_line
@@ -23,6 +27,7 @@ from tpcompiler.views.slices import slices_of
 from tpcompiler.views.timeline import Times, predict_times
 
 GRAPH = "/models/model.json"  # the entry of torch's archive that is the graph, without values
+NO_ADVICE: Mapping[str, str] = MappingProxyType({})
 UNCOUNTED = "torch's counter does not know the op, or its sizes or rounds depend on values"
 
 Row = TypeVar("Row")
@@ -34,12 +39,14 @@ def page_data(
     *,
     first: str | os.PathLike[str] | None = None,
     machine: str | os.PathLike[str] = DEFAULT,
+    advice: Mapping[str, str] = NO_ADVICE,
     trust: bool = False,
 ) -> dict[str, Any]:
     """Everything that the page shows; rows name each other by their place in their list.
 
     With `first`, another artifact of the same model, rows have what they were there: `was`, `before`, `differs`; and
-    `gone` are its collectives that are no more.
+    `gone` are its collectives that are no more. `advice`: the change of the plan that leaves out a fallback, by the
+    name of its reshard.
 
     Raises:
         ArtifactError: no artifact, a damaged one, or a rank outside its world.
@@ -50,34 +57,49 @@ def page_data(
     manifest, mesh = outline.manifest, Mesh.of(outline.manifest.mesh)
     names = [item.name for item in outline.items if item.record is not None]
     times = predict_times(outline.program, dict(zip(names, manifest.collectives, strict=True)), described, mesh)
-    slices = _Slices(mesh, alike=_run_one_graph(directory, manifest))
+    graphs = _graphs_of(directory, manifest)
+    slices = _Slices(mesh, alike=len(set(graphs)) == 1)
     items = list(outline.root.items())
     place = {item.name: at for at, item in enumerate(items)}
     tensors = {row["name"]: at for at, row in enumerate(manifest.tensors)}
     drawn = {node: place[outline.drawn[item.name]] for item in outline.items for node in (item.name, *item.joined)}
-    holder = {leaf.name: drawn[item.name] for item in reversed(outline.items) for leaf in item.leaves}
+    holder = {leaf.name: drawn[i.name] for i in reversed(outline.items) for leaf in (*i.writes, *i.leaves)}
     records = [
-        {**record, "item": drawn[name], "layer": _layer(record["module"])}
+        {
+            **record,
+            "item": drawn[name],
+            "layer": _layer(record["module"]),
+            "advice": advice.get(record["reshard"], ""),
+        }
         for name, record in zip(names, manifest.collectives, strict=True)
     ]
-    data = {
+    data: dict[str, Any] = {
         "name": os.path.basename(os.path.abspath(directory)),
         "mesh": outline.mesh,
         "rank": rank,
+        "ranks": [other for other, each in enumerate(graphs) if each == graphs[rank]],
         "world": mesh.world_size,
         "device": manifest.device_type,
-        "held": outline.bytes_here,
+        "held": held_per_rank(manifest),
         "whole": outline.bytes_whole,
         "counted": counted(records),
         "wire": wire(records),
-        "legend": legend_of(outline.root),
+        "legend": {
+            color: [(text, describe_sharding(text, mesh.names)) for text in texts]
+            for color, texts in legend_of(outline.root).items()
+        },
         "members": _members(outline.root, place),
         "records": records,
         "tensors": [
-            {**row, "item": holder.get(row["name"]), "slices": slices.of(row["shape"], row_sharding(row, mesh))}
+            {
+                **row,
+                "words": describe_sharding(row["sharding"], mesh.names),
+                "item": holder.get(row["name"], holder.get(row.get("tied_to", ""))),
+                "slices": slices.of(row["shape"], row_sharding(row, mesh)),
+            }
             for row in manifest.tensors
         ],
-        "bill": {"layers": _bill(records, "layer"), "kinds": _bill(records, "kind")},
+        "cost": {"layers": _costs(records, "layer"), "kinds": _costs(records, "kind")},
         "timeline": _timeline(times),
         "machine": {"name": described.name, "flops": described.flops, "memory_bandwidth": described.memory_bandwidth,
                     "link": described.plain_link._asdict(), "more_links": len(described.links) - 1},
@@ -88,6 +110,7 @@ def page_data(
     data["slices"] = slices.rows
     if first is not None:
         _add_before(data, read_manifest(first), outline, drawn)
+    data["alike"] = list(_alike(data["tensors"]))
     return printable(data)  # type: ignore[no-any-return]
 
 
@@ -130,18 +153,35 @@ class _Slices:
         return self.of(shape, sharding)
 
 
-def _run_one_graph(directory: str | os.PathLike[str], manifest: Manifest) -> bool:
-    """Whether the ranks' programs are one, so that their local shapes are equal."""
+def _graphs_of(directory: str | os.PathLike[str], manifest: Manifest) -> list[Any]:
+    """What tells the graph of each rank from others: ranks with the same have the same local shapes."""
     if manifest.programs:
-        return len(manifest.programs) == 1
-    found = set()
+        return [next(name for name, ranks in manifest.programs.items() if rank in ranks) for rank in _ranks(manifest)]
+    found: list[Any] = []
     try:
-        for rank in range(manifest.world_size):
+        for rank in _ranks(manifest):
             with zipfile.ZipFile(inside(directory, rank_file(rank))) as archive:
-                found |= {(e.CRC, e.file_size) for e in archive.infolist() if e.filename.endswith(GRAPH)}
+                entries = [(e.CRC, e.file_size) for e in archive.infolist() if e.filename.endswith(GRAPH)]
+                found.append(tuple(entries))
     except (OSError, zipfile.BadZipFile):
-        return False
-    return len(found) == 1
+        return list(_ranks(manifest))
+    return found
+
+
+def _ranks(manifest: Manifest) -> range:
+    return range(manifest.world_size)
+
+
+def _alike(tensors: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Tensors of repeated layers once: the pattern of their names, the place of the first, and how many there are."""
+    facts = ("kind", "dtype", "shape", "sharding", "was", "tied_to")
+    rows: dict[Any, list[int]] = {}
+    for at, row in enumerate(tensors):
+        alike = fold_layers(row["name"]), *(str(fold_layers(str(row.get(fact)))) for fact in facts)
+        rows.setdefault(alike, []).append(at)
+    for (pattern, *_), places in rows.items():
+        name = pattern if len(places) > 1 else tensors[places[0]]["name"]
+        yield {"name": name, "first": places[0], "times": len(places)}
 
 
 def _members(group: Group, place: Mapping[str, int]) -> list[Any]:
@@ -172,12 +212,14 @@ def _item(
         "ops": item.detail,
         "module": item.module,
         "sharding": item.sharding,
+        "words": describe_sharding(item.sharding, slices.mesh.names),
         "color": color_of(item.sharding),
         "value": item.value,
         "slices": found if isinstance(found, int) else None,
         "unknown": found if isinstance(found, str) else "",
         "sources": [place[source] for source in item.sources],
         "tensors": [tensors[leaf.name] for leaf in item.leaves],
+        "writes": [(leaf.name, tensors.get(leaf.name)) for leaf in item.writes],
         "note": item.note.split("\n"),
     }
 
@@ -217,7 +259,7 @@ def _layer(module: str) -> str:
     return numbered[1] if numbered else module or "outside of modules"
 
 
-def _bill(records: Iterable[Mapping[str, Any]], by: str) -> list[dict[str, Any]]:
+def _costs(records: Iterable[Mapping[str, Any]], by: str) -> list[dict[str, Any]]:
     """Count and bytes by `layer` or by `kind`, beside the reason; layers alike that follow each other once."""
     rows: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
     for record in records:
@@ -234,7 +276,7 @@ def _bill(records: Iterable[Mapping[str, Any]], by: str) -> list[dict[str, Any]]
 
 
 def _timeline(times: Times) -> list[dict[str, Any]]:
-    """Seconds by layer in program order, of all steps and of the critical ones; layers alike once, as in the bill."""
+    """Seconds by layer in program order, of all steps and of the critical ones; layers alike once, as in the costs."""
     rows: dict[str, dict[str, float]] = {}
     for step in times.steps:
         row = rows.setdefault(_layer(step.module), dict.fromkeys(("compute", "sent", "critical"), 0.0))
@@ -245,7 +287,7 @@ def _timeline(times: Times) -> list[dict[str, Any]]:
 
 
 def _unknown(times: Times, items: Iterable[Item], slices: _Slices, manifest: Manifest) -> Iterator[dict[str, Any]]:
-    """Why what is not known of how many of which ops."""
+    """Ops with unknown cost or shape, grouped by reason."""
     if times.uncounted:
         yield {"what": "FLOPs", "why": UNCOUNTED, "ops": times.uncounted}
     shapeless = dict[str, Counter[str]]()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from tpcompiler.printed import one_line
+from tpcompiler.printed import format_bytes, one_line
 from tpcompiler.views.items import Item, seen_from
 from tpcompiler.views.outline import Group, counted, outline_of, wire
 
@@ -24,8 +24,8 @@ def artifact_text(directory: str | os.PathLike[str], rank: int = 0, *, trust: bo
     manifest, widest = outline.manifest, _widest(outline.root)
     lines = [
         f"mesh {outline.mesh}, rank {rank} of {manifest.world_size}",
-        f"parameter bytes: {outline.bytes_here:,} of {outline.bytes_whole:,}",
-        f"per call: {counted(manifest.collectives)}; {wire(manifest.collectives):,} wire bytes",
+        f"parameters: {format_bytes(outline.bytes_here)} of {format_bytes(outline.bytes_whole)}",
+        f"per call: {counted(manifest.collectives)}; {format_bytes(wire(manifest.collectives))} on the wire",
         "",
         *_rows(outline.root, 0, GUTTER if widest <= GUTTER else min(widest + 2, WIDEST)),
     ]
@@ -54,6 +54,7 @@ def artifact_rows(directory: str | os.PathLike[str], rank: int = 0, *, trust: bo
                 "value": item.value,
                 "sources": list(item.sources),
                 "tensors": [leaf.name for leaf in item.leaves],
+                "writes": [leaf.name for leaf in item.writes],
                 "collective": item.record,
                 "note": item.note,
             }
@@ -75,7 +76,7 @@ def _rows(group: Group, depth: int, gutter: int) -> Iterator[str]:
         title = seen_from(group.path, member.title)
         if member.count > 1:
             records = member.records()
-            title += f"  each: {counted(records)}; {wire(records):,} wire bytes"
+            title += f"  each: {counted(records)}; {format_bytes(wire(records))} on the wire"
         yield " " * gutter + "  " * depth + title
         yield from _rows(member, depth + 1, gutter)
 
@@ -88,8 +89,11 @@ def _item(item: Item, path: str) -> str:
     if item.leaves:
         leaves = (f"{leaf.named_in(path, item.module)} {leaf.sharding} {leaf.shape}" for leaf in item.leaves)
         parts.append(", ".join(leaves))
+    if item.writes:
+        parts.append(f"writes {', '.join(leaf.named_in(path, item.module) for leaf in item.writes)}")
     if record is not None:
-        parts.append(f"{record['payload_bytes']:,} bytes over {record['axis']}, {record['wire_bytes']:,} on the wire")
+        payload, sent = (format_bytes(record[name]) for name in ("payload_bytes", "wire_bytes"))
+        parts.append(f"{payload} over {record['axis']}, {sent} on the wire")
         if record["why"] != "inherent":
             parts.append(f"{record['why']}: {record['reason']}")
     return "  ".join(filter(None, parts))

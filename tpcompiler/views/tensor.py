@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import leaf_of_module
 from tpcompiler.printed import nearest_names
 from tpcompiler.runtime.artifact import Manifest, read_manifest
 from tpcompiler.views.slabs import WIDTH, Drawn, Slab, draw_tensors
@@ -30,7 +31,8 @@ def visualize_sharding(
 
     Args:
         thing: a `ParallelProgram`, or the directory of an artifact, of which the manifest alone is read.
-        name: of a parameter, a buffer or an input, or `output NAME`; None: all, those that are alike once.
+        name: of a parameter, a buffer, an input or a module that has one weight, or `output NAME`; None: all, those
+            that are alike once.
         format: "text" of at most 80 columns, or "svg".
 
     Raises:
@@ -44,6 +46,8 @@ def visualize_sharding(
     mesh, alike = Mesh.of(manifest.mesh), dict[Any, list[str]]()
     rows = {row["name"]: row for row in (*manifest.tensors, *manifest.inputs)}
     rows |= {f"output {row['name']}": row for row in manifest.outputs}
+    if name is not None and name not in rows:
+        name = leaf_of_module(name, [row["name"] for row in manifest.tensors]) or name
     if name is not None and name not in rows:
         raise ArtifactError(
             f"{where} has no parameter, buffer, input or output {name!r}",

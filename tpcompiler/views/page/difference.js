@@ -1,7 +1,7 @@
 // What differs from the artifact that this one is compared with: tables of it, of which each row leads to its node.
 "use strict";
 
-const changed = ([before, after]) => (before === after ? number(after) : `${number(before)} → ${number(after)}`);
+const changed = ([before, after], text = number) => (before === after ? text(after) : `${text(before)} → ${text(after)}`);
 
 function showDifference({ equal, totals, placements, collectives }) {
   const tab = make("button", { "role": "tab", "id": "tab-difference", "aria-controls": "difference", "aria-selected": "false", "tabindex": "-1" }, "Differences");
@@ -13,7 +13,7 @@ function showDifference({ equal, totals, placements, collectives }) {
     make("p", {}, equal ? "Nothing: the same mesh, placements, collectives and bytes. Weights are not compared." : "The graph is that of the second; collectives that are gone are drawn where they were. Weights are not compared."),
     table("In all", [["", ""], ["First", "number"], ["Second", "number"]], totals),
     placements.length ? table("Placements", [["Name", "name"], ["Kind", ""], ["First", ""], ["Second", ""]], placements.map((row) => [jump(row, goToPlacement(row)), row.what, row.first, row.second])) : null,
-    collectives.length ? table("Collectives in each module", [["Module", "name"], ["Kind", ""], ["Count", "number"], ["Wire bytes", "number"]], collectives.map((row) => [jump(row, goToCollective(row)), `${row.kind}, ${row.why}`, changed([row.first[0], row.second[0]]), changed([row.first[1], row.second[1]])])) : null,
+    collectives.length ? table("Collectives in each module", [["Module", "name"], ["Kind", ""], ["Count", "number"], ["Wire bytes", "number"]], collectives.map((row) => [jump(row, goToCollective(row)), `${row.kind}, ${row.why}`, changed([row.first[0], row.second[0]]), changed([row.first[1], row.second[1]], bytes)])) : null,
     values.length ? table("Values that ops make", [["Op", "name"], ["First", ""], ["Second", ""]], values.map((item) => [leading([item.module, item.label].filter(Boolean).join(": "), () => choose(`i${item.at}`)), item.was, item.sharding])) : null);
   showTab("difference");
 }

@@ -1,7 +1,11 @@
 // The graph: modules folded and unfolded, drawn by cytoscape and laid out by dagre.
 "use strict";
 
-const data = JSON.parse(document.getElementById("data").textContent);
+// Ranks whose local shapes differ have a page of data each; the address says which rank was chosen: #rank=1.
+const first = JSON.parse(document.getElementById("data").textContent);
+const chosen = Number(/^#rank=(\d+)$/.exec(location.hash)?.[1] ?? first.rank);
+const data = [first, ...(first.others ?? [])].find(({ ranks }) => ranks.includes(chosen)) ?? first;
+if (data.ranks.includes(chosen)) data.rank = chosen;
 const groups = []; // as `members` nests them, in program order, each with `outer`, the place of the one around it
 const outerOf = []; // item -> the place of its group, -1 for none
 const unfolded = new Set(); // places of groups
@@ -24,13 +28,11 @@ const css = (name) => getComputedStyle(document.documentElement).getPropertyValu
 const within = (name, module) => (name === module ? "" : name.startsWith(`${module}.`) ? name.slice(module.length + 1) : name);
 const shortened = (text) => (text.length > LONGEST ? `${text.slice(0, LONGEST - 1)}…` : text);
 
+// As `format_bytes` in printed.py.
 function bytes(count) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  while (count >= 1024 && units.length > 1) {
-    count /= 1024;
-    units.shift();
-  }
-  return `${Number(count.toPrecision(3)).toLocaleString("en")} ${units[0]}`;
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  const power = units.findIndex((unit, at) => Number((count / 1000 ** at).toPrecision(3)) < 1000 || at === units.length - 1);
+  return `${Number((count / 1000 ** power).toPrecision(3))} ${units[power]}`;
 }
 
 function linesOf(item) {
@@ -38,15 +40,17 @@ function linesOf(item) {
   const module = within(item.module, outerOf[item.at] < 0 ? "" : groups[outerOf[item.at]].path);
   if (!isSent(item)) {
     const head = item.kind === "op" ? [module, item.label] : [item.kind, item.label];
-    return [head.filter(Boolean).join("  "), `${made}  ${item.value}`.trim(), item.was ? `was ${item.was}` : ""].filter(Boolean);
+    return [head.filter(Boolean).join("  "), `${made}  ${item.value}`.trim(), written(item), item.was ? `was ${item.was}` : ""].filter(Boolean);
   }
   const record = recordsOf(item)[0];
   const fate = item.kind === "gone" ? "gone: " : isNew(item) ? "new: " : "";
   const lines = [`${fate}${record.kind}  ${made}`, carried(record)];
   if (record.why !== "inherent") lines.push(`${record.why}: ${record.reason}`);
+  if (item.writes.length) lines.push(written(item));
   return item.differs && !fate ? [...lines, `was ${carried(item.before)}`] : lines;
 }
 
+const written = (item) => (item.writes.length ? `writes ${item.writes.map(([name]) => name).join(", ")}` : "");
 const isSent = (item) => item.kind === "collective" || item.kind === "gone";
 const isNew = (item) => item.differs && item.kind === "collective" && !item.before;
 const carried = (record) => `${bytes(record.payload_bytes)} over ${record.axis}, ${bytes(record.wire_bytes)} on the wire`;

@@ -32,11 +32,14 @@ function release() {
 }
 
 function overview() {
+  const share = Math.round((100 * data.held[data.rank]) / Math.max(data.whole, 1));
   panelOf("details",
-    make("h2", {}, "Details"),
-    make("p", {}, "Choose a node of the graph: a collective says what it sends and why it is there, an op how its value lies on the ranks. Groups unfold."),
-    leavesOf([...new Set(data.items.flatMap((item) => item.tensors))]),
-    data.tensors.length > 0 && groups.some((group) => group.count > 1) ? make("p", {}, "Of repeated layers, those of the first; search finds all.") : null);
+    make("h2", {}, "Summary"),
+    make("p", {}, `Rank ${data.rank} holds ${bytes(data.held[data.rank])} of ${bytes(data.whole)} of weights and buffers (${share}%). In a call it sends ${bytes(data.wire)} in ${data.counted}.`),
+    make("p", {}, "Choose a node of the graph for its details; click a group to unfold it."),
+    ...fallbackList(),
+    data.records.length ? layerTable("Collectives by layer") : null,
+    data.tensors.length ? tensorTable(data.alike) : null);
 }
 
 function showTab(name) {
@@ -166,19 +169,53 @@ byId("unfold").addEventListener("click", () => redraw(() => groups.forEach((_, a
 byId("fold").addEventListener("click", () => redraw(() => unfolded.clear()));
 
 byId("name").textContent = data.name;
-byId("summary").textContent = `mesh ${data.mesh}, rank ${data.rank} of ${data.world}, ${data.device}. ${bytes(data.held)} of ${bytes(data.whole)} held. Per call: ${data.counted}, ${bytes(data.wire)} on the wire.`;
+
+function summarise() {
+  byId("summary").textContent = `mesh ${data.mesh}, ${data.device}. Rank ${data.rank} holds ${bytes(data.held[data.rank])} of ${bytes(data.whole)}. Per call: ${data.counted}, ${bytes(data.wire)} on the wire.`;
+}
+
+// Ranks with equal local shapes share the graph; for others the page starts again with theirs.
+const rankChoice = byId("rank");
+const choices = data.difference ? data.ranks : [...Array(data.world).keys()];
+rankChoice.append(...choices.map((rank) => make("option", { value: rank }, `rank ${rank}`)));
+rankChoice.value = data.rank;
+rankChoice.addEventListener("change", () => {
+  const rank = Number(rankChoice.value);
+  history.replaceState(null, "", `#rank=${rank}`);
+  if (!data.ranks.includes(rank)) return location.reload();
+  data.rank = rank;
+  document.title = titled();
+  summarise();
+  if (current?.startsWith("i")) describeItem(data.items[Number(current.slice(1))]);
+  else if (!current) overview();
+});
+const titled = () => document.title.replace(/rank \d+$/, `rank ${data.rank}`);
+document.title = titled();
+summarise();
+
 const key = (name, text) => make("li", {}, make("span", { class: `swatch ${name}` }), text);
+// One colour may stand for several shardings: the first is spelled out, the others are in the tooltip.
+function placementKey(name, shardings) {
+  const [[text, words]] = shardings;
+  const row = key(name, `${text}: ${words || "sharded"}${shardings.length > 1 ? `, and ${shardings.length - 1} more` : ""}`);
+  row.title = shardings.map((each) => each.filter(Boolean).join(": ")).join("\n");
+  return row;
+}
 byId("legend").append(
-  ...Object.entries(data.legend).sort().map(([color, shardings]) => key(color.replace(" ", "-"), `${shardings.slice(0, 3).join(" ")}${shardings.length > 3 ? " …" : ""} ${color.split(" ")[0]}`)),
-  ...(data.records.some((record) => record.why !== "fallback") ? [key("collective", "collective")] : []),
-  ...(data.records.some((record) => record.why === "fallback") ? [key("fallback", "fallback collective")] : []),
+  ...Object.entries(data.legend).sort().map(([color, shardings]) => placementKey(color.replace(" ", "-"), shardings)),
+  ...(data.records.some((record) => record.why !== "fallback") ? [key("collective", "collective: ranks exchange data")] : []),
+  ...(data.records.some((record) => record.why === "fallback") ? [key("fallback", "fallback: a collective that no plan entry asked for")] : []),
   ...(data.items.some((item) => item.differs) ? [key("differs", "differs from the first")] : []),
   ...(data.gone?.length ? [key("gone", "collective that is gone")] : []),
-  ...(data.chain.length ? [key("critical", "critical path")] : []));
-showBill();
+  ...(data.chain.length ? [key("critical", "critical path: the slowest chain of steps")] : []));
+showCost();
 showTimeline();
 overview();
 if (data.difference) showDifference(data.difference);
+addEventListener("resize", () => {
+  cy.resize();
+  if (current === null) fit();
+});
 cy.resize(); // the legend has taken its place
 draw();
 fit();

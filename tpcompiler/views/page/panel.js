@@ -1,4 +1,4 @@
-// The panel: details of what is chosen, slices drawn, the bill and the timeline. Texts go in as text, never as HTML.
+// The panel: details of what is chosen, slices drawn, the costs and the timeline. Texts go in as text, never as HTML.
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -16,6 +16,9 @@ function make(tag, attributes, ...children) {
   made.append(...children.filter((child) => child !== null && child !== ""));
   return made;
 }
+
+// Notation, with words next to it.
+const withWords = ({ sharding, words }) => (sharding && words ? `${sharding}: ${words}` : sharding).replaceAll("->", "→");
 
 const facts = (rows) =>
   make("dl", {}, ...rows.filter(([, value]) => value !== "" && value !== null).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
@@ -35,8 +38,9 @@ function describeItem(item, record) {
     facts([
       ["Kind", item.kind],
       ["Ops", item.ops.join(", ")],
-      ["Placement", item.sharding],
+      ["Placement", withWords(item)],
       ["It was", item.was ?? ""],
+      ["Writes", item.writes.length ? make("ul", {}, ...item.writes.map(([name, at]) => make("li", {}, at === null ? name : link(name, () => describeTensor(data.tensors[at]))))) : ""],
       [`Value on rank ${data.rank}`, item.value],
       ["Global shape", item.unknown && `not known: ${item.unknown}`],
       ["Why", item.note[0]],
@@ -54,12 +58,13 @@ function describeCollective(item, chosen) {
   panelOf("details",
     make("h2", {}, `${record.kind} over ${record.axis}${gone ? ", which is gone" : isNew(item) ? ", which is new" : ""}`),
     facts([
-      ["Change", item.sharding.replace("->", "→")],
+      ["Change", withWords(item)],
       ["Why", `${record.why}: ${WHY[record.why]}`],
       ["Reason", record.reason],
+      ["To avoid it", record.advice],
       [gone ? "It followed" : "Placed by", make("ul", {}, ...placed.map((source) => make("li", {}, link(`${source.module || source.kind} ${source.label}`, () => choose(`i${source.at}`)), gone ? "" : `: ${source.note[0] || source.sharding}`)))],
-      ["Payload", `${number(record.payload_bytes)} bytes (${bytes(record.payload_bytes)})`],
-      ["On the wire", `${number(record.wire_bytes)} bytes that each rank sends (${bytes(record.wire_bytes)})`],
+      ["Payload", `${bytes(record.payload_bytes)} (${number(record.payload_bytes)} bytes)`],
+      ["On the wire", `${bytes(record.wire_bytes)} that each rank sends (${number(record.wire_bytes)} bytes)`],
       ["It was", item.differs && item.before && !gone ? `${item.was ? `${item.was.replace("->", "→")}, ` : ""}${carried(item.before)}, ${item.before.why}` : ""],
       ["Ranks in a group", number(record.group_size)],
       ["Module", record.module],
@@ -71,12 +76,13 @@ function describeCollective(item, chosen) {
 }
 
 const WHY = {
-  "inherent": "a pending sum of the plan's own cuts",
+  "inherent": "it adds up the partial results that the plan's own cuts leave on the ranks",
   "plan-demanded": "a style of the plan, or the boundary, asks for it",
-  "fallback": "an op needs something whole, and nobody asked for it",
+  "fallback": "an op needs the value whole, and no plan entry asked for that",
 };
 
-const link = (text, onclick) => make("button", { class: "link", onclick }, text);
+// A line may break behind the dots of a name.
+const link = (text, onclick) => make("button", { class: "link", onclick }, ...text.split(/(?<=\.)/).flatMap((part) => [part, make("wbr", {})]));
 
 function describeGroup(group) {
   const toggle = make("button", { onclick: () => toggled(group.at) }, unfolded.has(group.at) ? "Fold" : "Unfold");
@@ -85,9 +91,9 @@ function describeGroup(group) {
     facts([
       ["Module", group.path],
       ["Stands for", group.count > 1 ? `${group.count} that are alike` : ""],
-      [group.count > 1 ? "Each sends" : "Sends", `${group.counted}; ${number(group.wire)} bytes on the wire`],
+      [group.count > 1 ? "Each sends" : "Sends", `${group.counted}; ${bytes(group.wire)} on the wire`],
       ["It was", group.was ?? ""],
-      ["All send", group.count > 1 ? `${number(group.wire * group.count)} bytes on the wire` : ""],
+      ["All send", group.count > 1 ? `${bytes(group.wire * group.count)} on the wire` : ""],
     ]),
     toggle,
     leavesOf([...new Set(itemsIn(group.members).flatMap((at) => data.items[at].tensors))]));
@@ -105,7 +111,7 @@ function describeTensor(tensor) {
     make("h2", {}, tensor.name),
     facts([
       ["Kind", tensor.kind],
-      ["Placement", tensor.sharding],
+      ["Placement", withWords(tensor)],
       ["It was", tensor.was ?? ""],
       ["Tied to", tensor.tied_to ?? ""],
       ["Global", `${tensor.dtype}${shaped(tensor.shape)}`],
@@ -120,7 +126,7 @@ const ranksOf = (ranks) => (ranks.length > 8 ? `ranks ${ranks.slice(0, 7).join("
 function slicesOf(slices, title = "Which rank holds what") {
   const words = (runs, dim) => runs.map(([start, stop]) => (slices.of[dim] === slices.shape[dim] ? `${start}:${stop}` : `${start}/${slices.of[dim]}:${stop}/${slices.of[dim]}`)).join(" + ") || "nothing";
   const rows = slices.holders.map((holder) => [ranksOf(holder.ranks), shaped(holder.local), `[${holder.runs.map((runs, dim) => (runs.length === 1 && runs[0][1] - runs[0][0] === slices.of[dim] ? ":" : words(runs, dim))).join(", ")}]`]);
-  const pending = slices.pending.map(([axis, op]) => `Over ${axis} it is a pending ${op}: the value is the ${op} of what the ranks hold.`).join(" ");
+  const pending = slices.pending.map(([axis, op]) => `Each rank of ${axis} holds a partial ${op}: the value is the ${op} of them.`).join(" ");
   return make("section", { class: "slices" },
     make("h3", {}, `${title}: ${slices.sharding} of ${shaped(slices.shape)}`),
     pending ? make("p", {}, pending) : null,
@@ -163,17 +169,37 @@ function rectangle(slices, holders, slab) {
   return make("svg", { "viewBox": `-1 -1 ${width + 2} ${height + 2}`, "width": width + 2, "height": height + 2, "role": "img", "aria-label": `${slab} ${text}`.slice(0, 400) }, ...cells);
 }
 
+// Tensors of repeated layers are one row.
+function tensorTable(rows) {
+  const cells = rows.map(({ name, first: at, times: count }) => {
+    const row = data.tensors[at];
+    const tied = row.tied_to ? ` (tied to ${row.tied_to})` : "";
+    const words = row.sharding.includes(",") ? make("p", { class: "words" }, row.words) : "";
+    return [make("span", {}, link(name, () => revealTensor(row)), tied), count > 1 ? `${count} ×` : "", `${row.dtype}${shaped(row.shape)}`, make("span", {}, row.sharding, words)];
+  });
+  return table("Parameters, buffers and constants", [["Name", "name"], ["", "number"], ["Global", "shape"], ["Placement", ""]], cells);
+}
+
+function fallbackList() {
+  const rows = data.records.filter((record) => record.why === "fallback");
+  if (!rows.length) return [make("p", {}, "No fallbacks: the plan asked for every gather.")];
+  const items = rows.map((record) => make("li", {}, link(`${record.kind} in ${record.module || "the model"}`, () => choose(`i${record.item}`, record)), `: ${bytes(record.payload_bytes)}. ${record.reason}.`, record.advice ? make("p", { class: "advice" }, `To avoid it: ${record.advice}.`) : ""));
+  return [make("h3", {}, `${rows.length} fallback${rows.length > 1 ? "s" : ""}: gathers that no plan entry asked for`), make("ul", { class: "fallbacks" }, ...items)];
+}
+
 const opsOf = (ops) => Object.entries(ops).map(([op, count]) => `${count} ${op}`).join(", ");
 const times = (row) => (row.layers > 1 ? `${row.layers} ×` : "");
 
-function showBill() {
-  const heads = (first) => [[first, ""], ["", "number"], ["Kind", ""], ["Why", ""], ["Count", "number"], ["Payload", "number"], ["On the wire", "number"]];
-  const cells = (row) => [row.kind, row.why, number(row.count * row.layers), bytes(row.payload_bytes * row.layers), bytes(row.wire_bytes * row.layers)];
-  panelOf("bill",
+const costHeads = [["Kind", ""], ["Why", ""], ["Count", "number"], ["Payload", "number"], ["On the wire", "number"]];
+const costCells = (row) => [row.kind, row.why, number(row.count * row.layers), bytes(row.payload_bytes * row.layers), bytes(row.wire_bytes * row.layers)];
+const layerTable = (title = "By layer") => table(title, [["Layer", ""], ["", "number"], ...costHeads], data.cost.layers.map((row) => [row.layer, times(row), ...costCells(row)]));
+
+function showCost() {
+  panelOf("cost",
     make("h2", {}, "What one call sends"),
-    make("p", {}, `${data.counted}. Each rank sends ${number(data.wire)} bytes (${bytes(data.wire)}).`),
-    table("By kind", heads("").slice(2), data.bill.kinds.map(cells)),
-    table("By layer", heads("Layer"), data.bill.layers.map((row) => [row.layer, times(row), ...cells(row)])),
+    make("p", {}, `${data.counted}. Each rank sends ${bytes(data.wire)} (${number(data.wire)} bytes).`),
+    table("By kind", costHeads, data.cost.kinds.map(costCells)),
+    layerTable(),
     data.unknown.length ? table("What this page does not know", [["What", ""], ["Of", ""], ["Why", ""]], data.unknown.map((row) => [row.what, opsOf(row.ops), row.why])) : null);
 }
 
