@@ -103,8 +103,8 @@ class Lines:
         if step not in self._under_way:
             # One that begins again and again, such as a search, has its next line when it is due.
             self._next[step] = max(self._next.get(step, 0.0), time.monotonic() + PATIENCE)
-        self._under_way[step] = f": {decimal(done) if unit == 'bytes' else f'{done:,}'} of " + (
-            decimal(total) if unit == "bytes" else f"{total:,} {unit}"
+        self._under_way[step] = f": {format_bytes(done) if unit == 'bytes' else f'{done:,}'} of " + (
+            format_bytes(total) if unit == "bytes" else f"{total:,} {unit}"
         )
 
     def stop(self) -> None:
