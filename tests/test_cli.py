@@ -19,7 +19,7 @@ from tests.runtime.models import PLAN_TEXT, mlp_inputs
 from tpcompiler.cli import commands
 from tpcompiler.explain.summary import summary_parts
 
-COMMANDS = ["inspect", "doctor", "plan", "calibrate", "convert", "verify", "run", "show"]
+COMMANDS = ["inspect", "doctor", "plan", "calibrate", "convert", "verify", "run", "generate", "show"]
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaForCausalLM,
+    T5ForConditionalGeneration,
+)
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 import tpcompiler
-from tests.launch import fork_code
+from tests.launch import fork_code, fork_ranks
 from tests.runtime.commands import call, refused, right
 from tests.zoo.case import randomise
 from tools.hf_models import DECODER
+from tpcompiler import cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "hugging-face.md"
 
@@ -48,9 +57,37 @@ def test_a_config_is_the_plan(llama: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
+def test_the_page_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoder-decoder and a state-space model, by copy and paste, with transformers' tokens."""
+    *_, code, pair, states, _ = PAGE.read_text(encoding="utf-8").split("```")[1::2]
+    monkeypatch.chdir(tmp_path)
+    session: dict[str, Any] = {}
+    exec(compile(code.removeprefix("python\n"), "<the page>", "exec"), session)
+    main = Path(cli.__file__).with_name("__main__.py")
+    for commands, build, given in (
+        (pair, T5ForConditionalGeneration, {"decoder_input_ids": session["start"]}),
+        (states, MambaForCausalLM, {}),
+    ):
+        *lines, last = commands.strip().splitlines()
+        for line in lines:
+            right(*line.split()[1:])
+        _, _, words = last.partition(" tpcompiler ")
+        ended = fork_ranks(2, main, *words.split())
+        assert ended.codes == (0, 0), ended.printed
+        model: Any = build.from_pretrained(lines[0].split()[2])
+        inputs = {"input_ids": session["ids"], "attention_mask": torch.ones_like(session["ids"]), **given}
+        model.generation_config = GenerationConfig(
+            pad_token_id=0, decoder_start_token_id=0, max_new_tokens=16, do_sample=False
+        )
+        wanted = model.generate(**inputs)[:, 1 if given else 9 :]
+        assert [[int(each) for each in line.split()] for line in ended.printed[0].splitlines()] == wanted.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By copy and paste; and what it says to do in Python."""
-    _, code, commands, decoder = PAGE.read_text(encoding="utf-8").split("```")[1::2]
+    _, code, commands, *_, decoder = PAGE.read_text(encoding="utf-8").split("```")[1::2]
     code, decoder = (text.removeprefix("python\n") for text in (code, decoder))
     monkeypatch.chdir(tmp_path)
     script = f"""

@@ -21,7 +21,13 @@ from tpcompiler import cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "json.md"
 PLAIN = {"text": str, "integer": int, "number": (int, float), "boolean": bool, "any": object}
-SLOW = {"package", "run", "output", "counted"}  # in tests of their own: tests/runtime/test_package.py has the first
+SLOW = {
+    "package",
+    "run",
+    "generate",
+    "output",
+    "counted",
+}  # in tests of their own, such as tests/runtime/test_package.py
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 

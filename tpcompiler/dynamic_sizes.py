@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.export import Dim, ExportedProgram
 
-from tpcompiler._torch import sym_expr
+from tpcompiler._torch import passes_guards, sym_expr
 from tpcompiler.example_inputs import Example
 
 MOST = 1024  # of a size without a limit of its own
@@ -17,16 +18,37 @@ class Sizes:
     """The named sizes of an example's inputs, and the `dynamic_shapes` to try for them."""
 
     def __init__(self, example: Example, limits: Mapping[str, tuple[int, int]]) -> None:
-        self._of = example.sizes
+        self._of, self._inputs = example.sizes, example.inputs
         self._example = {
             size: example.inputs[name].shape[dim] for name, dims in example.sizes.items() for dim, size in dims.items()
         }
+        self._fixed: set[str] = set()
         self._limits = {size: limits.get(size, (1, MOST)) for size in self._example}
 
     def proposals(self) -> Iterator[dict[str, Any]]:
         """Yield shapes in which every size is dynamic, then those in which torch decides for each."""
         yield self._shapes({size: Dim(size, min=low, max=high) for size, (low, high) in self._limits.items()})
-        yield self._shapes({size: Dim.AUTO(min=low, max=high) for size, (low, high) in self._limits.items()})
+        yield self.automatic()
+
+    def automatic(self) -> dict[str, Any]:
+        """Return shapes in which torch decides for each size."""
+        return self._shapes(
+            {size: Dim.AUTO(min=low, max=high) for size, (low, high) in self._limits.items() if size not in self._fixed}
+        )
+
+    def fix_guarded(self, program: ExportedProgram) -> bool:
+        """Fix the sizes of which the program takes some only, such as multiples of 4; true if there are any."""
+        found = {size for size in self._example if not self._is_free(program, size)}
+        self._fixed |= found
+        return bool(found)
+
+    def _is_free(self, program: ExportedProgram, size: str) -> bool:
+        other = self._example[size] + (1 if self._example[size] < self._limits[size][1] else -1)
+        shapes = [list(self._inputs[str(name)].shape) for name in program.graph_signature.user_inputs]
+        for name, shape in zip(program.graph_signature.user_inputs, shapes, strict=True):
+            for dim, each in self._of[str(name)].items():
+                shape[dim] = other if each == size else shape[dim]
+        return passes_guards(program, [torch.empty(shape, device="meta") for shape in shapes])
 
     def refinements(self, program: ExportedProgram) -> Iterator[dict[str, Any]]:
         """Yield better shapes for a program in which torch decided: a size has one symbol, and may be 1."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tpcompiler._torch import KnownTensor
+from tpcompiler._torch import KnownTensor, mode_of_parameters
 from tpcompiler.errors import ProgramError
 
 IMAGE, WINDOW = 224, 16  # pixels of a side, and frames or samples per token, where the config has no number
@@ -39,6 +39,34 @@ class Example:
     def arguments(self) -> dict[str, Any]:
         """All keyword arguments of forward."""
         return {**self.inputs, **self.flags, **self.known}
+
+    def only(self, names: Iterable[str]) -> Example:
+        """The same without other inputs, flags and known tensors."""
+        chosen = list(names)
+        inputs = {name: self.inputs[name] for name in chosen}
+        return Example(self.dtype, inputs, {name: self.sizes[name] for name in chosen})
+
+    def fix(self, size: str) -> None:
+        """Make every dim of this name a fixed number."""
+        self.sizes = {
+            name: {dim: each for dim, each in dims.items() if each != size} for name, dims in self.sizes.items()
+        }
+
+    def faked(self) -> dict[str, Any]:
+        """The inputs as fake tensors: a model that is run on them computes shapes only."""
+        with mode_of_parameters():
+            return {name: value.clone() for name, value in self.inputs.items()}
+
+
+def takes_only(call: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
+    """Return a forward whose signature has these keyword arguments only: torch.export names inputs by it."""
+
+    def forward(**inputs: Any) -> Any:
+        return call(**inputs)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    forward.__signature__ = inspect.Signature([inspect.Parameter(name, keyword) for name in names])  # type: ignore[attr-defined]
+    return forward
 
 
 def build_example(model: Any, batch: int, length: int) -> Example:

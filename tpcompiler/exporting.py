@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import inspect
 import io
 import json
 import os
@@ -19,17 +18,18 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 
-from tpcompiler._torch import FakeTensorMode, quiet_torch, tree_map
+from tpcompiler._torch import quiet_torch, tree_map
 from tpcompiler.dynamic_sizes import Sizes
 from tpcompiler.errors import ArtifactError, ProgramError
-from tpcompiler.example_inputs import Example, build_example, configs_of
+from tpcompiler.example_inputs import Example, build_example, configs_of, takes_only
+from tpcompiler.prefill_decode import build_steps
 from tpcompiler.runtime.hub import download_help
 from tpcompiler.runtime.model_file import import_modules
 from tpcompiler.runtime.opened import read_text
 from tpcompiler.runtime.target import reason
-from tpcompiler.runtime.weightless import drop_buffer_values, lazy_zeros, weightless
+from tpcompiler.runtime.weightless import drop_buffer_values, weightless
 
 MOST_TOKENS, MOST_SAMPLES = 8192, 1 << 20
 REFUSED = " cannot be exported: "
@@ -76,65 +76,40 @@ def export_without_weights(
 
 def export_prefill_and_decode(
     source: str | os.PathLike[str], *, batch: int = 1, length: int = 16, max_length: int = 512, dtype: str | None = None
-) -> dict[str, ExportedProgram]:
-    """Export a Hugging Face decoder twice over one static cache of keys and values, its parameters without values.
+) -> dict[str, Export]:
+    """Export the programs that a Hugging Face model generates with, over one state, its parameters without values.
 
-    Both programs take `input_ids` and `cache_position` and return logits; the cache is buffers that they write.
-    `prefill` takes 2 to `max_length` tokens, `decode` one. transformers' own wrapper for export makes them.
+    `prefill` takes a prompt and `decode` one token, as `input_ids` and `cache_position`; both return logits. The state
+    is buffers that they write: keys and values, and the states of convolutions and recurrences. Of a model with an
+    encoder the first program is `encoder`, whose output `prefill` takes as `encoder_hidden_states`.
 
     Args:
         source: a Hugging Face directory, of which config.json is read and no weights.
-        batch: the rows of both programs, fixed, as the cache's are.
+        batch: the rows of all programs, fixed, as the state's are.
         length: tokens of the example of `prefill`, at least 2.
-        max_length: tokens that the cache has room for.
+        max_length: tokens that the caches have room for.
         dtype: as of `export_without_weights`.
 
     Raises:
-        ArtifactError: as `export_without_weights`; no decoder.
+        ArtifactError: as `export_without_weights`; a model that does not generate.
         ProgramError: torch.export cannot export it.
     """
+    path = Path(source)
     with weightless(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, name = _model_of(Path(source), dtype)
-        if "CausalLM" not in name:
+        model: Any
+        model, name = _model_of(path, dtype)
+        if not model.can_generate():
             raise ArtifactError(
-                f"{os.fspath(source)} is a {name}, which generates no text", help="export it without --prefill-decode"
+                f"{path} is a {name}, which generates no text", help="export it without --prefill-decode"
             )
-        length = min(max(length, 2), max_length - 1)
-        module = _with_cache(model.eval(), batch, max_length)
-        tokens = Dim("length", min=2, max=max_length)
-        made = {}
-        for program, count, dims in (("prefill", length, tokens), ("decode", 1, None)):
-            inputs = {"input_ids": torch.ones(batch, count, dtype=torch.int64), "cache_position": torch.arange(count)}
-            shapes = {"input_ids": {1: dims}, "cache_position": {0: dims}} if dims is not None else None
-            made[program] = _exported(os.fspath(source), module, inputs, shapes, strict=True)
-    return made
-
-
-def _with_cache(model: Any, batch: int, max_length: int) -> torch.nn.Module:
-    """transformers' wrapper with a static cache, whose zeros take no memory before they are written."""
-    from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
-
-    wrapper: Any = TorchExportableModuleWithStaticCache
-
-    class Positioned(wrapper):  # type: ignore[misc]
-        """Looks positions up, so that one that the cache has no room for is refused as what it is: an input."""
-
-        def forward(self, input_ids: torch.Tensor, cache_position: torch.Tensor) -> torch.Tensor:
-            positions = torch.arange(max_length).index_select(0, cache_position)
-            logits: torch.Tensor = super().forward(input_ids=input_ids, cache_position=positions)
-            return logits
-
-    model.generation_config.cache_implementation, model.generation_config.use_cache = "static", True
-    model.config.use_cache = True
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        module = Positioned(model, batch, max_length, torch.device("cpu"))
-    for index, layer in enumerate(module.static_cache.layers):
-        for kind, attribute in (("key_cache", "keys"), ("value_cache", "values"), ("cumulative_length",) * 2):
-            zeros = lazy_zeros(getattr(layer, attribute))
-            setattr(layer, attribute, zeros)
-            setattr(module, f"{kind}_{index}", zeros)
-    return module
+        try:
+            steps = build_steps(model.eval(), batch, min(max(length, 2), max_length - 1), max_length)
+        except Exception as error:  # whatever a model raises that runs on an example
+            raise error if isinstance(error, ProgramError) else _not_exported(str(path), error) from error
+        least = 1 if "encoder" in steps else 2
+        limits = {"length": (least, max_length), "source": (1, max_length)}
+        return {each: _export_dynamic(str(path), step, step.example, limits) for each, step in steps.items()}
 
 
 def _exported(
@@ -143,13 +118,11 @@ def _exported(
     kwargs: Mapping[str, Any],
     shapes: Any = None,
     args: Any = (),
-    *,
-    strict: bool = False,
 ) -> ExportedProgram:
     kwargs = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, dict(kwargs))
     try:  # on copies: torch marks the examples of dynamic inputs
         with quiet_torch(), contextlib.redirect_stderr(io.StringIO()):  # it prints the graph that it could not finish
-            return torch.export.export(model.eval(), tuple(args), kwargs, dynamic_shapes=shapes, strict=strict)
+            return torch.export.export(model.eval(), tuple(args), kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever a model raises
         raise _not_exported(text, error) from error
 
@@ -157,7 +130,10 @@ def _exported(
 def _not_exported(text: str, error: Exception) -> ProgramError:
     """Name the line of the model that cannot be exported, in place of torch's own account of it."""
     of_torch, line = type(error).__module__.startswith("torch."), _line_of_model(error)
-    reason = f"torch.export cannot trace {line}" if of_torch and line else f"{_line(error)}{line and f', in {line}'}"
+    own = error
+    while of_torch and isinstance(own.__cause__, Exception):  # what torch has wrapped
+        own = own.__cause__
+    reason = f"torch.export cannot trace {line}" if of_torch and line else f"{_line(own)}{line and f', in {line}'}"
     return ProgramError(
         f"{text}{REFUSED}{reason}",
         help="change the model there, or export it with a function that returns (model, args, kwargs): module:factory",
@@ -203,34 +179,38 @@ def _export_directory(path: Path, batch: int, length: int, dtype: str | None, st
         example = build_example(model, batch, length)
     except Exception as error:  # whatever a model raises that computes its features
         raise error if isinstance(error, ProgramError) else _not_exported(str(path), error) from error
-    model.forward = _plain_forward(model.forward, example)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    most = min(positions, MOST_TOKENS) if isinstance(positions, int) and positions > 1 else MOST_TOKENS
-    sizes = Sizes(example, {"length": (2, most), "target": (2, most), "samples": (2, MOST_SAMPLES)})
-    reason = "by --static" if static else ""
-    for shapes in () if static else sizes.proposals():
-        try:
-            program = _exported(str(path), model, example.inputs, shapes)
-        except ProgramError as error:
-            reason = error.message.partition(REFUSED)[2]
-            continue
-        for better in sizes.refinements(program):
-            with contextlib.suppress(ProgramError):
-                program = _exported(str(path), model, example.inputs, better)
-                break
-        return Export(program, sizes.describe(program, "the model's code depends on it"))
-    return Export(program := _exported(str(path), model, example.inputs), sizes.describe(program, reason))
-
-
-def _plain_forward(forward: Any, example: Example) -> Any:
-    """Return a forward that takes the example's inputs only, and returns tensors only: no caches, no None."""
+    forward = model.forward
 
     def call(**inputs: torch.Tensor) -> Any:
         return _tensors_of(forward(**replace(example, inputs=inputs).arguments()))
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    call.__signature__ = inspect.Signature([inspect.Parameter(name, keyword) for name in example.inputs])  # type: ignore[attr-defined]
-    return call
+    model.forward = takes_only(call, example.inputs)  # no caches, and of the results the tensors
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most = min(positions, MOST_TOKENS) if isinstance(positions, int) and positions > 1 else MOST_TOKENS
+    limits = {"length": (2, most), "target": (2, most), "samples": (2, MOST_SAMPLES)}
+    return _export_dynamic(str(path), model, example, limits, static=static)
+
+
+def _export_dynamic(
+    text: str, model: torch.nn.Module, example: Example, limits: Mapping[str, tuple[int, int]], *, static: bool = False
+) -> Export:
+    """Export with as many of the example's sizes dynamic as torch.export can keep so."""
+    sizes = Sizes(example, limits)
+    reason = "by --static" if static else ""
+    for shapes in () if static else sizes.proposals():
+        try:
+            program = _exported(text, model, example.inputs, shapes)
+        except ProgramError as error:
+            reason = error.message.partition(REFUSED)[2]
+            continue
+        if sizes.fix_guarded(program):
+            program = _exported(text, model, example.inputs, sizes.automatic())
+        for better in sizes.refinements(program):
+            with contextlib.suppress(ProgramError):
+                program = _exported(text, model, example.inputs, better)
+                break
+        return Export(program, sizes.describe(program, "the model's code depends on it"))
+    return Export(program := _exported(text, model, example.inputs), sizes.describe(program, reason))
 
 
 def _tensors_of(value: Any) -> Any:
@@ -276,12 +256,25 @@ def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
         more = {"experts_implementation": "batched_mm"} if experts else {}
         model = build._from_config(config, dtype=found, **more)
         stored, optional = _stored_names(file.parent), getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        _compute_unsaved(model, stored)
         drop_buffer_values(
             model, lambda buffer: buffer not in stored and any(re.search(pattern, buffer) for pattern in optional)
         )
         return model, name
     except Exception as error:  # whatever transformers raises of a config that makes no sense
         raise ArtifactError(f"{file} makes no {name}: {_line(error)}", help=directory) from error
+
+
+def _compute_unsaved(model: Any, stored: set[str]) -> None:
+    """Make buffers with values of the parameters that transformers computes and saves in no checkpoint: sinusoids."""
+    for name in set(getattr(model, "_keys_to_ignore_on_save", None) or ()) - stored:
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        fake = module._parameters.pop(attribute)
+        value = torch.nn.Parameter(torch.empty(fake.shape, dtype=fake.dtype), requires_grad=False)
+        module.register_buffer(attribute, value, persistent=False)
+        model._init_weights(module)
+        module.register_buffer(attribute, value.detach(), persistent=False)
 
 
 def _stored_names(directory: Path) -> set[str]:

@@ -45,6 +45,17 @@ def guards_of(program: ExportedProgram) -> list[str]:
     return list(vars(program).get("_guards_code") or ())
 
 
+def passes_guards(program: ExportedProgram, values: Sequence[torch.Tensor]) -> bool:
+    """True if `program.module()` takes inputs of these shapes, in the order of its own, by what it asserts of them."""
+    if not guards_of(program):
+        return True
+    try:
+        program.module().get_submodule("_guards_fn")(*values)
+    except AssertionError:
+        return False
+    return True
+
+
 def check_built(program: ExportedProgram) -> None:
     """What torch's constructor does at its end: it refuses what is no program, and reads the guards off the sizes."""
     program.validate()  # type: ignore[no-untyped-call]

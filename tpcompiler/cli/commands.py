@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 import tpcompiler.cli.ask
+import tpcompiler.cli.generate
 import tpcompiler.cli.judge
 import tpcompiler.cli.reasons
 import tpcompiler.cli.run

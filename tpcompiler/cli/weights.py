@@ -32,7 +32,8 @@ def export(
     prefill_decode: Annotated[
         bool,
         typer.Option(
-            "--prefill-decode", help="Write OUT/prefill.pt2 and OUT/decode.pt2, over one static cache, for one batch."
+            "--prefill-decode",
+            help="Write OUT/prefill.pt2 and OUT/decode.pt2 (and OUT/encoder.pt2), over one cache, for one batch.",
         ),
     ] = False,
     max_length: Annotated[
@@ -66,8 +67,9 @@ def export(
             made = export_prefill_and_decode(source, batch=batch, length=length, max_length=max_length, dtype=dtype)
             with in_place_of(out, force=False) as folder:
                 for name, each in made.items():
-                    save_weightless(each, folder / f"{name}.pt2")
-            program, files = made["decode"], [out / f"{name}.pt2" for name in made]
+                    save_weightless(each.program, folder / f"{name}.pt2")
+            program, files = made["decode"].program, [out / f"{name}.pt2" for name in made]
+            sizes = "\n".join(f"{name}: {each.sizes}" for name, each in made.items() if each.sizes)
         else:
             program, sizes = export_without_weights(source, batch=batch, length=length, dtype=dtype, static=static)
             files = [out]

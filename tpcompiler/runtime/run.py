@@ -25,16 +25,24 @@ def run_file(
     Raises:
         InputsError: an inputs file that does not fit, or sizes that the program refuses.
     """
-    given = read_tensors(path) if shares is None else shares
-    args, kwargs = arrange_inputs(given, module.exported_program, str(path))
-    try:
-        with torch.no_grad():
-            result = module(*args, **kwargs)
-    except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:  # of a guard, or of an op
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputsError(f"{path}: the program does not run: {line}", help="check the sizes and values") from error
+    result = call_on(module, read_tensors(path) if shares is None else shares, str(path))
     tensors = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
     return {row["name"]: tensor for row, tensor in zip(manifest.outputs, tensors, strict=True)}
+
+
+def call_on(module: Any, given: Mapping[str, torch.Tensor], where: str) -> Any:
+    """Call what `load` returned on inputs by name; `where` names their origin in errors.
+
+    Raises:
+        InputsError: inputs that do not fit, or sizes that the program refuses.
+    """
+    args, kwargs = arrange_inputs(given, module.exported_program, where)
+    try:
+        with torch.no_grad():
+            return module(*args, **kwargs)
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:  # of a guard, or of an op
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputsError(f"{where}: the program does not run: {line}", help="check the sizes and values") from error
 
 
 class Summary(NamedTuple):
