@@ -20,6 +20,7 @@ from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.domain import results
 
 MOST = 64  # ops that are looked at
+ALSO_ASKED = "which is also asked for"  # of what an op needs whole, and the boundary too
 
 
 def refuses(rule: Rule, index: int, have: Sharding, mesh: Mesh) -> str:

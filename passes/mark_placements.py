@@ -33,7 +33,7 @@ from tpcompiler.ir.program import (
 )
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
-from tpcompiler.passes._causes import Demand, Spared, find_demand, refuses
+from tpcompiler.passes._causes import ALSO_ASKED, Demand, Spared, find_demand, refuses
 from tpcompiler.rules.index_range import Ranges, door_ranges, is_needed, position_checks, with_checks
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule
@@ -188,7 +188,7 @@ def _mark_op(node: fx.Node, walk: _Walk) -> Mark:
                 demand = find_demand(node, seen, walk.seen, walk.pinned, mesh, spared=spared)
             if demand is not None:
                 asked += [demand.text] if demand.is_planned else []
-                refusal = f"{refusal}, which is also asked for ({demand.text})" if refusal else ""
+                refusal = f"{refusal}, {ALSO_ASKED} ({demand.text})" if refusal else ""
                 refusal = refusal or _sooner(have, want, demand)
             refusals[index] = refusal or "other operands are cut differently"
         if operand in walk.pinned:

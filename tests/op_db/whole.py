@@ -14,7 +14,7 @@ import tpcompiler.pipeline
 from tests.passes.stages import cuts_are_kept
 from tpcompiler._torch import tree_flatten, tree_unflatten
 from tpcompiler.errors import InternalError, TpCompilerError
-from tpcompiler.passes._causes import WANTED
+from tpcompiler.passes._causes import ALSO_ASKED
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written
@@ -106,7 +106,7 @@ def _outcome(exported: ExportedProgram, tensors: Any, inputs: Any, placed: str) 
         report = made.verify(tensors)
         ranks = [written(made.rank_program(rank)) for rank in range(WORLD)]
         alarms = check_programs(ranks, made.manifest(), exported, model=canonicalize(made.original)).findings
-        gathered = [c.reason for c in made.collectives() if c.why == "fallback" or WANTED in c.reason]
+        gathered = [c.reason for c in made.collectives() if c.why == "fallback" or ALSO_ASKED in c.reason]
     except InternalError as error:
         return Outcome("crash", placed, _said(error))
     except TpCompilerError as error:
