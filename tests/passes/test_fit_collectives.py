@@ -288,8 +288,8 @@ def test_memory_that_is_not_what_reductions_take(damage: str, tmp_path: Path) ->
         with pytest.raises(ArtifactError, match=text):
             tpcompiler.check(tmp_path / "out")
     else:
-        (finding,) = tpcompiler.check(tmp_path / "out").findings
-        assert text in finding
+        first, *_ = tpcompiler.check(tmp_path / "out").findings
+        assert text in first
 
 
 def test_one_memory_for_two_groups() -> None:
