@@ -11,7 +11,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from tpcompiler.runtime.hub import download_help
 from tpcompiler.runtime.model_file import import_modules
 from tpcompiler.runtime.opened import read_text
 from tpcompiler.runtime.target import reason
-from tpcompiler.runtime.weightless import drop_buffer_values, weightless
+from tpcompiler.runtime.weightless import weightless
 
 MOST_TOKENS, MOST_SAMPLES = 8192, 1 << 20
 REFUSED = " cannot be exported: "
@@ -255,11 +255,9 @@ def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
         experts = any(getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
         more = {"experts_implementation": "batched_mm"} if experts else {}
         model = build._from_config(config, dtype=found, **more)
-        stored, optional = _stored_names(file.parent), getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        stored = _stored_names(file.parent)
         _compute_unsaved(model, stored)
-        drop_buffer_values(
-            model, lambda buffer: buffer not in stored and any(re.search(pattern, buffer) for pattern in optional)
-        )
+        _keep_optional_buffers(model, stored)
         return model, name
     except Exception as error:  # whatever transformers raises of a config that makes no sense
         raise ArtifactError(f"{file} makes no {name}: {_line(error)}", help=directory) from error
@@ -275,6 +273,16 @@ def _compute_unsaved(model: Any, stored: set[str]) -> None:
         module.register_buffer(attribute, value, persistent=False)
         model._init_weights(module)
         module.register_buffer(attribute, value.detach(), persistent=False)
+
+
+def _keep_optional_buffers(model: torch.nn.Module, stored: Collection[str]) -> None:
+    """Make buffers that transformers lets a checkpoint lack, and this one lacks, non-persistent: none is asked for."""
+    ends = {name.rpartition(".")[2] for name in stored}
+    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    for path, module in model.named_modules() if ends else ():
+        for name in module._buffers.keys() - ends:
+            if any(re.search(pattern, f"{path}.{name}".removeprefix(".")) for pattern in optional):
+                module._non_persistent_buffers_set.add(name)
 
 
 def _stored_names(directory: Path) -> set[str]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
+from tests.runtime.commands import refused
 from tpcompiler.verify_files import verify_artifact
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,7 @@ class Normed(nn.Module):
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
         self.norm = nn.BatchNorm1d(12)
         self.register_buffer("offset", torch.zeros(12))
-        self.register_buffer("count", torch.full((1,), 3.0))
+        self.register_buffer("count", torch.full((1,), 3.0), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.down(torch.relu(self.norm(self.up(x)) + self.offset)) * self.count
@@ -52,8 +53,7 @@ def hollow() -> ExportedProgram:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     (tmp_path / "checkpoint").mkdir()
-    state = {name: value.contiguous() for name, value in trained().state_dict().items() if name != "count"}
-    save_file(state, tmp_path / "checkpoint" / "model.safetensors")
+    save_file(dict(trained().state_dict()), tmp_path / "checkpoint" / "model.safetensors")
     return tmp_path / "checkpoint"
 
 
@@ -77,6 +77,26 @@ def test_for_other_ranks(checkpoint: Path, tmp_path: Path) -> None:
     assert verify_artifact(tmp_path / "three", export(trained(), (X,)), (X,)).ok
     tpcompiler.merge(tmp_path / "three", tmp_path / "merged.pt2")
     assert torch.allclose(torch.export.load(tmp_path / "merged.pt2").module()(X), trained()(X))
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_checkpoint_that_lacks_one_is_refused(partial: bool, checkpoint: Path, tmp_path: Path) -> None:
+    """As by torch's load_state_dict: zeros of the constructor are not the trained model's numbers."""
+    program = hollow()
+    tpcompiler.parallelize(program, 2, PLAN).save(tmp_path / "out")
+    state = load_file(checkpoint / "model.safetensors")
+    save_file({name: state[name] for name in state.keys() - {"offset"}}, checkpoint / "model.safetensors")
+    with pytest.raises(tpcompiler.ArtifactError, match=r"does not fit the program: it has no 'offset'\n") as error:
+        tpcompiler.cut_checkpoint(tmp_path / "out", checkpoint, partial=partial)
+    assert error.value.help == (
+        "give the checkpoint of the same model, or export it with persistent=False for a buffer that keeps the "
+        "constructor's value"
+    )
+    assert not list((tmp_path / "out").glob("rank_*"))
+    tpcompiler.save_weightless(program, tmp_path / "model.pt2")
+    words = "--tp", 2, "--plan", "auto", "-o", tmp_path / "two", "--checkpoint", checkpoint
+    assert "it has no 'offset'" in refused("convert", tmp_path / "model.pt2", *words)
+    assert not (tmp_path / "two").exists()
 
 
 def test_another_model_is_not_equal(checkpoint: Path, tmp_path: Path) -> None:

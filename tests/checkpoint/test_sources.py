@@ -154,7 +154,7 @@ def test_all_that_is_wrong_at_once(tmp_path: Path) -> None:
 
 def test_more_than_the_program_takes(tmp_path: Path) -> None:
     checkpoint = directory(tmp_path, {"up": torch.ones(2), "more": torch.ones(1)})
-    with pytest.raises(ArtifactError, match=r"it has 'more', which the program does not take\n  help: .*--partial"):
+    with pytest.raises(ArtifactError, match=r"it has 'more', which the program does not take\n  help: .*partial=True"):
         find_sources([Leaf("up", F32, (2,))], checkpoint)
     assert list(find_sources([Leaf("up", F32, (2,))], checkpoint, partial=True)) == ["up"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PatchTSTConfig
 
 import tpcompiler
@@ -78,6 +79,29 @@ def test_numbers_are_those_of_transformers(model_type: str, tmp_path: Path) -> N
     with torch.no_grad():
         expected = auto.from_pretrained(tmp_path).eval()(**inputs).logits
         torch.testing.assert_close(program.module()(**inputs)["logits"], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", ["its final_logits_bias", "none", "nothing"])
+def test_a_buffer_that_transformers_lets_a_checkpoint_lack(stored: str, tmp_path: Path) -> None:
+    """It keeps the constructor's value where the directory's checkpoint has no such tensor."""
+    build(row("bart"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    bias = tensors.pop("final_logits_bias") + 1
+    save_file(tensors if stored == "none" else {**tensors, "final_logits_bias": bias}, file)
+    if stored == "nothing":
+        file.rename(tmp_path / "elsewhere")
+    program = export_without_weights(tmp_path, length=4, static=True).program
+    persistent = "final_logits_bias" in program.state_dict
+    assert persistent == (stored != "none")
+    made = tpcompiler.parallelize(program, 2, {})
+    made.save(tmp_path / "out")
+    if stored == "nothing":
+        (tmp_path / "elsewhere").rename(file)
+    tpcompiler.cut_checkpoint(tmp_path / "out", tmp_path)
+    held = load_file(tmp_path / "out" / "rank_0.safetensors")["final_logits_bias"]
+    assert torch.equal(held, bias if persistent else torch.zeros_like(bias))
 
 
 @pytest.mark.slow

@@ -93,17 +93,17 @@ def refuse_other_checkpoint(
     Raises:
         ArtifactError: as `cut_checkpoint`; the programs have their weights.
     """
-    lacking = {
-        leaf.name: leaf
-        for manifest, program in programs
-        for leaf in wanted_leaves(manifest, {*program.state_dict, *program.constants} - weightless_names(program))
-    }
-    if all(leaf.has_value for leaf in lacking.values()):
+    if not any(weightless_names(program) for _, program in programs):
         raise ArtifactError(
             f"{os.fspath(checkpoint)} is not needed: the model has its weights",
             help=f"leave {option('--checkpoint', 'checkpoint')} out",
         )
-    find_sources(list(lacking.values()), open_source(checkpoint), partial=partial)
+    wanted = {
+        leaf.name: leaf
+        for manifest, program in programs
+        for leaf in wanted_leaves(manifest, {*program.state_dict, *program.constants} - weightless_names(program))
+    }
+    find_sources(list(wanted.values()), open_source(checkpoint), partial=partial)
 
 
 class _Work:

@@ -97,7 +97,7 @@ def fill_weights(
         names.setdefault(id(held[name]), []).append(name)
     taken = taken_by(program)
     leaves = [
-        Leaf(first, held[first].dtype, tuple(held[first].shape), tuple(rest), first not in lacking)
+        Leaf(first, held[first].dtype, tuple(held[first].shape), tuple(rest), is_optional=first not in lacking)
         for first, *rest in names.values()
     ]
     recipes = find_sources(leaves, source, partial=partial)

@@ -19,27 +19,26 @@ LONG = {short: dtype for dtype, short in DTYPES.items()}
 
 
 class Leaf(NamedTuple):
-    """What a program takes: `aliases` are the other names of a tied one; `has_value`: it may stay as it is."""
+    """A tensor of a program: `aliases` are the other names of a tied one.
+
+    `is_buffer`: a persistent buffer. `is_optional`: a source may lack it.
+    """
 
     name: str
     dtype: torch.dtype
     shape: Shape
     aliases: tuple[str, ...] = ()
-    has_value: bool = False
+    is_buffer: bool = False
+    is_optional: bool = False
 
 
 def wanted_leaves(manifest: Manifest, values: Collection[str]) -> list[Leaf]:
-    """The tensors that a checkpoint is asked for: those without a value, and buffers that it may have another of.
+    """Return the tensors that a checkpoint must have: those without a value, and persistent buffers.
 
-    A persistent buffer, such as the bias of a router or running statistics, is in the checkpoint of a trained model;
-    the program has what the model's constructor made.
+    As in torch, a state dict holds persistent buffers, such as the bias of a router or running statistics. The value
+    that the model's constructor gave them is not that of a trained model.
     """
-    buffers = {row["name"] for row in manifest.tensors if row["kind"] == "buffer" and row.get("persistent", True)}
-    return [
-        leaf._replace(has_value=leaf.name in values)
-        for leaf in leaves_of(manifest)
-        if leaf.name not in values or leaf.name in buffers
-    ]
+    return [leaf for leaf in leaves_of(manifest) if leaf.name not in values or leaf.is_buffer]
 
 
 def leaves_of(manifest: Manifest) -> list[Leaf]:
@@ -49,7 +48,13 @@ def leaves_of(manifest: Manifest) -> list[Leaf]:
         if "tied_to" in row:
             names.setdefault(row["tied_to"], []).append(row["name"])
     return [
-        Leaf(row["name"], dtype_of(row["dtype"]), tuple(row["shape"]), tuple(names.get(row["name"], ())))
+        Leaf(
+            row["name"],
+            dtype_of(row["dtype"]),
+            tuple(row["shape"]),
+            tuple(names.get(row["name"], ())),
+            is_buffer=row["kind"] == "buffer" and row.get("persistent", True),
+        )
         for row in manifest.tensors
         if "tied_to" not in row and "stored_in" not in row
     ]

@@ -20,7 +20,7 @@ Rename = Callable[[str], str]  # a name of the program -> the checkpoint's
 def find_sources(leaves: Sequence[Leaf], checkpoint: Source, *, partial: bool = False) -> dict[str, Recipe]:
     """Return a recipe for every leaf: of its name, of that with a prefix more or less, or by transformers' conversions.
 
-    A leaf that has a value gets none where the checkpoint has nothing for it.
+    An optional leaf gets none where the checkpoint has nothing for it.
 
     `partial`: leave out what no leaf takes.
 
@@ -30,7 +30,7 @@ def find_sources(leaves: Sequence[Leaf], checkpoint: Source, *, partial: bool = 
     """
     made = {name: Recipe(((name,),)) for name in checkpoint.tensors}
     rename = _find_renaming(leaves, made, checkpoint.config)
-    if any(made.keys().isdisjoint(_names(leaf, rename)) and not leaf.has_value for leaf in leaves):
+    if any(made.keys().isdisjoint(_names(leaf, rename)) and not leaf.is_optional for leaf in leaves):
         try:  # only then: transformers takes seconds to import
             made = recipes_of(checkpoint.config, list(checkpoint.tensors))
         except ValueError as error:
@@ -40,12 +40,14 @@ def find_sources(leaves: Sequence[Leaf], checkpoint: Source, *, partial: bool = 
         rename = _find_renaming(leaves, made, checkpoint.config)
     found: dict[str, Recipe] = {}
     wrong: list[str] = []
+    buffers = 0  # that it lacks
     for leaf in leaves:
         names = [name for name in _names(leaf, rename) if name in made]
-        if not names and leaf.has_value:
+        if not names and leaf.is_optional:
             continue
         if not names:
             near = _find_near(leaf.name, rename, made)
+            buffers += leaf.is_buffer
             wrong.append(f"it has no {leaf.name!r}" + (f" (it has {near!r})" if near else ""))
             continue
         found[leaf.name] = made[names[0]]
@@ -63,13 +65,12 @@ def find_sources(leaves: Sequence[Leaf], checkpoint: Source, *, partial: bool = 
     wrong += [f"it has {name!r}, which the program does not take" for name in more]
     if wrong:
         rest = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        only_more = len(wrong) == len(more)
-        raise ArtifactError(
-            f"{checkpoint.path} does not fit the program: {'; '.join(wrong[:SHOWN])}{rest}",
-            help=f"take what the program names with {option('--partial', 'partial=True')}"
-            if only_more
-            else "give the checkpoint of the same model",
-        )
+        help = "give the checkpoint of the same model"
+        if len(wrong) == len(more):
+            help = f"take what the program names with {option('--partial', 'partial=True')}"
+        elif len(wrong) == buffers:
+            help += ", or export it with persistent=False for a buffer that keeps the constructor's value"
+        raise ArtifactError(f"{checkpoint.path} does not fit the program: {'; '.join(wrong[:SHOWN])}{rest}", help=help)
     return found
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import zipfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +47,6 @@ def weightless() -> Iterator[None]:
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def drop_buffer_values(model: nn.Module, keep: Callable[[str], bool]) -> None:
-    """Make the persistent buffers of a weightless model fake, as a checkpoint has their values.
-
-    Args:
-        keep: true of the name of a buffer that the checkpoint does not have.
-    """
-    mode = next((value.fake_mode for value in model.parameters() if isinstance(value, FakeTensor)), None)
-    if mode is None:
-        return
-    made: dict[int, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        for name, value in module.named_buffers(recurse=False):
-            full = f"{path}.{name}".removeprefix(".")
-            if name in module._non_persistent_buffers_set or keep(full):
-                continue
-            with mode:
-                fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-            module._buffers[name] = made.setdefault(id(value), fake)
 
 
 def weightless_names(program: ExportedProgram) -> set[str]:
