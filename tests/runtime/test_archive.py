@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.export import export
 
 from tests.runtime.poisons import (
     EXAMPLES,
@@ -97,6 +99,19 @@ def test_entries_that_cannot_be_read(damage: dict[str, int], said: str, clean: P
             setattr(archive.getinfo(f"model/{MODEL}"), name, value)
         archive._didModify = True  # type: ignore[attr-defined]
     assert f"it has an entry 'model/{MODEL}', {said}\n" in refusal(path)
+
+
+def test_a_tensor_of_which_nothing_is_stored(tmp_path: Path) -> None:
+    """torch would read zeros; a tensor without elements has no bytes."""
+    path, layer = tmp_path / "model.pt2", nn.Linear(8, 4)
+    layer.register_buffer("none", torch.empty(0, 4))
+    torch.export.save(export(layer, (torch.ones(2, 8),)), path)
+    read_model(path)
+    entries = entries_of(path)
+    for name in ("data/weights/weight_0", "data/weights/weight_1"):
+        assert entries[name]
+        write_entries(path, {**entries, name: b""})
+        assert re.search(r"'(weight|bias)' is \[[48, ]+\], of which it holds 0 bytes\n", refusal(path))
 
 
 def test_entries_that_lie_in_one_another(clean: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pickletools
 import re
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -70,6 +70,8 @@ def inspect_archive(file: Opened) -> None:
                     content = read(entry)
                     _check_density(content, stored.get(entry, len(content)))
                     check(content)
+                    if check is _check_config:
+                        _refuse_empty(content, entry.rpartition("/")[0], stored)
         except Unsafe as error:
             trust = f"if you trust who made the file, pass {option('--trust', 'trust=True')}"
             help = f"{error.cure}; or, {trust}" if error.cure else trust
@@ -183,6 +185,14 @@ def _check_config(content: bytes) -> None:
         if not str(row["path_name"]).startswith(("weight_", "tensor_")):
             raise Unsafe(f"has {name!r} as an object of a class, which is a pickle")
     check_program(config)
+
+
+def _refuse_empty(content: bytes, folder: str, stored: Mapping[str, int]) -> None:
+    """Raises ValueError if nothing is stored of a tensor that has elements: torch would read zeros."""
+    for name, row in json.loads(content)["config"].items():
+        sizes = [size["as_int"] for size in row["tensor_meta"]["sizes"]]
+        if stored.get(f"{folder}/{row['path_name']}") == 0 and 0 not in sizes:
+            raise ValueError(f"{name!r} is {sizes}, of which it holds 0 bytes")
 
 
 def _check_pickle(content: bytes) -> None:
