@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def call(last: int, second: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([second, last]) - 1, torch.ones(2, 3)
 
 
+@cache
 def exported(name: str) -> ExportedProgram:
     torch.manual_seed(0)
     return export(Table(OPS[name]), call(1))
