@@ -52,7 +52,7 @@ def check_origins(
         if same:
             numbered.setdefault(stem, {})[claimed if claimed in same else min(same), claimed] = node
             right.setdefault(number, set()).update({origin} if node not in made.changed else ())
-        elif have and stem != op_name(node):  # the end of experts that are dealt out is called as what makes it
+        elif have and stem != op_name(_changed(made, node)):  # experts dealt out end in an op that names its value
             foreign.append(node)
     for found in numbered.values():
         for (before, one), (after, other) in itertools.pairwise(sorted(found)):
@@ -65,6 +65,13 @@ def check_origins(
             raise _untrue(node, read_claim(node)["origin"], names[number], shown(made.whole[node]))
     for region in made.regions.values():
         _check_region(made, region, ours, names)
+
+
+def _changed(made: Folded, node: fx.Node) -> fx.Node:
+    """The node whose value this one is, with another sharding."""
+    while node in made.changed:
+        (node,) = made.changed[node]
+    return node
 
 
 def _parts(name: str) -> tuple[str, int]:

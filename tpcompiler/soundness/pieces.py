@@ -17,6 +17,7 @@ from tpcompiler.rules.index_range import door_ranges
 from tpcompiler.soundness.drawn import Sizes
 from tpcompiler.soundness.folded import Folded
 from tpcompiler.soundness.regions import DRAWS, EPSILONS, TOLERANCE
+from tpcompiler.soundness.rising import counting, rising_inputs
 from tpcompiler.soundness.sizes import plain
 
 MOST = 2**26  # elements of all values of both pieces
@@ -38,6 +39,8 @@ class Pieces:
         chosen = (node for node in model.graph.nodes if BOTH in node.meta)
         self.predicates = {theirs[node.args[0]] for node in chosen}
         self.indices = door_ranges(model, {})
+        self.rising = rising_inputs(model.graph)
+        self.counting = counting(model.graph)
         self.literals = {
             node.name: model.state(fqn) for node, fqn in model.leaves() if not isinstance(model.state(fqn), FakeTensor)
         }
@@ -64,7 +67,7 @@ class Pieces:
 
     def _meeting(self, ours: fx.Node, theirs: fx.Node, shared: set[int]) -> set[int]:
         """The nearest values, by number, from which both pieces are computed; and not one of them from another."""
-        stops = {number for node, number in self.theirs.items() if number in shared and _is_real(node)}
+        stops = {number for node, number in self.theirs.items() if number in shared and self._is_real(node)}
         while True:
             ends = [
                 {known[node] for node in _slice(end, known, stops) if known[node] in stops}
@@ -73,6 +76,12 @@ class Pieces:
             if ends[0] == ends[1]:
                 return ends[0]
             stops -= ends[0] ^ ends[1]
+
+    def _is_real(self, node: fx.Node) -> bool:
+        """Whether any value may stand for it: integers may be places, and in order, and floats may count them."""
+        value = node.meta.get("val")
+        real = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+        return real and node not in self.counting
 
     def _run(self, ours: list[fx.Node], theirs: list[fx.Node], stops: set[int]) -> str | None:
         """The difference, if any; None where they do not run. Integers are small, or whatever an index may be."""
@@ -123,6 +132,11 @@ class Pieces:
             made = torch.randn(shape, dtype=torch.float32).add_(0.5)
         elif value.dtype == torch.bool:
             made = torch.rand(shape) < 0.5
+        elif node.name in self.rising:
+            rising, counted = self.rising[node.name]
+            size = plain(rising.of.meta["val"].shape[rising.dim], self.made)
+            made = rising.draw(value, shape, size, None)
+            made = made.diff(prepend=made.new_zeros(1)) if counted else made
         elif far:  # ids, or places
             least, most = self.indices.get(node.name, (0, 7))
             made = torch.randint(max(0, least), most + 1, shape)
@@ -158,12 +172,6 @@ def _settings(count: int) -> Iterable[tuple[bool, ...]]:
 
 def _here(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
-
-
-def _is_real(node: fx.Node) -> bool:
-    """Whether any value may stand for it: integers may be places, and in order."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _slice(end: fx.Node, known: Mapping[fx.Node, int], stops: set[int]) -> list[fx.Node]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import aten, tree_map
+from tpcompiler._torch import tree_map
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -22,6 +22,7 @@ from tpcompiler.soundness.bodies import check_body, needed_checks
 from tpcompiler.soundness.drawn import LONGER, SHORT, Sizes
 from tpcompiler.soundness.folded import Folded
 from tpcompiler.soundness.region import Region
+from tpcompiler.soundness.rising import find_rising, is_integer
 from tpcompiler.soundness.shares import cut, join, runs_of
 from tpcompiler.soundness.sizes import operand_shapes, plain, region_shapes, whole_shape
 from tpcompiler.soundness.unsound import DoesNotRun, Unsound
@@ -35,8 +36,6 @@ TOLERANCE, EPSILONS = 1e-3, 8
 MANY = 2**22  # elements
 TRIALS, DRAWS = 2, 8  # how often dynamic sizes are tried, and how often drawn for each time
 Check = Callable[[Sequence[Folded], Sequence[Region], Rows], None]
-BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
-RISING: dict[Any, tuple[str, str]] = dict.fromkeys(BAGS, ("offsets", "indices"))  # where bags begin in a list of ids
 
 
 def check_region(name: str, ranks: Sequence[Folded], rows: Rows, done: Done) -> None:
@@ -181,8 +180,12 @@ def _check_body(ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows) 
     generator = _at_random()
     shapes = operand_shapes(first, region)
     ran = False
-    rising = _rising(call)
-    integers = [name for name, node in used.items() if _counts(node) and name not in rising]
+    rising = find_rising(call)
+    integers = [
+        name
+        for name, node in used.items()
+        if is_integer(edit.outputs(node)[0].dtype) and (rising is None or node is not rising.places)
+    ]
     trials = _trials(first, region, [shapes[name] for name in integers])
     # Integers may be places in other integers, which ids at random are not.
     for edges, in_order in itertools.product(trials, itertools.product((False, True), repeat=len(integers))):
@@ -190,10 +193,11 @@ def _check_body(ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows) 
         wholes = {
             name: _random(edit.outputs(node)[0], shapes[name], given.get(name), generator)
             for name, node in used.items()
-            if name not in rising
+            if rising is None or node is not rising.places
         }
-        for name, of in rising.items():
-            wholes[name] = _places(edit.outputs(used[name])[0], shapes[name], wholes[of].numel(), generator)
+        if rising is not None:
+            name, size = rising.places.name, wholes[rising.of.name].shape[rising.dim]
+            wholes[name] = rising.draw(edit.outputs(rising.places)[0], shapes[name], size, generator)
         try:
             made = _on_the_whole(first, call, wholes)
         except (RuntimeError, IndexError):  # what is cut so is not what these ids are looked up in
@@ -248,25 +252,6 @@ def _edges(made: Folded, region: Region) -> list[list[int]]:
         ends = sorted({end for runs in shares if runs for end in (runs[0][0], runs[-1][-1])})
         edges += [ends, [end - size for end in ends]]
     return edges or [[0, 1]]
-
-
-def _counts(whole: fx.Node) -> bool:
-    value = edit.outputs(whole)[0]
-    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
-
-
-def _rising(call: fx.Node) -> dict[str, str]:
-    """Operands that are places in another one, in order: kernels take what is none for granted, and read anywhere."""
-    offsets, of = RISING.get(call.target, ("", ""))
-    bound = edit.bound(call) if offsets else {}
-    return {bound[offsets].name: bound[of].name} if offsets else {}
-
-
-def _places(value: torch.Tensor, shape: Sequence[int], count: int, generator: torch.Generator) -> torch.Tensor:
-    """Where runs of so many elements begin: the first at 0, some of them empty."""
-    places = torch.randint(count + 1, tuple(shape), generator=generator).sort().values
-    places[:1] = 0
-    return places.to(value.dtype)
 
 
 def _tensors(region: Region) -> list[fx.Node]:
