@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler
+from tests.sound import findings
 from tpcompiler.ir.program import mark_of
 
 pytestmark = pytest.mark.slow
@@ -100,6 +101,24 @@ def test_equal_and_without_a_fallback(name: str, dynamic: bool) -> None:
     assert [c.reason for c in program.collectives() if c.why == "fallback"] == []
     report = program.verify((x,))
     assert report.ok, str(report)
+
+
+PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
+    "a sum and another operand": lambda m, w: torch.einsum("ij,k->k", w, m[0]),
+    "three operands": lambda m, w: torch.einsum("ij,ik,kj->k", w, w, m),
+    "bilinear": lambda m, w: F.bilinear(w.t(), m, w.reshape(1, 8, 4)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_pending_operand_beside_a_sum_over_the_same_ranks(name: str, degree: int) -> None:
+    """Each rank has addends of both factors of a product, and the product of their sums is not the sum of products."""
+    x = torch.randn(8, 4)
+    module = Weighted(lambda x, w: PRODUCTS[name](w.t() @ x, w), 8, 4)
+    program = tpcompiler.parallelize(export(module, (x,)), degree, {"weight": "S(0)"}, inputs=["S(0)"])
+    assert program.verify((x,)).ok
+    assert findings(program) == []
 
 
 def test_columns_of_a_grouped_convolution_are_its_groups() -> None:

@@ -259,6 +259,8 @@ def shardings(rule: Rule, option: Option, mesh: Mesh) -> tuple[tuple[Sharding, .
     if any(op != "sum" for op in pending.values()) and rule.pattern.addends:
         return Refusal("an addend beside a reduction other than sum")
     passed = {axis: op for axis, (op, _) in option.through.items()}
+    if passed.keys() & pending.keys():  # a product of two sums over the ranks, each rank with its own addends
+        return Refusal("it sums over a dim that is cut by the axis over which another operand is pending")
     wants, made = [], []
     for index, term in enumerate(rule.pattern.inputs):
         partial = {axis: op for axis, op in pending.items() if index in rule.pattern.addends}
