@@ -103,6 +103,16 @@ def test_equal_and_without_a_fallback(name: str, dynamic: bool) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_eps_of_a_norm_over_a_dim_that_is_cut(dtype: torch.dtype) -> None:
+    """Without one, torch adds that of the dtype in which it computes: small values tell them apart."""
+    x = torch.randn(1).to(dtype)
+    module = Weighted(lambda x, w: F.rms_norm(w, (8,)) + x, 3, 8).to(dtype)
+    module.weight.data.mul_(0.02)
+    program = tpcompiler.parallelize(export(module, (x,)), 2, {"weight": "S(1)"})
+    assert program.verify((x,)).ok
+
+
 PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
     "a sum and another operand": lambda m, w: torch.einsum("ij,k->k", w, m[0]),
     "three operands": lambda m, w: torch.einsum("ij,ik,kj->k", w, w, m),

@@ -137,7 +137,7 @@ def group_norm(
 def fused_rms_norm(x: Tensor, shape: Sequence[Any], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     dims = list(range(-len(shape), 0))
     wide = _wide(x)
-    least = torch.finfo(x.dtype).eps if eps is None else eps
+    least = torch.finfo(wide.dtype).eps if eps is None else eps
     scale = ((wide * wide).mean(dims, True) + least).rsqrt()
     return _scaled(wide * scale, weight, None).to(x.dtype), scale
 
