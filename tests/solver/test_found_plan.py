@@ -15,7 +15,10 @@ import tpcompiler
 from tests.zoo.found import from_file, written
 from tests.zoo.index import CASES
 from tpcompiler import Plan
+from tpcompiler.api import conversions_of
 from tpcompiler.errors import PlanError
+from tpcompiler.pipeline import solved_together
+from tpcompiler.solver.memory import measure_memory
 
 
 @cache
@@ -79,8 +82,8 @@ def test_the_same_files(tmp_path: Path) -> None:
 def test_the_same_where_a_limit_binds(tmp_path: Path) -> None:
     """But for how near to the least it is said to be, which only the search of all placements can tell."""
     assert tpcompiler.find_plan(mlp(), 2).to_data() == WHOLE_NARROW
-    roomy = next(note.text for note in tpcompiler.parallelize(mlp(), 2, "auto").notes if "a rank holds" in note.text)
-    limit = int(roomy.split()[4].replace(",", "")) - 1
+    found, _ = solved_together(conversions_of(mlp(), 2, Plan().with_search()))
+    limit = measure_memory(found).total - 1
     auto = tpcompiler.parallelize(mlp(), 2, "auto", memory=limit)
     assert auto.plan.to_data() != WHOLE_NARROW
     ours, theirs = written(from_file(mlp(), 2, tmp_path, memory=limit)), written(auto)
