@@ -55,8 +55,8 @@ def test_the_command_line(out: Path, tmp_path: Path) -> None:
     assert ended.codes == (0, 0), ended.printed
     table = ended.printed[0].partition("as it called them\n")[2].splitlines()
     assert [line.split() for line in table[1:3]] == [
-        ["mlp.layers.*", "all_reduce", "1", "/", "1", "864", "/", "864", "x", "2"],
-        ["mlp", "all_gather", "1", "/", "1", "216", "/", "216"],
+        ["mlp.layers.*", "all_reduce", "1", "/", "1", "864", "B", "/", "864", "B", "x", "2"],
+        ["mlp", "all_gather", "1", "/", "1", "216", "B", "/", "216", "B"],
     ]
 
 

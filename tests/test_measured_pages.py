@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools import measured
+from tools.hf_models import ROWS
 from tools.measured import DOCS, PAGES, Measured, faults, front_line, read, record, stamp
 
 pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="an installed wheel has no docs beside the tests")
@@ -66,3 +67,11 @@ def test_a_part_is_recorded_by_itself(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (rows["b"].subject, rows["b"].torch) == (stamp(2), "2.13.0")
     assert page.read_text() == f"# Title\n\n{front_line('scale.md')}\n\nText\n"
     assert faults("scale.md", page.read_text(), rows) == ["a: changed since 2026-01-01"]
+
+
+def test_a_config_that_is_built_changes_no_row() -> None:
+    """transformers fills in what a nested field leaves out."""
+    pytest.importorskip("transformers")
+    before = {name: stamp(subject) for name, subject in PAGES["architectures.md"].parts().items()}
+    next(row for row in ROWS if row.model_type == "qwen2_vl").config()
+    assert {name: stamp(subject) for name, subject in PAGES["architectures.md"].parts().items()} == before

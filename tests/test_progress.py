@@ -173,7 +173,7 @@ def test_a_step_that_lasts_has_a_line_in_a_pipe(monkeypatch: pytest.MonkeyPatch)
             wait_for("trying choices: 1,000 of 25,000 ops\n")
             ops(25_000, 25_000)
         weights(2_000_000, 20_000_000)
-        wait_for("cutting the weights: 2.0 MB of 20.0 MB\n")
+        wait_for("cutting the weights: 2 MB of 20 MB\n")
         wait_for("searching\n")
     lines = shown.getvalue().splitlines()
     assert len(lines) == 4
@@ -181,7 +181,7 @@ def test_a_step_that_lasts_has_a_line_in_a_pipe(monkeypatch: pytest.MonkeyPatch)
         "reading \\x1b[/b]",
         "searching",
         "trying choices: 1,000 of 25,000 ops",
-        "cutting the weights: 2.0 MB of 20.0 MB",
+        "cutting the weights: 2 MB of 20 MB",
     }
     with bars.progress("silent", quiet=True) as nothing:
         nothing.update("as well")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 MARKS = {f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "eos"))}
@@ -68,6 +69,12 @@ class Row(NamedTuple):
     model_type: str
     head: str
     sizes: dict[str, Any]
+
+    def config(self) -> Any:
+        """Return a config of transformers, which writes into the fields that it is given."""
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(self.model_type, **copy.deepcopy(self.sizes))
 
 
 def _rows(kind: str, head: str, sizes: dict[str, Any], *types: str | tuple[str, dict[str, Any]]) -> list[Row]:

@@ -105,9 +105,8 @@ def build(row: Row, directory: Path, *, loud: bool = False) -> None:
             one with small weights and tied embeddings does, says little.
     """
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(row.model_type, **row.sizes)
     auto: Any = getattr(transformers, f"AutoModel{row.head}")
-    model: Any = randomise(auto.from_config(config))
+    model: Any = randomise(auto.from_config(row.config()))
     embeddings = {id(model.get_input_embeddings().weight)} if loud else set()
     for value in model.parameters() if loud else ():
         if value.ndim > 1 and id(value) not in embeddings:

@@ -42,7 +42,7 @@ PLANS = [
         "tpcompiler convert other.pt2 --tp 4 --plan plan.yaml -o new",
         "cannot shard 'conv.weight' on dim 1 of 3 by mesh axis 'tp' of 4 for aten.conv2d.default: it needs shards that "
         "are not empty, and 3 over 4 leaves 1 empty",
-        "use a degree that divides 3, or change 'conv' from rowwise to replicate (0 wire bytes per rank and call)",
+        "use a degree that divides 3, or change 'conv' from rowwise to replicate (0 B sent per rank and call)",
         'asked by: plan.yaml line 1 ("conv": "rowwise")      used at: models.py:51, in forward',
         spoil=text("plan.yaml", "conv: rowwise\n"),
     ),

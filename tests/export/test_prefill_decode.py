@@ -79,7 +79,7 @@ def steps_of(model_type: str) -> tuple[Any, dict[str, Step]]:
     """A small model with weights, and its programs' modules."""
     torch.manual_seed(0)
     auto: Any = getattr(transformers, f"AutoModel{row(model_type).head}")
-    config = transformers.AutoConfig.for_model(model_type, **row(model_type).sizes)
+    config = row(model_type).config()
     model = randomise(auto.from_config(config, experts_implementation="batched_mm"))
     return model, build_steps(model, 2, 4, 16)
 

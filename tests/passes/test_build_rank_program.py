@@ -52,7 +52,7 @@ def test_claims() -> None:
 linear: {'origin': 'linear', 'sharding': ['S(1)'], 'reason': 'n is cut by tp, asked by the plan ("**.up": "colwise")'}
 relu: {'origin': 'relu', 'sharding': ['S(1)'], 'reason': 'd1 is cut by tp'}
 linear_1: {'origin': 'linear_1', 'sharding': ['P(sum)'], 'reason': 'k is cut by tp, asked by the plan ("**.down": "rowwise")'}
-all_reduce: {'origin': 'all_reduce', 'reshard': 'reshard', 'change': 'P(sum) -> R', 'why': 'inherent', 'reshard_reason': "each rank has a partial sum of 'linear_1'"}
+all_reduce: {'origin': 'linear_1', 'reshard': 'reshard', 'change': 'P(sum) -> R', 'why': 'inherent', 'reshard_reason': "each rank has a partial sum of 'linear_1'"}
 wait_tensor: {'origin': 'linear_1', 'sharding': ['R'], 'reason': "each rank has a partial sum of 'linear_1'", 'reshard': 'reshard', 'change': 'P(sum) -> R', 'why': 'inherent', 'reshard_reason': "each rank has a partial sum of 'linear_1'"}
 add: {'origin': 'add', 'sharding': ['R'], 'reason': 'operands are replicated'}
 """,

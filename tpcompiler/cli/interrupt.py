@@ -12,7 +12,7 @@ _seen = False
 
 
 def was_interrupted() -> bool:
-    """Whether Ctrl-C was pressed: modules that are imported just then raise other errors, or go on without a part."""
+    """True once Ctrl-C was pressed: modules that are being imported may then raise other errors, or lack a part."""
     return _seen
 
 

@@ -1,4 +1,4 @@
-"""Whether each claimed origin is the name that the model gives to the value."""
+"""Compare each claimed origin with the name that the model gives to the value."""
 
 from __future__ import annotations
 
