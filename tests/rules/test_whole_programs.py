@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,3 +180,25 @@ def test_a_table_that_not_every_backend_sums_stays_whole(dtype: torch.dtype) -> 
     exported = export(Table(lambda rows, at: F.embedding(at, rows), dtype), (torch.tensor([5, 0]),))
     with pytest.raises(tpcompiler.ShardingError, match="it needs the dim of 7 whole"):
         tpcompiler.parallelize(exported, 2, {"rows": "S(0)"})
+
+
+def test_a_size_that_is_dynamic_in_one_operand_and_a_number_in_another(tmp_path: Path) -> None:
+    """Only a call can tell that both are equal: the dim stays whole, and what is returned is cut."""
+
+    class Running(nn.Module):
+        state: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.randn(3, 4, 7))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            made = x + self.state
+            self.state.mul_(0.5).add_(torch.tanh(x))
+            return made.relu(), y * 2
+
+    x = torch.randn(3, 4, 7)
+    program = export(Running(), (x, x.clone()), dynamic_shapes=({1: Dim.AUTO}, {1: Dim.AUTO}))
+    made = tpcompiler.parallelize(program, 2, {}, outputs=["S(1)", "R"])
+    made.save(tmp_path / "out")  # it is checked
+    assert made.verify((x, x + 1), then=[(x * 2, x)]).ok

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -139,6 +139,7 @@ def _read(node: fx.Node, entry: Entry) -> Rule | None:
     pattern = parse(written.text)
     shapes = [tuple(t.shape) for t in (*tensors, *edit.outputs(node))]
     what = f"{node.target} at '{node.name}'"
+    pattern = replace(pattern, whole=pattern.whole | _find_mixed(pattern, shapes))
     extent = extents(pattern, shapes, written.factors, what)
     _check_sizes(pattern, shapes, extent, what)
     # An addend joins the product's sum: with the product pending, it must be pending too.
@@ -153,6 +154,19 @@ def _wraps(operand: torch.Tensor, made: Sequence[torch.Tensor]) -> bool:
     """Whether shares of the operand sum up to it in its own dtype alone: integers wrap, and wider ones do not."""
     exact = not (operand.is_floating_point() or operand.is_complex())
     return exact and any(value.dtype != operand.dtype for value in made)
+
+
+def _find_mixed(pattern: Pattern, shapes: Sequence[Sequence[Size]]) -> set[str]:
+    """The factors whose size is a number in one tensor and dynamic in another.
+
+    Only a call can tell that both are equal, so a share of one might lie beside no share of the other.
+    """
+    kinds: dict[str, set[bool]] = {}
+    for term, shape in zip((*pattern.inputs, *pattern.outputs), shapes, strict=False):
+        for dim, size in zip(term, shape, strict=False):
+            if len(dim) == 1:
+                kinds.setdefault(dim[0], set()).add(isinstance(size, int))
+    return {factor for factor, found in kinds.items() if len(found) > 1}
 
 
 def _check_sizes(pattern: Pattern, shapes: Sequence[Sequence[Size]], extent: Mapping[str, Size], what: str) -> None:
