@@ -156,10 +156,8 @@ def _guarded(module: fx.GraphModule, read: _Read, asked: _Asked) -> Callable[...
             try:
                 return type(module).forward(module, *args, **kwargs)
             except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):
-                if not torch.compiler.is_compiling():
-                    flatten_inputs(
-                        read.program, args, kwargs
-                    )  # raises where they are at fault, in words of this package
+                if not torch.compiler.is_compiling():  # where the inputs are at fault, say so in our words
+                    flatten_inputs(read.program, args, kwargs)
                 raise
 
     @functools.wraps(module.forward)
