@@ -15,6 +15,7 @@ from tests.long import left_out
 from tests.runtime.models import PLAN, export_mlp
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TPCOMPILER_MACHINE"] = "ideal"  # on which small models are worth cutting
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for launched processes; torch has read its own already
 os.environ.setdefault("TPCOMPILER_PATIENCE", "1e6")  # no lines for steps that last, on however slow a machine
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # is compiled sooner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from tests.runtime.commands import call
 from tpcompiler.calibrate import machine_text, measure_machine
 from tpcompiler.cost import measure
 from tpcompiler.cost.collective import KINDS
-from tpcompiler.cost.machine import RATES, Link, Machine
-from tpcompiler.cost.measure import fit_link
+from tpcompiler.cost.machine import Host, Link
+from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.measure import fit_link, fit_links
 from tpcompiler.errors import LaunchError, MachineError, TpCompilerWarning
+from tpcompiler.ir.mesh import Mesh
 
 
 @pytest.mark.parametrize(
@@ -32,31 +35,64 @@ def test_times_that_say_nothing_of_a_bandwidth() -> None:
     assert fit_link([1e3, 1e6], [2e-3, 1e-3]) == (0.0, pytest.approx(1e9))
 
 
+def test_two_links_are_found_again() -> None:
+    """Small messages by the link that begins soon, large ones by the fast one; one link alone where there is one."""
+    sent = [float(1 << power) for power in range(9, 27)]
+    both = [(1e-5, 1e9), (1e-4, 1e10)]
+    links, error = fit_links(sent, [min(latency + wire / rate for latency, rate in both) for wire in sent])
+    assert [link == pytest.approx(own, rel=0.1) for link, own in zip(links, both, strict=True)] == [True, True]
+    assert error < 0.01
+    links, error = fit_links(sent, [1e-5 + wire / 1e9 for wire in sent])
+    assert links[0] == pytest.approx(both[0])
+    assert error < 1e-6
+    assert fit_links(sent, [1e-5 * (2 if at % 2 else 1) for at in range(18)])[1] > 0.2  # no line at all
+
+
+RATES_HERE = {"flops": 5.78e10, "memory_bandwidth": 5e9, "memory": 6.3e9}
+
+
+def measured_as(links: Any, missing: Any = (), **other: Any) -> dict[str, Any]:
+    """What the ranks of `calibrate` found."""
+    floors = {"product": 2e-6, "attention": 5e-6, "other": 1e-6}
+    parts = {"rates": RATES_HERE, "again": RATES_HERE, "floors": floors, "host": {}, "links": links, "missing": missing}
+    return {"backend": "gloo", **parts, **other}
+
+
+def link_of(kind: str, ranks: int) -> dict[str, Any]:
+    links = [(1e-4 * ranks, 1e9 / ranks), (1e-3 * ranks, 1e10 / ranks)]
+    return {"collective": kind, "ranks": ranks, "links": links, "error": 0.05}
+
+
 def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
-    rates = {"flops": 5.78e10, "memory_bandwidth": 5e9, "memory": 6.3e9}
-    links = [
-        {"collective": kind, "ranks": ranks, "latency": 1e-4 * ranks, "bandwidth": 1e9 / ranks}
-        for ranks in (2, 4)
-        for kind in KINDS
-    ]
-    measured = {"backend": "gloo", "rates": rates, "links": links, "missing": []}
+    host = {"operation": 5e-6, "collective": 2e-5}
+    measured = measured_as([link_of(kind, ranks) for ranks in (2, 4) for kind in KINDS], host=host)
     (tmp_path / "here.yaml").write_text(machine_text(measured, 4))
-    read = Machine.read(tmp_path / "here.yaml")
+    read = read_machine(tmp_path / "here.yaml")
     assert (read.flops, read.memory_bandwidth, read.memory) == (5.78e10, 5e9, 6.3e9)
-    assert read.link("all_gather", 2) == Link(2e-4, 5e8)
-    assert read.link("all_gather", 3) == read.plain_link == Link(4e-4, 2.5e8)
+    assert read.links_of("all_gather", ("tp",), Mesh.of(2)) == [Link(2e-4, 5e8), Link(2e-3, 5e9)]
+    assert read.links_of("all_gather", ("tp",), Mesh.of(3)) == [Link(4e-4, 2.5e8), Link(4e-3, 2.5e9)]
+
+    assert (read.product, read.attention, read.other, read.host) == (2e-6, 5e-6, 1e-6, Host(5e-6, 2e-5))
+    # The second link begins later, and sends ten times as fast.
+    assert read.collective_seconds("all_reduce", ("tp",), 1e6, Mesh.of(4)) == pytest.approx(4e-4 + 1e6 / 2.5e8)
+    assert read.collective_seconds("all_reduce", ("tp",), 1e7, Mesh.of(4)) == pytest.approx(4e-3 + 1e7 / 2.5e9)
+
+
+def test_a_busy_machine_is_a_warning() -> None:
+    busy = {**RATES_HERE, "flops": 3e10}
+    with pytest.warns(TpCompilerWarning, match=r"flops was 5\.78e\+10, and 3\.00e\+10 a minute later: measure again"):
+        machine_text(measured_as([link_of("all_reduce", 2)], again=busy), 2)
 
 
 def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
-    links = [{"collective": "all_reduce", "ranks": 2, "latency": 1e-4, "bandwidth": 1e9}]
     missing = [{"collective": "all_to_all", "ranks": 2, "reason": "Backend mpi does not support alltoall"}]
-    measured = {"backend": "mpi", "rates": dict.fromkeys(RATES, 1e9), "links": links, "missing": missing}
+    measured = measured_as([link_of("all_reduce", 2)], missing, backend="mpi")
     said = "all_to_all of 2 ranks: not measured: Backend mpi does not support alltoall"
     with pytest.warns(TpCompilerWarning, match=said):
         text = machine_text(measured, 2)
     assert text.endswith(f"  # {said}\n")
     (tmp_path / "here.yaml").write_text(text)
-    assert Machine.read(tmp_path / "here.yaml").link("all_to_all", 2) == Link(1e-4, 1e9)
+    assert read_machine(tmp_path / "here.yaml").links["", 0] == [Link(2e-4, 5e8), Link(2e-3, 5e9)]
     missing = [{**each, "collective": "all_reduce"} for each in missing]
     with pytest.raises(MachineError, match="all_reduce of 2 ranks: not measured: Backend mpi does not support"):
         machine_text({**measured, "links": [], "missing": missing}, 2)
@@ -66,7 +102,7 @@ def test_a_collective_that_the_backend_lacks_does_not_stop_the_others(monkeypatc
     def measure_link(kind: str, ranks: int, *_: object) -> dict[str, object]:
         if kind == "all_gather":
             raise RuntimeError("not here\nframe #0: more")
-        return {"collective": kind, "ranks": ranks, "latency": 0.0, "bandwidth": 1e9}
+        return {"collective": kind, "ranks": ranks, "links": [(0.0, 1e9)], "error": 0.0}
 
     monkeypatch.setattr(measure, "measure_link", measure_link)
     found = list(measure.measure_links(2, None, torch.device("cpu")))
@@ -77,10 +113,11 @@ def test_a_collective_that_the_backend_lacks_does_not_stop_the_others(monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*measure again on an idle machine")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpcompiler.calibrate.run_ranks", fork_judged)
     assert call("calibrate", "--ranks", 2, "-o", tmp_path / "here.yaml").exit_code == 0
-    read = Machine.read(tmp_path / "here.yaml")
+    read = read_machine(tmp_path / "here.yaml")
     assert read.flops > 1e8
     assert {kind for kind, ranks in read.links if ranks == 2} >= {"all_reduce", "all_gather"}
 

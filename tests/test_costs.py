@@ -86,7 +86,7 @@ batch     x      0    0 to any  1     8
 sequence  x      1    2 to 64   1     6
 other.1   other  1    0 to 32   1     20
 
-collectives of one call of a rank, us on h100
+collectives of one call of a rank, us on ideal
 layer         kind        count  formula                         wire bytes     us
 mlp.layers.*  all_reduce      1  32*batch*sequence                  1.54 kB  0.003  x 2
 mlp           all_gather      1  8*batch*sequence                     384 B  0.001

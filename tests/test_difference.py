@@ -46,7 +46,7 @@ mesh                              tp=2    tp=2
 device                            cpu     cpu
 held by the rank that holds most  1.3 kB  2.38 kB
 sent by a rank in a call          192 B   0 B
-us of the collectives on h100     0.000   0.000
+us of the collectives on ideal    0.000   0.000
 
 placements that differ
 name                  kind       first   second

@@ -20,7 +20,8 @@ from tests.runtime.commands import right
 from tests.runtime.models import PLAN, export_mlp
 from tests.solver.test_auto import mlp
 from tpcompiler import Mesh, Plan, explain_artifact
-from tpcompiler.cost.objective import SEARCHED
+from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import ArtifactError, ShardingError
 from tpcompiler.explain import again
 from tpcompiler.explain.written import Written
@@ -49,25 +50,28 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_prices_of_the_layer_by_hand(by_hand: Path, kind: str) -> None:
     said = re.findall(r"^\| (.*?) \|.*\| ([\d.]+) ns \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     nanoseconds = {choice: float(total) for choice, total in said}
-    least, other = nanoseconds["`up` colwise, `down` rowwise"], nanoseconds["both colwise"]
+    least = nanoseconds["`up` colwise, `down` rowwise"]
+    # A plan pins `up`; without one it is better whole then.
+    other = nanoseconds["both colwise" if kind == "plan" else "`up` whole, `down` colwise"]
+    sent, more = ((16_384 + 4_096) // 2, 0) if kind == "plan" else (4_096 // 2, 32_768)
     for name in ("down.weight", "linear_1", "all_reduce"):
         found = explain_artifact(by_hand / kind, name)
         assert found.seconds is not None
         assert found.seconds * 1e9 == pytest.approx(least, abs=0.05)
-        chosen, colwise, *_ = found.alternatives
+        chosen, *others = found.alternatives
         assert (chosen.is_chosen, chosen.seconds, chosen.wire_bytes) == (True, 0, 0)
-        assert colwise.makes == (("S(0)",) if name == "down.weight" else ("S(2)",))
+        makes = ("S(0)",) if name == "down.weight" else ("S(2)",)
+        colwise = next(each for each in others if each.makes == makes)
         assert colwise.seconds is not None
         assert colwise.seconds * 1e9 == pytest.approx(other - least, abs=0.1)
-        assert colwise.wire_bytes == (16_384 + 4_096) // 2 - 4_096
-        assert colwise.held_bytes == 0
+        assert (colwise.wire_bytes, colwise.held_bytes) == (sent - 4_096, more)
 
 
 def test_prices_are_the_least_of_all_assignments() -> None:
     """Every assignment of the variables of the whole problem, tried one by one."""
     program = apply_plan(canonicalize(mlp()), Plan(), Mesh.of(2))
-    found = search([program], SEARCHED, free=True)
-    problem = pose([program], Stage(program.mesh, ("tp",), {}, True), SEARCHED, {})
+    found = search([program], Objective.of(read_machine()), free=True)
+    problem = pose([program], Stage(program.mesh, ("tp",), {}, True), Objective.of(read_machine()), {})
     tables = problem.tables
     totals = numpy.full(tables.sizes, tables.constant)
     for variables, table in tables.factors:
@@ -78,7 +82,7 @@ def test_prices_are_the_least_of_all_assignments() -> None:
     for node, variable in problem.variables.items():
         others = tuple(at for at in range(len(tables.sizes)) if at != variable)
         least = totals.min(others) * UNIT
-        prices = price_otherwise(found, node, SEARCHED, free=True)
+        prices = price_otherwise(found, node, Objective.of(read_machine()), free=True)
         assert [each.solution.seconds for each in prices] == pytest.approx(list(least))
         assert min(least) == found.seconds
         assert sum(map(math.isfinite, least)) > 1
@@ -94,7 +98,9 @@ def test_what_the_search_found_is_the_cheapest(tmp_path: Path, program: Exported
         alternatives = explain_artifact(tmp_path / "out", name).alternatives
         axes = {each.axis for each in alternatives}
         assert axes in (set(), {"tp"} if mesh == 2 else {"tp", "dp"})
-        assert [each.seconds for each in alternatives if each.is_chosen] == [0.0] * len(axes), name
+        chosen = [each.seconds for each in alternatives if each.is_chosen]
+        assert chosen == [0.0] * len(axes) or mesh != 2, name  # of several axes each is solved after the other
+        assert len(chosen) == len(axes)
         assert all(each.seconds is None or each.seconds >= 0 for each in alternatives)
 
 
@@ -105,13 +111,13 @@ def test_every_axis_has_its_choices(tmp_path: Path) -> None:
     assert_expected_inline(
         text[text.index("alternatives") :],
         """\
-alternatives (least total 0.178 us on h100)
+alternatives (least total 0.035 us on ideal)
 axis  makes         needs             us  wire bytes  held bytes
 tp    [R, S(2)]     [R, S(2)]     +0.000        +0 B        +0 B  the artifact's
-tp    [R, R]        [R, R]        +0.008    +3.07 kB        +0 B
-tp    [R, S(1)]     [R, S(1)]     +0.009     +4.1 kB        +0 B
+tp    [R, S(1)]     [R, S(1)]     +0.012    +1.02 kB    +32.8 kB
+tp    [R, R]        [R, R]        +0.012    -1.02 kB    +32.8 kB
 dp    [S(0), S(2)]  [S(0), S(2)]  +0.000        +0 B        +0 B  the artifact's
-dp    [R, S(2)]     [R, S(2)]     +0.006    +2.05 kB        +0 B
+dp    [R, S(2)]     [R, S(2)]     +0.009    +2.05 kB        +0 B
 
 """,
     )
@@ -177,11 +183,11 @@ collectives
 name        kind        bytes  wire bytes  why
 all_reduce  all_reduce   96 B        96 B  inherent: each rank has a partial sum of 'linear_1'
 
-alternatives (least total 0.014 us on h100)
+alternatives (least total 0.001 us on ideal)
 makes   needs                   us  wire bytes  held bytes
 P(sum)  S(1), S(1), P(sum)  +0.000        +0 B        +0 B  the artifact's
-R       R, R, R             +0.001        +0 B      +256 B
-S(1)    R, S(0), S(0)       +0.005       +48 B       -16 B
+S(1)    R, S(0), S(0)       +0.000       +48 B       -16 B
+R       R, R, R             +0.000        +0 B      +256 B
 
 """,
     )
@@ -204,11 +210,11 @@ collectives
 name        kind        bytes  wire bytes  why
 all_reduce  all_reduce   96 B        96 B  inherent: each rank has a partial sum of 'linear_1'
 
-alternatives (least total 0.014 us on h100)
+alternatives (least total 0.001 us on ideal)
 sharding  needs      us  wire bytes  held bytes
 P(sum)           +0.000        +0 B        +0 B  the artifact's
-R                +0.001        +0 B      +256 B
-S(0)             +0.005       +48 B       -16 B
+S(0)             +0.000       +48 B       -16 B
+R                +0.000        +0 B      +256 B
 
 """,
     )

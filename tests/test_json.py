@@ -17,6 +17,7 @@ from tests.checkpoint.test_export import FACTORY
 from tests.launch import fork_ranks
 from tests.runtime.commands import call
 from tests.runtime.models import PLAN_TEXT, export_mlp, mlp_inputs
+from tests.test_calibrate import link_of, measured_as
 from tpcompiler import cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "json.md"
@@ -100,9 +101,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         found.setdefault(command, []).append(json.loads(result.stdout))
 
     def measured(launch: Sequence[str], *_: object, **__: object) -> None:
-        links = [{"collective": "all_reduce", "ranks": 2, "latency": 1e-4, "bandwidth": 1e9}]
-        rates = dict.fromkeys(("flops", "memory_bandwidth", "memory"), 1e9)
-        text = json.dumps({"backend": "gloo", "rates": rates, "links": links, "missing": []})
+        text = json.dumps(measured_as([link_of("all_reduce", 2)], host={"operation": 1e-6, "collective": 1e-5}))
         Path(launch[-1], "measured.json").write_text(text)
 
     with pytest.MonkeyPatch.context() as patch:

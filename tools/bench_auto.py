@@ -21,7 +21,8 @@ import tpcompiler
 from tests.zoo.index import CASES
 from tools.bench_convert import export, times
 from tpcompiler.cli.options import read_mesh
-from tpcompiler.cost.objective import SEARCHED
+from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
@@ -61,7 +62,7 @@ def time_search(layers: int, mesh: Mesh) -> str:
     program = canonicalize(export(layers, dynamic=False))
     planned = divide_sizes(join_branches(apply_plan(program, Plan(), mesh)))
     started = time.perf_counter()
-    found = search([planned], SEARCHED, free=True)
+    found = search([planned], Objective.of(read_machine()), free=True)
     taken = time.perf_counter() - started
     styles = Counter(str(style) for style in found.styles.values())
     return (

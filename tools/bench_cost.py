@@ -32,6 +32,7 @@ from tools.bench_comm import WireMode
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.calibrate import measure_machine
 from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.pipeline import solved_together
 from tpcompiler.runtime.inputs import read_inputs, write_tensors
 from tpcompiler.solver.step_time import measure_step_time
@@ -86,7 +87,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         (folder / "here.yaml").write_text("" if asked.machine else measure_machine(WORLD))
-        machine, rows = Machine.read(asked.machine or folder / "here.yaml"), dict[str, tuple[float, int]]()
+        machine, rows = read_machine(asked.machine or folder / "here.yaml"), dict[str, tuple[float, int]]()
         names = asked.names or NAMES
         for name in names:
             plans = {"person": CASES[name].asked(), "auto": "auto", "whole": {"**": "replicate"}}

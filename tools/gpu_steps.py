@@ -32,7 +32,7 @@ from torch.export import ExportedProgram
 from tpcompiler._inductor import compile_module, write_package
 from tpcompiler._torch import aten, fake_group
 from tpcompiler.api import conversions_of
-from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.exporting import export_prefill_and_decode
 from tpcompiler.packaging import plain_module
 from tpcompiler.passes.move_device import move_device
@@ -126,7 +126,7 @@ def prepare(
     whole = programs[job.phase]
     converted = conversions_of(whole, max(job.ranks, 2), plan if job.ranks > 1 else WHOLE, device_type=job.device)
     found, made = solved_together(converted)
-    roofline = measure_step_time(found, [], Machine.read(), fused=True).compute
+    roofline = measure_step_time(found, [], read_machine(), fused=True).compute
     if job.ranks > 1:
         program, mesh = made[""].rank_program(0), made[""].mesh
         group.enter_context(fake_group(mesh.group_name(mesh.names), 0, job.ranks, job.device))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -16,7 +17,7 @@ from torch.export import ExportedProgram
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.compared import on_cpu
-from tpcompiler.cost.machine import DEFAULT, Machine
+from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import MeshError, PlanError, ProgramError, option
 from tpcompiler.explain.budget import Budget
 from tpcompiler.frontend.plain_weights import with_plain_weights
@@ -31,10 +32,11 @@ from tpcompiler.plan import SEARCHES, Plan
 from tpcompiler.program_set import ProgramSet
 from tpcompiler.runtime.artifact import programs_in, read_manifest
 from tpcompiler.runtime.place import place_state
-from tpcompiler.solver.place import Aim
+from tpcompiler.solver.place import Aim, Goal
 from tpcompiler.soundness.check import CheckReport, check_artifact
 
 SEVERAL = (Mapping, list, tuple)  # programs
+WEIGHTS = '{"prefill": 1, "decode": 256}'
 Given = Mapping[str, Any] | Sequence[Any] | None
 Programs = Mapping[str, ExportedProgram] | Sequence[tuple[str, ExportedProgram]]
 
@@ -50,8 +52,10 @@ def parallelize(
     device_type: str | None = None,
     collectives: Collectives = "nccl",
     check_indices: bool = True,
-    machine: str | os.PathLike[str] = DEFAULT,
+    machine: str | os.PathLike[str] | None = None,
     memory: int | None = None,
+    optimize: Goal = "latency",
+    weights: Mapping[str, float] | None = None,
     dump: str | os.PathLike[str] | None = None,
 ) -> ParallelProgram: ...
 
@@ -67,8 +71,10 @@ def parallelize(
     device_type: str | None = None,
     collectives: Collectives = "nccl",
     check_indices: bool = True,
-    machine: str | os.PathLike[str] = DEFAULT,
+    machine: str | os.PathLike[str] | None = None,
     memory: int | None = None,
+    optimize: Goal = "latency",
+    weights: Mapping[str, float] | None = None,
     dump: str | os.PathLike[str] | None = None,
 ) -> ProgramSet: ...
 
@@ -84,8 +90,10 @@ def parallelize(
     device_type: str | None = None,
     collectives: Collectives = "nccl",
     check_indices: bool = True,
-    machine: str | os.PathLike[str] = DEFAULT,
+    machine: str | os.PathLike[str] | None = None,
     memory: int | None = None,
+    optimize: Goal = "latency",
+    weights: Mapping[str, float] | None = None,
     dump: str | os.PathLike[str] | None = None,
 ) -> ParallelProgram | ProgramSet:
     """Turn a single-device exported program into one program per rank. Needs no GPU and no launched process.
@@ -105,21 +113,27 @@ def parallelize(
             from each other, wherever these fit (docs/gpu.md); "auto", those of them that are published to be faster.
         check_indices: where an indexed dim is cut, assert in the ranks' programs that computed indices are in the whole
             dim. Without it those beyond give zeros, or write nothing, and do not raise as on a single device.
-        machine: the YAML file that describes one device and its links (docs/auto.md), or "h100".
+        machine: the YAML file that describes one device and its links (docs/auto.md), or the name of one that comes
+            with the package; by default what the environment variable TPCOMPILER_MACHINE names, or "h100".
         memory: the most bytes that a rank may hold: weights, caches, inputs, and activations at their peak, estimated.
-            By default what a `machine` that is given has, otherwise anything.
+            By default 0.9 of the machine's, less 0.4 GB for NCCL; anything where a plan names all layers and no machine
+            is given.
+        optimize: what the search is for: "latency", the fastest call that fits; "memory", the fewest bytes of weights
+            on a rank, and of those the fastest call.
+        weights: of several programs, how often each is called, by name: {"prefill": 1, "decode": 256}. By default all
+            count the same.
         dump: a directory for a numbered text of the program after every pass.
 
     Raises:
         PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: what, where, the numbers, one
             action.
     """
-    made = finished_together(
-        conversions_of(
-            exported_program, mesh, read_plan(plan), inputs, outputs, device_type, dump, collectives, check_indices
-        ),
-        _aim(plan, machine, memory),
+    read = read_plan(plan)
+    conversions = conversions_of(
+        exported_program, mesh, read, inputs, outputs, device_type, dump, collectives, check_indices
     )
+    calls = read_calls(weights, conversions)
+    made = finished_together(conversions, _aim(plan, machine, memory, optimize, calls, searches=read.searches))
     return ProgramSet(made) if isinstance(exported_program, SEVERAL) else made[""]
 
 
@@ -131,8 +145,10 @@ def find_plan(
     *,
     inputs: Given = None,
     outputs: Given = None,
-    machine: str | os.PathLike[str] = DEFAULT,
+    machine: str | os.PathLike[str] | None = None,
     memory: int | None = None,
+    optimize: Goal = "latency",
+    weights: Mapping[str, float] | None = None,
 ) -> Plan:
     """The plan that the search finds, which `parallelize` turns into the very programs that it makes of "auto".
 
@@ -146,7 +162,8 @@ def find_plan(
     """
     given = read_plan(plan).with_search()
     conversions = conversions_of(exported_program, mesh, given, inputs, outputs)
-    return plan_found(conversions, _aim(plan, machine, memory))
+    calls = read_calls(weights, conversions)
+    return plan_found(conversions, _aim(plan, machine, memory, optimize, calls, searches=True))
 
 
 def conversions_of(
@@ -187,10 +204,35 @@ def read_plan(plan: Plan | Mapping[str, object] | str | os.PathLike[str]) -> Pla
     return Plan().with_search() if plan in SEARCHES else Plan.of(plan)
 
 
-def _aim(plan: object, machine: str | os.PathLike[str], memory: int | None) -> Aim:
-    described = Machine.read(machine)
-    limit = int(described.memory) if memory is None and machine != DEFAULT else memory
-    return Aim(described, limit, gathers=plan == "auto:free")
+def _aim(
+    plan: object,
+    machine: str | os.PathLike[str] | None,
+    memory: int | None,
+    optimize: Goal,
+    calls: tuple[float, ...],
+    searches: bool,
+) -> Aim:
+    described = read_machine(machine)
+    is_limited = memory is not None or machine is not None or searches
+    limit = described.usable_memory if memory is None else memory
+    return Aim(described, limit if is_limited else None, plan == "auto:free", optimize, calls)
+
+
+def read_calls(weights: Mapping[str, float] | None, names: Collection[str]) -> tuple[float, ...]:
+    """How often each program is called, in order; nothing where all count the same.
+
+    Raises:
+        PlanError: other names than the programs', or no positive numbers.
+    """
+    if weights is None:
+        return ()
+    if {*weights} != {*names} or not all(0 < weight < math.inf for weight in weights.values()):
+        known = ", ".join(filter(None, names)) or "one"
+        raise PlanError(
+            f"{option('--calls', 'weights')} are {dict(weights)}, and the programs are {known}",
+            help=f"give each of several programs a number above 0: {option('prefill=1,decode=256', WEIGHTS)}",
+        )
+    return tuple(float(weights[name]) for name in names)
 
 
 def _named(programs: Programs) -> dict[str, ExportedProgram]:

@@ -15,6 +15,12 @@ from tpcompiler.verify.processes import run_ranks
 from tpcompiler.yaml_file import compose, plain
 
 LONGEST = timedelta(minutes=5)
+NOISE = 1.2  # times by which a rate may differ from itself
+FLOORS = {
+    "product": "seconds of a matrix product on top of its bytes and FLOPs",
+    "attention": "the same of an attention",
+    "other": "the same of any other kernel",
+}
 
 
 def measure_machine(ranks: int = 2, *, timeout: timedelta = LONGEST) -> str:
@@ -22,8 +28,9 @@ def measure_machine(ranks: int = 2, *, timeout: timedelta = LONGEST) -> str:
 
     Starts `ranks` processes, with NCCL where each can have a GPU and with gloo and one thread each where not. All of
 
-    them multiply and copy at the same time. Collectives are measured in groups of 2, 4, ... and all ranks. Of one that
-    cannot be measured a warning and a comment in the file say why.
+    them multiply and copy at the same time. Collectives of 512 B to 64 MB are measured in groups of 2, 4, ... and all
+    ranks, and two links fitted to each kind. Of one that cannot be measured a warning and a comment in the file say
+    why; another warning says that the machine was busy.
 
     Raises:
         LaunchError: a process fails, or they do not end in time.
@@ -46,6 +53,13 @@ def machine_data(text: str) -> dict[str, Any]:
 
 def machine_text(measured: dict[str, Any], ranks: int) -> str:
     """The file; what no link says is as an all_reduce of all ranks."""
+    for name, first in measured["rates"].items():
+        if not 1 / NOISE < (again := measured["again"][name]) / first < NOISE:
+            warnings.warn(
+                f"{name} was {first:.2e}, and {again:.2e} a minute later: measure again on an idle machine",
+                TpCompilerWarning,
+                stacklevel=2,
+            )
     links = measured["links"]
     missing = [
         f"{each['collective']} of {each['ranks']} ranks: not measured: {each['reason']}" for each in measured["missing"]
@@ -60,11 +74,21 @@ def machine_text(measured: dict[str, Any], ranks: int) -> str:
         warnings.warn(text, TpCompilerWarning, stacklevel=2)
     notes = {"flops": "FLOP/s", "memory_bandwidth": "bytes/s", "memory": "bytes"}
     rates = [f"{name}: {measured['rates'][name]:.2e}  # {unit}\n" for name, unit in notes.items()]
-    kinds = [f"collective: {link['collective']}, ranks: {link['ranks']}, {_speed(link)}" for link in links]
-    lines = [*(f"  - {{{text}}}\n" for text in (_speed(plain), *kinds)), *(f"  # {text}\n" for text in missing)]
+    rates += [f"{name}: {seconds:.2e}  # {FLOORS[name]}\n" for name, seconds in measured["floors"].items()]
+    if measured["host"]:
+        said = ", ".join(f"{name}: {seconds:.2e}" for name, seconds in measured["host"].items())
+        rates.append(f"host: {{{said}}}  # seconds to launch each, outside of a CUDA graph\n")
+    lines = [f"  - {{{_speed(link)}}}\n" for link in plain["links"]]
+    for each in links:
+        of = f"collective: {each['collective']}, ranks: {each['ranks']}"
+        lines.append(f"  # {each['collective']} of {each['ranks']} ranks: mean error {each['error']:.0%}\n")
+        lines += [f"  - {{{of}, {_speed(link)}}}\n" for link in each["links"]]
+    lines += [f"  # {text}\n" for text in missing]
     head = f"# Measured by tpcompiler calibrate: {measured['backend']}, {ranks} ranks. Of each device, or process.\n"
-    return "".join([head, *rates, "links:  # seconds, bytes/s that each rank sends\n", *lines])
+    links_of = "links:  # seconds, bytes/s that each rank sends; of several the fastest counts\n"
+    return "".join([head, *rates, links_of, *lines])
 
 
-def _speed(link: dict[str, Any]) -> str:
-    return f"latency: {link['latency']:.2e}, bandwidth: {link['bandwidth']:.2e}"
+def _speed(link: tuple[float, float]) -> str:
+    latency, bandwidth = link
+    return f"latency: {latency:.2e}, bandwidth: {bandwidth:.2e}"

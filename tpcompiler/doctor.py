@@ -13,41 +13,77 @@ from typing import Any
 
 from torch.export import ExportedProgram
 
-from tpcompiler.api import Given, Programs, conversions_of, read_plan
-from tpcompiler.cost.machine import DEFAULT, Machine
+from tpcompiler._torch import sym_hint
+from tpcompiler.api import Given, Programs, conversions_of, read_calls, read_plan
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import local_bytes
 from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
 from tpcompiler.explain.obstacles import Obstacle, find_obstacles
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers
-from tpcompiler.ir.program import tied
+from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.pipeline import Conversion, solved_together
 from tpcompiler.printed import format_bytes
 from tpcompiler.progress import counted
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.place import Aim, TooLarge
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import StepTime, measure_step_time
+from tpcompiler.solver.step_time import Sent, StepTime, duration, measure_step_time
 from tpcompiler.tables import Part, Shown, Table
 
 MOST = 16  # of the degrees that are tried
 FURTHEST = 1024  # where a limit on memory is not met by fewer
-UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 AXIS = "tp"  # whose degrees are tried
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of a program: its collectives, the bytes that a rank sends, and how long it takes."""
+class Sends:
+    """Equal collectives of a call: how many, the wire bytes of a rank and the seconds of each."""
 
-    collectives: int
+    kind: str
+    count: int
     wire_bytes: int
-    seconds: StepTime
+    seconds: float
 
-    def cells(self) -> tuple[str, ...]:
-        """What is shown of it."""
-        return str(self.collectives), format_bytes(self.wire_bytes), _duration(self.seconds.total)
+    @property
+    def text(self) -> str:
+        return f"{self.count} {self.kind} of {format_bytes(self.wire_bytes)}, {duration(self.seconds)} each"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a program: its collectives, the bytes that a rank sends, and how long it takes.
+
+    `samples`: the size of the first dim of its first input.
+    """
+
+    sends: tuple[Sends, ...]
+    seconds: StepTime
+    samples: int
+
+    @property
+    def collectives(self) -> int:
+        return sum(each.count for each in self.sends)
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(each.count * each.wire_bytes for each in self.sends)
+
+    def cells(self, alone: Call) -> tuple[str, ...]:
+        """Show its time, and the speed-up over the call on one rank."""
+        time = self.seconds
+        parts = (time.work, time.kernels, time.network, time.host, time.total)
+        times = (duration(part) if part else "-" for part in parts)
+        speedup = f"{alone.seconds.total / time.total:.2f}" if time.total else "-"
+        return str(self.collectives), *times, speedup
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON."""
+        seconds = {**self.seconds._asdict(), "total": self.seconds.total}
+        said = {"collectives": self.collectives, "wire_bytes": self.wire_bytes, "seconds": seconds}
+        return {**said, "sends": [dataclasses.asdict(each) for each in self.sends]}
 
 
 @dataclass(frozen=True)
@@ -84,10 +120,7 @@ class Degree:
     def to_data(self) -> dict[str, Any]:
         """As JSON."""
         memory = {name: getattr(self.memory, name) for name in ("weights", "caches", "activations", "total")}
-        calls = {
-            name: {**dataclasses.asdict(call), "seconds": {**call.seconds._asdict(), "total": call.seconds.total}}
-            for name, call in self.calls.items()
-        }
+        calls = {name: call.to_data() for name, call in self.calls.items()}
         said = {"ranks": self.ranks, "mesh": self.mesh, "bytes": memory, "calls": calls}
         return {**said, "fits": self.fits, "remarks": list(self.remarks)}
 
@@ -126,27 +159,43 @@ class Diagnosis(Shown):
         """A line for each degree; then what stops degrees, or costs."""
         yield f"on {self.machine} a rank may hold {format_bytes(self.limit)}"
         ranks = "ranks" if self.degrees[0].asked.names == (AXIS,) else "mesh"
-        held, called = (ranks, "weights", "caches", "at peak", "in all"), ("count", "sent", "step")
-        fits = ["yes" if each.fits else "no" for each in self.degrees]
-        if len(self.degrees[0].calls) == 1:
-            rows = [
-                (*each.held(), *call.cells(), fit)
-                for each, fit in zip(self.degrees, fits, strict=True)
-                for call in each.calls.values()
-            ]
-            yield Table("of each rank, in one call", (*held, *called, "fits"), rows, right=(*held, *called))
-        else:
-            rows = [(*each.held(), fit) for each, fit in zip(self.degrees, fits, strict=True)]
-            yield Table("of each rank", (*held, "fits"), rows, right=held)
-            pairs = [(each, *pair) for each in self.degrees for pair in each.calls.items()]
-            rows = [(_named(each.asked), name, *call.cells()) for each, name, call in pairs]
-            yield Table("of each rank, in one call", (ranks, "program", *called), rows, right=(ranks, *called))
+        held = (ranks, "weights", "caches", "at peak", "in all")
+        rows = [(*each.held(), "yes" if each.fits else "no") for each in self.degrees]
+        yield Table("a rank holds", (*held, "fits"), rows, right=held)
+        called = ("sends", "work", "kernels", "network", "host", "step", "speed-up")
+        for name, alone in self.degrees[0].calls.items():
+            rows = [(_named(each.asked), *each.calls[name].cells(alone)) for each in self.degrees]
+            yield Table(f"one call{f' of {name}' if name else ''}", (ranks, *called), rows, right=(ranks, *called))
+        yield from self._limits()
         lines = [f"{_named(each.asked)}: {remark}" for each in self.degrees for remark in each.remarks]
         lines += [f"{_named(stop.asked)}: not possible: {stop.reason}" for stop in self.stopped]
         lines += _folded(self.untried)
         yield from (*lines, "") if lines else ()
         least = next(each.asked for each in self.degrees if each.ranks == self.least)
         yield f"the smallest that fits: {f'--tp {self.least}' if ranks == 'ranks' else f'--mesh {_named(least)}'}"
+
+    def _limits(self) -> Iterator[str]:
+        """What takes the time on the smallest degree that fits, and where more ranks stop to pay."""
+        chosen = next(each for each in self.degrees if each.ranks == self.least)
+        for name, call in chosen.calls.items():
+            of, time = f" of {name}" if name else "", call.seconds
+            parts = {"work": time.work, "kernels": time.kernels, "network": time.network, "host": time.host}
+            most = max(parts, key=parts.__getitem__)
+            if time.total:
+                yield f"{_named(chosen.asked)}: {parts[most] / time.total:.0%} of a call{of} is {most}"
+            yield from (f"{_named(chosen.asked)}: {each.text}" for each in call.sends)
+            steps = [(each, each.calls[name].seconds.total) for each in self.degrees]
+            for (each, step), (_, then) in itertools.pairwise(steps):
+                if then >= step:
+                    tp = each.asked.degree(AXIS)
+                    yield f"beyond --tp {tp} a call{of} takes no less: the network takes what is saved"
+                    break
+        if {"prefill", "decode"} <= chosen.calls.keys():
+            prefill, decode = chosen.calls["prefill"], chosen.calls["decode"]
+            yield (
+                f"{_named(chosen.asked)}: first token after {duration(prefill.seconds.total)}, then "
+                f"{decode.samples / decode.seconds.total:,.0f} tokens/s"
+            )
 
     def to_data(self) -> dict[str, Any]:
         """As JSON."""
@@ -161,8 +210,9 @@ def diagnose(
     beside: Mapping[str, int] | None = None,
     inputs: Given = None,
     outputs: Given = None,
-    machine: str | os.PathLike[str] = DEFAULT,
+    machine: str | os.PathLike[str] | None = None,
     memory: int | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> Diagnosis:
     """Place a model on every degree that is a power of two, or divides all that two ranks cut, up to 16.
 
@@ -171,20 +221,21 @@ def diagnose(
         beside: the other axes of the mesh, such as `{"dp": 2}`, before `tp`, whose degrees are tried.
         inputs: as of `parallelize`, and so are `outputs`: `{"x": {"dp": "S(0)"}}`.
         machine: whose step times are predicted: the YAML file that describes one device and its links, or "h100".
-        memory: the most bytes that a rank may hold; by default what the machine has.
+        memory: the most bytes that a rank may hold; by default 0.9 of the machine's, less 0.4 GB for NCCL.
+        weights: how often each of several programs is called, as of `parallelize`.
 
     Raises:
         ShardingError: no degree fits; by how much, and the least one that does.
         MeshError: `beside` has the axis `tp`, or no mesh.
         MachineError, PlanError, ProgramError, UnsupportedError: as `parallelize`.
     """
-    described = Machine.read(machine)
-    limit = int(described.memory) if memory is None else memory
+    described = read_machine(machine)
+    limit = described.usable_memory if memory is None else memory
     if beside and AXIS in beside:
         raise MeshError(f"the degrees of {AXIS} are tried, and none is given", help="give the other axes, such as dp=2")
     one = Mesh.of({**(beside or {}), AXIS: 1})
     conversions = conversions_of(exported_program, one, read_plan("auto"), inputs, outputs)
-    examined = _Examined(conversions, described, limit)
+    examined = _Examined(conversions, described, limit, read_calls(weights, conversions))
     degrees, stopped = {1: examined.degree(1)}, list[Stop]()
     candidates = [2]
     for tp in counted(candidates, "trying degrees", "degrees"):  # more of them by what two ranks cut
@@ -209,8 +260,10 @@ def diagnose(
 class _Examined:
     """Programs that are placed on one degree after the other; of two ranks, what the others are compared with."""
 
-    def __init__(self, conversions: Mapping[str, Conversion], machine: Machine, limit: int) -> None:
-        self.conversions, self.machine, self.limit = conversions, machine, limit
+    def __init__(
+        self, conversions: Mapping[str, Conversion], machine: Machine, limit: int, calls: tuple[float, ...]
+    ) -> None:
+        self.conversions, self.machine, self.limit, self.calls = conversions, machine, limit, calls
         self.pair: Solution | None = None
         self.obstacles: Sequence[Obstacle] = ()
 
@@ -226,20 +279,20 @@ class _Examined:
         """
         asked = self.mesh(tp)
         conversions = {name: dataclasses.replace(each, mesh=asked) for name, each in self.conversions.items()}
-        found, made = solved_together(conversions, Aim(self.machine))
+        found, made = solved_together(conversions, Aim(self.machine, calls=self.calls))
         least = measure_memory(found)
         if least.total > self.limit:
             try:
-                found, made = solved_together(conversions, Aim(self.machine, self.limit))
+                found, made = solved_together(conversions, Aim(self.machine, self.limit, calls=self.calls))
                 least = measure_memory(found)
             except TooLarge as error:
                 least = error.least
         calls = {}
         for (name, own), program in zip(made.items(), found.programs, strict=True):
-            sent = [(each.kind, each.group_size, each.wire_bytes) for each in own.collectives()]
+            sent = [(each.kind, tuple(each.axis.split(".")), each.wire_bytes) for each in own.collectives()]
             alone = dataclasses.replace(found, programs=[program])
-            seconds = measure_step_time(alone, sent, self.machine, fused=True)
-            calls[name] = Call(len(sent), sum(count for _, _, count in sent), seconds)
+            seconds = measure_step_time(alone, sent, self.machine)
+            calls[name] = Call(_sends(sent, found.mesh, self.machine), seconds, _samples(program))
         if tp == 2:
             self.pair, self.obstacles = found, find_obstacles(found)
         notes = dict.fromkeys(note.text for own in made.values() for note in own.notes if note.kind == "cut")
@@ -248,6 +301,18 @@ class _Examined:
         remarks = (*undivided, *uneven, *_shared(found), *_whole(found, self.pair))
         memory, fits = measure_memory(found), least.total <= self.limit
         return Degree(asked, dict(found.mesh.axes), memory, least, calls, fits, remarks)
+
+
+def _sends(sent: Sequence[Sent], mesh: Mesh, machine: Machine) -> tuple[Sends, ...]:
+    return tuple(
+        Sends(kind, count, wire_bytes, machine.collective_seconds(kind, axes, wire_bytes, mesh))
+        for (kind, axes, wire_bytes), count in Counter(sent).items()
+    )
+
+
+def _samples(program: PlannedProgram) -> int:
+    sizes = [node.meta["val"].shape for node in program.user_inputs()]
+    return next((sym_hint(size[0]) for size in sizes if size), 1)
 
 
 def _undivided(obstacles: Sequence[Obstacle], tp: int, foremost: bool = False) -> str:
@@ -267,11 +332,6 @@ def _folded(stops: Sequence[Stop]) -> Iterator[str]:
 
 def _named(mesh: Mesh) -> str:
     return str(mesh.world_size) if mesh.names == (AXIS,) else ",".join(f"{axis}={n}" for axis, n in mesh.axes)
-
-
-def _duration(seconds: float) -> str:
-    unit, name = next((pair for pair in UNITS_OF_TIME if seconds >= pair[0]), UNITS_OF_TIME[-1])
-    return f"{seconds / unit:.3g} {name}"
 
 
 def _shared(found: Solution) -> Iterator[str]:

@@ -20,6 +20,7 @@ from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_spec, parse_placement
 from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, Note, PlannedProgram, Program
+from tpcompiler.ir.shares import same_bits
 from tpcompiler.ir.symm_mem import Collectives, refuse_symm_mem
 from tpcompiler.ir.text import program_text
 from tpcompiler.parallel_program import ParallelProgram
@@ -36,7 +37,7 @@ from tpcompiler.passes.mark_placements import mark_placements
 from tpcompiler.passes.spread_experts import spread_experts
 from tpcompiler.plan import Plan, join_plans, share_plan
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.solver.place import UNLIMITED, Aim, place
+from tpcompiler.solver.place import Aim, place
 from tpcompiler.solver.solution import Solution
 from tpcompiler.verify.invariants import check_invariants
 
@@ -134,7 +135,7 @@ def share_conversions(conversions: Mapping[str, Conversion]) -> dict[str, Conver
     return {name: replace(own, plan=plan) for (name, own), plan in zip(conversions.items(), plans, strict=True)}
 
 
-def finished_together(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITED) -> dict[str, ParallelProgram]:
+def finished_together(conversions: Mapping[str, Conversion], aim: Aim | None = None) -> dict[str, ParallelProgram]:
     """The programs, with every leaf that several have placed alike.
 
     Raises:
@@ -145,9 +146,10 @@ def finished_together(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITE
 
 
 def solved_together(
-    conversions: Mapping[str, Conversion], aim: Aim = UNLIMITED
+    conversions: Mapping[str, Conversion], aim: Aim | None = None
 ) -> tuple[Solution, dict[str, ParallelProgram]]:
     """As `finished_together`, with what the search found."""
+    aim = aim or Aim()
     if len(conversions) > 1:
         _same_leaves(conversions)
 
@@ -171,7 +173,7 @@ def solved_together(
     return found, made
 
 
-def plan_found(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITED) -> Plan:
+def plan_found(conversions: Mapping[str, Conversion], aim: Aim | None = None) -> Plan:
     """The plan with what the search finds for the layers of all programs that it does not name.
 
     Raises:
@@ -179,7 +181,7 @@ def plan_found(conversions: Mapping[str, Conversion], aim: Aim = UNLIMITED) -> P
     """
     if len(conversions) > 1:
         _same_leaves(conversions)
-    _, found = _placed(conversions, aim)
+    _, found = _placed(conversions, aim or Aim())
     plan = join_plans([own.plan for own in conversions.values()])
     return plan.completed(found.styles, (n for own in conversions.values() for n in names_of(own.program)))
 
@@ -249,7 +251,7 @@ def _same_leaves(conversions: Mapping[str, Conversion]) -> None:
             ours, theirs = conversion.program.state(fqn), program.state(fqn)
             # Of weights without values a checkpoint says, by name, what they are.
             unknown = isinstance(ours, FakeTensor) and isinstance(theirs, FakeTensor)
-            if ours.shape != theirs.shape or ours.dtype != theirs.dtype or not (unknown or ours.equal(theirs)):
+            if ours.shape != theirs.shape or ours.dtype != theirs.dtype or not (unknown or same_bits(ours, theirs)):
                 raise ProgramError(
                     f"'{fqn}' is {list(theirs.shape)} of {theirs.dtype} in program '{known}' and {list(ours.shape)} of "
                     f"{ours.dtype} in '{name}', or its values differ",

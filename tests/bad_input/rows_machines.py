@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 
 from tests.bad_input.row import Row, text
+from tpcompiler.cost.machine_file import shipped_machines
 
 CONVERT = "tpcompiler convert model.pt2 --tp 2 --plan auto -o new"
 RATES = "flops: 1.0e+15\nmemory_bandwidth: 3.0e+12\nmemory: 8.0e+10\n"
 NUMBER = "give a number above 0, such as 4.5e+11 (YAML wants the sign)"
+KNOWN = f"give {', '.join(shipped_machines())}, or the path of a YAML file"
 LINKS = "links:\n- {latency: 0.0, bandwidth: 4.0e+11}\n"
 
 
@@ -21,7 +23,7 @@ MACHINES = [
         "no such machine",
         f"{CONVERT} --machine h1000",
         "machine 'h1000' cannot be read: No such file or directory",
-        "give h100, or the path of a YAML file",
+        KNOWN,
     ),
     _machine(
         "no YAML",
@@ -70,20 +72,20 @@ MACHINES = [
         "a machine that never ends",
         f"{CONVERT} --machine /dev/zero",
         "machine '/dev/zero' cannot be read: it is a pipe or a device",
-        "give h100, or the path of a YAML file",
+        KNOWN,
     ),
     Row(
         "a machine that nobody writes",
         f"{CONVERT} --machine m.yaml",
         "machine 'm.yaml' cannot be read: it is a pipe or a device",
-        "give h100, or the path of a YAML file",
+        KNOWN,
         spoil=lambda patch: os.mkfifo("m.yaml"),
     ),
     _machine(
         "an unknown name",
         RATES + LINKS + "watts: 700\n",
         "machine m.yaml: unknown 'watts'",
-        "use flops, memory_bandwidth, memory and links",
+        "use flops, memory_bandwidth, memory, product, attention, other, rows, host, nodes, links, base",
     ),
     _machine(
         "a number that is text",
@@ -102,6 +104,36 @@ MACHINES = [
         RATES + LINKS + "- {collective: all_reduce, latency: -1.0e-6, bandwidth: 4.0e+11}\n",
         "machine m.yaml, links[1]: latency is -1e-06",
         "give a number from 0, such as 4.5e+11 (YAML wants the sign)",
+    ),
+    _machine(
+        "a floor below nothing",
+        RATES + "product: -1.0e-6\n" + LINKS,
+        "machine m.yaml: product is -1e-06",
+        "give a number from 0, such as 4.5e+11 (YAML wants the sign)",
+    ),
+    _machine(
+        "a base that there is not",
+        "base: h1000\n",
+        "machine m.yaml: base is 'h1000'",
+        f"use one of {', '.join(shipped_machines())}",
+    ),
+    _machine(
+        "nodes of no ranks",
+        RATES + LINKS + "nodes: {ranks_per_node: 0, links: []}\n",
+        "machine m.yaml, nodes are {'ranks_per_node': 0, 'links': []}",
+        "give ranks_per_node from 1, and links",
+    ),
+    Row(
+        "calls that are no numbers",
+        "tpcompiler convert model.pt2 --tp 2 --plan auto -o new --calls prefill",
+        "Invalid value for --calls: 'prefill' does not give programs numbers, as prefill=1,decode=256 does",
+        "tpcompiler convert --help shows what it takes",
+    ),
+    Row(
+        "calls of another program",
+        "tpcompiler convert model.pt2 --tp 2 --plan auto -o new --calls prefill=1",
+        "--calls are {'prefill': 1.0}, and the programs are one",
+        "give each of several programs a number above 0: prefill=1,decode=256",
     ),
     _machine(
         "an unknown collective",

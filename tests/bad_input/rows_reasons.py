@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.bad_input.row import Row
+from tests.bad_input.rows_machines import KNOWN
 from tests.runtime.models import export_conv
 from tpcompiler import parallelize
 
@@ -40,7 +41,7 @@ REASONS = [
         "prices on an unknown machine",
         "tpcompiler explain out linear --machine h1000",
         "machine 'h1000' cannot be read: No such file or directory",
-        "give h100, or the path of a YAML file",
+        KNOWN,
     ),
     Row(
         "artifacts of two models",

@@ -19,7 +19,7 @@ from tests.long import LONG
 from tests.runtime.models import PLAN, export_mlp
 from tpcompiler import Plan, parallelize
 from tpcompiler.cli import app
-from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import ArtifactError, MachineError, TpCompilerError
 from tpcompiler.runtime.artifact import read_manifest
 
@@ -65,7 +65,7 @@ def test_machines(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> N
     for text in (content, good + content + b"]", good.replace(b"3.0e+12", content) + b"]"):
         machine.write_bytes(text)
         with contextlib.suppress(MachineError):
-            Machine.read(machine)
+            read_machine(machine)
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode) | JSON.map(lambda v: json.dumps(v).encode()))

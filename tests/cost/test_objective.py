@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from tpcompiler.cost.objective import local_flops
+from tpcompiler.cost.objective import local_work
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.mesh import Mesh
@@ -37,6 +37,6 @@ def test_flops(module: nn.Module, shape: tuple[int, ...]) -> None:
     (call,) = edit.calls(canonicalize(torch.export.export(module, (x,))).graph)
     rule, mesh = rule_of(call), Mesh.of(2)
     assert rule is not None
-    assert local_flops(rule, Option(), mesh) == counter.get_total_flops()
+    assert local_work(call, rule, Option(), mesh).flops == counter.get_total_flops()
     (batch, *_) = rule.pattern.outputs[0][0]
-    assert local_flops(rule, Option({batch: DimSharding.by("tp")}), mesh) == counter.get_total_flops() / 2
+    assert local_work(call, rule, Option({batch: DimSharding.by("tp")}), mesh).flops == counter.get_total_flops() / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MethodType
 from typing import Any
 from unittest import mock
@@ -14,7 +15,6 @@ from torch.export import export
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler._torch import OpOverload
-from tpcompiler.cost.objective import PLANNED
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
@@ -40,7 +40,7 @@ from tpcompiler.passes.mark_placements import mark_placements
 from tpcompiler.passes.shard_state import shard_state
 from tpcompiler.plan import Plan
 from tpcompiler.rules.registry import ops_with_rules
-from tpcompiler.solver.place import place
+from tpcompiler.solver.place import Aim, place
 from tpcompiler.verify.invariants import check_invariants
 
 Given = Mapping[str, str] | Sequence[str | None] | None
@@ -117,7 +117,7 @@ def divided(*args: Any, **kwargs: Any) -> PlannedProgram:
 
 
 def marked(*args: Any, **kwargs: Any) -> MarkedProgram:
-    (program,), found = place([divided(*args, **kwargs)], auto=False)
+    (program,), found = place([divided(*args, **kwargs)], auto=False, aim=Aim())
     return _checked(mark_placements(program, found))
 
 
@@ -157,5 +157,4 @@ def _checked(program: Any) -> Any:
 
 def cuts_are_kept() -> Any:
     """A patch under which ops that are cut stay so, even where their operands are cheaper to gather than what they make."""
-    slow = PLANNED._replace(products=1e6, others=1e6)
-    return mock.patch("tpcompiler.solver.place.PLANNED", slow)
+    return mock.patch.dict("os.environ", TPCOMPILER_MACHINE=str(Path(__file__).with_name("slow.yaml")))

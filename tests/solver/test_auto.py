@@ -15,16 +15,19 @@ import tpcompiler
 from tests.runtime.commands import right
 from tests.zoo.index import CASES
 from tpcompiler import ParallelProgram
-from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.objective import SEARCHED
+from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.objective import STEP, TIE, Objective
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.pipeline import find_placements
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.inputs import write_tensors
-from tpcompiler.solver.place import place
+from tpcompiler.solver.place import Aim, place
 from tpcompiler.solver.solution import search
+from tpcompiler.solver.step_time import collectives_of, measure_step_time
 
 
 @cache
@@ -35,6 +38,17 @@ def exported(name: str, dynamic: bool = False) -> ExportedProgram:
 def spent(program: ParallelProgram) -> tuple[int, int]:
     """Wire bytes of a call, and the bytes of weights on the rank that holds most."""
     return sum(c.wire_bytes for c in program.collectives()), max(program.parameter_bytes()[1])
+
+
+def held(program: ParallelProgram) -> int:
+    return max(program.parameter_bytes()[1])
+
+
+def step_of(program: ExportedProgram, mesh: Any, plan: Any, machine: str = "ideal") -> float:
+    """Predicted seconds of a call."""
+    described = read_machine(machine)
+    found = find_placements([*conversions_of(program, mesh, read_plan(plan)).values()], Aim(described))
+    return measure_step_time(found, collectives_of(found), described).total
 
 
 class Mlp(nn.Module):
@@ -54,14 +68,15 @@ def mlp() -> ExportedProgram:
 def test_a_layer_by_hand() -> None:
     """The sums of docs/auto.md."""
     program = apply_plan(canonicalize(mlp()), Plan(), Mesh.of(2))
-    found = search([program], SEARCHED, free=True)
+    objective = Objective.of(read_machine())
+    found = search([program], objective, free=True)
     assert found.styles == {"up": "colwise", "down": "rowwise"}
     up = (16 * 64 + 128 * 64 + 16 * 128) * 4  # bytes: x, half of the weight, half of the result
     down = (16 * 128 + 64 * 128 + 16 * 64) * 4
-    held, sent = 2 * 128 * 64 * 4, 16 * 64 * 4
-    machine = Machine.read()
-    rates = machine.memory_bandwidth, machine.plain_link.bandwidth
-    assert found.seconds == pytest.approx((up + down) / rates[0] + (held + sent) / rates[1] + SEARCHED.step)
+    relu, held, sent = 2 * 16 * 128 * 4, 2 * 128 * 64 * 4, 16 * 64 * 4
+    rates = objective.machine.memory_bandwidth, objective.machine.links["", 0][0].bandwidth
+    ties = TIE * (held + up + relu + down) / rates[0] + STEP
+    assert found.seconds == pytest.approx((up + relu + down) / rates[0] + sent / rates[1] + ties)
 
 
 # A decoder, parallel blocks, experts, an encoder with packed and blocked heads, caches, and one head of keys beside
@@ -77,17 +92,19 @@ def test_no_worse_than_the_experts_plan(name: str, world: int) -> None:
     case, program = CASES[name], exported(name)
     auto = tpcompiler.parallelize(program, world, "auto")
     assert auto.verify((), case.inputs(*case.example)).ok
-    by_hand = spent(tpcompiler.parallelize(program, world, case.asked()))
-    assert all(ours <= theirs for ours, theirs in zip(spent(auto), by_hand, strict=True)), (spent(auto), by_hand)
+    assert step_of(program, world, "auto") <= step_of(program, world, case.asked()) * 1.001  # ties
+    least = tpcompiler.parallelize(program, world, "auto", optimize="memory")
+    assert least.verify((), case.inputs(*case.example)).ok
+    assert held(least) <= min(held(auto), held(tpcompiler.parallelize(program, world, case.asked())))
 
 
 @pytest.mark.slow
 def test_each_weight_of_a_module_that_has_several() -> None:
     case, program = CASES["einsum_transformer"], exported("einsum_transformer")
-    auto = tpcompiler.parallelize(program, 2, "auto")
+    auto = tpcompiler.parallelize(program, 2, "auto", optimize="memory")
     assert auto.plan.to_data()["layers.*.wq"] == "S(1)"
     assert auto.plan.to_data()["layers.*.wo"] == "S(0)"
-    assert spent(auto) == spent(tpcompiler.parallelize(program, 2, case.asked()))
+    assert held(auto) <= held(tpcompiler.parallelize(program, 2, case.asked()))
 
 
 def test_convolutions_at_their_optimum() -> None:
@@ -147,5 +164,5 @@ def test_nothing_fits() -> None:
     program = canonicalize(export(nn.LayerNorm(8), (torch.randn(2, 8),)))
     planned = apply_plan(program, Plan.of({"bias": "R", "weight": "S(0)"}), Mesh.of(2))
     with pytest.raises(ShardingError, match="no placement of all values suits what is asked for") as error:
-        place([planned], auto=True)
+        place([planned], auto=True, aim=Aim())
     assert error.value.facts["asked by"] == 'the plan ("weight": "S(0)")'

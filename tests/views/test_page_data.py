@@ -255,7 +255,7 @@ def test_a_claim_that_cannot_be_read_gives_no_global_shape(tower: Path, tmp_path
     assert row["why"] == "its claim cannot be read: S(2) or so"
 
 
-SLOW = Machine(flops=1.0, memory_bandwidth=1e6, memory=1e9, links={("", 0): Link(latency=0.5, bandwidth=64.0)})
+SLOW = Machine(flops=1.0, memory_bandwidth=1e6, memory=1e9, links={("", 0): [Link(latency=0.5, bandwidth=64.0)]})
 
 
 def test_times_are_the_rooflines_and_the_links(tmp_path: Path) -> None:
@@ -264,7 +264,8 @@ def test_times_are_the_rooflines_and_the_links(tmp_path: Path) -> None:
     records = {row["node"]: row for row in program.manifest().collectives}
     times = predict_times(program.rank_program(0), records, SLOW, Mesh.of(2))
     product = 2.0 * 4 * 8 * 8
-    assert [(step.node, step.compute, step.sent) for step in times.steps] == [
+    assert [step.node for step in times.steps if 0 < step.compute < 1] == ["relu", "add"]  # what they move
+    assert [(step.node, step.compute, step.sent) for step in times.steps if step.compute > 1 or step.sent] == [
         ("linear", product, 0.0),
         ("linear_1", product, 0.0),
         ("all_reduce", 0.0, 0.5 + 128 / 64),

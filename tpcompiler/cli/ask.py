@@ -10,18 +10,20 @@ import typer
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.given import Inputs, Outputs, read_programs
 from tpcompiler.cli.options import (
+    Calls,
+    Goals,
     Imports,
     Json,
     Machine,
     Memory,
     MeshOption,
+    Optimize,
     Tp,
     Trust,
     app,
     read_mesh,
     refuse_two_meshes,
 )
-from tpcompiler.cost.machine import DEFAULT
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL.pt2", help="What torch.export.save wrote.")]
 
@@ -32,7 +34,8 @@ def plan(
     tp: Tp = None,
     mesh: MeshOption = None,
     memory: Memory = None,
-    machine: Machine = DEFAULT,
+    machine: Machine = None,
+    optimize: Optimize = Goals.latency,
     partial: Annotated[
         Path | None,
         typer.Option("--partial", metavar="PLAN.yaml", help="A plan for some layers; the search decides the rest."),
@@ -67,7 +70,7 @@ def plan(
         over, given = read_mesh(tp, mesh), Plan() if partial is None else Plan.of(partial)
         program = read_model(model, imports or (), trust=trust)
         status.update("searching")
-        found = find_plan(program, over, given, machine=machine, memory=memory)
+        found = find_plan(program, over, given, machine=machine, memory=memory, optimize=optimize.value)
         text = plan_text(with_plain_weights(program), found)
     if out is not None:
         printing.write_content(out, text)
@@ -93,8 +96,9 @@ def doctor(
     ] = None,
     inputs: Inputs = None,
     outputs: Outputs = None,
-    machine: Machine = DEFAULT,
+    machine: Machine = None,
     memory: Memory = None,
+    calls: Calls = None,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -123,6 +127,7 @@ def doctor(
             outputs=given.of_programs(outputs, "--output"),
             machine=machine,
             memory=memory,
+            weights=calls,
         )
     if json:
         printing.print_json(found.to_data())

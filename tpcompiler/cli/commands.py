@@ -24,6 +24,8 @@ from tpcompiler.cli.memory import return_freed_tensors
 from tpcompiler.cli.options import (
     DEFECT,
     Artifact,
+    Calls,
+    Goals,
     Imports,
     Json,
     Limits,
@@ -32,6 +34,7 @@ from tpcompiler.cli.options import (
     MaxWireBytes,
     Memory,
     MeshOption,
+    Optimize,
     Tp,
     Trust,
     app,
@@ -40,7 +43,6 @@ from tpcompiler.cli.options import (
     report,
 )
 from tpcompiler.cli.weights import Partial
-from tpcompiler.cost.machine import DEFAULT
 from tpcompiler.errors import TpCompilerWarning
 from tpcompiler.printed import mute_logs, one_line, printable
 
@@ -203,8 +205,10 @@ def convert(
     no_check_indices: Annotated[
         bool, typer.Option("--no-check-indices", help="Assert nothing of computed indices where an indexed dim is cut.")
     ] = False,
-    machine: Machine = DEFAULT,
+    machine: Machine = None,
     memory: Memory = None,
+    optimize: Optimize = Goals.latency,
+    calls: Calls = None,
     budget: Limits = None,
     max_wire_bytes: MaxWireBytes = None,
     max_memory: MaxMemory = None,
@@ -258,6 +262,8 @@ def convert(
             check_indices=not no_check_indices,
             machine=machine,
             memory=memory,
+            optimize=optimize.value,
+            weights=calls,
         )
         each: dict[str, Any] = dict(made) if names else {"": made}
         for name, one in each.items() if allowed != Budget() else ():
@@ -300,7 +306,7 @@ def show(
         str | None,
         typer.Option("--tensor", metavar="NAME", help="Which ranks hold which slices of it, as text or svg, instead."),
     ] = None,
-    machine: Machine = DEFAULT,
+    machine: Machine = None,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -323,7 +329,7 @@ def show(
         raise typer.BadParameter("a tensor is drawn as text or svg", param_hint="--format")
     if kind is _Format.png and file is None:
         raise typer.BadParameter("a png is no text: name its file with -o", param_hint="--format")
-    if machine != DEFAULT and (json or kind is not _Format.html):
+    if machine is not None and (json or kind is not _Format.html):
         raise typer.BadParameter("only the page predicts times: --format html", param_hint="--machine")
     with progress(f"reading {directory}", quiet=json):
         from tpcompiler.cli import printing

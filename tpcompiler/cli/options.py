@@ -10,6 +10,7 @@ import re
 import sys
 import time
 import traceback
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from typer.core import TyperGroup
 
 from tpcompiler.cli.interrupt import INTERRUPTED, was_interrupted
 from tpcompiler.cost.amounts import read_bytes
+from tpcompiler.cost.machine_file import DEFAULT, VARIABLE, shipped_machines
 from tpcompiler.errors import MeshError, TpCompilerError, naming_options
 from tpcompiler.printed import print_nowhere, printable, printed_streams
 
@@ -101,7 +103,53 @@ Imports = Annotated[
 Trust = Annotated[bool, typer.Option("--trust", help="Read files too that can run code: only from who you trust.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Machine = Annotated[
-    str, typer.Option("--machine", metavar="FILE", help="What the devices can do: a YAML file, or a known name.")
+    str | None,
+    typer.Option(
+        "--machine",
+        metavar="NAME",
+        autocompletion=shipped_machines,
+        help=f"What the devices can do: {', '.join(shipped_machines())}, or a YAML file. "
+        f"By default ${VARIABLE}, or {DEFAULT}.",
+    ),
+]
+
+
+def read_calls(text: str) -> dict[str, float]:
+    """Read `prefill=1,decode=256`.
+
+    Raises:
+        BadParameter: it is something else.
+    """
+    pairs = [part.partition("=") for part in text.split(",")]
+    try:
+        return {name.strip(): float(count) for name, _, count in pairs}
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} does not give programs numbers, as prefill=1,decode=256 does", param_hint="--calls"
+        ) from None
+
+
+Calls = Annotated[
+    Any,
+    typer.Option(
+        "--calls",
+        metavar="NAME=N,..",
+        parser=read_calls,
+        help="How often each of several programs is called: prefill=1,decode=256. By default all as often.",
+    ),
+]
+
+
+class Goals(str, Enum):
+    """As `Goal`."""
+
+    latency = "latency"
+    memory = "memory"
+
+
+Optimize = Annotated[
+    Goals,
+    typer.Option("--optimize", help="latency: the fastest call that fits; memory: the fewest bytes held by a rank."),
 ]
 Memory = Annotated[
     int | None,

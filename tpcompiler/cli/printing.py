@@ -119,7 +119,14 @@ class Picture(NamedTuple):
 
 
 def picture(
-    directory: Path, format: str, file: Path | None, rank: int, tensor: str | None, *, machine: str, trust: bool = False
+    directory: Path,
+    format: str,
+    file: Path | None,
+    rank: int,
+    tensor: str | None,
+    *,
+    machine: str | None,
+    trust: bool = False,
 ) -> Picture:
     """A tensor, or a rank's program, as text, html, dot, svg or png. Without Graphviz's `dot` the program's svg and png
     become dot, with a note."""

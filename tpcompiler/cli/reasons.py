@@ -11,7 +11,6 @@ import typer
 
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Machine, Trust, app
-from tpcompiler.cost.machine import DEFAULT
 from tpcompiler.errors import InputsError
 
 
@@ -21,7 +20,7 @@ def explain(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="A node of the single-device program, a parameter or a collective.")
     ],
-    machine: Machine = DEFAULT,
+    machine: Machine = None,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -59,7 +58,7 @@ def diff(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write the page of OUT2 too, where what differs is marked."),
     ] = None,
-    machine: Machine = DEFAULT,
+    machine: Machine = None,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -102,7 +101,7 @@ def cost(
         str | None,
         typer.Option("--at", metavar="NAME=N,..", help="Dynamic sizes that numbers are for: batch=8,sequence=4096."),
     ] = None,
-    machine: Machine = DEFAULT,
+    machine: Machine = None,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,

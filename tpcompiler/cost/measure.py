@@ -1,8 +1,9 @@
-"""One rank of `calibrate`: time products, copies and collectives, and let rank 0 write what a machine file says."""
+"""One rank of `calibrate`: time kernels, copies and collectives, and let rank 0 write what a machine file says."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import sys
@@ -22,7 +23,8 @@ from tpcompiler.runtime.target import reason
 
 ROUNDS = 7  # of each measurement, of which the median counts
 LONGEST = timedelta(minutes=1)  # of one collective
-SIZES = tuple(1 << power for power in range(10, 24, 2))  # bytes of a payload
+SIZES = tuple(1 << power for power in range(9, 27))  # bytes of a payload: 512 B to 64 MB
+LAUNCHES = 200  # of a small kernel, which are timed together
 FILLING = {"cpu": (1024, 1 << 26), "cuda": (8192, 1 << 30)}  # side of a square matrix, and bytes that no cache holds
 
 
@@ -33,6 +35,7 @@ def main(folder: str) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=LONGEST)
     world, rates = dist.get_world_size(), measure_device(device)
+    floors, host = measure_floors(device), measure_host(device)
     links, missing = list[dict[str, Any]](), list[dict[str, Any]]()
     for ranks in sorted({*(1 << power for power in range(1, world.bit_length())), world}):
         group = dist.new_group(list(range(ranks)), timeout=LONGEST)
@@ -40,8 +43,10 @@ def main(folder: str) -> None:
             for each in measure_links(ranks, group, device):
                 (missing if "reason" in each else links).append(each)
         dist.barrier()
+    again = measure_device(device)
     if dist.get_rank() == 0:
-        found = {"backend": dist.get_backend(), "rates": rates, "links": links, "missing": missing}
+        parts = {"rates": rates, "floors": floors, "host": host, "links": links, "missing": missing, "again": again}
+        found = {"backend": dist.get_backend(), **parts}
         Path(folder, "measured.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -62,6 +67,51 @@ def measure_device(device: torch.device) -> dict[str, float]:
     return {"flops": 2 * side**3 / product, "memory_bandwidth": 2 * copied / copy, "memory": memory}
 
 
+def measure_floors(device: torch.device) -> dict[str, float]:
+    """Seconds of kernels that hardly move or multiply anything, on the slowest rank; in a CUDA graph on a GPU."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    small = torch.zeros(64, 64, device=device, dtype=dtype)
+    query = torch.zeros(1, 4, 1, 64, device=device, dtype=dtype)
+    cache = torch.zeros(1, 4, 64, 64, device=device, dtype=dtype)
+    kernels: dict[str, Callable[[], object]] = {
+        "product": lambda: torch.mm(small, small),
+        "attention": lambda: torch.nn.functional.scaled_dot_product_attention(query, cache, cache),
+        "other": lambda: torch.add(small, small),
+    }
+    return {name: seconds_of(_repeated(kernel, device), device, None) / LAUNCHES for name, kernel in kernels.items()}
+
+
+def _repeated(kernel: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    def run() -> None:
+        for _ in range(LAUNCHES):
+            kernel()
+
+    if device.type != "cuda":
+        return run
+    run()  # before a capture, libraries make their workspaces
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def measure_host(device: torch.device) -> dict[str, float]:
+    """Seconds that the host takes to launch an operation and a collective; nothing where it runs them itself."""
+    if device.type != "cuda":
+        return {}
+    small = torch.zeros(64, device=device)
+    took = {}
+    for name, call in (("operation", lambda: torch.add(small, small)), ("collective", lambda: dist.all_reduce(small))):
+        call()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(LAUNCHES):
+            call()
+        took[name] = (time.perf_counter() - began) / LAUNCHES
+        torch.cuda.synchronize()
+    return took
+
+
 def measure_links(ranks: int, group: Any, device: torch.device) -> Iterator[dict[str, Any]]:
     """What `measure_link` finds of each kind of collective, or the `reason` why it cannot be measured."""
     for kind in KINDS:
@@ -72,7 +122,7 @@ def measure_links(ranks: int, group: Any, device: torch.device) -> Iterator[dict
 
 
 def measure_link(kind: str, ranks: int, group: Any, device: torch.device) -> dict[str, Any]:
-    """Seconds and bytes/s of a kind of collective in a group of so many ranks.
+    """The links of a kind of collective in a group of so many ranks, of which the fastest counts, and their error.
 
     Raises:
         RuntimeError: the backend does not do it.
@@ -89,8 +139,8 @@ def measure_link(kind: str, ranks: int, group: Any, device: torch.device) -> dic
         }
         seconds.append(seconds_of(calls[kind], device, group))
         sent.append(wire_bytes(kind, count * 4, ranks))
-    latency, bandwidth = fit_link(sent, seconds)
-    return {"collective": kind, "ranks": ranks, "latency": latency, "bandwidth": bandwidth}
+    links, error = fit_links(sent, seconds)
+    return {"collective": kind, "ranks": ranks, "links": links, "error": error}
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, group: Any) -> float:
@@ -106,6 +156,23 @@ def seconds_of(call: Callable[[], object], device: torch.device, group: Any) -> 
     longest = torch.tensor(statistics.median(found[1:]), dtype=torch.float64, device=device)  # the first one warms up
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
     return longest.item()
+
+
+def fit_links(sent: list[float], seconds: list[float]) -> tuple[list[tuple[float, float]], float]:
+    """One or two links (latency, bytes/s), of which the faster counts, and their mean relative error.
+
+    Small messages and large ones take other protocols: each split of the sizes is tried, a line fitted to either part.
+    """
+    found = [[fit_link(sent, seconds)]]
+    for at in range(2, len(sent) - 1):
+        found.append([fit_link(sent[:at], seconds[:at]), fit_link(sent[at:], seconds[at:])])
+
+    def error(links: list[tuple[float, float]]) -> float:
+        predicted = (min(latency + wire / bandwidth for latency, bandwidth in links) for wire in sent)
+        return statistics.fmean(abs(math.log(p / took)) for p, took in zip(predicted, seconds, strict=True))
+
+    best = min(found, key=error)
+    return best, error(best)
 
 
 def fit_link(sent: list[float], seconds: list[float]) -> tuple[float, float]:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import fx
 
 from tpcompiler._torch import sym_hint
+from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.path import steps_between
 from tpcompiler.ir.dim_sharding import Size
@@ -17,56 +19,75 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule
 
+STEP = 1e-12  # seconds: of equals, the one with fewer collectives
+TIE = 1e-3  # of the time to read a byte: of equals, the one that holds or looks at fewer
+LEAST = 1e3  # the same where as few bytes are held as can be
+
+
+class Work(NamedTuple):
+    """FLOPs of a rank's part of an op, and the rows of its product."""
+
+    flops: float = 0.0
+    rows: float = 0.0
+
 
 class Objective(NamedTuple):
-    """What counts, on a machine.
+    """The predicted time of one call on a machine, on the rank that does most.
+
+    Products, attentions and other kernels take their floor and the longer of two times: for their FLOPs, and for the
+    bytes that they move (the roofline of Williams, Waterman and Patterson, 2009). A collective takes the fastest of
+    its links.
 
     Attributes:
-        step: seconds of each collective beside its bytes.
-        held: the share that counts of the bytes of weights that a rank holds.
-        products: the share that counts of the seconds of ops that multiply and sum.
-        others: the same of all other ops, which a compiler fuses with what makes or takes their values.
+        held: seconds that a byte of weights is worth; next to nothing breaks ties.
+        calls: of programs that are placed together, how much a call of each counts; by default all count 1.
     """
 
     machine: Machine
-    step: float
     held: float
-    products: float
-    others: float
+    calls: tuple[float, ...] = ()
 
-    def keeping_cuts(self) -> Objective:
-        """The same for an axis that cuts an input: of equal bytes, those win between which more stays cut, such as
-        reduce_scatter and all_gather, and what is cut is computed so.
-        """
-        return self._replace(step=min(self.step, 1e-16), products=1.0)
+    @classmethod
+    def of(cls, machine: Machine, share: float = TIE, calls: tuple[float, ...] = ()) -> Objective:
+        """`share`: of the time to read a byte of weights, what it is worth not to hold it."""
+        return cls(machine, share / machine.memory_bandwidth, calls)
+
+    def weight(self, program: int) -> float:
+        """How much a call of a program counts."""
+        return self.calls[program] if self.calls else 1.0
 
     def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
-        """Of a change of sharding: what its collectives take on the machine's links, and `step` for each."""
+        """Of a change of sharding: what its collectives take."""
         steps = steps_between(source, target, value.shape, value.element_size(), mesh)
         return sum(
-            self.machine.link(step.kind, mesh.size(step.axes)).seconds(step.wire_bytes) + self.step
+            self.machine.collective_seconds(step.kind, step.axes, step.wire_bytes, mesh) + STEP
             for step in steps
             if step.kind not in ("slice", "hold")
         )
 
-    def compute_seconds(self, flops: float, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
-        """Of the largest share of an op, by the roofline (Williams, Waterman and Patterson, 2009)."""
-        share = self.products if flops else self.others
-        moved = sum(local_bytes(value, sharding, mesh) for value, sharding in values) if share else 0
-        return share * max(flops / self.machine.flops, moved / self.machine.memory_bandwidth)
+    def floor_seconds(self, kernel: Kernel) -> float:
+        """What the kernel takes that an op begins, whatever the op's size."""
+        machine = self.machine
+        floors = {"": 0.0, "product": machine.product, "attention": machine.attention, "other": machine.other}
+        return floors[kernel.floor]
+
+    def work_seconds(self, work: Work, moved: float) -> float:
+        """What FLOPs or bytes take, whichever is longer."""
+        return max(work.flops / self.machine.flops_of(work.rows), moved / self.machine.memory_bandwidth)
+
+    def tie_seconds(self, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
+        """Of ways that take as long, such as a view before a change or after it, the one on fewer bytes wins."""
+        return TIE * sum(local_bytes(*value, mesh) for value in values) / self.machine.memory_bandwidth
 
     def held_seconds(self, count: float) -> float:
-        """What it is worth to hold so many bytes of weights less: as much as to send them once.
-
-        One call of a program is no measure of what weights cost: they are read in every step, and must fit.
-        """
-        return self.held * count / self.machine.plain_link.bandwidth
+        """What it is worth to hold so many bytes of weights less."""
+        return self.held * count
 
 
-# Of each step about 2 KB on the link, so that fewer collectives win where bytes are nearly the same.
-SEARCHED = Objective(Machine.read(), step=5e-9, held=1.0, products=1.0, others=0.0)
-# A plan has decided who holds and computes what: bytes on the wire count, and the rest next to nothing.
-PLANNED = Objective(Machine.read(), step=1e-12, held=1e-5, products=0.01, others=1e-5)
+def moved_bytes(kernel: Kernel, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
+    """Bytes that an op reads and writes on the first rank, which does most. `values`: operands, then results."""
+    pairs = zip(kernel.moves, values, strict=bool(kernel.moves))
+    return sum(share * local_bytes(value, sharding, mesh) for share, (value, sharding) in pairs if share)
 
 
 def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
@@ -82,18 +103,32 @@ def _count(shape: Sequence[Size]) -> int:
     return total
 
 
-def local_flops(rule: Rule | None, option: Option, mesh: Mesh) -> float:
-    """Of a product of two operands that is summed, on one rank."""
-    if rule is None or len(rule.pattern.inputs) - len(rule.pattern.addends) != 2 or not rule.reduced:
-        return 0.0
-    left, right, made = (
-        {factor for term in terms for dim in term for factor in dim}
-        for terms in (rule.pattern.inputs[:1], rule.pattern.inputs[1:], rule.pattern.outputs)
-    )
-    total = 2.0 * math.prod(sym_hint(rule.extent[factor]) for factor in (left & (right | made)) | right)
-    under, over = (
-        math.prod(sym_hint(rule.extent[factor]) for factor in own) for own in (left - right - made, made - left - right)
-    )
+def local_work(node: fx.Node, rule: Rule | None, option: Option, mesh: Mesh) -> Work:
+    """The work of a product of two operands that is summed, or of an attention, on one rank."""
+    if rule is not None and is_attention(node):
+        return _attention_work(rule, option, mesh)
+    factors = factors_of_product(node, rule)
+    if rule is None or factors is None:
+        return Work()
+    (left, right), made = factors, rule.made
+
+    def size(those: frozenset[str]) -> float:
+        return math.prod(_local_size(rule, option, factor, mesh) for factor in those)
+
+    under, over = size(left - right - made), size(made - left - right)
     # A window moves over the space of its input, of which there is one result each, or one input where it is spread.
-    total *= min(under, over) if made - left - right else under
-    return total / mesh.size(tuple({axis for cut in option.cuts.values() for axis in cut.axes}))
+    window = min(under, over) if made - left - right else under
+    return Work(2.0 * size((left & (right | made)) | right) * window, size((made & left) - right))
+
+
+def _attention_work(rule: Rule, option: Option, mesh: Mesh) -> Work:
+    """Of scores and their product with the values: causal ones have half the FLOPs, at half the rate."""
+    query, keys, values = ({factor for dim in term for factor in dim} for term in rule.pattern.inputs[:3])
+    spaces = query | keys, rule.made | values
+    counts = (math.prod(_local_size(rule, option, factor, mesh) for factor in space) for space in spaces)
+    return Work(2.0 * sum(counts), math.inf)
+
+
+def _local_size(rule: Rule, option: Option, factor: str, mesh: Mesh) -> float:
+    cut = option.cuts.get(factor)
+    return sym_hint(rule.extent[factor]) / (mesh.size(cut.axes) if cut is not None else 1)

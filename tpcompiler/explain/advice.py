@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from tpcompiler.cost.objective import PLANNED
+from tpcompiler.cost.objective import TIE, Objective
 from tpcompiler.cost.program import changes
 from tpcompiler.errors import ShardingError, TpCompilerError
 from tpcompiler.ir import edit
@@ -26,6 +26,7 @@ from tpcompiler.printed import format_bytes
 from tpcompiler.solver.place import Aim, place
 from tpcompiler.solver.solution import search
 
+AS_SENT = 7.0  # times to read a byte: about what it takes to send one
 MOST_CHANGED = 2  # entries that one advice changes
 
 
@@ -62,7 +63,7 @@ class Adviser:
         behind = planned_behind(program, value)
         nearest, near = (_concerning(self.plan, leaves) for leaves in (behind[:1], behind))
         far = _concerning(self.plan, planned_behind(program, value, far=True))
-        tried = (self._best(nearest, PLANNED.held), self._best(near), self._best(far)) if near else ()
+        tried = (self._best(nearest, TIE), self._best(near), self._best(far)) if near else ()
         found = [advice for advice in tried if advice is not None and value not in _gathered(advice.made)]
         best = min(found, key=lambda advice: wire_bytes(advice.made), default=None)
         if best is None or wire_bytes(best.made) >= now:
@@ -103,10 +104,10 @@ class Adviser:
         said = f"change '{entry.pattern}' from {entry.style.to_data()} to {style}, which cuts {how}"
         return Advice(said, mark_placements(programs[self.at], solution))
 
-    def _best(self, entries: tuple[PlanEntry, ...], held: float = 1.0) -> Advice | None:
+    def _best(self, entries: tuple[PlanEntry, ...], held: float = AS_SENT) -> Advice | None:
         """What the search makes of these entries, where that is one change in a few words: as it is then compiled.
 
-        `held`: what bytes of weights count beside those that are sent, for layers that are whole send nothing.
+        `held`: what a byte of weights counts in times to read it, for layers that are whole send nothing.
         """
         if (known := (entries, held)) not in self.known:
             try:
@@ -119,7 +120,7 @@ class Adviser:
     def _sought(self, entries: Sequence[PlanEntry], held: float) -> Advice | None:
         now, other = self.planned(self.plan), self._otherwise(entries)
         opened = [_opened(*both, entries) for both in zip(now, other, strict=True)]
-        found = search(opened, PLANNED._replace(machine=self.aim.machine, held=held))
+        found = search(opened, Objective.of(self.aim.machine, held))
         if math.isinf(found.seconds):
             return None
         then = {fqn: _cut_dims(found.leaves[node]) for program in found.programs for node, fqn in program.leaves()}

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from torch import fx
 
 from tpcompiler.checkpoint.fill import read_original
-from tpcompiler.cost.machine import DEFAULT, Machine
-from tpcompiler.cost.objective import SEARCHED
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.explain.advice import held_bytes, wire_bytes
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
@@ -76,7 +77,7 @@ class Again:
             _without(program, layers) if self.free else _opened(program, self.found.model, layers)
             for program in self.found.programs
         ]
-        objective = SEARCHED._replace(machine=self.machine)
+        objective = Objective.of(self.machine)
         with no_new_guards(*(program.graph for program in programs)):
             choices = price_otherwise(replace(self.found, programs=programs), value, objective, self.free, self.gathers)
             return [self._price(each) for each in choices]
@@ -104,7 +105,7 @@ def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: 
 
 
 def advise_artifact(
-    directory: str | os.PathLike[str], machine: str | os.PathLike[str] = DEFAULT, *, trust: bool = False
+    directory: str | os.PathLike[str], machine: str | os.PathLike[str] | None = None, *, trust: bool = False
 ) -> dict[str, str]:
     """Search for the change of the plan that leaves out each fallback of an artifact, by the name of its reshard.
 
@@ -115,7 +116,7 @@ def advise_artifact(
         ArtifactError: no artifact, or one whose manifest is damaged.
         MachineError: the description of the machine cannot be read.
     """
-    described = Machine.read(machine)
+    described = read_machine(machine)
     if not any(record["why"] == "fallback" for record in read_manifest(directory).collectives):
         return {}
     with contextlib.suppress(TpCompilerError):

@@ -13,8 +13,10 @@ import torch
 
 from tpcompiler._torch import sym_expr, sym_hint
 from tpcompiler.cost.collective import wire_bytes
-from tpcompiler.cost.machine import DEFAULT, Machine
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import InputsError, option
+from tpcompiler.explain.counts import record_seconds
 from tpcompiler.explain.report import sent_value, split_layer
 from tpcompiler.explain.written import Record, Written
 from tpcompiler.ir.claims import records_of
@@ -105,7 +107,7 @@ def cost_artifact(
     directory: str | os.PathLike[str],
     at: Mapping[str, int] | None = None,
     *,
-    machine: str | os.PathLike[str] = DEFAULT,
+    machine: str | os.PathLike[str] | None = None,
     trust: bool = False,
 ) -> CostTable:
     """Count what an artifact sends, as formulas in its dynamic sizes and as numbers.
@@ -124,7 +126,7 @@ def cost_artifact(
         InputsError: a name of no size, or a value that it cannot have.
         MachineError: the description of the machine cannot be read.
     """
-    described = Machine.read(machine)
+    described = read_machine(machine)
     return count_costs(Written.read(directory, trust=trust), at or {}, described)
 
 
@@ -135,6 +137,7 @@ def count_costs(written: Written, at: Mapping[str, int], machine: Machine) -> Co
         InputsError: as `cost_artifact`.
     """
     sizes, meant = _sizes(written, dict(at))
+    mesh = Mesh.of(written.manifest.mesh)
     values = {sympy.Symbol(size.name): size.value for size in sizes}
     found: dict[tuple[str, str], list[tuple[Expr, int, float]]] = {}
     for node, record in records_of(written.exported.graph, written.manifest).items():
@@ -144,7 +147,7 @@ def count_costs(written: Written, at: Mapping[str, int], machine: Machine) -> Co
         is_known = payload.free_symbols <= values.keys()  # what depends on data is as in the example
         sent = wire_bytes(record["kind"], int(payload.xreplace(values)) if is_known else record["payload_bytes"], ranks)
         share = payload * sympy.Rational(ranks - 1, ranks) * (2 if record["kind"] == "all_reduce" else 1)
-        seconds = machine.link(record["kind"], ranks).seconds(sent)
+        seconds = record_seconds(record, sent, machine, mesh)
         found.setdefault((layer_of_record(record), record["kind"]), []).append((share, sent, seconds))
     costs = [Cost(layer, kind, len(each), *_summed(each)) for (layer, kind), each in found.items()]
     return CostTable(machine.name, sizes, costs, *_summed([one for each in found.values() for one in each]))

@@ -36,6 +36,11 @@ def counted_kinds(kinds: Iterable[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).items()) or "no collectives"
 
 
-def sent_seconds(records: Iterable[Mapping[str, Any]], machine: Machine) -> float:
+def sent_seconds(records: Iterable[Mapping[str, Any]], machine: Machine, mesh: Mesh) -> float:
     """Seconds that collectives take one after the other, on the links of a machine; nothing overlaps."""
-    return sum(machine.link(row["kind"], row["group_size"]).seconds(row["wire_bytes"]) for row in records)
+    return sum(record_seconds(row, row["wire_bytes"], machine, mesh) for row in records)
+
+
+def record_seconds(record: Mapping[str, Any], wire_bytes: float, machine: Machine, mesh: Mesh) -> float:
+    """Seconds of one collective of a manifest, with so many bytes."""
+    return machine.collective_seconds(record["kind"], record["axis"].split("."), wire_bytes, mesh)

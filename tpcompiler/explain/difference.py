@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from tpcompiler.checkpoint.fill import read_original
-from tpcompiler.cost.machine import DEFAULT, Machine
+from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import ArtifactError
 from tpcompiler.explain.counts import held_per_rank, sent_seconds
 from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.text import op_name
 from tpcompiler.plan.fold import folded, times
 from tpcompiler.printed import format_unequal_bytes
@@ -121,7 +122,7 @@ def diff_artifacts(
     first: str | os.PathLike[str],
     second: str | os.PathLike[str],
     *,
-    machine: str | os.PathLike[str] = DEFAULT,
+    machine: str | os.PathLike[str] | None = None,
     trust: bool = False,
 ) -> ArtifactDifference:
     """Compare how two artifacts of one model are placed, and what they send and hold. Weights are not compared.
@@ -136,7 +137,7 @@ def diff_artifacts(
         ArtifactError: no artifact, a damaged one, or artifacts of two models.
         MachineError: the description of the machine cannot be read.
     """
-    described = Machine.read(machine)
+    described = read_machine(machine)
     both = read_manifest(first), read_manifest(second)
     _refuse_other_model((first, second), both, trust)
     a, b = both
@@ -157,7 +158,10 @@ def diff_artifacts(
         ],
         wire_bytes=(_wire_bytes(a), _wire_bytes(b)),
         held_bytes=(held_per_rank(a), held_per_rank(b)),
-        sent_seconds=(sent_seconds(a.collectives, described), sent_seconds(b.collectives, described)),
+        sent_seconds=(
+            sent_seconds(a.collectives, described, Mesh.of(a.mesh)),
+            sent_seconds(b.collectives, described, Mesh.of(b.mesh)),
+        ),
     )
 
 

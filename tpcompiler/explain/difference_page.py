@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from tpcompiler.cost.machine import DEFAULT
 from tpcompiler.explain.difference import ArtifactDifference
 from tpcompiler.views.html import html_of
 from tpcompiler.views.page_data import page_data, printable
@@ -15,7 +14,7 @@ def difference_html(
     first: str | os.PathLike[str],
     second: str | os.PathLike[str],
     *,
-    machine: str | os.PathLike[str] = DEFAULT,
+    machine: str | os.PathLike[str] | None = None,
     trust: bool = False,
 ) -> str:
     """The page of the second artifact, in which what differs from the first is marked, and stands in tables.

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import sym_hint
-from tpcompiler.cost.machine import DEFAULT, Machine
+from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import ArtifactError
 from tpcompiler.explain.again import Again, Price, search_again
 from tpcompiler.explain.written import Operand, Written, read_claimed
@@ -158,7 +158,7 @@ def explain_artifact(
     directory: str | os.PathLike[str],
     name: str,
     *,
-    machine: str | os.PathLike[str] = DEFAULT,
+    machine: str | os.PathLike[str] | None = None,
     trust: bool = False,
 ) -> Explanation:
     """Say why a value, a parameter or a collective of an artifact is placed as it is, and price what else it could be.
@@ -182,7 +182,7 @@ def explain_artifact(
         ArtifactError: no artifact, a damaged one, one of no such name, or one whose files could run code.
         MachineError: the description of the machine cannot be read.
     """
-    described = Machine.read(machine)
+    described = read_machine(machine)
     written = Written.read(directory, trust=trust)
     found = written.named(name)
     if found is None:

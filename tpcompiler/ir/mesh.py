@@ -115,6 +115,12 @@ class Mesh:
         """How many ranks a group over these axes has."""
         return math.prod(self.degree(axis) for axis in axes)
 
+    @lru_cache(maxsize=1 << 10)  # noqa: B019  # a mesh is small, and there are few
+    def crosses(self, axes: tuple[str, ...], ranks_per_node: int) -> bool:
+        """True if a group over these axes has ranks on several nodes of so many ranks each."""
+        groups = (self.group(axes, rank) for rank in range(self.world_size))
+        return any(len({rank // ranks_per_node for rank in group}) > 1 for group in groups)
+
     def group(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
         """The ranks that share every coordinate of `rank` but those on `axes`, in order."""
         here = self.coordinate(rank)

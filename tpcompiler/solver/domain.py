@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tpcompiler.cost.kernels import Kernel, find_kernels
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
@@ -33,6 +34,8 @@ class Domain:
     operands: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     rules: dict[fx.Node, Rule | None] = field(default_factory=dict)
     ways: dict[fx.Node, Ways] = field(default_factory=dict)
+    kernels: Mapping[fx.Node, Kernel] = field(default_factory=dict)
+    weight: float = 1.0  # of a call of the program among those of others
     tokens: dict[fx.Node, dict[str, bool]] = field(default_factory=dict)  # factors of samples or tokens
     touched: set[fx.Node] = field(default_factory=set)  # what something that is cut leads to
     loose: set[fx.Node] = field(default_factory=set)  # computed from leaves that the plan does not name
@@ -53,6 +56,7 @@ def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf
     """
     domain = Domain(program, stage, leaves)
     domain.operands, domain.rules = stage.read.once(program.graph, partial(_read_calls, program.graph))
+    domain.kernels = stage.read.once(("kernels", program.graph), partial(find_kernels, program.graph))
     calls = list(domain.operands)
     ruled = [node for node, rule in domain.rules.items() if rule is not None]
     if stage.free:

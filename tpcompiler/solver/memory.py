@@ -108,13 +108,13 @@ def _gathered_bytes(program: PlannedProgram, found: Solution, node: fx.Node) -> 
     total = 0
     if node in found.choices:
         for operand, want in zip(edit.operands(node), found.choices[node].wants, strict=True):
-            have = found.settled.get(operand) or _sharding(program, found, operand)
+            have = found.settled.get(operand) or sharding_of(program, found, operand)
             held, wanted = (local_bytes(operand.meta["val"], each, program.mesh) for each in (have, want))
             total += wanted if wanted > held else 0
     return total
 
 
-def _sharding(program: PlannedProgram, found: Solution, value: fx.Node) -> Sharding:
+def sharding_of(program: PlannedProgram, found: Solution, value: fx.Node) -> Sharding:
     """Of one tensor as it is made."""
     if value in found.leaves:
         return found.leaves[value]

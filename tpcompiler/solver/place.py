@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.objective import PLANNED, SEARCHED, Objective
+from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.objective import LEAST, TIE, Objective
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.program import Note, PlannedProgram, Seed
@@ -17,8 +18,10 @@ from tpcompiler.printed import format_bytes
 from tpcompiler.progress import counted
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.solution import Solution, search
+from tpcompiler.solver.step_time import collectives_of, duration, measure_step_time
 
-MOST_TRIALS = 10  # searches for placements that fit
+MOST_TRIALS = 12  # searches for placements that fit
+STEPS = 16.0  # by which the price of a byte grows until they do
 MOST_ENTRIES = 32  # of a plan that are left out in turn to find those that conflict
 
 
@@ -28,30 +31,43 @@ class TooLarge(ShardingError):
     least: Memory
 
 
-class Aim(NamedTuple):
-    """The machine on which a call is to be cheap, and the most bytes that a rank may hold.
+Goal = Literal["latency", "memory"]
 
-    `gathers`: without a plan, weights may be gathered and the batch may be cut.
+
+@dataclass(frozen=True)
+class Aim:
+    """What placements are to be good for.
+
+    Attributes:
+        machine: where a call is to be fast.
+        limit: the most bytes that a rank may hold.
+        gathers: without a plan, weights may be gathered and the batch may be cut.
+        optimize: the fastest call, or the fewest bytes of weights on a rank and then the fastest call.
+        calls: of several programs, how often each is called, or nothing: all as often.
     """
 
-    machine: Machine = Machine.read()
+    machine: Machine = field(default_factory=read_machine)
     limit: int | None = None
     gathers: bool = False
+    optimize: Goal = "latency"
+    calls: tuple[float, ...] = ()
+
+    @property
+    def objective(self) -> Objective:
+        """With the weights of calls so that they are as many as the programs."""
+        share = sum(self.calls) / max(1, len(self.calls))
+        calls = tuple(own / share for own in self.calls)
+        return Objective.of(self.machine, LEAST if self.optimize == "memory" else TIE, calls)
 
 
-UNLIMITED = Aim()
-
-
-def place(
-    programs: Sequence[PlannedProgram], auto: bool, aim: Aim = UNLIMITED
-) -> tuple[list[PlannedProgram], Solution]:
+def place(programs: Sequence[PlannedProgram], auto: bool, aim: Aim) -> tuple[list[PlannedProgram], Solution]:
     """The cheapest placements of all values.
 
     Raises:
         ShardingError: none suits all that is asked for.
         TooLarge: none that is found fits a rank.
     """
-    objective = (SEARCHED if auto else PLANNED)._replace(machine=aim.machine)
+    objective = aim.objective
     found, above = search(programs, objective, auto, aim.gathers), 0.0
     if math.isinf(found.seconds):
         raise _infeasible(programs, objective, aim, auto)
@@ -61,7 +77,9 @@ def place(
     if auto:
         proof = f"at most {above:.1%} above the least" if above else "the least"
         each = ", one axis after the other" if len(found.mesh.axes) > 1 else ""
-        said.append(f"one call costs {found.seconds * 1e6:,.3f} us, {proof} of all choices that were compared{each}")
+        step = measure_step_time(found, collectives_of(found), aim.machine)
+        what = "one call" if len(programs) == 1 else "one call of each program, one after the other,"
+        said.append(f"{what} {step.text} on {aim.machine.name}, {proof} of all choices that were compared{each}")
     if auto or aim.limit is not None:
         said.append(f"a rank holds about {measure_memory(found).text}")
     if found.simpler:
@@ -69,17 +87,27 @@ def place(
         said.append(f"replaced by simpler ops, because a dim that they need whole is cut: {names}")
     if found.capped:
         said.append(f"{found.capped} ops and values have too many choices: the search compared only some of each")
+    own = [*_compared_alone(programs, found, aim)] if auto and len(programs) > 1 else [()] * len(programs)
     kept = [
         replace(
             program,
             notes=(
                 *(note for note in program.notes if not (auto and note.kind == "untouched")),
-                *(Note("search", text) for text in said),
+                *(Note("search", text) for text in (*said, *more)),
             ),
         )
-        for program in found.programs
+        for program, more in zip(found.programs, own, strict=True)
     ]
     return kept, found
+
+
+def _compared_alone(programs: Sequence[PlannedProgram], found: Solution, aim: Aim) -> Iterator[tuple[str, ...]]:
+    """What a call of each program takes, and what it would take if its weights were placed for it alone."""
+    for at, program in enumerate(programs):
+        alone = search([program], Objective.of(aim.machine), True, aim.gathers)
+        both = replace(found, programs=[found.programs[at]]), alone
+        here, there = (measure_step_time(each, collectives_of(each), aim.machine).total for each in both)
+        yield (f"a call of this program takes {duration(here)}; placed alone it would take {duration(there)}",)
 
 
 def _infeasible(programs: Sequence[PlannedProgram], objective: Objective, aim: Aim, auto: bool) -> ShardingError:
@@ -114,7 +142,7 @@ def _fitted(
     least = measure_memory(found)
     if least.total <= limit:
         return found, 0.0
-    bound, low, high, times = found.seconds, 1.0, math.inf, 4.0
+    bound, low, high, times = found.seconds, 1.0, math.inf, STEPS
     best: Solution | None = None
     for _ in counted(range(MOST_TRIALS if auto else 0), "making it fit", "searches"):
         trial = search(programs, objective._replace(held=objective.held * times), auto, aim.gathers)
@@ -129,7 +157,7 @@ def _fitted(
             high = times
             if best is None or seconds < best.seconds:
                 best = replace(trial, seconds=seconds)
-        times = times * 8 if math.isinf(high) else math.sqrt(low * high)
+        times = times * STEPS if math.isinf(high) else math.sqrt(low * high)
     if best is None:
         leaves = ", ".join(f"'{fqn}' {format_bytes(count)}" for fqn, count in least.largest)
         error = TooLarge(

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import aten, sym_hint
-from tpcompiler.cost.objective import Objective, local_bytes, local_flops
+from tpcompiler.cost.kernels import NO_KERNEL, Kernel
+from tpcompiler.cost.objective import Objective, local_bytes, local_work, moved_bytes
 from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
@@ -33,7 +34,7 @@ from tpcompiler.solver.ways import Ways
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
 NEVER = numpy.inf
 FEATURES = frozenset({"colwise", "rowwise", "replicate"})  # styles of a layer; of one weight of several, placements
-UNIT = 1e-17  # seconds: prices are whole numbers of it, so that equal sums are equal whatever their order
+UNIT = 1e-16  # seconds: prices are whole numbers of it, so that equal sums are equal whatever their order
 FREE = aten.sym_size.int  # it takes a value as it is
 
 
@@ -133,6 +134,8 @@ def pose(
         leaf.let_be_gathered(stage)
     for _ in range(min(len(programs), 2)):  # what one program makes of a leaf is a choice of the others
         problem.domains = [find_domain(program, stage, leaves[at]) for at, program in enumerate(programs)]
+    for at, domain in enumerate(problem.domains):
+        domain.weight = objective.weight(at)
     if stage.free and not stage.gathers:
         _add_layers(problem)
     for domain in problem.domains:
@@ -231,7 +234,7 @@ def _state(problem: Problem, domain: Domain) -> None:
         variable = None
         if len(choices.each) > 1:
             variable = problem.variables[node] = problem.tables.variable(len(choices.each))
-            problem.price([Values(variable, ())], choices.units)
+        problem.price([Values(variable, ())], choices.units)
         for made, at in results(node):
             problem.values[made] = Values(variable, choices.made[at])
         for index, operand in enumerate(domain.operands[node]):
@@ -245,7 +248,7 @@ def _state(problem: Problem, domain: Domain) -> None:
         if value in problem.values:
             uses.setdefault(value, []).append(problem.values[names[name]])
     for value, wanted_by in uses.items():
-        _price_value(problem, value, wanted_by, value in pinned)
+        _price_value(problem, value, wanted_by, value in pinned, domain.weight)
 
 
 def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
@@ -257,15 +260,21 @@ def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
         return Choices.of([Choice(whole, tuple(Sharding.replicated(v.ndim) for v in edit.outputs(node)), 0.0)])
     ways = domain.ways[node]
     tensors = [*(o.meta["val"] for o in operands), *edit.outputs(node)]
-    return problem.known.once(ways, lambda: Choices.of(_priced(problem, ways, tensors)))  # type: ignore[no-any-return]
+    kernel = domain.kernels.get(node, NO_KERNEL)
+    known = "priced", ways, kernel, domain.weight
+    price = partial(_priced, problem, node, ways, kernel, tensors, domain.weight)
+    return problem.known.once(known, lambda: Choices.of(price()))  # type: ignore[no-any-return]
 
 
-def _priced(problem: Problem, ways: Ways, tensors: Sequence[torch.Tensor]) -> list[Choice]:
-    mesh, found = problem.stage.mesh, dict[Any, Choice]()
+def _priced(
+    problem: Problem, node: fx.Node, ways: Ways, kernel: Kernel, tensors: Sequence[torch.Tensor], weight: float
+) -> list[Choice]:
+    mesh, found, objective = problem.stage.mesh, dict[Any, Choice](), problem.objective
     for option, wants, made in ways:
-        moved = list(zip(tensors, (*wants, *made), strict=True))
-        seconds = problem.objective.compute_seconds(local_flops(ways.rule, option, mesh), moved, mesh)
-        seconds += UNIT * len(option.through)  # of equals, the one that reduces first
+        values = list(zip(tensors, (*wants, *made), strict=True))
+        seconds = objective.floor_seconds(kernel) + objective.tie_seconds(values, mesh)
+        seconds += objective.work_seconds(local_work(node, ways.rule, option, mesh), moved_bytes(kernel, values, mesh))
+        seconds = weight * seconds + UNIT * len(option.through)  # of equals, the one that reduces first
         found.setdefault((wants, made), Choice(wants, made, seconds, option, ways.rule))
     return list(found.values())
 
@@ -333,7 +342,7 @@ def _is_cut(sharding: Sharding, dim: int | None) -> bool:
     return [at for at, how in enumerate(sharding.dims) if how.axes] == dims and not sharding.partial
 
 
-def _price_value(problem: Problem, value: fx.Node, uses: Sequence[Values], is_weight: bool) -> None:
+def _price_value(problem: Problem, value: fx.Node, uses: Sequence[Values], is_weight: bool, weight: float) -> None:
     """What its users want, made of what it is; for several users, once what suits them best, and for each the rest."""
     made = problem.values[value]
     if len(uses) > 1 and not is_weight:
@@ -342,9 +351,9 @@ def _price_value(problem: Problem, value: fx.Node, uses: Sequence[Values], is_we
         domain, more = problem.known.once(known, lambda: _settled(made.shardings, wanted, problem.stage.most))
         problem.capped += more
         settled = problem.settled[value] = problem.variable(domain)
-        _price_changes(problem, value, made, [settled], is_weight)
+        _price_changes(problem, value, made, [settled], is_weight, weight)
         made = settled
-    _price_changes(problem, value, made, uses, is_weight)
+    _price_changes(problem, value, made, uses, is_weight, weight)
 
 
 def _settled(
@@ -359,12 +368,12 @@ def _settled(
 
 
 def _price_changes(
-    problem: Problem, value: fx.Node, source: Values, targets: Sequence[Values], is_weight: bool
+    problem: Problem, value: fx.Node, source: Values, targets: Sequence[Values], is_weight: bool, weight: float
 ) -> None:
     tensor, have = value.meta["val"], source.shardings
-    of = have, key(value), is_weight
+    of = have, key(value), is_weight, weight
     for target in targets:
-        price = partial(_change_seconds, problem, tensor, is_weight)
+        price = partial(_change_seconds, problem, tensor, is_weight, weight)
         find = partial(_table, price, have, target.shardings)
         problem.price([source, target], problem.known.once((of, target.shardings), find))
 
@@ -373,8 +382,10 @@ def _table(price: Callable[[Sharding, Sharding], float], have: Sequence[Sharding
     return in_units([[price(source, target) for target in want] for source in have])
 
 
-def _change_seconds(problem: Problem, tensor: torch.Tensor, is_weight: bool, have: Sharding, want: Sharding) -> float:
+def _change_seconds(
+    problem: Problem, tensor: torch.Tensor, is_weight: bool, weight: float, have: Sharding, want: Sharding
+) -> float:
     mesh = problem.stage.mesh
     if is_weight and reshard_wire_bytes(have, want, tensor.shape, tensor.itemsize, mesh):
         return problem.refused
-    return problem.objective.change_seconds(have, want, tensor, mesh)
+    return weight * problem.objective.change_seconds(have, want, tensor, mesh)

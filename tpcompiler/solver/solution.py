@@ -164,11 +164,9 @@ def search_over(
             continue
         is_model = axis in model
         how = (mesh, tuple(order[: at + 1]), found.choices, free and is_model, gathers and is_model, read)
-        is_given = any(axis in s.axes for program in programs for s in program.input_shardings.values())
-        counted = objective.keeping_cuts() if is_given else objective  # what comes in cut stays so
         for most in FEWER:
             stage = Stage(*how, most)
-            problem = pose(programs, stage, counted, groups)
+            problem = pose(programs, stage, objective, groups)
             for variable, allowed in held(problem) if held else ():
                 problem.tables.price([variable], numpy.where(allowed, 0.0, NEVER))
             try:
@@ -178,7 +176,7 @@ def search_over(
                 if not stage.free or held or most == FEWER[-1]:
                     raise
         if values is None and not stage.free and held is None:
-            problem = pose(programs, stage, counted, groups, REFUSED)
+            problem = pose(programs, stage, objective, groups, REFUSED)
             values = _solved(problem)
         if values is None:
             return Solution(programs, seconds=math.inf), []

@@ -1,43 +1,93 @@
-"""How long one call takes on a machine, by what the search decided: an estimate, of the rank that does most."""
+"""How long one call takes on a machine, as the search decided it: an estimate, of the rank that does most."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import torch
+from torch import fx
+
+from tpcompiler.cost.kernels import find_kernels
 from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.objective import Objective, local_flops
+from tpcompiler.cost.objective import Objective, local_work, moved_bytes
+from tpcompiler.cost.path import steps_between
 from tpcompiler.ir import edit
-from tpcompiler.ir.program import pin
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.solver.memory import sharding_of
 from tpcompiler.solver.solution import Solution
+
+UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 class StepTime(NamedTuple):
-    """Seconds of one call on one rank: of its ops one after the other, and of its collectives."""
+    """Seconds of one call on one rank.
 
-    compute: float
+    Attributes:
+        work: the bytes that kernels move, or their FLOPs, whichever takes longer.
+        kernels: what kernels take on top of that, whatever their size.
+        network: collectives, one after the other.
+        host: what it takes to launch all of that, at the same time; 0 in a CUDA graph.
+    """
+
+    work: float
+    kernels: float
     network: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.network
+        return max(self.work + self.kernels + self.network, self.host)
+
+    @property
+    def text(self) -> str:
+        parts = {"work": self.work, "kernels": self.kernels, "network": self.network, "host": self.host}
+        each = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds)
+        return f"takes {duration(self.total)} ({each})"
 
 
-def measure_step_time(
-    found: Solution, collectives: Iterable[tuple[str, int, int]], machine: Machine, *, fused: bool
-) -> StepTime:
-    """Each op by the roofline, each collective by its link, nothing at the same time as another.
+Sent = tuple[str, tuple[str, ...], int]  # kind, axes, wire bytes of a rank
+
+
+def measure_step_time(found: Solution, collectives: Iterable[Sent], machine: Machine) -> StepTime:
+    """Predict a call: kernels and collectives one after the other, each as the search prices it.
 
     Args:
-        collectives: (kind, ranks, wire bytes of a rank) of each.
-        fused: ops that are no products take no time of their own, as where a compiler fuses them.
+        collectives: those of `collectives_of`, or of the finished programs.
     """
-    objective, compute = Objective(machine, step=0.0, held=0.0, products=1.0, others=0.0 if fused else 1.0), 0.0
+    objective, work, floors, launched = Objective.of(machine), 0.0, 0.0, 0
     for program in found.programs:
-        for node in edit.calls(program.graph):
-            if (choice := found.choices.get(node)) is not None and node.target is not pin:
+        for node, kernel in find_kernels(program.graph).items():
+            launched += 1
+            floors += objective.floor_seconds(kernel)
+            if (choice := found.choices.get(node)) is not None:
                 tensors = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
-                flops = local_flops(choice.rule, choice.option, found.mesh)
-                moved = list(zip(tensors, (*choice.wants, *choice.made), strict=True))
-                compute += objective.compute_seconds(flops, moved, found.mesh)
-    return StepTime(compute, sum(machine.link(kind, ranks).seconds(sent) for kind, ranks, sent in collectives))
+                moved = moved_bytes(kernel, list(zip(tensors, (*choice.wants, *choice.made), strict=True)), found.mesh)
+                work += objective.work_seconds(local_work(node, choice.rule, choice.option, found.mesh), moved)
+    sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in collectives]
+    host = launched * machine.host.operation + len(sent) * machine.host.collective
+    return StepTime(work, floors, sum(sent), host)
+
+
+def collectives_of(found: Solution) -> Iterator[Sent]:
+    """The collectives that a solution needs: each value once for each sharding that it is turned into."""
+    for program in found.programs:
+        changes: dict[tuple[fx.Node, Sharding, Sharding], torch.Tensor] = {}
+        for node in edit.calls(program.graph):
+            wants = found.choices[node].wants if node in found.choices else ()
+            for operand, want in zip(edit.operands(node), wants, strict=False):
+                have = found.settled.get(operand) or sharding_of(program, found, operand)
+                changes[operand, have, want] = operand.meta["val"]
+        for value, settled in found.settled.items():
+            if value.graph is program.graph:
+                changes[value, sharding_of(program, found, value), settled] = value.meta["val"]
+        for (_, have, want), tensor in changes.items():
+            for step in steps_between(have, want, tensor.shape, tensor.element_size(), found.mesh):
+                if step.kind not in ("slice", "hold"):
+                    yield step.kind, step.axes, step.wire_bytes
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them: `2.9 ms`."""
+    unit, name = next((pair for pair in UNITS_OF_TIME if seconds >= pair[0]), UNITS_OF_TIME[-1])
+    return f"{seconds / unit:.3g} {name}"

@@ -12,7 +12,6 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from tpcompiler.cost.machine import DEFAULT
 from tpcompiler.views.page_data import NO_ADVICE, page_data
 
 HERE = Path(__file__).parent
@@ -31,7 +30,7 @@ def artifact_html(
     directory: str | os.PathLike[str],
     rank: int = 0,
     *,
-    machine: str | os.PathLike[str] = DEFAULT,
+    machine: str | os.PathLike[str] | None = None,
     advice: Mapping[str, str] = NO_ADVICE,
     trust: bool = False,
 ) -> str:

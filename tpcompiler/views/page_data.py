@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from tpcompiler.cost.machine import DEFAULT, Machine
+from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import ShardingError
 from tpcompiler.explain.counts import held_per_rank
 from tpcompiler.ir.mesh import Mesh
@@ -38,7 +38,7 @@ def page_data(
     rank: int = 0,
     *,
     first: str | os.PathLike[str] | None = None,
-    machine: str | os.PathLike[str] = DEFAULT,
+    machine: str | os.PathLike[str] | None = None,
     advice: Mapping[str, str] = NO_ADVICE,
     trust: bool = False,
 ) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def page_data(
         ArtifactError: no artifact, a damaged one, or a rank outside its world.
         MachineError: the description of the machine cannot be read.
     """
-    described = Machine.read(machine)
+    described = read_machine(machine)
     outline = outline_of(directory, rank, first=first, trust=trust)
     manifest, mesh = outline.manifest, Mesh.of(outline.manifest.mesh)
     names = [item.name for item in outline.items if item.record is not None]
@@ -101,8 +101,7 @@ def page_data(
         ],
         "cost": {"layers": _costs(records, "layer"), "kinds": _costs(records, "kind")},
         "timeline": _timeline(times),
-        "machine": {"name": described.name, "flops": described.flops, "memory_bandwidth": described.memory_bandwidth,
-                    "link": described.plain_link._asdict(), "more_links": len(described.links) - 1},
+        "machine": {"name": described.name, "flops": described.flops, "memory_bandwidth": described.memory_bandwidth},
         "chain": _chain(times, items, drawn),
     }  # fmt: skip
     data["items"] = [_item(item, place, tensors, slices, manifest) for item in items]

@@ -12,12 +12,14 @@ from torch.export import ExportedProgram
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from tpcompiler._torch import HigherOrderOperator, OpOverload, calls_others, sym_hint
+from tpcompiler.cost.kernels import find_kernels
 from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.objective import SEARCHED
+from tpcompiler.cost.objective import Objective, Work, local_work, moved_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
+from tpcompiler.rules.infer import Option
 from tpcompiler.rules.registry import rule_of
 
 # Each row times one of the stacked matrices; torch's counter does not know them.
@@ -38,7 +40,7 @@ class Times(NamedTuple):
     """Predicted times of one call on one rank.
 
     Attributes:
-        steps: products of matrices and collectives, in order; all else counts as fused with them and takes no time.
+        steps: kernels and collectives, in order.
         chain: the critical path: the nodes of the chain of dependences that takes longest, in order.
         uncounted: how many calls of which ops may multiply matrices, and take no time here: nobody knows their FLOPs.
     """
@@ -51,30 +53,34 @@ class Times(NamedTuple):
 def predict_times(
     exported: ExportedProgram, records: Mapping[str, Mapping[str, Any]], machine: Machine, mesh: Mesh
 ) -> Times:
-    """Predict what each product and collective of a rank's program takes, with the sizes of the example.
+    """Predict what each kernel and collective of a rank's program takes, with the sizes of the example.
 
     The prices are those of the search for placements. FLOPs are what torch's counter says of the rank's own shapes.
 
     Args:
         records: the manifest's record of each collective, by node.
     """
-    objective = SEARCHED._replace(machine=machine)
+    objective, kernels = Objective.of(machine), find_kernels(exported.graph)
     compute, sent, uncounted = dict[fx.Node, float](), dict[fx.Node, float](), Counter[str]()
     for node in edit.calls(exported.graph):
         if node.name in records:
             record = records[node.name]
-            sent[node] = machine.link(record["kind"], record["group_size"]).seconds(record["wire_bytes"])
-        elif (flops := _flops(node)) is None:
-            uncounted[op_name(node)] += 1
-        elif flops:
+            sent[node] = machine.collective_seconds(
+                record["kind"], record["axis"].split("."), record["wire_bytes"], mesh
+            )
+        elif node in kernels:
+            if (flops := _flops(node)) is None:
+                uncounted[op_name(node)] += 1
             values = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
-            local = [(value, Sharding.replicated(value.ndim)) for value in values]
-            compute[node] = objective.compute_seconds(flops, local, mesh)
+            moved = moved_bytes(kernels[node], [(v, Sharding.replicated(v.ndim)) for v in values], mesh)
+            rule = rule_of(node) if edit.outputs(node) else None
+            work = Work(flops or 0, local_work(node, rule, Option(), mesh).rows)
+            compute[node] = objective.floor_seconds(kernels[node]) + objective.work_seconds(work, moved)
     chain = _longest_chain(exported.graph, compute | sent)
     steps = (
         Step(node.name, edit.module_path(node), compute.get(node, 0.0), sent.get(node, 0.0), node in chain)
         for node in exported.graph.nodes
-        if node in compute or node in sent
+        if compute.get(node, 0.0) or node in sent
     )
     return Times(tuple(steps), tuple(node.name for node in chain), uncounted)
 

@@ -215,8 +215,7 @@ function showTimeline() {
   const all = rows.reduce((sum, row) => sum + row.total, 0);
   const critical = rows.reduce((sum, row) => sum + row.layers * row.critical, 0);
   const uncounted = data.unknown.find((row) => row.what === "FLOPs");
-  const { name, flops, memory_bandwidth, link, more_links } = data.machine;
-  const links = `links ${rounded(link.bandwidth / 1e9)} GB/s a rank${link.latency ? ` after ${seconds(link.latency)}` : " without latency"}${more_links ? ` (and ${more_links} more, for collectives or numbers of ranks that it names)` : ""}`;
+  const { name, flops, memory_bandwidth } = data.machine;
   let start = 0;
   const bars = rows.map((row) => {
     const [x, compute, sent] = [start, row.layers * row.compute, row.layers * row.sent].map((value) => (all ? (100 * value) / all : 0));
@@ -228,7 +227,7 @@ function showTimeline() {
   panelOf("timeline",
     make("h2", {}, "Predicted time of one call"),
     make("p", {}, `One step after the other: ${seconds(all)}. The critical path, which is the longest chain of steps that need each other, takes ${seconds(critical)}; the graph draws it with thick lines.`),
-    make("p", {}, `A prediction, not a measurement. Machine ${name}, by its file: ${rounded(flops / 1e12)} TFLOP/s, memory ${rounded(memory_bandwidth / 1e12)} TB/s, ${links}. Products take the roofline's time with the rank's own shapes, at the sizes of the example; other ops count as fused with them.`),
+    make("p", {}, `A prediction, not a measurement. Machine ${name}, by its file: ${rounded(flops / 1e12)} TFLOP/s, memory ${rounded(memory_bandwidth / 1e12)} TB/s. A kernel takes its floor and the roofline's time with the rank's own shapes, at the sizes of the example; a collective takes the fastest of its links.`),
     uncounted ? make("p", {}, `Left out: ${opsOf(uncounted.ops)}, which may multiply matrices and have no FLOPs here (${uncounted.why}).`) : null,
     make("p", { class: "key" }, make("span", { class: "compute" }), "compute ", make("span", { class: "sent" }), "communication"),
     table("By layer; times are those of each", [["Layer", ""], ["", "number"], ["Time", "time"], ["Compute", "number"], ["Communication", "number"], ["Critical", "number"]], bars));

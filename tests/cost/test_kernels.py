@@ -1,0 +1,131 @@
+"""What counts as a kernel, and the bytes that each op moves, counted by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tpcompiler.rules  # noqa: F401  (registers the rules)
+from tpcompiler.cost.kernels import find_kernels
+from tpcompiler.cost.objective import moved_bytes
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.passes.canonicalize import canonicalize
+
+X, WIDE = 4 * 8, 4 * 16  # numbers of the input, and of what is between
+ROWS = torch.zeros(4, 8)
+
+
+def counted(function: Any, *inputs: torch.Tensor, **parameters: torch.Tensor) -> tuple[list[str], int]:
+    """The floors that a program pays, in order, and the numbers that all of its ops move."""
+
+    class Model(nn.Module):
+        def forward(self, *given: torch.Tensor) -> Any:
+            return function(self, *given)
+
+    model = Model()
+    for name, value in parameters.items():
+        model.register_buffer(name, value)
+    program = canonicalize(torch.export.export(model, inputs))
+    floors, moved = [], 0.0
+    for node, kernel in find_kernels(program.graph).items():
+        floors += [kernel.floor] if kernel.floor else []
+        values = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
+        pairs = [(value, Sharding.replicated(value.ndim)) for value in values]
+        moved += moved_bytes(kernel, pairs, Mesh.of(1)) / values[-1].element_size()
+    return floors, int(moved)
+
+
+def test_a_chain_is_one_kernel() -> None:
+    """The chain reads its input once, and writes what is returned."""
+    assert counted(lambda self, x: (x.exp() + x).sigmoid(), ROWS) == (["other"], 2 * X)
+
+
+def test_a_norm_is_one_kernel_with_what_is_around_it() -> None:
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).relu()
+
+    assert counted(norm, ROWS) == (["other"], 2 * X)
+
+
+def test_products_end_a_kernel() -> None:
+    """relu lies between two products: it reads what one wrote, and the other reads what it writes."""
+
+    def mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.relu(F.linear(x, self.up)), self.down)
+
+    floors, moved = counted(mlp, ROWS, up=torch.zeros(16, 8), down=torch.zeros(8, 16))
+    assert floors == ["product", "other", "product"]
+    assert moved == (X + 16 * 8 + WIDE) + 2 * WIDE + (WIDE + 16 * 8 + X)
+
+
+def test_a_residual_does_not_join_kernels_across_a_product() -> None:
+    """Else a whole decoder would be one."""
+
+    def layer(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = x + F.linear(x.relu(), self.w)
+        return x
+
+    floors, _ = counted(layer, ROWS, w=torch.zeros(8, 8))
+    assert floors == ["other", "product"] * 3 + ["other"]
+
+
+def test_views_are_none() -> None:
+    assert counted(lambda self, x: x.t().reshape(2, 16)[:, :8].relu(), ROWS)[0] == ["other"]
+    assert counted(lambda self, x: (x.t(), x[None]), ROWS) == ([], 0)
+
+
+def test_a_look_up_reads_what_it_returns() -> None:
+    floors, moved = counted(
+        lambda self, i: F.embedding(i, self.words), torch.zeros(4, dtype=torch.int64), words=torch.zeros(1000, 8)
+    )
+    assert floors == ["other"]
+    assert moved == 2 * 4 * 8 + 4 * 2  # rows, and indices of 8 bytes in numbers of 4
+
+
+def test_a_cache_moves_what_is_written() -> None:
+    def write(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.cache[2:6] = x
+        return self.cache[2:3] * 2
+
+    floors, moved = counted(write, ROWS, cache=torch.zeros(1000, 8))
+    assert floors == ["other"]
+    assert moved < 10 * X
+
+
+def test_a_weight_is_widened_where_it_is_used() -> None:
+    """One byte is read of each number, and no kernel more runs; a control has two users."""
+    weight = torch.zeros(16, 8, dtype=torch.int8)
+    floors, moved = counted(lambda self, x: F.linear(x, self.w.to(torch.float32)), ROWS, w=weight)
+    assert (floors, moved) == (["product"], X + 16 * 8 // 4 + WIDE)
+
+    def twice(self: Any, x: torch.Tensor) -> torch.Tensor:
+        wide = self.w.to(torch.float32)
+        return F.linear(F.linear(x, wide), wide.t())
+
+    assert counted(twice, ROWS, w=weight)[0] == ["other", "product", "product"]
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(2, 0.25), (8, 1.0), (64, 1.0)])
+def test_experts_that_no_token_takes_are_not_read(tokens: int, share: float) -> None:
+    rows = torch.zeros(tokens, 16, dtype=torch.bfloat16)
+    ends = torch.full((8,), tokens, dtype=torch.int32)
+    stacked = torch.zeros(8, 16, 32, dtype=torch.bfloat16)
+    floors, moved = counted(
+        lambda self, x, e: torch.ops.aten._grouped_mm(x, self.stacked, e), rows, ends, stacked=stacked
+    )
+    assert floors == ["product"]
+    assert moved == tokens * 16 + share * 8 * 16 * 32 + 8 * 2 + tokens * 32
+
+
+def test_attention_is_one() -> None:
+    q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 6, 8)
+    floors, moved = counted(lambda self, q, k, v: F.scaled_dot_product_attention(q, k, v), q, k, k.clone())
+    assert (floors, moved) == (["attention"], 2 * q.numel() + 2 * k.numel())

@@ -1,0 +1,133 @@
+"""What machine files say, and what a collective takes by them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tpcompiler.cost.collective import KINDS, wire_bytes
+from tpcompiler.cost.machine import Link, Machine
+from tpcompiler.cost.machine_file import SHIPPED, read_machine, shipped_machines
+from tpcompiler.errors import MachineError
+from tpcompiler.ir.mesh import Mesh
+
+RATES = "flops: 1.0e+12\nmemory_bandwidth: 1.0e+11\nmemory: 1.0e+10\n"
+
+
+def machine(folder: Path, text: str) -> Machine:
+    (folder / "m.yaml").write_text(text)
+    return read_machine(folder / "m.yaml")
+
+
+def seconds(of: Machine, kind: str, payload: int, ranks: int) -> float:
+    return of.collective_seconds(kind, ("tp",), wire_bytes(kind, payload, ranks), Mesh.of(ranks))
+
+
+@pytest.mark.parametrize("name", shipped_machines())
+def test_a_shipped_machine(name: str) -> None:
+    """It states its sources, and larger messages and more ranks take longer."""
+    found = read_machine(name)
+    assert found.memory_bandwidth < found.flops
+    assert (SHIPPED / f"{name}.yaml").read_text().startswith("#")
+    for kind in KINDS:
+        times = [seconds(found, kind, 1 << power, 8) for power in range(9, 28)]
+        assert times == sorted(times)
+        assert seconds(found, kind, 1 << 20, 2) <= seconds(found, kind, 1 << 20, 8)
+    assert (found.product > 0) == (name != "ideal")
+
+
+# us by nccl-tests (NCCL 2.29.2 and 2.27.3, one node): small, middle and large messages, in bytes.
+MEASURED = [
+    ("h100", "all_reduce", 2, {512: 6.2, 1 << 16: 7.3, 1 << 20: 14.7, 1 << 27: 466}),
+    ("h100", "all_reduce", 8, {512: 15.6, 1 << 16: 18.7, 1 << 20: 25.4, 1 << 27: 579}),
+    ("h100", "all_gather", 8, {512: 10.1, 1 << 16: 13.1, 1 << 20: 17.1, 1 << 27: 393}),
+    ("h100", "reduce_scatter", 4, {512: 7.2, 1 << 16: 8.2, 1 << 20: 11.6, 1 << 27: 355}),
+    ("h100-graph", "all_reduce", 8, {512: 4.7, 1 << 16: 6.4, 1 << 20: 15.0, 1 << 24: 92.4}),
+    ("a100", "all_reduce", 8, {512: 22.6, 1 << 16: 28.1, 1 << 20: 38.9, 1 << 27: 1169}),
+    ("b200", "all_reduce", 8, {512: 25.1, 1 << 16: 29.0, 1 << 20: 30.1, 1 << 27: 398}),
+    ("rtx-pro-6000", "all_reduce", 4, {512: 13.0, 1 << 16: 16.9, 1 << 20: 86.1, 1 << 27: 8038}),
+    ("l40s", "all_reduce", 2, {512: 7.7, 1 << 16: 12.6, 1 << 20: 74.8, 1 << 27: 6720}),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "ranks", "times"), MEASURED, ids=lambda value: str(value)[:14])
+def test_links_are_those_that_were_measured(name: str, kind: str, ranks: int, times: dict[int, float]) -> None:
+    """Each point within 35 %: two lines cannot follow every switch of protocols. All of a kind within 20 % on average."""
+    found = read_machine(name)
+    errors = [abs(seconds(found, kind, payload, ranks) * 1e6 / took - 1) for payload, took in times.items()]
+    assert max(errors) < 0.35
+    assert sum(errors) / len(errors) < 0.2
+
+
+def test_of_several_links_the_fastest_counts(tmp_path: Path) -> None:
+    links = "links:\n- {latency: 1.0e-6, bandwidth: 1.0e+9}\n- {latency: 1.0e-5, bandwidth: 1.0e+10}\n"
+    found = machine(tmp_path, RATES + links)
+    mesh = Mesh.of(4)
+    assert found.collective_seconds("all_reduce", ("tp",), 1000, mesh) == pytest.approx(2e-6)
+    assert found.collective_seconds("all_reduce", ("tp",), 1e6, mesh) == pytest.approx(1.1e-4)
+
+
+def test_a_hop_for_each_step_of_the_ring(tmp_path: Path) -> None:
+    found = machine(tmp_path, RATES + "links:\n- {latency: 1.0e-6, hop: 1.0e-6, bandwidth: 1.0e+12}\n")
+    assert found.collective_seconds("all_reduce", ("tp",), 0, Mesh.of(5)) == pytest.approx(9e-6)
+    assert found.collective_seconds("all_gather", ("tp",), 0, Mesh.of(5)) == pytest.approx(5e-6)
+
+
+def test_a_group_that_crosses_nodes_takes_the_links_between_them() -> None:
+    found, near = read_machine("h100-2x8"), read_machine("h100")
+    mesh = Mesh.of({"dp": 2, "tp": 8})
+
+    def time(of: Machine, axes: tuple[str, ...], over: Mesh = mesh) -> float:
+        return of.collective_seconds("all_reduce", axes, 1e5, over)
+
+    assert time(found, ("tp",)) == time(near, ("tp",))
+    assert time(found, ("dp",)) > 4 * time(near, ("dp",))
+    assert time(found, ("dp", "tp")) > 40e-6
+    # Six ranks each: the second group has ranks of both nodes.
+    assert time(found, ("tp",), Mesh.of({"dp": 2, "tp": 6})) > 40e-6
+    assert time(found, ("dp",), Mesh.of({"tp": 4, "dp": 4})) == time(near, ("dp",), Mesh.of({"tp": 4, "dp": 4}))
+
+
+def test_few_rows_reach_a_share_of_the_flops() -> None:
+    found = read_machine("h100")
+    assert found.flops_of(1) == found.flops_of(64) == 0.24 * found.flops
+    assert found.flops_of(96) == pytest.approx(0.30 * found.flops)
+    assert found.flops_of(4096) == found.flops
+
+
+def test_a_base_is_what_a_file_leaves_out(tmp_path: Path) -> None:
+    found, base = machine(tmp_path, "base: a100\nmemory: 4.0e+10\n"), read_machine("a100")
+    assert (found.memory, found.flops, found.links) == (4e10, base.flops, base.links)
+    with pytest.raises(MachineError, match=r"base is 'a1000'\n  help: use one of a100, "):
+        machine(tmp_path, "base: a1000\n")
+
+
+def test_the_default_is_what_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPCOMPILER_MACHINE", "b200")
+    assert read_machine().name == "b200"
+    monkeypatch.delenv("TPCOMPILER_MACHINE")
+    assert read_machine().name == "h100"
+
+
+def test_old_files_keep_their_meaning(tmp_path: Path) -> None:
+    found = machine(tmp_path, RATES + "links:\n- {latency: 1.0e-6, bandwidth: 1.0e+9}\n")
+    assert (found.product, found.attention, found.other, found.rows, found.ranks_per_node) == (0, 0, 0, {}, 0)
+    assert found.links == {("", 0): [Link(1e-6, 1e9)]}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("product: -1.0\n", "product is -1.0"),
+        ("rows: {a: 1}\n", r"rows are \{'a': 1\}"),
+        ("rows: [{rows: 0, share: 1.0}]\n", "rows is 0"),
+        ("host: [1]\n", r"host is \[1\]"),
+        ("host: {operation: no}\n", "operation is"),
+        ("nodes: {ranks_per_node: 0, links: []}\n", "nodes are"),
+        ("nodes: {ranks_per_node: 8, links: []}\n", "nodes: no link is for all kinds"),
+    ],
+)
+def test_what_a_file_cannot_say(tmp_path: Path, more: str, said: str) -> None:
+    with pytest.raises(MachineError, match=said):
+        machine(tmp_path, RATES + "links:\n- {latency: 0.0, bandwidth: 1.0e+9}\n" + more)

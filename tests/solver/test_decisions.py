@@ -1,0 +1,139 @@
+"""What the search decides on real machines: never slower than Megatron's plan, and as few collectives in a decode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.export import ExportedProgram
+
+import tpcompiler
+from tests.solver.test_auto import mlp
+from tools.published.model import Dims, export_decoder, megatron_plan
+from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.cost.machine import Link, Links, Machine
+from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.errors import PlanError
+from tpcompiler.pipeline import find_placements
+from tpcompiler.solver.place import Aim
+from tpcompiler.solver.solution import Solution
+from tpcompiler.solver.step_time import collectives_of, measure_step_time
+
+LAYERS = 2
+LLAMA = Dims(LAYERS, 4096, 14336, 32, 8, 128256)
+MIXTRAL = Dims(LAYERS, 4096, 14336, 32, 8, 32000, experts=8)
+GPT2 = Dims(LAYERS, 1600, 6400, 25, 25, 50257, gated=False)
+DECODE, PREFILL = (8, 1024, True), (1, 2048, False)
+
+
+@cache
+def exported(dims: Dims, batch: int, prompt: int, is_decode: bool) -> ExportedProgram:
+    return export_decoder(dims, batch, prompt, is_decode=is_decode)
+
+
+def solved(dims: Dims, call: tuple[int, int, bool], tp: int, plan: Any, machine: Machine) -> tuple[Solution, float]:
+    found = find_placements([*conversions_of(exported(dims, *call), tp, read_plan(plan)).values()], Aim(machine))
+    return found, measure_step_time(found, collectives_of(found), machine).total
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("call", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("tp", [2, 8])
+@pytest.mark.parametrize("name", ["h100", "a100-graph", "rtx-pro-6000"])
+@pytest.mark.parametrize("dims", [LLAMA, MIXTRAL, GPT2], ids=["llama", "mixtral", "gpt2"])
+def test_never_slower_than_megatron(dims: Dims, name: str, tp: int, call: tuple[int, int, bool]) -> None:
+    machine = read_machine(name)
+    auto, ours = solved(dims, call, tp, "auto", machine)
+    _, theirs = solved(dims, call, tp, megatron_plan(dims, whole_head=False), machine)
+    assert ours <= theirs * 1.0001  # ties
+    if call == DECODE:
+        assert len(list(collectives_of(auto))) <= 2 * LAYERS + 1
+
+
+@pytest.mark.slow
+def test_a_decode_is_megatrons() -> None:
+    """Two all_reduce a layer, where links without latency gave six collectives."""
+    found, _ = solved(LLAMA, DECODE, 8, "auto", read_machine("h100"))
+    assert Counter(kind for kind, _, _ in collectives_of(found)) == {"all_reduce": 2 * LAYERS, "all_gather": 1}
+    assert found.styles["layers.1.attention.o"] == found.styles["layers.1.mlp.down"] == "rowwise"
+
+
+def scaled(links: Links, factor: float) -> Links:
+    return {
+        of: [Link(own.latency * factor, own.bandwidth, own.hop * factor) for own in all_] for of, all_ in links.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_decode_does_not_hang_on_a_latency(factor: float) -> None:
+    machine = read_machine("h100")
+    other = dataclasses.replace(machine, links=scaled(machine.links, factor))
+    assert solved(LLAMA, DECODE, 4, "auto", machine)[0].styles == solved(LLAMA, DECODE, 4, "auto", other)[0].styles
+
+
+def test_small_layers_stay_whole_on_a_real_machine() -> None:
+    """What an all_reduce takes is a hundred times what a cut of them saves; without latencies they are cut."""
+    assert not tpcompiler.parallelize(mlp(), 2, "auto", machine="h100").collectives()
+    assert tpcompiler.parallelize(mlp(), 2, "auto", machine="ideal").collectives()
+
+
+def test_fewest_bytes() -> None:
+    fast = tpcompiler.parallelize(mlp(), 2, "auto", machine="h100")
+    small = tpcompiler.parallelize(mlp(), 2, "auto", machine="h100", optimize="memory")
+    assert max(small.parameter_bytes()[1]) == max(fast.parameter_bytes()[1]) // 2
+    assert len(small.collectives()) == 1  # of those that hold as little, the fastest
+
+
+@pytest.mark.slow
+def test_calls_decide_between_programs_that_want_different_plans() -> None:
+    """Prefill wants few bytes, decode few collectives: one of them is worse off, the one that is called less."""
+    conversions = conversions_of(
+        {name: exported(LLAMA, 8, 1024, is_decode) for name, is_decode in (("prefill", False), ("decode", True))},
+        8,
+        read_plan("auto"),
+    )
+    machine = read_machine("rtx-pro-6000")
+    times = {}
+    for calls in ((), (1.0, 256.0), (256.0, 1.0)):
+        found = find_placements([*conversions.values()], Aim(machine, calls=calls))
+        each = [dataclasses.replace(found, programs=[program]) for program in found.programs]
+        times[calls] = [measure_step_time(one, collectives_of(one), machine).total for one in each]
+    prefill, decode = zip(*times.values(), strict=True)
+    assert prefill[2] == min(prefill) < prefill[1]
+    assert decode[1] == min(decode) < decode[2]
+
+
+def test_a_program_says_what_it_would_take_alone() -> None:
+    made = tpcompiler.parallelize({"a": mlp(), "b": mlp()}, 2, "auto")
+    alone = tpcompiler.parallelize(mlp(), 2, "auto").report().partition("one call takes ")[2].partition(" (")[0]
+    for program in made.values():
+        said = f"a call of this program takes {alone}; placed alone it would take {alone}"
+        assert said in [note.text for note in program.notes]
+
+
+def test_calls_are_of_the_programs() -> None:
+    programs = {"prefill": mlp(), "decode": mlp()}
+    for weights in ({"prefill": 1}, {"prefill": 1, "decode": 0}, {"prefill": 1, "decode": float("nan")}):
+        with pytest.raises(PlanError, match="and the programs are prefill, decode"):
+            tpcompiler.parallelize(programs, 2, "auto", weights=weights)
+    with pytest.raises(PlanError, match="and the programs are one"):
+        tpcompiler.find_plan(mlp(), 2, weights={"model": 1})
+
+
+def test_a_plan_changes_no_price(tmp_path: Path) -> None:
+    """The plan that the search finds gives its time, and another one no less."""
+    machine = read_machine("ideal")
+    times = {
+        str(plan): measure_step_time(found, collectives_of(found), machine).total
+        for plan in ("auto", {"up": "colwise", "down": "rowwise"}, {"up": "colwise", "down": "colwise"})
+        for found in [find_placements([*conversions_of(mlp(), 2, read_plan(plan)).values()], Aim(machine))]
+    }
+    auto, same, other = times.values()
+    assert auto == pytest.approx(same)
+    assert other > auto

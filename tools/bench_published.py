@@ -1,0 +1,223 @@
+"""Predicted against published steps: `python -m tools.bench_published [--auto] [--write]`.
+
+Every row of tools/published/steps.csv is a measured step of a decoder under tensor parallelism. Its model is built from
+its dimensions without weights, placed by Megatron's plan, and its step is predicted for the machine file of its GPU.
+Nothing is fitted to the rows. With `--auto` the search places it too. A speed-up is over the least ranks of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import statistics
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from scipy.stats import spearmanr
+from torch.export import ExportedProgram
+
+import tpcompiler
+from tools.published.model import Dims, export_decoder, megatron_plan
+from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.pipeline import find_placements
+from tpcompiler.solver.place import Aim
+from tpcompiler.solver.step_time import StepTime, collectives_of, measure_step_time
+
+ROWS = Path(__file__).parent / "published" / "steps.csv"
+GPUS = {"A100-SXM-80GB": "a100", "A100-SXM-40GB": "a100", "H100-SXM-80GB": "h100", "H200-SXM-141GB": "h200"}
+GPUS |= {"B200-SXM-180GB": "b200"}  # what the other rows ran on has no machine file
+IN_GRAPHS = ("meta-pytorch/gpt-fast", "vLLM performance-benchmark", "NVIDIA NIM", "ai-dynamo/aiconfigurator")
+HOST_BOUND = ("huggingface/text-generation-inference",)  # without graphs: the host takes 28 ms whatever the ranks
+WHOLE_HEAD = ("meta-pytorch/gpt-fast",)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published step."""
+
+    source: str
+    gpu: str
+    model: str
+    dims: Dims
+    batch: int
+    prompt: int
+    is_decode: bool
+    ranks: int
+    measured: float  # seconds
+
+    @property
+    def machine(self) -> str:
+        """The machine file of its GPU and of how its collectives ran."""
+        if self.ranks > 8:
+            return "a100-2x8"
+        return GPUS[self.gpu] + ("-graph" if self.source.startswith(IN_GRAPHS) else "")
+
+    @property
+    def run(self) -> tuple[Any, ...]:
+        """Equal for rows that differ in their ranks only."""
+        return self.source, self.gpu, self.model, self.dims, self.batch, self.prompt, self.is_decode
+
+    @cached_property
+    def exported(self) -> ExportedProgram:
+        return _exported(self.dims, self.batch, self.prompt, self.is_decode)
+
+    def predict(self, plan: object) -> StepTime:
+        """The step under a plan."""
+        (conversion,) = conversions_of(self.exported, self.ranks, read_plan(plan)).values()
+        machine = read_machine(self.machine)
+        found = find_placements([conversion], Aim(machine))
+        return measure_step_time(found, collectives_of(found), machine)
+
+    def by_megatron(self) -> StepTime:
+        return self.predict(megatron_plan(self.dims, whole_head=self.source.startswith(WHOLE_HEAD)))
+
+
+@lru_cache(maxsize=1)
+def _exported(dims: Dims, batch: int, prompt: int, is_decode: bool) -> ExportedProgram:
+    return export_decoder(dims, batch, prompt, is_decode=is_decode)
+
+
+def read_rows() -> list[Row]:
+    """The rows that a machine file describes."""
+    with ROWS.open(encoding="utf-8") as file:
+        rows = [_read_row(each) for each in csv.DictReader(file)]
+    return [row for row in rows if row.gpu in GPUS and not row.source.startswith(HOST_BOUND)]
+
+
+def _read_row(each: dict[str, str]) -> Row:
+    name, number = each["model"], {key: int(each[key]) for key in ("layers", "hidden", "heads", "kv_heads", "vocab")}
+    dims = Dims(
+        **number,
+        intermediate=int(each["intermediate"]),
+        gated=not name.startswith(("GPT", "Falcon")),
+        experts=8 if name.startswith("Mixtral") else 0,
+        head_dim=128 if name.startswith("Qwen3") else 0,
+        parallel=name.startswith("Falcon"),
+        itemsize=math.ceil(float(each["dtype_bytes"])),
+    )
+    return Row(
+        each["source"],
+        each["gpu"],
+        name,
+        dims,
+        int(each["batch"]),
+        int(each["prompt_len"]),
+        each["phase"] == "decode",
+        int(each["tp"]),
+        float(each["measured_ms_per_step"]) / 1e3,
+    )
+
+
+def find_speedups(steps: Sequence[tuple[Row, float]]) -> Iterator[tuple[float, float]]:
+    """Measured and predicted speed-up of each row over the row of the least ranks of its run."""
+    runs: dict[tuple[Any, ...], list[tuple[Row, float]]] = {}
+    for row, predicted in steps:
+        runs.setdefault(row.run, []).append((row, predicted))
+    for own in runs.values():
+        (first, base), *rest = sorted(own, key=lambda pair: pair[0].ranks)
+        for row, predicted in rest:
+            yield first.measured / row.measured, base / predicted
+
+
+def summarise(steps: Sequence[tuple[Row, float]]) -> tuple[str, ...]:
+    """Rows, their median ratio, how many lie within 15 % and 25 %, the same of speed-ups, and the rank correlation."""
+    ratios = [predicted / row.measured for row, predicted in steps]
+    gains = [predicted / measured for measured, predicted in find_speedups(steps)]
+
+    def within(share: float, values: Sequence[float]) -> str:
+        return str(sum(abs(value - 1) <= share for value in values))
+
+    said = [str(len(ratios)), f"{statistics.median(ratios):.2f}", within(0.15, ratios), within(0.25, ratios)]
+    said += [str(len(gains)), f"{statistics.median(gains):.2f}" if gains else "-", within(0.15, gains)]
+    said += [within(0.25, gains)]
+    return *said, f"{spearmanr(*zip(*((row.measured, p) for row, p in steps), strict=True)).statistic:.2f}"
+
+
+def groups(steps: Sequence[tuple[Row, float]]) -> Iterator[tuple[str, Sequence[tuple[Row, float]]]]:
+    """All rows, and those by which a part of the prediction is seen."""
+    fast = [each for each in steps if each[0].source.startswith("meta-pytorch/gpt-fast")]
+    yield "all", steps
+    yield "gpt-fast, bfloat16", [each for each in fast if each[0].dims.itemsize == 2]
+    yield "serving engines of 2026", [each for each in steps if each[0].source.startswith("ai-dynamo")]
+    long = [each for each in steps if not each[0].is_decode and each[0].prompt == 2048]
+    yield "prefill of 2,048, A100", [each for each in long if each[0].gpu.startswith("A100")]
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
+HEAD = """# How good the predicted seconds are
+
+Published steps of decoders under tensor parallelism, and what is predicted for them: {date}, tpcompiler {version},
+`python -m tools.bench_published --auto --write`. Every model is built from its dimensions without weights, placed by
+Megatron's plan, and priced for the machine file of its GPU ([auto.md](auto.md)). Nothing is fitted to these rows:
+floors, rates and links come from kernel and collective timings, which the machine files name. `auto` is the predicted
+step of what the search finds. A speed-up is over the least ranks of the same run.
+
+Where rows miss: a serving engine adds 0.5 to 2 ms a step for scheduling and sampling, which is in its figures and not
+in the prediction. FasterTransformer has no CUDA graphs, and its collectives wait for the slowest rank: they take
+about 2.5 times as long as in a loop. Rows of one byte a weight are int8 or fp8, read here at bfloat16's rate. Left
+out are rows of GPUs without a machine file (MI300X, RTX 4090), and those of text-generation-inference, whose host
+takes 28 ms a step whatever the ranks.
+
+"""
+
+
+def page(rows: Sequence[Sequence[str]], summary: Sequence[Sequence[str]]) -> str:
+    """The text of docs/accuracy.md."""
+
+    def lines(titles: Sequence[str], table: Sequence[Sequence[str]]) -> str:
+        return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *table))
+
+    head = HEAD.format(date=date.today().isoformat(), version=tpcompiler.__version__)
+    return f"{head}{lines(SUMMARY, summary)}\n{lines(ROW, rows)}"
+
+
+ROW = ("source", "GPU", "model", "bytes", "batch", "call", "tp", "measured ms", "predicted ms", "ratio", "auto ms")
+SUMMARY = ("rows", "", "median", "15 %", "25 %", "speed-ups", "median", "15 %", "25 %", "rank correlation")
+
+
+def cells_of(row: Row, step: StepTime, auto: StepTime | None) -> tuple[str, ...]:
+    """A line of the table."""
+    call = f"{'decode after' if row.is_decode else 'prefill of'} {row.prompt}"
+    source = row.source.removesuffix(" README").removesuffix(" docs/source/performance.md")
+    what = (source, row.gpu, row.model, str(row.dims.itemsize), str(row.batch), call, str(row.ranks))
+    times = f"{row.measured * 1e3:.2f}", f"{step.total * 1e3:.2f}", f"{step.total / row.measured:.2f}"
+    return *what, *times, "" if auto is None else f"{auto.total * 1e3:.2f}"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--auto", action="store_true", help="also place each model by the search")
+    options.add_argument("--only", default="", help="rows whose source or model begins so")
+    options.add_argument("--write", action="store_true", help="write docs/accuracy.md")
+    asked = options.parse_args(words)
+    warnings.simplefilter("ignore")
+    console, steps, rows = Console(width=160), list[tuple[Row, float]](), list[tuple[str, ...]]()
+    for row in read_rows():
+        if row.source.startswith(asked.only) or row.model.startswith(asked.only):
+            step = row.by_megatron()
+            steps.append((row, step.total))
+            rows.append(cells_of(row, step, row.predict("auto") if asked.auto else None))
+            console.print(*rows[-1], step.text, soft_wrap=True)
+    summary = [(name, *summarise(own)) for name, own in groups(steps) if own]
+    for titles, table in ((ROW, rows), (SUMMARY, summary)):
+        shown = Table(*titles)
+        for cells in table:
+            shown.add_row(*cells)
+        console.print(shown)
+    if asked.write:
+        PAGE.write_text(page(rows, summary), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
