@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,20 @@ from tests.long import left_out
 from tests.runtime.models import PLAN, export_mlp
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TPCOMPILER_MACHINE"] = "ideal"  # on which small models are worth cutting
+WIRE = str(Path(__file__).with_name("wire.yaml"))
+os.environ["TPCOMPILER_MACHINE"] = WIRE
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for launched processes; torch has read its own already
 os.environ.setdefault("TPCOMPILER_PATIENCE", "1e6")  # no lines for steps that last, on however slow a machine
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # is compiled sooner
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def machine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The machine that placements are for: what a module calls `MACHINE`, or one on which only bytes sent count."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TPCOMPILER_MACHINE", getattr(request.module, "MACHINE", WIRE))
+        yield
 
 
 @pytest.fixture(scope="session")

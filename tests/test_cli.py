@@ -19,6 +19,8 @@ from tests.runtime.models import PLAN_TEXT, mlp_inputs
 from tpcompiler.cli import commands
 from tpcompiler.explain.summary import summary_parts
 
+MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
+
 COMMANDS = ["inspect", "doctor", "plan", "calibrate", "convert", "verify", "run", "generate", "show"]
 
 

@@ -23,6 +23,8 @@ from tests.zoo.case import randomise
 from tpcompiler.ir.program import mark_of
 from tpcompiler.ir.shares import cut, read_sharding
 
+MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
+
 pytestmark = pytest.mark.slow
 
 PLAN = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise", "up": "colwise", "down": "rowwise"}

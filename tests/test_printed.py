@@ -26,6 +26,8 @@ from tpcompiler.plan.fold import folded
 from tpcompiler.printed import format_bytes, format_unequal_bytes, one_line, printable
 from tpcompiler.runtime.artifact import MANIFEST
 
+MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
+
 ROOT = Path(__file__).parents[1]
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202e\ud800"
 ESCAPED = r"\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202e\ud800"

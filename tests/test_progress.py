@@ -28,6 +28,8 @@ from tpcompiler.progress import counted, listening, telling
 from tpcompiler.runtime.artifact import sha256
 from tpcompiler.runtime.model_file import read_model
 
+MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
+
 Told = dict[str, list[tuple[str, int, int]]]
 
 

@@ -41,7 +41,7 @@ def exported() -> ExportedProgram:
 
 
 def converted(plan: Mapping[str, object]) -> tpcompiler.ParallelProgram:
-    return tpcompiler.parallelize(exported(), 2, {**BASE, **plan}, machine="h100")  # where a reduction is one
+    return tpcompiler.parallelize(exported(), 2, {**BASE, **plan})
 
 
 def placed(program: tpcompiler.ParallelProgram) -> dict[str, object]:

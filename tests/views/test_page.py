@@ -22,6 +22,8 @@ from tpcompiler.explain.again import advise_artifact
 from tpcompiler.printed import format_bytes
 from tpcompiler.views.html import artifact_html
 
+MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
+
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
     not (BROWSER and DRIVER), reason="a browser is not installed (Debian: chromium and chromium-driver)"
@@ -168,7 +170,7 @@ def test_keys_reach_all_of_it(chromium: webdriver.Chrome, pages: Path, width: in
     page.press(Keys.ARROW_RIGHT)
     said = "Machine ideal, by its file: 989 TFLOP/s, memory 3.35 TB/s. A kernel takes its floor"
     assert said in page.text("timeline")
-    assert len(page.driver.find_elements(By.CSS_SELECTOR, "#timeline .bar")) == 2
+    assert len(page.driver.find_elements(By.CSS_SELECTOR, "#timeline .bar")) == 3
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -318,11 +320,7 @@ def test_the_times_are_of_a_machine(chromium: webdriver.Chrome, pages: Path) -> 
     page = Page(chromium, pages / "difference.html", 900)
     page.click("tab-timeline")
     told = page.text("timeline")
-    assert (
-        f"Machine {pages}/slow.yaml, by its file: 0.125 TFLOP/s, memory 0.01 TB/s, links 1 GB/s a rank after 20 µs"
-        in told
-    )
-    assert "(and 1 more, for collectives or numbers of ranks that it names)" in told
+    assert f"Machine {pages}/slow.yaml, by its file: 0.125 TFLOP/s, memory 0.01 TB/s." in told
     assert " 1 ms" in told  # of the sum of the embedding
 
 
