@@ -13,10 +13,10 @@ import torch
 import tpcompiler
 from tests.durations import VARIABLE, Durations, read_record
 from tests.long import left_out
+from tests.machines import WIRE
 from tests.runtime.models import PLAN, export_mlp
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-WIRE = str(Path(__file__).with_name("wire.yaml"))
 os.environ["TPCOMPILER_MACHINE"] = WIRE
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for launched processes; torch has read its own already
 os.environ.setdefault("TPCOMPILER_PATIENCE", "1e6")  # no lines for steps that last, on however slow a machine

@@ -54,16 +54,16 @@ CUT = {"up": "colwise", "down": "rowwise"}
 ALL = {"x": "S(0)", "y": "S(0)"}
 BATCH_OUT = {"0": "S(0)", "1": "S(0)", "2": "S(0)", "3": "S(0)"}
 BOUNDARIES: dict[str, tuple[dict[str, str], Given, Given, dict[str, int]]] = {
-    # Gathered are what outputs 0, 1 and 5 are made of, and y, of which 2 and 3 are; the mean over the batch is reduced.
-    "a whole input beside a cut one": (WHOLE, {"x": "S(0)"}, {}, {"all_gather": 1, "all_reduce": 1}),
-    "both inputs": (WHOLE, ALL, {}, {"all_gather": 2, "all_reduce": 1}),
+    # Gathered are x and y, of which all is made whole: fewer bytes than gathers and sums of what is made of them.
+    "a whole input beside a cut one": (WHOLE, {"x": "S(0)"}, {}, {"all_gather": 1}),
+    "both inputs": (WHOLE, ALL, {}, {"all_gather": 2}),
     "both inputs and the outputs": (WHOLE, ALL, BATCH_OUT, {"all_reduce": 2}),
     "outputs only": (CUT, {}, {"0": "S(0)", "2": "S(0)"}, {"all_reduce": 1}),
     "another dim of an output": (
         WHOLE,
         {"x": "S(0)"},
         {"1": "S(2)"},
-        {"all_gather": 1, "all_reduce": 1},
+        {"all_gather": 1},
     ),
 }
 

@@ -76,7 +76,7 @@ def test_every_long_step_tells_how_far_it_is(model: Path) -> None:
         "check": lambda: tpcompiler.check(model.with_name("out")),
         "verify": lambda: made.verify(args, kwargs),
         "doctor": lambda: tpcompiler.diagnose(exported),
-        "fit": lambda: tpcompiler.parallelize(exported, 2, "auto", memory=2000),
+        "fit": lambda: tpcompiler.parallelize(exported, 2, "auto", memory=1650),
         "explain": lambda: tpcompiler.explain_artifact(model.with_name("out"), "linear"),
     }
     told = {name: heard(work) for name, work in steps.items()}

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import yaml
 from torch import nn
-from torch.export import export
+from torch.export import ExportedProgram, export
 
 import tpcompiler
+from tests.machines import SMALL
 from tests.zoo.index import CASES
+from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.explain.plan_text import plan_text
+from tpcompiler.pipeline import find_placements
+from tpcompiler.solver.place import Aim
+from tpcompiler.solver.step_time import collectives_of, measure_step_time
 
-MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
+MACHINE = SMALL
 
 X = torch.randn(2, 6, 64)
 
@@ -61,16 +69,14 @@ def test_what_the_search_finds(model: nn.Module, expected: dict[str, str]) -> No
 @pytest.mark.sweep(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "t5", "minilm"])
-def test_what_a_person_would_write(name: str) -> None:
-    """In a transformer's layers two all_reduce each; and no more bytes than with the plan that a person wrote."""
+def test_no_slower_than_what_a_person_would_write(name: str) -> None:
     case = CASES[name]
     exported = case.export(False)
-    program = tpcompiler.parallelize(
-        exported, 2, yaml.safe_load(plan_text(exported, tpcompiler.find_plan(exported, 2)))
-    )
-    by_hand = tpcompiler.parallelize(exported, 2, case.asked())
-    inside = [c for c in program.collectives() if "layer" in c.module or "block" in c.module]
-    assert sum(c.kind == "all_reduce" for c in inside) == sum(
-        layers.count * sum(layers.each.values()) for layers in case.layers
-    )
-    assert sum(c.wire_bytes for c in program.collectives()) <= sum(c.wire_bytes for c in by_hand.collectives())
+    found = yaml.safe_load(plan_text(exported, tpcompiler.find_plan(exported, 2)))
+    assert 0 < predicted(exported, found) <= predicted(exported, case.asked())
+
+
+def predicted(exported: ExportedProgram, plan: Any) -> float:
+    """Seconds of one call on two ranks."""
+    placed = find_placements([*conversions_of(exported, 2, read_plan(plan)).values()], Aim())
+    return measure_step_time(placed, collectives_of(placed), read_machine()).total

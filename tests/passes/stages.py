@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MethodType
 from typing import Any
 from unittest import mock
@@ -14,6 +13,7 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
+from tests.machines import SLOW
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -157,4 +157,4 @@ def _checked(program: Any) -> Any:
 
 def cuts_are_kept() -> Any:
     """A patch under which ops that are cut stay so, even where their operands are cheaper to gather than what they make."""
-    return mock.patch.dict("os.environ", TPCOMPILER_MACHINE=str(Path(__file__).with_name("slow.yaml")))
+    return mock.patch.dict("os.environ", TPCOMPILER_MACHINE=SLOW)

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch.export import ExportedProgram
 
 import tpcompiler
+from tests.machines import WIRE
 from tests.property.processes import judge_processes
 from tests.property.programs import Case, cases, resized
 from tests.property.steps import ROWS
@@ -76,7 +77,9 @@ def tried(case: Case, processes: bool = False) -> Outcome:
     except Exception as error:  # torch's own: there is no program
         return Outcome("discarded", f"torch.export: {type(error).__name__}")
     try:
-        made = tpcompiler.parallelize(program, case.mesh, case.plan, inputs=case.inputs, outputs=case.outputs)
+        made = tpcompiler.parallelize(
+            program, case.mesh, case.plan, inputs=case.inputs, outputs=case.outputs, machine=WIRE
+        )
     except REFUSALS as refusal:
         return Outcome("refused", f"{type(refusal).__name__}: {_kind_of(refusal)}")
     except Exception as error:

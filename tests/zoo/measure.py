@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.utils.flop_counter import FlopCounterMode
 
 import tpcompiler
+from tests.machines import CALLS
 from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
 from tpcompiler.errors import InternalError, TpCompilerWarning
@@ -140,7 +141,7 @@ def alone(case: Case, dynamic: bool) -> ExportedProgram:
 def measured(case: Case, dynamic: bool, world: int) -> Measured:
     """Convert and run: at the size of the example, the dynamic program at all others too."""
     began = time.perf_counter()
-    program = tpcompiler.parallelize(exported(case, dynamic), world, case.asked())
+    program = tpcompiler.parallelize(exported(case, dynamic), world, case.asked(), machine=CALLS)
     sizes = (case.example, *(case.others if dynamic else ()))
     further = [[((), inputs) for inputs in case.then(*size)] if case.then else [] for size in sizes]
     ranks = [program.rank_program(rank) for rank in range(world)]

@@ -73,6 +73,11 @@ class Machine:
         """Bytes of a device that a rank's weights, caches, inputs and activations may take."""
         return int(max(USABLE * self.memory - NCCL_BYTES, self.memory / 2))
 
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of the fastest link."""
+        return max(link.bandwidth for links in self.links.values() for link in links)
+
     def links_of(self, kind: str, axes: Sequence[str], mesh: Mesh) -> Sequence[Link]:
         """The links that a collective over these axes may take: the most particular ones."""
         links, ranks = self.links, mesh.size(axes)

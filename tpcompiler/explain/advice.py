@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from tpcompiler.cost.objective import TIE, Objective
+from tpcompiler.cost.objective import Objective
 from tpcompiler.cost.program import changes
 from tpcompiler.errors import ShardingError, TpCompilerError
 from tpcompiler.ir import edit
@@ -26,7 +26,6 @@ from tpcompiler.printed import format_bytes
 from tpcompiler.solver.place import Aim, place
 from tpcompiler.solver.solution import search
 
-AS_SENT = 7.0  # times to read a byte: about what it takes to send one
 MOST_CHANGED = 2  # entries that one advice changes
 
 
@@ -63,7 +62,7 @@ class Adviser:
         behind = planned_behind(program, value)
         nearest, near = (_concerning(self.plan, leaves) for leaves in (behind[:1], behind))
         far = _concerning(self.plan, planned_behind(program, value, far=True))
-        tried = (self._best(nearest, TIE), self._best(near), self._best(far)) if near else ()
+        tried = (self._best(nearest, alone=True), self._best(near), self._best(far)) if near else ()
         found = [advice for advice in tried if advice is not None and value not in _gathered(advice.made)]
         best = min(found, key=lambda advice: wire_bytes(advice.made), default=None)
         if best is None or wire_bytes(best.made) >= now:
@@ -104,12 +103,12 @@ class Adviser:
         said = f"change '{entry.pattern}' from {entry.style.to_data()} to {style}, which cuts {how}"
         return Advice(said, mark_placements(programs[self.at], solution))
 
-    def _best(self, entries: tuple[PlanEntry, ...], held: float = AS_SENT) -> Advice | None:
+    def _best(self, entries: tuple[PlanEntry, ...], alone: bool = False) -> Advice | None:
         """What the search makes of these entries, where that is one change in a few words: as it is then compiled.
 
-        `held`: what a byte of weights counts in times to read it, for layers that are whole send nothing.
+        A byte of weights counts as one that is sent, for layers that are whole send nothing; not at all if `alone`.
         """
-        if (known := (entries, held)) not in self.known:
+        if (known := (entries, alone)) not in self.known:
             try:
                 with no_new_guards(*(program.graph for program in self.planned(self.plan))):
                     self.known[known] = self._sought(*known)
@@ -117,10 +116,13 @@ class Adviser:
                 self.known[known] = None
         return self.known[known]
 
-    def _sought(self, entries: Sequence[PlanEntry], held: float) -> Advice | None:
+    def _sought(self, entries: Sequence[PlanEntry], alone: bool) -> Advice | None:
         now, other = self.planned(self.plan), self._otherwise(entries)
         opened = [_opened(*both, entries) for both in zip(now, other, strict=True)]
-        found = search(opened, Objective.of(self.aim.machine, held))
+        objective = Objective.of(self.aim.machine)
+        if not alone:
+            objective = objective._replace(held=1 / self.aim.machine.bandwidth)
+        found = search(opened, objective)
         if math.isinf(found.seconds):
             return None
         then = {fqn: _cut_dims(found.leaves[node]) for program in found.programs for node, fqn in program.leaves()}
