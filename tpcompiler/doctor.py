@@ -18,8 +18,10 @@ from tpcompiler.api import Given, Programs, conversions_of, read_calls, read_pla
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import local_bytes
+from tpcompiler.cost.timeline import StepTime, duration
 from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
 from tpcompiler.explain.obstacles import Obstacle, find_obstacles
+from tpcompiler.explain.report import Collective
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers
@@ -30,7 +32,6 @@ from tpcompiler.progress import counted
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.place import Aim, TooLarge
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import Sent, StepTime, duration, measure_step_time
 from tpcompiler.tables import Part, Shown, Table
 
 MOST = 16  # of the degrees that are tried
@@ -81,8 +82,7 @@ class Call:
 
     def to_data(self) -> dict[str, Any]:
         """As JSON."""
-        seconds = {**self.seconds._asdict(), "total": self.seconds.total}
-        said = {"collectives": self.collectives, "wire_bytes": self.wire_bytes, "seconds": seconds}
+        said = {"collectives": self.collectives, "wire_bytes": self.wire_bytes, "seconds": self.seconds.to_data()}
         return {**said, "sends": [dataclasses.asdict(each) for each in self.sends]}
 
 
@@ -289,13 +289,11 @@ class _Examined:
                 least = error.least
         calls = {}
         for (name, own), program in zip(made.items(), found.programs, strict=True):
-            sent = [(each.kind, tuple(each.axis.split(".")), each.wire_bytes) for each in own.collectives()]
-            alone = dataclasses.replace(found, programs=[program])
-            seconds = measure_step_time(alone, sent, self.machine)
-            calls[name] = Call(_sends(sent, found.mesh, self.machine), seconds, _samples(program))
+            sends = _sends(own.collectives(), found.mesh, self.machine)
+            calls[name] = Call(sends, own.predict(self.machine).total, _samples(program))
         if tp == 2:
             self.pair, self.obstacles = found, find_obstacles(found)
-        notes = dict.fromkeys(note.text for own in made.values() for note in own.notes if note.kind == "cut")
+        notes = dict.fromkeys(note.text for own in made.values() for note in own.resharded.notes if note.kind == "cut")
         uneven = (text for text in notes if "largest share" in text)
         undivided = filter(None, [_undivided(self.obstacles, tp)])
         remarks = (*undivided, *uneven, *_shared(found), *_whole(found, self.pair))
@@ -303,10 +301,11 @@ class _Examined:
         return Degree(asked, dict(found.mesh.axes), memory, least, calls, fits, remarks)
 
 
-def _sends(sent: Sequence[Sent], mesh: Mesh, machine: Machine) -> tuple[Sends, ...]:
+def _sends(collectives: Sequence[Collective], mesh: Mesh, machine: Machine) -> tuple[Sends, ...]:
+    alike = Counter((each.kind, each.axis, each.wire_bytes) for each in collectives)
     return tuple(
-        Sends(kind, count, wire_bytes, machine.collective_seconds(kind, axes, wire_bytes, mesh))
-        for (kind, axes, wire_bytes), count in Counter(sent).items()
+        Sends(kind, count, wire_bytes, machine.collective_seconds(kind, axis.split("."), wire_bytes, mesh))
+        for (kind, axis, wire_bytes), count in alike.items()
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tpcompiler.cost.objective import Objective
+from tpcompiler.cost.timeline import duration
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir.names import fold_layers, layer_of
 from tpcompiler.ir.program import PlannedProgram
@@ -17,7 +18,7 @@ from tpcompiler.progress import counted
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.solution import Held, Layered, Solution, search_on_any_mesh
-from tpcompiler.solver.step_time import collectives_of, duration, measure_step_time
+from tpcompiler.solver.step_time import collectives_of, measure_step_time
 
 MOST_GROUPS = 4  # that are searched again, those that hold most
 
@@ -62,13 +63,20 @@ def find_uncut(found: Solution, objective: Objective) -> list[Uncut]:
     programs = [replace(program, kept={}) for program in found.programs]
     is_asked = any(program.kept for program in found.programs)
     least = _search(found, programs, objective, ()) if is_asked else found
-    rows = []
+    if least is None:
+        return []
+    together: dict[frozenset[str], tuple[list[str], Solution]] = {}
     for group in counted(largest, "cutting what stays whole", "groups of layers"):
         cut = _search(found, programs, objective, groups[group])
-        if least is not None and cut is not None and least.seconds < cut.seconds < math.inf:
-            seconds = tuple(b - a for a, b in zip(_seconds(least, objective), _seconds(cut, objective), strict=True))
-            saved = measure_memory(least).weights - measure_memory(cut).weights
-            rows.append(Uncut(_names_of(found, groups[group].values()), held[group], seconds, saved))
+        if cut is not None and least.seconds < cut.seconds < math.inf:
+            are_cut = frozenset(weight for weight, layer in cut.layers.items() if layer.dim is not None)
+            together.setdefault(are_cut, ([], cut))[0].append(group)
+    rows = []
+    for names, cut in together.values():
+        layers = [layer for name in names for layer in groups[name].values()]
+        seconds = tuple(b - a for a, b in zip(_seconds(least, objective), _seconds(cut, objective), strict=True))
+        saved = measure_memory(least).weights - measure_memory(cut).weights
+        rows.append(Uncut(_names_of(found, layers), sum(map(held.__getitem__, names)), seconds, saved))
     return rows
 
 
@@ -103,15 +111,22 @@ def _group_of(layer: Layered) -> str:
 
 
 def _names_of(found: Solution, layers: Iterable[Layered]) -> str:
-    """The module if all of its layers are whole, otherwise each layer."""
-    whole = Counter(fold_layers(layer.name) for layer in layers)
-    group = next(_group_of(layer) for layer in found.layers.values() if fold_layers(layer.name) in whole)
-    every = Counter(fold_layers(layer.name) for layer in found.layers.values() if _group_of(layer) == group)
-    if whole == every:
-        return group
-    return ", ".join(
-        name if count == every[name] else f"{name} ({count} of {every[name]})" for name, count in whole.items()
+    """Each group if all of its layers are whole, otherwise the layers."""
+    whole, every = Counter(map(_name_of, layers)), Counter(map(_name_of, found.layers.values()))
+    names = dict.fromkeys(
+        group
+        if all(whole[group, name] == count for (other, name), count in every.items() if other == group)
+        else name
+        if each == every[group, name]
+        else f"{name} ({each} of {every[group, name]})"
+        for (group, name), each in whole.items()
     )
+    return ", ".join(names)
+
+
+def _name_of(layer: Layered) -> tuple[str, str]:
+    """Its group, and the layer with those like it."""
+    return _group_of(layer), fold_layers(layer.name)
 
 
 def _bytes_of(found: Solution, weights: Collection[str]) -> int:
