@@ -21,7 +21,7 @@ from tpcompiler.rules.notation import Rule
 
 STEP = 1e-12  # seconds: of equals, the one with fewer collectives
 TIE = 1e-3  # of the time to read a byte: of equals, the one that holds or looks at fewer
-LEAST = 1e3  # the same where as few bytes are held as can be
+LEAST = 1e-7  # seconds that a byte is worth where as few are held as can be: a small vector, more than a collective
 
 
 class Work(NamedTuple):
@@ -48,9 +48,9 @@ class Objective(NamedTuple):
     calls: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, machine: Machine, share: float = TIE, calls: tuple[float, ...] = ()) -> Objective:
-        """`share`: of the time to read a byte of weights, what it is worth not to hold it."""
-        return cls(machine, share / machine.memory_bandwidth, calls)
+    def of(cls, machine: Machine, held: float | None = None, calls: tuple[float, ...] = ()) -> Objective:
+        """`held`: by default a small share of the time to read a byte of weights."""
+        return cls(machine, TIE / machine.memory_bandwidth if held is None else held, calls)
 
     def weight(self, program: int) -> float:
         """How much a call of a program counts."""

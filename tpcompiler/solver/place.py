@@ -9,7 +9,7 @@ from typing import Literal
 
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
-from tpcompiler.cost.objective import LEAST, TIE, Objective
+from tpcompiler.cost.objective import LEAST, Objective
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.program import Note, PlannedProgram, Seed
@@ -56,7 +56,7 @@ class Aim:
         """With the weights of calls so that they are as many as the programs."""
         share = sum(self.calls) / max(1, len(self.calls))
         calls = tuple(own / share for own in self.calls)
-        return Objective.of(self.machine, LEAST if self.optimize == "memory" else TIE, calls)
+        return Objective.of(self.machine, LEAST if self.optimize == "memory" else None, calls)
 
 
 def place(programs: Sequence[PlannedProgram], auto: bool, aim: Aim) -> tuple[list[PlannedProgram], Solution]:
