@@ -120,7 +120,8 @@ class Adviser:
     def _sought(self, entries: Sequence[PlanEntry], held: float) -> Advice | None:
         now, other = self.planned(self.plan), self._otherwise(entries)
         opened = [_opened(*both, entries) for both in zip(now, other, strict=True)]
-        found = search(opened, Objective.of(self.aim.machine, held))
+        machine = self.aim.machine
+        found = search(opened, Objective.of(machine, held / machine.memory_bandwidth))
         if math.isinf(found.seconds):
             return None
         then = {fqn: _cut_dims(found.leaves[node]) for program in found.programs for node, fqn in program.leaves()}
