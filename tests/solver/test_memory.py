@@ -57,6 +57,29 @@ def test_bytes_of_a_rank_by_hand() -> None:
     assert dict(memory.largest) == {"up.weight": 256, "down.weight": 256, "cache": 128}
 
 
+class Cached(nn.Module):
+    """A cache that `load` writes in place, where a step adds a token."""
+
+    cache: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(1, 1024, 4))
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        self.cache.index_copy_(1, at, x)
+        return self.cache.sum(1)
+
+
+def test_a_cache_that_is_written_in_place_counts_once() -> None:
+    program = export(Cached(), (torch.randn(1, 1, 4), torch.tensor([3])))
+    memory = measure_memory(
+        search([apply_plan(canonicalize(program), Plan(), Mesh.of(1))], Objective.of(read_machine()))
+    )
+    assert memory.caches == 1024 * 4 * 4
+    assert memory.activations == 4 * 4 + 8 + 4 * 4  # x, at, and the sum
+
+
 class Wide(nn.Module):
     """Layers that nobody would cut for their speed: what is sent for them takes longer than to read all of them."""
 

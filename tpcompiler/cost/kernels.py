@@ -85,9 +85,9 @@ class _Fusion:
         self.depth: dict[fx.Node, int] = {}  # products, attentions and collectives before an op
         self.parent: dict[fx.Node, fx.Node] = {}  # among the ops that fuse
         self.alone: set[fx.Node] = set()
-        made_of_sizes = _find_made_of_sizes(graph)
+        self.made_of_sizes = _find_made_of_sizes(graph)
         for node in edit.calls(graph):
-            if node not in made_of_sizes:
+            if node not in self.made_of_sizes:
                 self._add(node)
         self.users = self._find_users(graph)
         self.widened = dict(self._find_widened())
@@ -154,7 +154,8 @@ class _Fusion:
                 continue
             for operand in edit.operands(node):
                 other = self.root(self.of(operand))
-                is_read = other is not own and (own, operand) not in read
+                is_computed = other in self.made_of_sizes and not _is_number(other)
+                is_read = other is not own and not is_computed and (own, operand) not in read
                 read.add((own, operand))
                 reads.append(self.widened.get(other, 1.0) if is_read else 0.0)
             writes = [float(node in self.users)] * len(edit.outputs(node))
