@@ -21,7 +21,7 @@ from tpcompiler.rules.notation import Rule
 
 STEP = 1e-12  # seconds: of equals, the one with fewer collectives
 TIE = 1e-3  # of the time to read a byte: of equals, the one that holds or looks at fewer
-LEAST = 1e-7  # seconds that a byte is worth where as few are held as can be: a small vector, more than a collective
+LEAST = 2e-9  # seconds: where few bytes are to be held, a small matrix is worth more than a collective; a vector is not
 
 
 class Work(NamedTuple):
