@@ -43,12 +43,13 @@ def test_layers_that_differ_alike_are_folded(folder: Path) -> None:
         result.stdout,
         """\
 in all
-                                  first   second
-mesh                              tp=2    tp=2
-device                            cpu     cpu
-held by the rank that holds most  1.3 kB  2.38 kB
-sent by a rank in a call          192 B   0 B
-us of the collectives on ideal    0.000   0.000
+                                  first    second
+mesh                              tp=2     tp=2
+device                            cpu      cpu
+held by the rank that holds most  1.3 kB   2.38 kB
+sent by a rank in a call          192 B    0 B
+us of the collectives on ideal    0.000    0.000
+one call on ideal                 1.41 ns  1.53 ns
 
 placements that differ
 name                  kind       first   second

@@ -18,8 +18,10 @@ from tpcompiler.api import Given, Programs, conversions_of, read_calls, read_pla
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import local_bytes
+from tpcompiler.cost.timeline import StepTime, duration
 from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
 from tpcompiler.explain.obstacles import Obstacle, find_obstacles
+from tpcompiler.explain.report import Collective
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers
@@ -30,12 +32,12 @@ from tpcompiler.progress import counted
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.place import Aim, TooLarge
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import Sent, StepTime, duration, measure_step_time
 from tpcompiler.tables import Part, Shown, Table
 
 MOST = 16  # of the degrees that are tried
 FURTHEST = 1024  # where a limit on memory is not met by fewer
 AXIS = "tp"  # whose degrees are tried
+SPOKEN = ("first token", "tokens/s", "of a row")
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,7 @@ class Call:
 
     def to_data(self) -> dict[str, Any]:
         """As JSON."""
-        seconds = {**self.seconds._asdict(), "total": self.seconds.total}
-        said = {"collectives": self.collectives, "wire_bytes": self.wire_bytes, "seconds": seconds}
+        said = {"collectives": self.collectives, "wire_bytes": self.wire_bytes, "seconds": self.seconds.to_data()}
         return {**said, "sends": [dataclasses.asdict(each) for each in self.sends]}
 
 
@@ -116,6 +117,23 @@ class Degree:
         """What is shown of its memory."""
         each = (self.memory.weights, self.memory.caches, self.memory.activations, self.memory.total)
         return _named(self.asked), *map(format_bytes, each)
+
+    def limits(self, name: str) -> Iterator[str]:
+        """The largest part of a call's time, and its collectives."""
+        call, ranks, of = self.calls[name], _named(self.asked), f" of {name}" if name else ""
+        time = call.seconds
+        parts = {"work": time.work, "kernels": time.kernels, "network": time.network, "host": time.host}
+        most = max(parts, key=parts.__getitem__)
+        if time.total:
+            yield f"{ranks}: {parts[most] / time.total:.0%} of a call{of} is {most}"
+        yield from (f"{ranks}: {each.text}" for each in call.sends)
+
+    def spoken(self) -> tuple[str, ...]:
+        """What is shown of a prefill and a decode: the time to the first token, then tokens of all rows and of each."""
+        prefill, decode = self.calls["prefill"], self.calls["decode"]
+        rate = 1 / decode.seconds.total if decode.seconds.total else math.inf
+        rates = (f"{rows * rate:,.0f}" for rows in (decode.samples, 1))
+        return _named(self.asked), duration(prefill.seconds.total), *rates
 
     def to_data(self) -> dict[str, Any]:
         """As JSON."""
@@ -166,6 +184,10 @@ class Diagnosis(Shown):
         for name, alone in self.degrees[0].calls.items():
             rows = [(_named(each.asked), *each.calls[name].cells(alone)) for each in self.degrees]
             yield Table(f"one call{f' of {name}' if name else ''}", (ranks, *called), rows, right=(ranks, *called))
+        if {"prefill", "decode"} <= self.degrees[0].calls.keys():
+            yield Table(
+                "generation", (ranks, *SPOKEN), [each.spoken() for each in self.degrees], right=(ranks, *SPOKEN)
+            )
         yield from self._limits()
         lines = [f"{_named(each.asked)}: {remark}" for each in self.degrees for remark in each.remarks]
         lines += [f"{_named(stop.asked)}: not possible: {stop.reason}" for stop in self.stopped]
@@ -175,26 +197,23 @@ class Diagnosis(Shown):
         yield f"the smallest that fits: {f'--tp {self.least}' if ranks == 'ranks' else f'--mesh {_named(least)}'}"
 
     def _limits(self) -> Iterator[str]:
-        """What takes the time on the smallest degree that fits, and where more ranks stop to pay."""
-        chosen = next(each for each in self.degrees if each.ranks == self.least)
-        for name, call in chosen.calls.items():
-            of, time = f" of {name}" if name else "", call.seconds
-            parts = {"work": time.work, "kernels": time.kernels, "network": time.network, "host": time.host}
-            most = max(parts, key=parts.__getitem__)
-            if time.total:
-                yield f"{_named(chosen.asked)}: {parts[most] / time.total:.0%} of a call{of} is {most}"
-            yield from (f"{_named(chosen.asked)}: {each.text}" for each in call.sends)
+        """What takes the time on the smallest degree that fits and on the fastest, and where more ranks stop to pay."""
+        fitting = [each for each in self.degrees if each.fits]
+        for name in fitting[0].calls:
+            of = f" of {name}" if name else ""
+            fastest = min(fitting, key=lambda each: each.calls[name].seconds.total)
+            for each in [fitting[0], *([fastest] if fastest is not fitting[0] else [])]:
+                yield from each.limits(name)
             steps = [(each, each.calls[name].seconds.total) for each in self.degrees]
             for (each, step), (_, then) in itertools.pairwise(steps):
                 if then >= step:
                     tp = each.asked.degree(AXIS)
                     yield f"beyond --tp {tp} a call{of} takes no less: the network takes what is saved"
                     break
-        if {"prefill", "decode"} <= chosen.calls.keys():
-            prefill, decode = chosen.calls["prefill"], chosen.calls["decode"]
+        if len(self.degrees) > 1 and len({each.memory.weights for each in self.degrees}) == 1:
             yield (
-                f"{_named(chosen.asked)}: first token after {duration(prefill.seconds.total)}, then "
-                f"{decode.samples / decode.seconds.total:,.0f} tokens/s"
+                "nothing is cut: convert says how much longer a call would take with each layer cut; "
+                "--optimize memory cuts all the same"
             )
 
     def to_data(self) -> dict[str, Any]:
@@ -289,13 +308,11 @@ class _Examined:
                 least = error.least
         calls = {}
         for (name, own), program in zip(made.items(), found.programs, strict=True):
-            sent = [(each.kind, tuple(each.axis.split(".")), each.wire_bytes) for each in own.collectives()]
-            alone = dataclasses.replace(found, programs=[program])
-            seconds = measure_step_time(alone, sent, self.machine)
-            calls[name] = Call(_sends(sent, found.mesh, self.machine), seconds, _samples(program))
+            sends = _sends(own.collectives(), found.mesh, self.machine)
+            calls[name] = Call(sends, own.predict(self.machine).total, _samples(program))
         if tp == 2:
             self.pair, self.obstacles = found, find_obstacles(found)
-        notes = dict.fromkeys(note.text for own in made.values() for note in own.notes if note.kind == "cut")
+        notes = dict.fromkeys(note.text for own in made.values() for note in own.resharded.notes if note.kind == "cut")
         uneven = (text for text in notes if "largest share" in text)
         undivided = filter(None, [_undivided(self.obstacles, tp)])
         remarks = (*undivided, *uneven, *_shared(found), *_whole(found, self.pair))
@@ -303,11 +320,12 @@ class _Examined:
         return Degree(asked, dict(found.mesh.axes), memory, least, calls, fits, remarks)
 
 
-def _sends(sent: Sequence[Sent], mesh: Mesh, machine: Machine) -> tuple[Sends, ...]:
-    return tuple(
-        Sends(kind, count, wire_bytes, machine.collective_seconds(kind, axes, wire_bytes, mesh))
-        for (kind, axes, wire_bytes), count in Counter(sent).items()
+def _sends(collectives: Sequence[Collective], mesh: Mesh, machine: Machine) -> tuple[Sends, ...]:
+    alike = Counter(
+        (each.kind, each.wire_bytes, machine.collective_seconds(each.kind, each.axis.split("."), each.wire_bytes, mesh))
+        for each in collectives
     )
+    return tuple(Sends(kind, count, wire_bytes, seconds) for (kind, wire_bytes, seconds), count in alike.items())
 
 
 def _samples(program: PlannedProgram) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler.compared import compared_calls, layout_of, on_cpu
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.timeline import Times, predict_times
 from tpcompiler.errors import InternalError
 from tpcompiler.explain.counts import counted_kinds
 from tpcompiler.explain.report import Collective, report_text
@@ -45,16 +47,19 @@ class ParallelProgram(Shown):
         plan: Plan,
         asked: dict[str, Any],
         advice: Callable[[str], str],
+        remarks: Callable[[ParallelProgram], Iterable[Note]],
     ) -> None:
         """`asked`: what the caller gave beside the plan, as `Manifest.asked`.
 
-        `advice` names the change of the plan that leaves out the gathers of a value, or nothing.
+        `advice` names the change of the plan that leaves out the gathers of a value, or nothing. `remarks` makes the
+        notes that take a search or the finished program.
         """
         self.original = original
         self.partition = partition
         self.plan = plan
         self.asked = asked
         self._advice = advice
+        self._remarks = remarks
 
     def __repr__(self) -> str:
         whole, per_rank = self.parameter_bytes()
@@ -130,9 +135,18 @@ class ParallelProgram(Shown):
     @cached_property
     def notes(self) -> tuple[Note, ...]:
         """What the compiler declined, could not use, or did otherwise than by default."""
+        notes = (*self._remarks(self), *self.resharded.notes)
         if self.partition.fitted == "nccl":
-            return self.resharded.notes
-        return (*self.resharded.notes, Note("collectives", fitted_text(self.rank_program(0).graph)))
+            return notes
+        return (*notes, Note("collectives", fitted_text(self.rank_program(0).graph)))
+
+    def predict(self, machine: Machine) -> Times:
+        """Predict how long a call of rank 0, which does most, takes on a machine, with the sizes of the example."""
+        sent = {
+            each.node: machine.collective_seconds(each.kind, each.axis.split("."), each.wire_bytes, self.mesh)
+            for each in self.collectives()
+        }
+        return predict_times(self.partition.local_program(0).graph, sent, machine, self.mesh)
 
     def manifest(self) -> Manifest:
         """The plain-data description that `save` writes (without the files' hashes)."""

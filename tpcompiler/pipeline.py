@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -38,6 +39,7 @@ from tpcompiler.passes.spread_experts import spread_experts
 from tpcompiler.plan import Plan, join_plans, share_plan
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.solver.place import Aim, place
+from tpcompiler.solver.remarks import Remarks
 from tpcompiler.solver.solution import Solution
 from tpcompiler.verify.invariants import check_invariants
 
@@ -97,7 +99,14 @@ class Conversion:
             divided = after(divide_sizes(spread, self.device), "divide_sizes")
             return after(attend_in_turns(divided, self.device), "attend_in_turns")
 
-    def finished(self, marked: MarkedProgram, plan: Plan, adviser: Adviser, gathers: bool) -> ParallelProgram:
+    def finished(
+        self,
+        marked: MarkedProgram,
+        plan: Plan,
+        adviser: Adviser,
+        gathers: bool,
+        remarks: Callable[[ParallelProgram], Iterable[Note]],
+    ) -> ParallelProgram:
         """All passes from a marked program up to the program for all ranks. `plan`: with what the search found."""
         with no_new_guards(marked.graph):
             resharded = self.after(insert_reshards(marked), "insert_reshards")
@@ -118,6 +127,7 @@ class Conversion:
             plan,
             asked,
             lambda value: "" if plan.searches else adviser.advise_gather(value, marked),
+            remarks,
         )
         self.after(made.partition.local_program(0), "lowered_rank_0")
         return made
@@ -161,14 +171,20 @@ def solved_together(
 
     advisers = {name: adviser_of(at, name) for at, name in enumerate(conversions)}
     try:
-        found, marked, plans = _marked(conversions, aim)
+        planned, found, marked, plans = _marked(conversions, aim)
     except ShardingError as error:
         if next(iter(conversions.values())).plan.searches:
             raise
         advised = (adviser.advise_error(error) for adviser in advisers.values())
         raise next((each for each in advised if each is not error), error) from None
+    remarks = Remarks(planned, found, aim)
+
+    def remarks_on(at: int, program: ParallelProgram) -> Iterable[Note]:
+        return remarks.notes(at, program.predict(aim.machine).total) if program.plan.searches else ()
+
     made = {
-        name: own.finished(marked[name], plans[name], advisers[name], aim.gathers) for name, own in conversions.items()
+        name: own.finished(marked[name], plans[name], advisers[name], aim.gathers, partial(remarks_on, at))
+        for at, (name, own) in enumerate(conversions.items())
     }
     return found, made
 
@@ -181,7 +197,7 @@ def plan_found(conversions: Mapping[str, Conversion], aim: Aim | None = None) ->
     """
     if len(conversions) > 1:
         _same_leaves(conversions)
-    _, found = _placed(conversions, aim or Aim())
+    _, _, found = _placed(conversions, aim or Aim())
     plan = join_plans([own.plan for own in conversions.values()])
     return plan.completed(found.styles, (n for own in conversions.values() for n in names_of(own.program)))
 
@@ -192,14 +208,14 @@ def find_placements(conversions: Sequence[Conversion], aim: Aim) -> Solution:
     Raises:
         ShardingError: no placement suits all programs.
     """
-    return _placed({str(at): conversion for at, conversion in enumerate(conversions)}, aim)[1]
+    return _placed({str(at): conversion for at, conversion in enumerate(conversions)}, aim)[2]
 
 
 def _marked(
     conversions: Mapping[str, Conversion], aim: Aim
-) -> tuple[Solution, dict[str, MarkedProgram], dict[str, Plan]]:
-    """Every program marked, and its plan with what the search found."""
-    programs, found = _placed(conversions, aim)
+) -> tuple[list[PlannedProgram], Solution, dict[str, MarkedProgram], dict[str, Plan]]:
+    """The programs before the search, what it found, every program marked, and its plan with what was found."""
+    planned, programs, found = _placed(conversions, aim)
     marked, plans = dict[str, MarkedProgram](), dict[str, Plan]()
     with no_new_guards(*(program.graph for program in programs)):
         for (name, conversion), program in zip(conversions.items(), programs, strict=True):
@@ -207,13 +223,15 @@ def _marked(
             marked[name] = conversion.after(placed, "mark_placements")
             names = names_of(conversion.program)
             plans[name] = Plan() if aim.gathers else plan.completed(found.styles, names) if plan.searches else plan
-    return found, marked, plans
+    return planned, found, marked, plans
 
 
-def _placed(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[list[PlannedProgram], Solution]:
+def _placed(
+    conversions: Mapping[str, Conversion], aim: Aim
+) -> tuple[list[PlannedProgram], list[PlannedProgram], Solution]:
     planned = [conversion.planned(conversion.plan, conversion.after) for conversion in conversions.values()]
     with no_new_guards(*(program.graph for program in planned)):
-        return place(planned, next(iter(conversions.values())).plan.searches, aim)
+        return planned, *place(planned, next(iter(conversions.values())).plan.searches, aim)
 
 
 def _unseen(program: P, name: str) -> P:

@@ -129,3 +129,22 @@ def test_attention_is_one() -> None:
     q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 6, 8)
     floors, moved = counted(lambda self, q, k, v: F.scaled_dot_product_attention(q, k, v), q, k, k.clone())
     assert (floors, moved) == (["attention"], 2 * q.numel() + 2 * k.numel())
+
+
+def test_indices_of_sizes_are_computed_where_they_are_used() -> None:
+    """The look-up after a product reads what it returns, and its indices take no kernel before the product."""
+
+    def pick(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight)[:, torch.arange(4) * 2].relu()
+
+    weight = torch.zeros(8, 16)
+    floors, moved = counted(pick, ROWS, weight=weight)
+    assert (floors, moved) == (["product", "other"], X + 8 * 16 + WIDE + 2 * 4 * 4)
+
+
+def test_a_mask_of_sizes_is_written_for_an_attention() -> None:
+    def attend(self: Any, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.arange(4)[:, None] >= torch.arange(4)
+        return F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], attn_mask=mask)
+
+    assert counted(attend, ROWS)[0] == ["other", "attention"]

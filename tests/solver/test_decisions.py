@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.export import ExportedProgram
 
 import tpcompiler
@@ -85,6 +86,29 @@ def test_small_layers_stay_whole_on_a_real_machine() -> None:
     assert tpcompiler.parallelize(mlp(), 2, "auto", machine="ideal").collectives()
 
 
+class Quantised(torch.nn.Module):
+    """`down(relu(up(x)))`, where `down` has one byte for each number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(64, 256, bias=False)
+        self.register_buffer("down", torch.randint(-8, 8, (64, 256), dtype=torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(torch.relu(self.up(x)), self.down.to(x.dtype) * 0.1)
+
+
+def test_a_planned_weight_is_not_gathered_as_floats(tmp_path: Path) -> None:
+    """Not even where two all_gather take less than the one all_reduce that the plan needs."""
+    (tmp_path / "m.yaml").write_text(
+        "base: ideal\nlinks:\n- {collective: all_reduce, latency: 1.0, bandwidth: 1.0e+9}\n"
+    )
+    program = torch.export.export(Quantised(), (torch.randn(4, 64),))
+    made = tpcompiler.parallelize(program, 2, {"up": "colwise", "down": "S(1)"}, machine=tmp_path / "m.yaml")
+    assert max(each.payload_bytes for each in made.collectives()) < 64 * 256
+    assert made.verify((torch.randn(4, 64),)).ok
+
+
 def test_fewest_bytes() -> None:
     fast = tpcompiler.parallelize(mlp(), 2, "auto", machine="h100")
     small = tpcompiler.parallelize(mlp(), 2, "auto", machine="h100", optimize="memory")
@@ -115,7 +139,7 @@ def test_a_program_says_what_it_would_take_alone() -> None:
     made = tpcompiler.parallelize({"a": mlp(), "b": mlp()}, 2, "auto")
     alone = tpcompiler.parallelize(mlp(), 2, "auto").report().partition("one call takes ")[2].partition(" (")[0]
     for program in made.values():
-        said = f"a call of this program takes {alone}; placed alone it would take {alone}"
+        said = f"placed alone, a call of this program would take {alone}"
         assert said in [note.text for note in program.notes]
 
 

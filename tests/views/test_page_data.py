@@ -28,7 +28,6 @@ from tpcompiler.runtime.weightless import weightless
 from tpcompiler.views.page_data import page_data
 from tpcompiler.views.slices import slices_of
 from tpcompiler.views.table import artifact_text
-from tpcompiler.views.timeline import predict_times
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -263,8 +262,7 @@ SLOW = Machine(flops=1.0, memory_bandwidth=1e6, memory=1e9, links={("", 0): [Lin
 def test_times_are_the_rooflines_and_the_links(tmp_path: Path) -> None:
     exported = torch.export.export(Mlp().eval(), (torch.zeros(4, 8),))
     program = tpcompiler.parallelize(exported, 2, {"up": "colwise", "down": "rowwise"})
-    records = {row["node"]: row for row in program.manifest().collectives}
-    times = predict_times(program.rank_program(0), records, SLOW, Mesh.of(2))
+    times = program.predict(SLOW)
     product = 2.0 * 4 * 8 * 8
     assert [step.node for step in times.steps if 0 < step.compute < 1] == ["relu", "add"]  # what they move
     assert [(step.node, step.compute, step.sent) for step in times.steps if step.compute > 1 or step.sent] == [
@@ -275,7 +273,7 @@ def test_times_are_the_rooflines_and_the_links(tmp_path: Path) -> None:
     assert all(step.critical for step in times.steps)
     narrow = SLOW.__class__(1e9, 1.0, 1e9, SLOW.links)
     bytes_of_linear = 4 * (4 * 8 + 8 * 8 + 8 + 4 * 8)
-    assert predict_times(program.rank_program(0), records, narrow, Mesh.of(2)).steps[0].compute == bytes_of_linear
+    assert program.predict(narrow).steps[0].compute == bytes_of_linear
 
 
 def test_rows_of_experts_are_multiplied_once(tmp_path: Path) -> None:
@@ -290,7 +288,7 @@ def test_rows_of_experts_are_multiplied_once(tmp_path: Path) -> None:
     example = torch.zeros(24, 16, dtype=torch.bfloat16), torch.tensor([8, 16, 24], dtype=torch.int32)
     exported = torch.export.export(Experts().eval(), example)
     program = tpcompiler.parallelize(exported, 2, {"stacked": "R"})
-    (step,) = predict_times(program.rank_program(0), {}, SLOW, Mesh.of(2)).steps
+    (step,) = program.predict(SLOW).steps
     assert step.compute == 2 * 24 * 16 * 32
 
 

@@ -125,7 +125,7 @@ def cost(
         import_modules(imports or ())
         table = cost_artifact(directory, sizes, machine=machine, trust=trust)
     if json:
-        printing.print_json(dataclasses.asdict(table))
+        printing.print_json(table.to_data())
     else:
         printing.print_parts(table.parts())
 

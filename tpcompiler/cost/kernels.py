@@ -3,8 +3,9 @@
 Products and attentions are kernels. Any other op fuses with the ops that it exchanges values with, as long as no
 product, attention or collective lies on a path between two of them; what is fused is one kernel. That is close to what
 Inductor's greedy fusion gives, and it depends on the graph alone, so every op keeps a price of its own. Views are no
-kernels. A look-up reads what it returns, a write into a buffer moves what it writes, and a weight that is widened for
-one product, such as one of int8, is widened there.
+kernels, nor is what is computed of sizes and single numbers for ops that fuse, such as the indices of a slice. A
+look-up reads what it returns, a write into a buffer moves what it writes, and a weight that is widened for one product,
+such as one of int8, is widened there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import fx
 from tpcompiler._torch import OpOverload, sym_hint
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import pin
+from tpcompiler.ir.rank_numbers import rank_number
 from tpcompiler.ir.text import op_name
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
@@ -83,8 +85,10 @@ class _Fusion:
         self.depth: dict[fx.Node, int] = {}  # products, attentions and collectives before an op
         self.parent: dict[fx.Node, fx.Node] = {}  # among the ops that fuse
         self.alone: set[fx.Node] = set()
+        self.made_of_sizes = _find_made_of_sizes(graph)
         for node in edit.calls(graph):
-            self._add(node)
+            if node not in self.made_of_sizes:
+                self._add(node)
         self.users = self._find_users(graph)
         self.widened = dict(self._find_widened())
 
@@ -150,13 +154,27 @@ class _Fusion:
                 continue
             for operand in edit.operands(node):
                 other = self.root(self.of(operand))
-                is_read = other is not own and (own, operand) not in read
+                is_computed = other in self.made_of_sizes and not _is_number(other)
+                is_read = other is not own and not is_computed and (own, operand) not in read
                 read.add((own, operand))
                 reads.append(self.widened.get(other, 1.0) if is_read else 0.0)
             writes = [float(node in self.users)] * len(edit.outputs(node))
             found[node] = Kernel("" if own in paid else _floor(node), _moves(node, reads, writes))
             paid.add(own)
         return found
+
+
+def _find_made_of_sizes(graph: fx.Graph) -> set[fx.Node]:
+    """The calls that are computed of sizes and of whole numbers, such as a rank's own, where all that use them fuse."""
+    found = set[fx.Node]()
+    for node in edit.calls(graph):
+        read = [operand for operand in node.all_input_nodes if edit.outputs(operand)]
+        if node.target is rank_number or (_fuses(node) and all(each in found or _is_number(each) for each in read)):
+            found.add(node)
+    for node in reversed(graph.nodes):
+        if node in found and not all(user in found or (user.op != "output" and _fuses(user)) for user in node.users):
+            found.discard(node)
+    return found
 
 
 def _floor(node: fx.Node) -> Floor:
@@ -176,6 +194,12 @@ def _moves(node: fx.Node, reads: list[float], writes: list[float]) -> tuple[floa
         rows, matrices = (operand.meta["val"] for operand in edit.operands(node)[:2])
         reads[1] *= min(1.0, sym_hint(rows.shape[0]) / sym_hint(matrices.shape[0]))
     return (*reads, *writes)
+
+
+def _is_number(value: fx.Node) -> bool:
+    """True for one whole number."""
+    tensors = edit.outputs(value)
+    return len(tensors) == 1 and tensors[0].ndim == 0 and tensors[0].dtype in INDICES
 
 
 def _bytes(value: fx.Node) -> int:

@@ -21,7 +21,7 @@ from tpcompiler.rules.notation import Rule
 
 STEP = 1e-12  # seconds: of equals, the one with fewer collectives
 TIE = 1e-3  # of the time to read a byte: of equals, the one that holds or looks at fewer
-LEAST = 1e-6  # seconds for a byte of weights where as few are held as can be: four of them outweigh a collective
+LEAST = 2e-9  # seconds: where few bytes are to be held, a small matrix is worth more than a collective; a vector is not
 
 
 class Work(NamedTuple):
@@ -48,9 +48,9 @@ class Objective(NamedTuple):
     calls: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, machine: Machine, calls: tuple[float, ...] = ()) -> Objective:
-        """The fastest call, and of equals the one that holds fewer bytes."""
-        return cls(machine, TIE / machine.memory_bandwidth, calls)
+    def of(cls, machine: Machine, held: float | None = None, calls: tuple[float, ...] = ()) -> Objective:
+        """`held`: by default a small share of the time to read a byte of weights."""
+        return cls(machine, TIE / machine.memory_bandwidth if held is None else held, calls)
 
     def weight(self, program: int) -> float:
         """How much a call of a program counts."""

@@ -119,10 +119,8 @@ class Adviser:
     def _sought(self, entries: Sequence[PlanEntry], alone: bool) -> Advice | None:
         now, other = self.planned(self.plan), self._otherwise(entries)
         opened = [_opened(*both, entries) for both in zip(now, other, strict=True)]
-        objective = Objective.of(self.aim.machine)
-        if not alone:
-            objective = objective._replace(held=1 / self.aim.machine.bandwidth)
-        found = search(opened, objective)
+        machine = self.aim.machine
+        found = search(opened, Objective.of(machine, None if alone else 1 / machine.bandwidth))
         if math.isinf(found.seconds):
             return None
         then = {fqn: _cut_dims(found.leaves[node]) for program in found.programs for node, fqn in program.leaves()}

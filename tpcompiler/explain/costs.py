@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # it ships no types
@@ -15,8 +15,9 @@ from tpcompiler._torch import sym_expr, sym_hint
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import InputsError, option
-from tpcompiler.explain.counts import record_seconds
+from tpcompiler.explain.counts import predict_call, record_seconds
 from tpcompiler.explain.report import sent_value, split_layer
 from tpcompiler.explain.written import Record, Written
 from tpcompiler.ir.claims import records_of
@@ -69,7 +70,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class CostTable(Shown):
-    """The collectives of one call by layer and kind, and all of them together; `machine` names whose seconds."""
+    """The collectives of one call by layer and kind, and all of them together; `machine` names whose seconds.
+
+    `step`: of the whole call, with the sizes of the artifact's example.
+    """
 
     machine: str
     sizes: list[Size]
@@ -77,6 +81,11 @@ class CostTable(Shown):
     formula: str
     wire_bytes: int
     seconds: float
+    step: StepTime
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**asdict(self), "step": self.step.to_data()}
 
     def parts(self) -> Iterator[Part]:
         sizes = []
@@ -101,6 +110,7 @@ class CostTable(Shown):
         )
         headers = ("layer", "kind", "count", "formula", "wire bytes", "us", "")
         yield Table(f"collectives of one call of a rank, us on {self.machine}", headers, rows)
+        yield f"one call{' with the sizes of the example' if self.sizes else ''} {self.step.text} on {self.machine}"
 
 
 def cost_artifact(
@@ -150,7 +160,9 @@ def count_costs(written: Written, at: Mapping[str, int], machine: Machine) -> Co
         seconds = record_seconds(record, sent, machine, mesh)
         found.setdefault((layer_of_record(record), record["kind"]), []).append((share, sent, seconds))
     costs = [Cost(layer, kind, len(each), *_summed(each)) for (layer, kind), each in found.items()]
-    return CostTable(machine.name, sizes, costs, *_summed([one for each in found.values() for one in each]))
+    summed = _summed([one for each in found.values() for one in each])
+    step = predict_call(written.exported.graph, written.manifest, machine).total
+    return CostTable(machine.name, sizes, costs, *summed, step)
 
 
 def layer_of_record(record: Record) -> str:

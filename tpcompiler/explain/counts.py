@@ -7,8 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import fx
+
 from tpcompiler.checkpoint.leaves import dtype_of
 from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.timeline import Times, predict_times
+from tpcompiler.ir.claims import records_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.runtime.artifact import Manifest
@@ -39,6 +43,18 @@ def counted_kinds(kinds: Iterable[str]) -> str:
 def sent_seconds(records: Iterable[Mapping[str, Any]], machine: Machine, mesh: Mesh) -> float:
     """Seconds that collectives take one after the other, on the links of a machine; nothing overlaps."""
     return sum(record_seconds(row, row["wire_bytes"], machine, mesh) for row in records)
+
+
+def predict_call(graph: fx.Graph, manifest: Manifest, machine: Machine) -> Times:
+    """Predict how long a call of a rank's program takes, with the sizes of the example.
+
+    Raises:
+        ArtifactError: it calls other collectives than the manifest records.
+    """
+    mesh = Mesh.of(manifest.mesh)
+    records = records_of(graph, manifest)
+    sent = {node.name: record_seconds(row, row["wire_bytes"], machine, mesh) for node, row in records.items()}
+    return predict_times(graph, sent, machine, mesh)
 
 
 def record_seconds(record: Mapping[str, Any], wire_bytes: float, machine: Machine, mesh: Mesh) -> float:

@@ -9,9 +9,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from tpcompiler.checkpoint.fill import read_original
+from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.timeline import StepTime, duration
 from tpcompiler.errors import ArtifactError
-from tpcompiler.explain.counts import held_per_rank, sent_seconds
+from tpcompiler.explain.counts import held_per_rank, predict_call, sent_seconds
+from tpcompiler.explain.written import Written
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.text import op_name
@@ -53,6 +56,7 @@ class ArtifactDifference(Shown):
         wire_bytes: of one call, of a rank.
         held_bytes: of parameters, buffers and constants, by rank.
         sent_seconds: of one call's collectives on the machine, one after the other.
+        steps: of the whole call.
     """
 
     machine: str
@@ -63,6 +67,7 @@ class ArtifactDifference(Shown):
     wire_bytes: tuple[int, int]
     held_bytes: tuple[list[int], list[int]]
     sent_seconds: tuple[float, float]
+    steps: tuple[StepTime, StepTime]
 
     @property
     def equal(self) -> bool:
@@ -81,6 +86,7 @@ class ArtifactDifference(Shown):
             ("held by the rank that holds most", held[0], held[1]),
             ("sent by a rank in a call", sent[0], sent[1]),
             (f"us of the collectives on {self.machine}", microseconds[0], microseconds[1]),
+            (f"one call on {self.machine}", duration(self.steps[0].total), duration(self.steps[1].total)),
         ]
 
     def placements_alike(self) -> list[tuple[str, list[str], Placement]]:
@@ -100,7 +106,7 @@ class ArtifactDifference(Shown):
     def to_data(self) -> dict[str, Any]:
         """As JSON."""
         named = {name: [each._asdict() for each in getattr(self, name)] for name in ("placements", "collectives")}
-        return {"equal": self.equal, **asdict(self), **named}
+        return {"equal": self.equal, **asdict(self), **named, "steps": [step.to_data() for step in self.steps]}
 
     def parts(self) -> Iterator[Part]:
         if self.equal:
@@ -162,7 +168,13 @@ def diff_artifacts(
             sent_seconds(a.collectives, described, Mesh.of(a.mesh)),
             sent_seconds(b.collectives, described, Mesh.of(b.mesh)),
         ),
+        steps=(_step(first, described, trust), _step(second, described, trust)),
     )
+
+
+def _step(directory: str | os.PathLike[str], machine: Machine, trust: bool) -> StepTime:
+    written = Written.read(directory, trust=trust)
+    return predict_call(written.exported.graph, written.manifest, machine).total
 
 
 def _refuse_other_model(

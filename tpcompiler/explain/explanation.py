@@ -13,8 +13,10 @@ from torch import fx
 
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.timeline import duration
 from tpcompiler.errors import ArtifactError
 from tpcompiler.explain.again import Again, Price, search_again
+from tpcompiler.explain.counts import predict_call
 from tpcompiler.explain.written import Operand, Written, read_claimed
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -50,9 +52,8 @@ class Alternative:
         axis: of the mesh, over which it is a choice, beside what was found over those before.
         needs: of an op, the shardings of its operands.
         makes: the sharding of the op's results, or of the parameter.
-        seconds: of a call on the machine, as docs/auto.md counts them: what is sent, multiplied, and the price of the
-            weights that are held. None where the plan, the boundary or the ops leave no placement with this choice, or
-            where the cheapest one cannot be carried out.
+        seconds: of a call on the machine, as docs/auto.md counts them. None where the plan, the boundary or the ops
+            leave no placement with this choice, or where the cheapest one cannot be carried out.
         wire_bytes: that a rank sends in a call, above those of the artifact's choice or below.
         held_bytes: of weights that a rank holds, likewise.
         is_chosen: whether it is the artifact's.
@@ -100,7 +101,7 @@ class Explanation(Shown):
         users: of a parameter, the ops that read it.
         collectives: those that change what it reads or makes, as in the manifest.
         machine: whose seconds are meant.
-        seconds: the least total of a call with any of the alternatives.
+        seconds: that a call of the artifact is predicted to take.
     """
 
     name: str
@@ -117,7 +118,7 @@ class Explanation(Shown):
     users: list[str]
     collectives: list[dict[str, Any]]
     machine: str
-    seconds: float | None
+    seconds: float
     alternatives: list[Alternative]
 
     def parts(self) -> Iterator[Part]:
@@ -143,11 +144,15 @@ class Explanation(Shown):
             for row in self.collectives
         ]
         yield Table("collectives", ("name", "kind", "bytes", "wire bytes", "why"), rows)
-        least = "" if self.seconds is None else f" (least total {self.seconds * 1e6:,.3f} us on {self.machine})"
         makes = "makes" if any(each.needs for each in self.alternatives) else "sharding"
         axis = "axis" if len({each.axis for each in self.alternatives}) > 1 else ""
         headers = (axis, makes, "needs", "us", "wire bytes", "held bytes", "")
-        yield Table(f"alternatives{least}", headers, [(axis and each.axis, *each.row()) for each in self.alternatives])
+        call = f"a call of the artifact takes {duration(self.seconds)} on {self.machine}"
+        yield Table(
+            f"alternatives (us above the least; {call})",
+            headers,
+            [(axis and each.axis, *each.row()) for each in self.alternatives],
+        )
         said = [f"{', '.join(each.makes)}: fails: {each.failed}" for each in self.alternatives if each.failed]
         if any(each.seconds is None and not each.failed for each in self.alternatives):
             said.append("never: the plan, the boundary or the ops leave no placement of the whole program with it")
@@ -240,7 +245,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
     wants = again.found.choices[node].wants if is_call else ()
     reads = [operand.meta["val"] for operand in edit.operands(node)]
     made, taken = list(zip(placed, tensors, strict=False)), list(zip(wants, reads, strict=False))
-    least, alternatives = _priced(prices, made, taken, again.found.mesh)
+    alternatives = _priced(prices, made, taken, again.found.mesh)
     return Explanation(
         name=name,
         kind="input" if is_input else "op",
@@ -256,7 +261,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
         users=[],
         collectives=[dict(record) for record in written.sent(name)],
         machine=again.machine.name,
-        seconds=least,
+        seconds=predict_call(written.exported.graph, written.manifest, again.machine).total.total,
         alternatives=alternatives,
     )
 
@@ -266,7 +271,7 @@ def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explan
     row = next(row for row in written.manifest.tensors if row["name"] == name)
     placed, users = read_claimed(row["sharding"], mesh, value), written.users(name)
     sent = {record["node"]: dict(record) for user in users for record in written.sent(user)}
-    least, alternatives = _priced(again.prices(node, {layer_of(name)}), [(placed, value)], [], again.found.mesh)
+    alternatives = _priced(again.prices(node, {layer_of(name)}), [(placed, value)], [], again.found.mesh)
     return Explanation(
         name=name,
         kind="parameter",
@@ -282,7 +287,7 @@ def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explan
         users=users,
         collectives=list(sent.values()),
         machine=again.machine.name,
-        seconds=least,
+        seconds=predict_call(written.exported.graph, written.manifest, again.machine).total.total,
         alternatives=alternatives,
     )
 
@@ -305,10 +310,8 @@ def _node(again: Again, name: str) -> fx.Node:
     return found
 
 
-def _priced(
-    prices: Sequence[Price], made: Sequence[Placed], wants: Sequence[Placed], mesh: Mesh
-) -> tuple[float | None, list[Alternative]]:
-    """The least total, and the alternatives of each axis, the cheapest first. `made` and `wants`: of the artifact."""
+def _priced(prices: Sequence[Price], made: Sequence[Placed], wants: Sequence[Placed], mesh: Mesh) -> list[Alternative]:
+    """The alternatives of each axis, the cheapest first. `made` and `wants`: of the artifact."""
     least = min((price.seconds for price in prices if price.seconds is not None), default=None)
     alternatives = list[Alternative]()
     for axes in dict.fromkeys(price.axes for price in prices):
@@ -317,7 +320,7 @@ def _priced(
         )
         own = [price for price in prices if price.axes == axes]
         alternatives += _of_axis(own, own_made, own_wants, least, mesh)
-    return least, alternatives
+    return alternatives
 
 
 def _of_axis(

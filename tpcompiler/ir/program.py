@@ -138,6 +138,7 @@ class Note:
         "examples",
         "collectives",
         "search",
+        "uncut",
     ]
     text: str
 

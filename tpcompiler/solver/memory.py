@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -14,6 +14,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.program import PlannedProgram, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.printed import format_bytes
+from tpcompiler.runtime.in_place import IN_PLACE
 from tpcompiler.solver.domain import tensor_index
 from tpcompiler.solver.solution import Solution
 
@@ -69,7 +70,8 @@ def measure_memory(found: Solution) -> Memory:
 
 def _find_peak(program: PlannedProgram, found: Solution, leaves: set[str]) -> tuple[int, str]:
     """The most bytes of activations and inputs at once, and at which op. Inputs are the caller's; a view holds
-    what it is a view of."""
+    what it is a view of, and a buffer that is written in place is no activation."""
+    in_place = set(_written_in_place(program))
     owner: dict[fx.Node, fx.Node] = {}
     size: dict[fx.Node, int] = {}
     gathered: dict[fx.Node, int] = {}
@@ -88,7 +90,9 @@ def _find_peak(program: PlannedProgram, found: Solution, leaves: set[str]) -> tu
         owner[node], last[node] = node, len(program.graph.nodes) if node.op == "placeholder" else at
         values, settled = edit.outputs(node), found.settled.get(node)
         size[node] = sum(
-            max(local_bytes(value, each, program.mesh) for each in ([own] if settled is None else [own, settled]))
+            0
+            if node in in_place
+            else max(local_bytes(value, each, program.mesh) for each in ([own] if settled is None else [own, settled]))
             for value, own in zip(values, _made(program, found, node), strict=True)
         )
     now, most = 0, (0, "")
@@ -101,6 +105,15 @@ def _find_peak(program: PlannedProgram, found: Solution, leaves: set[str]) -> tu
         most = max(most, (now + beside, node.name), key=lambda pair: pair[0])
         now -= sum(size[ended] for ended in ends.get(at, ()))
     return most
+
+
+def _written_in_place(program: PlannedProgram) -> Iterator[fx.Node]:
+    """The values that `load` writes into the buffer that they are made of (`runtime/in_place.py`)."""
+    names = {fqn: node for node, fqn in program.leaves()}
+    for value, fqn in program.written():
+        buffer = names.get(fqn)
+        if value.target in IN_PLACE and value.args[0] is buffer and buffer is not None and len(buffer.users) == 1:
+            yield value
 
 
 def _gathered_bytes(program: PlannedProgram, found: Solution, node: fx.Node) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,7 +18,6 @@ from tpcompiler.printed import format_bytes
 from tpcompiler.progress import counted
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.solution import Solution, search
-from tpcompiler.solver.step_time import collectives_of, duration, measure_step_time
 
 MOST_TRIALS = 12  # searches for placements that fit
 STEPS = 16.0  # by which the price of a byte grows until they do
@@ -57,8 +56,7 @@ class Aim:
         """With the weights of calls so that they are as many as the programs."""
         share = sum(self.calls) / max(1, len(self.calls))
         calls = tuple(own / share for own in self.calls)
-        fastest = Objective.of(self.machine, calls)
-        return fastest._replace(held=LEAST) if self.optimize == "memory" else fastest
+        return Objective.of(self.machine, LEAST if self.optimize == "memory" else None, calls)
 
 
 def place(programs: Sequence[PlannedProgram], auto: bool, aim: Aim) -> tuple[list[PlannedProgram], Solution]:
@@ -78,9 +76,8 @@ def place(programs: Sequence[PlannedProgram], auto: bool, aim: Aim) -> tuple[lis
     if auto:
         proof = f"at most {above:.1%} above the least" if above else "the least"
         each = ", one axis after the other" if len(found.mesh.axes) > 1 else ""
-        step = measure_step_time(found, collectives_of(found), aim.machine)
-        what = "one call" if len(programs) == 1 else "one call of each program, one after the other,"
-        said.append(f"{what} {step.text} on {aim.machine.name}, {proof} of all choices that were compared{each}")
+        what = "that" if len(programs) == 1 else "that, with a call of each other program,"
+        said.append(f"{what} is {proof} of all choices that were compared{each}")
     if auto or aim.limit is not None:
         said.append(f"a rank holds about {measure_memory(found).text}")
     if found.simpler:
@@ -88,27 +85,17 @@ def place(programs: Sequence[PlannedProgram], auto: bool, aim: Aim) -> tuple[lis
         said.append(f"replaced by simpler ops, because a dim that they need whole is cut: {names}")
     if found.capped:
         said.append(f"{found.capped} ops and values have too many choices: the search compared only some of each")
-    own = [*_compared_alone(programs, found, aim)] if auto and len(programs) > 1 else [()] * len(programs)
     kept = [
         replace(
             program,
             notes=(
                 *(note for note in program.notes if not (auto and note.kind == "untouched")),
-                *(Note("search", text) for text in (*said, *more)),
+                *(Note("search", text) for text in said),
             ),
         )
-        for program, more in zip(found.programs, own, strict=True)
+        for program in found.programs
     ]
     return kept, found
-
-
-def _compared_alone(programs: Sequence[PlannedProgram], found: Solution, aim: Aim) -> Iterator[tuple[str, ...]]:
-    """What a call of each program takes, and what it would take if its weights were placed for it alone."""
-    for at, program in enumerate(programs):
-        alone = search([program], Objective.of(aim.machine), True, aim.gathers)
-        both = replace(found, programs=[found.programs[at]]), alone
-        here, there = (measure_step_time(each, collectives_of(each), aim.machine).total for each in both)
-        yield (f"a call of this program takes {duration(here)}; placed alone it would take {duration(there)}",)
 
 
 def _infeasible(programs: Sequence[PlannedProgram], objective: Objective, aim: Aim, auto: bool) -> ShardingError:

@@ -219,7 +219,7 @@ def _state(problem: Problem, domain: Domain) -> None:
     program, stage = domain.program, problem.stage
     leaves = dict(program.leaves())
     static = computed_from_leaves(program.graph, leaves.keys())
-    kept = static if stage.free else _weights(domain)
+    kept = static if stage.free else _weights(domain, static)
     pinned = set() if stage.gathers else kept
     uses: dict[fx.Node, list[Values]] = {}
     problem.capped += sum(ways.is_capped for ways in domain.ways.values())
@@ -279,13 +279,19 @@ def _priced(
     return list(found.values())
 
 
-def _weights(domain: Domain) -> Set[fx.Node]:
-    """The leaves that the plan names, and what only rearranges them."""
+def _weights(domain: Domain, static: Set[fx.Node]) -> Set[fx.Node]:
+    """The leaves that the plan names, and what is made of them in their size, such as floats of a quantised weight."""
     found = {node for node, _ in domain.program.leaves() if domain.leaves[node.name].seed is not None}
     for node, rule in domain.rules.items():
-        if rule is not None and rule.relayout and domain.operands[node][0] in found:
+        weights = [operand for operand in domain.operands[node] if operand in found]
+        is_whole = edit.is_tensor(node) and all(_numbers(node) >= _numbers(weight) for weight in weights)
+        if weights and ((rule is not None and rule.relayout) or (node in static and is_whole)):
             found.add(node)
     return found
+
+
+def _numbers(value: fx.Node) -> int:
+    return sym_hint(value.meta["val"].numel())
 
 
 def _add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:

@@ -95,18 +95,18 @@ def search(
         rest = _in_any_ops([replace(program, kept={}) for program in programs], objective, free, gathers)
         if rest.simpler:
             simpler = [program for program, _ in _write(programs, rest.simpler, Known())]
-            found = replace(_on_any_mesh(simpler, objective, free, gathers), simpler=rest.simpler)
+            found = replace(search_on_any_mesh(simpler, objective, free, gathers), simpler=rest.simpler)
             best = found if found.seconds == rest.seconds else min(best, found, key=lambda each: each.seconds)
     return best
 
 
 def _in_any_ops(programs: Sequence[PlannedProgram], objective: Objective, free: bool, gathers: bool) -> Solution:
     """The solution with the ops in simpler ones that gain by it."""
-    best = _on_any_mesh(programs, objective, free, gathers)
+    best = search_on_any_mesh(programs, objective, free, gathers)
     openings, bodies = best.openings, Known()
     while openings:
         pairs = _write(programs, openings, bodies)
-        found = _on_any_mesh([program for program, _ in pairs], objective, free, gathers)
+        found = search_on_any_mesh([program for program, _ in pairs], objective, free, gathers)
         if found.seconds > best.seconds or (found.seconds == best.seconds and not best.simpler):
             break
         best = replace(found, simpler=openings)
@@ -130,15 +130,23 @@ def _write(
     ]
 
 
-def _on_any_mesh(programs: Sequence[PlannedProgram], objective: Objective, free: bool, gathers: bool) -> Solution:
-    model = (programs[0].mesh.model_axis,)
-    best, heads = search_over(programs, objective, model, free, gathers)
+def search_on_any_mesh(
+    programs: Sequence[PlannedProgram],
+    objective: Objective,
+    free: bool,
+    gathers: bool,
+    model: tuple[str, ...] = (),
+    held: Held | None = None,
+) -> Solution:
+    """The solution over the mesh, or over the mesh with an axis as two: as `search_over`, without simpler ops."""
+    model = model or (programs[0].mesh.model_axis,)
+    best, heads = search_over(programs, objective, model, free, gathers, held)
     for axis, outer in heads:
         if not all(keeps_shares(program, axis, outer) for program in programs):
             continue
         split = [on_split_axis(program, axis, outer) for program in programs]
         halves = tuple(half for each in model for half in ((f"{each}_0", f"{each}_1") if each == axis else (each,)))
-        found, _ = search_over(split, objective, halves, free, gathers)
+        found, _ = search_over(split, objective, halves, free, gathers, held)
         best = min(best, found, key=lambda solution: solution.seconds)
     return best
 

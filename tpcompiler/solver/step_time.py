@@ -1,9 +1,8 @@
-"""How long one call takes on a machine, as the search decided it: an estimate, of the rank that does most."""
+"""How long one call takes on a machine, as the search sees it: before there is a program of a rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -12,39 +11,11 @@ from tpcompiler.cost.kernels import find_kernels
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective, local_work, moved_bytes
 from tpcompiler.cost.path import steps_between
+from tpcompiler.cost.timeline import StepTime
 from tpcompiler.ir import edit
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.memory import sharding_of
 from tpcompiler.solver.solution import Solution
-
-UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
-
-
-class StepTime(NamedTuple):
-    """Seconds of one call on one rank.
-
-    Attributes:
-        work: the bytes that kernels move, or their FLOPs, whichever takes longer.
-        kernels: what kernels take on top of that, whatever their size.
-        network: collectives, one after the other.
-        host: what it takes to launch all of that, at the same time; 0 in a CUDA graph.
-    """
-
-    work: float
-    kernels: float
-    network: float
-    host: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return max(self.work + self.kernels + self.network, self.host)
-
-    @property
-    def text(self) -> str:
-        parts = {"work": self.work, "kernels": self.kernels, "network": self.network, "host": self.host}
-        each = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds)
-        return f"takes {duration(self.total)} ({each})"
-
 
 Sent = tuple[str, tuple[str, ...], int]  # kind, axes, wire bytes of a rank
 
@@ -85,9 +56,3 @@ def collectives_of(found: Solution) -> Iterator[Sent]:
             for step in steps_between(have, want, tensor.shape, tensor.element_size(), found.mesh):
                 if step.kind not in ("slice", "hold"):
                     yield step.kind, step.axes, step.wire_bytes
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people read them: `2.9 ms`."""
-    unit, name = next((pair for pair in UNITS_OF_TIME if seconds >= pair[0]), UNITS_OF_TIME[-1])
-    return f"{seconds / unit:.3g} {name}"

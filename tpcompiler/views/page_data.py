@@ -12,8 +12,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.timeline import Times
 from tpcompiler.errors import ShardingError
-from tpcompiler.explain.counts import held_per_rank
+from tpcompiler.explain.counts import held_per_rank, predict_call
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.placement_words import describe_sharding
@@ -24,7 +25,6 @@ from tpcompiler.runtime.artifact import Manifest, inside, rank_file, read_manife
 from tpcompiler.views.items import Item, color_of, seen_from
 from tpcompiler.views.outline import Group, Outline, counted, legend_of, numbered, outline_of, sent, wire
 from tpcompiler.views.slices import slices_of
-from tpcompiler.views.timeline import Times, predict_times
 
 GRAPH = "/models/model.json"  # the entry of torch's archive that is the graph, without values
 NO_ADVICE: Mapping[str, str] = MappingProxyType({})
@@ -56,7 +56,7 @@ def page_data(
     outline = outline_of(directory, rank, first=first, trust=trust)
     manifest, mesh = outline.manifest, Mesh.of(outline.manifest.mesh)
     names = [item.name for item in outline.items if item.record is not None]
-    times = predict_times(outline.program, dict(zip(names, manifest.collectives, strict=True)), described, mesh)
+    times = predict_call(outline.program.graph, manifest, described)
     graphs = _graphs_of(directory, manifest)
     slices = _Slices(mesh, alike=len(set(graphs)) == 1)
     items = list(outline.root.items())
@@ -101,6 +101,7 @@ def page_data(
         ],
         "cost": {"layers": _costs(records, "layer"), "kinds": _costs(records, "kind")},
         "timeline": _timeline(times),
+        "step": times.total.to_data(),
         "machine": {"name": described.name, "flops": described.flops, "memory_bandwidth": described.memory_bandwidth},
         "chain": _chain(times, items, drawn),
     }  # fmt: skip

@@ -216,6 +216,8 @@ function showTimeline() {
   const critical = rows.reduce((sum, row) => sum + row.layers * row.critical, 0);
   const uncounted = data.unknown.find((row) => row.what === "FLOPs");
   const { name, flops, memory_bandwidth } = data.machine;
+  const { total, host, ...parts } = data.step;
+  const shares = Object.entries(parts).filter(([, value]) => value).map(([part, value]) => `${part} ${seconds(value)}`).join(", ");
   let start = 0;
   const bars = rows.map((row) => {
     const [x, compute, sent] = [start, row.layers * row.compute, row.layers * row.sent].map((value) => (all ? (100 * value) / all : 0));
@@ -226,7 +228,7 @@ function showTimeline() {
   });
   panelOf("timeline",
     make("h2", {}, "Predicted time of one call"),
-    make("p", {}, `One step after the other: ${seconds(all)}. The critical path, which is the longest chain of steps that need each other, takes ${seconds(critical)}; the graph draws it with thick lines.`),
+    make("p", {}, `${seconds(total)}: one step after the other ${seconds(all)} (${shares})${host ? `, and the host takes ${seconds(host)} to launch them meanwhile` : ""}. The critical path, which is the longest chain of steps that need each other, takes ${seconds(critical)}; the graph draws it with thick lines.`),
     make("p", {}, `A prediction, not a measurement. Machine ${name}, by its file: ${rounded(flops / 1e12)} TFLOP/s, memory ${rounded(memory_bandwidth / 1e12)} TB/s. A kernel takes its floor and the roofline's time with the rank's own shapes, at the sizes of the example; a collective takes the fastest of its links.`),
     uncounted ? make("p", {}, `Left out: ${opsOf(uncounted.ops)}, which may multiply matrices and have no FLOPs here (${uncounted.why}).`) : null,
     make("p", { class: "key" }, make("span", { class: "compute" }), "compute ", make("span", { class: "sent" }), "communication"),

@@ -1,14 +1,14 @@
-"""How long a call is predicted to take, layer by layer: compute by the roofline, communication by the links."""
+"""How long a call of a rank's program is predicted to take: kernels by the roofline, collectives by the links."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from tpcompiler._torch import HigherOrderOperator, OpOverload, calls_others, sym_hint
@@ -16,6 +16,7 @@ from tpcompiler.cost.kernels import find_kernels
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective, Work, local_work, moved_bytes
 from tpcompiler.ir import edit
+from tpcompiler.ir.local import key
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
@@ -24,65 +25,125 @@ from tpcompiler.rules.registry import rule_of
 
 # Each row times one of the stacked matrices; torch's counter does not know them.
 GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))
+UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+
+
+class StepTime(NamedTuple):
+    """Seconds of one call on one rank.
+
+    Attributes:
+        work: the bytes that kernels move, or their FLOPs, whichever takes longer.
+        kernels: what kernels take on top of that, whatever their size.
+        network: collectives, one after the other.
+        host: what it takes to launch all of that, at the same time; 0 in a CUDA graph.
+    """
+
+    work: float
+    kernels: float
+    network: float
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return max(self.work + self.kernels + self.network, self.host)
+
+    @property
+    def text(self) -> str:
+        parts = {"work": self.work, "kernels": self.kernels, "network": self.network, "host": self.host}
+        each = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds)
+        return f"takes {duration(self.total)} ({each})" if each else "takes no time"
+
+    def to_data(self) -> dict[str, float]:
+        """As JSON."""
+        return {**self._asdict(), "total": self.total}
 
 
 class Step(NamedTuple):
-    """A node that takes time, in seconds; `critical`: it is on the chain of dependences that takes longest."""
+    """A node that takes time, in seconds.
+
+    Attributes:
+        work: of its bytes or FLOPs.
+        floor: of the kernel that it begins, whatever its size.
+        sent: of a collective.
+        critical: it is on the chain of dependences that takes longest.
+    """
 
     node: str
     module: str
-    compute: float
+    work: float
+    floor: float
     sent: float
     critical: bool
+
+    @property
+    def compute(self) -> float:
+        return self.work + self.floor
 
 
 class Times(NamedTuple):
     """Predicted times of one call on one rank.
 
     Attributes:
+        total: of all steps, one after the other.
         steps: kernels and collectives, in order.
         chain: the critical path: the nodes of the chain of dependences that takes longest, in order.
         uncounted: how many calls of which ops may multiply matrices, and take no time here: nobody knows their FLOPs.
     """
 
+    total: StepTime
     steps: tuple[Step, ...]
     chain: tuple[str, ...]
     uncounted: Mapping[str, int]
 
 
-def predict_times(
-    exported: ExportedProgram, records: Mapping[str, Mapping[str, Any]], machine: Machine, mesh: Mesh
-) -> Times:
+def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, mesh: Mesh) -> Times:
     """Predict what each kernel and collective of a rank's program takes, with the sizes of the example.
 
-    The prices are those of the search for placements. FLOPs are what torch's counter says of the rank's own shapes.
+    The prices are those of the search for placements, and the program has also what a search does not see, such as the
+    copies around a collective. FLOPs are what torch's counter says of the rank's own shapes.
 
     Args:
-        records: the manifest's record of each collective, by node.
+        sent: seconds of each collective, by node.
     """
-    objective, kernels = Objective.of(machine), find_kernels(exported.graph)
-    compute, sent, uncounted = dict[fx.Node, float](), dict[fx.Node, float](), Counter[str]()
-    for node in edit.calls(exported.graph):
-        if node.name in records:
-            record = records[node.name]
-            sent[node] = machine.collective_seconds(
-                record["kind"], record["axis"].split("."), record["wire_bytes"], mesh
-            )
-        elif node in kernels:
-            if (flops := _flops(node)) is None:
+    objective, kernels, known = Objective.of(machine), find_kernels(graph), dict[Any, int | None]()
+    work, floors, uncounted = dict[fx.Node, float](), dict[fx.Node, float](), Counter[str]()
+    for node in edit.calls(graph):
+        if node.name not in sent and node in kernels:
+            alike = node.target, key(node.args), key(node.kwargs)
+            if alike not in known:
+                known[alike] = _flops(node)
+            if (flops := known[alike]) is None:
                 uncounted[op_name(node)] += 1
             values = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
             moved = moved_bytes(kernels[node], [(v, Sharding.replicated(v.ndim)) for v in values], mesh)
             rule = rule_of(node) if edit.outputs(node) else None
-            work = Work(flops or 0, local_work(node, rule, Option(), mesh).rows)
-            compute[node] = objective.floor_seconds(kernels[node]) + objective.work_seconds(work, moved)
-    chain = _longest_chain(exported.graph, compute | sent)
+            rows = local_work(node, rule, Option(), mesh).rows
+            work[node] = objective.work_seconds(Work(flops or 0, rows), moved)
+            floors[node] = objective.floor_seconds(kernels[node])
+    links = {node: sent[node.name] for node in graph.nodes if node.name in sent}
+    taken = {node: work.get(node, 0.0) + floors.get(node, 0.0) + links.get(node, 0.0) for node in graph.nodes}
+    chain = _longest_chain(graph, taken)
     steps = (
-        Step(node.name, edit.module_path(node), compute.get(node, 0.0), sent.get(node, 0.0), node in chain)
-        for node in exported.graph.nodes
-        if compute.get(node, 0.0) or node in sent
+        Step(
+            node.name,
+            edit.module_path(node),
+            work.get(node, 0.0),
+            floors.get(node, 0.0),
+            links.get(node, 0.0),
+            node in chain,
+        )
+        for node in graph.nodes
+        if taken[node] or node in links
     )
-    return Times(tuple(steps), tuple(node.name for node in chain), uncounted)
+    host = len(kernels) * machine.host.operation + len(links) * machine.host.collective
+    total = StepTime(math.fsum(work.values()), math.fsum(floors.values()), math.fsum(links.values()), host)
+    return Times(total, tuple(steps), tuple(node.name for node in chain), uncounted)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them: `2.9 ms`."""
+    unit, name = next((pair for pair in UNITS_OF_TIME if seconds >= pair[0]), UNITS_OF_TIME[-1])
+    return f"{seconds / unit:.3g} {name}"
 
 
 def _flops(node: fx.Node) -> int | None:
