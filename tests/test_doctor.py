@@ -240,7 +240,7 @@ def test_the_command_takes_a_mesh_and_several_models(tmp_path: Path) -> None:
     text = right(*words)
     assert max(map(len, text.partition("\n\n")[0].splitlines()[1:])) <= 80
     assert text.endswith("the smallest that fits: --mesh dp=2,tp=1\n")
-    assert re.search(r"^generation\nmesh +first token +tokens/s +of a row\ndp=2,tp=1 +\d", text, re.MULTILINE)
+    assert re.search(r"^generation\n *mesh +first token +tokens/s +of a row\n *dp=2,tp=1 +\d", text, re.MULTILINE)
     data = json.loads(right(*words, "--json"))
     assert [each["mesh"] for each in data["degrees"]][:2] == [{"dp": 2, "tp": 1}, {"dp": 2, "tp": 2}]
     for each in data["degrees"]:

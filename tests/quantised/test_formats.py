@@ -79,13 +79,10 @@ def test_rows_that_are_packed_are_cut_together() -> None:
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_the_search_cuts_them_too(kind: type[nn.Module]) -> None:
-    """Of GPTQ's, output features alone: which group a row is of is known to the rank that holds all rows.
-
-    And of those that int8 packs, because the scales of features that are summed over would stay whole.
-    """
+    """Of GPTQ's, output features alone: which group a row is of is known to the rank that holds all rows."""
     x = torch.randn(64, 1024)
     program = tpcompiler.parallelize(export(Pair(kind, 1024, 2048), (x,)), 2, "auto", optimize="memory")
-    sent = ["all_gather"] * 2 if kind in (Gptq, Int8Packed) else ["all_reduce"]
+    sent = ["all_gather"] * 2 if kind is Gptq else ["all_reduce"]
     assert [c.kind for c in program.collectives()] == sent
     whole, (rank, _) = program.parameter_bytes()
     assert rank < 0.55 * whole
