@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -17,7 +17,6 @@ from torch import fx
 from tpcompiler._torch import aten, sym_hint
 from tpcompiler.cost.kernels import NO_KERNEL, Kernel
 from tpcompiler.cost.objective import Objective, local_bytes, local_work, moved_bytes
-from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
 from tpcompiler.ir.names import layer_of, weight_of
@@ -26,6 +25,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.progress import counted
 from tpcompiler.rules.features import feature_dims
+from tpcompiler.solver.changes import UNIT, in_units, price_changes
 from tpcompiler.solver.domain import Domain, find_domain, pin_choices, results
 from tpcompiler.solver.eliminate import Tables
 from tpcompiler.solver.stage import Choice, Known, Leaf, Stage
@@ -34,7 +34,6 @@ from tpcompiler.solver.ways import Ways
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
 NEVER = numpy.inf
 FEATURES = frozenset({"colwise", "rowwise", "replicate"})  # styles of a layer; of one weight of several, placements
-UNIT = 1e-16  # seconds: prices are whole numbers of it, so that equal sums are equal whatever their order
 FREE = aten.sym_size.int  # it takes a value as it is
 
 
@@ -104,10 +103,6 @@ class Problem:
 
     def variable(self, shardings: tuple[Sharding, ...]) -> Values:
         return Values(self.tables.variable(len(shardings)) if len(shardings) > 1 else None, shardings)
-
-
-def in_units(seconds: Any) -> numpy.ndarray:
-    return numpy.ceil(numpy.asarray(seconds) / UNIT)
 
 
 def pose(
@@ -379,19 +374,18 @@ def _price_changes(
     tensor, have = value.meta["val"], source.shardings
     of = have, key(value), is_weight, weight
     for target in targets:
-        price = partial(_change_seconds, problem, tensor, is_weight, weight)
-        find = partial(_table, price, have, target.shardings)
+        find = partial(_changes, problem, tensor, is_weight, weight, have, target.shardings)
         problem.price([source, target], problem.known.once((of, target.shardings), find))
 
 
-def _table(price: Callable[[Sharding, Sharding], float], have: Sequence[Sharding], want: Sequence[Sharding]) -> Any:
-    return in_units([[price(source, target) for target in want] for source in have])
-
-
-def _change_seconds(
-    problem: Problem, tensor: torch.Tensor, is_weight: bool, weight: float, have: Sharding, want: Sharding
-) -> float:
-    mesh = problem.stage.mesh
-    if is_weight and reshard_wire_bytes(have, want, tensor.shape, tensor.itemsize, mesh):
-        return problem.refused
-    return weight * problem.objective.change_seconds(have, want, tensor, mesh)
+def _changes(
+    problem: Problem,
+    tensor: torch.Tensor,
+    is_weight: bool,
+    weight: float,
+    have: Sequence[Sharding],
+    want: Sequence[Sharding],
+) -> numpy.ndarray:
+    refused = problem.refused / weight if is_weight else None
+    prices = price_changes(have, want, tensor, problem.stage.mesh, problem.objective, problem.known, refused)
+    return in_units(weight * prices)

@@ -18,9 +18,10 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import keeps_shares, on_split_axis
+from tpcompiler.solver.changes import UNIT
 from tpcompiler.solver.domain import Domain, find_shared_heads
 from tpcompiler.solver.eliminate import solve
-from tpcompiler.solver.problem import FEATURES, NEVER, UNIT, Problem, Values, pose
+from tpcompiler.solver.problem import FEATURES, NEVER, Problem, Values, pose
 from tpcompiler.solver.stage import MOST_CHOICES, Choice, Known, Stage
 from tpcompiler.solver.variants import find_needed, find_openings, write_variants
 
