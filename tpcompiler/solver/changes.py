@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -37,7 +38,7 @@ def price_changes(
 
     Args:
         refused: of a weight, the price of a change that sends anything.
-        known: by `_alike`, what was found before.
+        known: what was found before, on any mesh.
     """
 
     def price(source: Sharding, target: Sharding) -> float:
@@ -48,7 +49,8 @@ def price_changes(
     def look_up(source: Sharding, target: Sharding) -> float:
         if source == target:
             return 0.0
-        return known.once((_alike(source, target, tensor, mesh), refused), partial(price, source, target))  # type: ignore[no-any-return]
+        alike = _alike(source, target, tensor, mesh), mesh, objective.spread, refused
+        return known.once(alike, partial(price, source, target))  # type: ignore[no-any-return]
 
     rows, columns = dict.fromkeys(have), dict.fromkeys(want)
     cells = [[look_up(source, target) for target in columns] for source in rows]
@@ -72,3 +74,13 @@ def _alike(source: Sharding, target: Sharding, tensor: torch.Tensor, mesh: Mesh)
 
 def _is_plain(cut: DimSharding) -> bool:
     return not cut.parts and all(not level.block and level.unit == 1 for level in cut.levels)
+
+
+def find_common(
+    made: Sequence[Sharding], uses: Sequence[Sequence[Sharding]], most: int
+) -> tuple[tuple[Sharding, ...], bool]:
+    """What a value may be turned into for all of its users, and whether there was more."""
+    wanted = Counter(sharding for use in uses for sharding in use)
+    first = [sharding for sharding in made if sharding in wanted and sharding.is_replicated]
+    domain = tuple(dict.fromkeys([*first, *(sharding for sharding, _ in wanted.most_common())]))
+    return domain[:most], len(domain) > most

@@ -198,7 +198,7 @@ def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
 
 def _pinned(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
     seed = node.meta[PIN]
-    if not seed.axes or domain.stage.axis in seed.axes:
+    if not seed.axes or not set(seed.axes).isdisjoint(domain.stage.own):
         return tuple(choice.made[0] for choice in pin_choices(domain, node))
     return shardings_of(domain, domain.operands[node][0])
 

@@ -50,7 +50,7 @@ def price_otherwise(
         yield from ()
 
     def solve(held: Held) -> Solution:
-        return search_over(found.programs, objective, found.model, free, gathers, held)[0]
+        return search_over(found.programs, objective, found.model, free, gathers, held=held, turns=found.turns)[0]
 
     def holding(axes: tuple[str, ...], option: _Option) -> Held:
         return lambda problem: option.held if problem.stage.axes == axes else ()
