@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import fx
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention
 from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.path import steps_between
+from tpcompiler.cost.path import Step, steps_between
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
@@ -41,11 +42,13 @@ class Objective(NamedTuple):
     Attributes:
         held: seconds that a byte of weights is worth; next to nothing breaks ties.
         calls: of programs that are placed together, how much a call of each counts; by default all count 1.
+        spread: ranks of the axes that are left out, over which everything counts as cut for free: for a bound.
     """
 
     machine: Machine
     held: float
     calls: tuple[float, ...] = ()
+    spread: int = 1
 
     @classmethod
     def of(cls, machine: Machine, held: float | None = None, calls: tuple[float, ...] = ()) -> Objective:
@@ -59,11 +62,14 @@ class Objective(NamedTuple):
     def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
         """Of a change of sharding: what its collectives take."""
         steps = steps_between(source, target, value.shape, value.element_size(), mesh)
-        return sum(
-            self.machine.collective_seconds(step.kind, step.axes, step.wire_bytes, mesh) + STEP
-            for step in steps
-            if step.kind not in ("slice", "hold")
-        )
+        return sum(self._step_seconds(step, mesh) + STEP for step in steps if step.kind not in ("slice", "hold"))
+
+    def _step_seconds(self, step: Step, mesh: Mesh) -> float:
+        """Of a collective; for a bound, also as a part of one over more axes."""
+        rest = [axis for axis in mesh.names if axis not in step.axes] if self.spread > 1 else []
+        groups = (mesh.ordered({*step.axes, *more}) for n in range(len(rest) + 1) for more in combinations(rest, n))
+        count = step.wire_bytes / self.spread
+        return min(self.machine.collective_seconds(step.kind, axes, count, mesh) for axes in groups)
 
     def floor_seconds(self, kernel: Kernel) -> float:
         """What the kernel takes that an op begins, whatever the op's size."""
@@ -73,15 +79,16 @@ class Objective(NamedTuple):
 
     def work_seconds(self, work: Work, moved: float) -> float:
         """What FLOPs or bytes take, whichever is longer."""
-        return max(work.flops / self.machine.flops_of(work.rows), moved / self.machine.memory_bandwidth)
+        return max(work.flops / self.machine.flops_of(work.rows), moved / self.machine.memory_bandwidth) / self.spread
 
     def tie_seconds(self, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
         """Of ways that take as long, such as a view before a change or after it, the one on fewer bytes wins."""
-        return TIE * sum(local_bytes(*value, mesh) for value in values) / self.machine.memory_bandwidth
+        count = sum(local_bytes(*value, mesh) for value in values) / self.spread
+        return TIE * count / self.machine.memory_bandwidth
 
     def held_seconds(self, count: float) -> float:
         """What it is worth to hold so many bytes of weights less."""
-        return self.held * count
+        return self.held * count / self.spread
 
 
 def moved_bytes(kernel: Kernel, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:

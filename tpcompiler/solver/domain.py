@@ -198,7 +198,7 @@ def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
 
 def _pinned(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
     seed = node.meta[PIN]
-    if not seed.axes or domain.stage.axis in seed.axes:
+    if not seed.axes or not set(seed.axes).isdisjoint(domain.stage.own):
         return tuple(choice.made[0] for choice in pin_choices(domain, node))
     return shardings_of(domain, domain.operands[node][0])
 
@@ -282,6 +282,9 @@ def find_shared_heads(domain: Domain) -> set[int]:
     """How many ranks could cut dims that fewer than all ranks can: 2 of 4 ranks, for two heads of keys."""
     stage, found = domain.stage, set[int]()
     for node, ways in domain.ways.items():
-        have = tuple(shardings_of(domain, operand) for operand in domain.operands[node])
+        have = tuple(
+            shardings_of(domain, operand) if operand.meta["val"].is_floating_point() else ()  # no masks: few samples
+            for operand in domain.operands[node]
+        )
         found |= stage.once(("shared", ways, have), partial(shared_heads, stage, ways, have))
     return found

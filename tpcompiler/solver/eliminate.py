@@ -146,6 +146,16 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
     return total, values
 
 
+def check_size(tables: Tables, pairs: Sequence[tuple[int | None, int | None]]) -> None:
+    """Refuse tables, and more over these pairs of variables, of which the elimination would be slow.
+
+    Raises:
+        UnsupportedError: a table would have more than `TOO_SLOW` cells.
+    """
+    more = [(tuple({v for v in pair if v is not None}), numpy.empty(0)) for pair in pairs]
+    _find_order(Tables(0.0, tables.sizes, [*tables.factors, *more]), TOO_SLOW)
+
+
 def _find_order(tables: Tables, most: int) -> list[tuple[int, list[int]]]:
     """Every variable once, that with the smallest table next, and the others in its table: sizes alone decide.
 

@@ -39,10 +39,13 @@ def price_otherwise(
     """Every choice of a call or a leaf of `found.programs`, axis by axis, each with the least total that it leaves.
 
     Exact, as the search is: the variable is held to each of its values in turn, and the rest is solved again. Axes are
-    solved one after the other, so that the later ones follow. Axes that run as two, and ops in simpler ones, stay as
+    solved in the turns of `found`: later ones follow. Axes that run as two, and ops in simpler ones, stay as
     they are in `found`.
     """
     options: list[tuple[tuple[str, ...], _Option]] = []
+    open_axes, mesh = {axis for turn in found.turns for axis in turn}, found.mesh
+    closed = [axis for axis in mesh.names if mesh.degree(axis) > 1 and axis not in open_axes]
+    turns = (*found.turns, *((axis,) for axis in closed)) if found.turns else ()  # where nothing is open, as ever
 
     def note_options(problem: Problem) -> Iterator[tuple[int, list[bool]]]:
         each = _of_leaf(problem, value) if value in problem.groups else _of_call(problem, value)
@@ -50,7 +53,7 @@ def price_otherwise(
         yield from ()
 
     def solve(held: Held) -> Solution:
-        return search_over(found.programs, objective, found.model, free, gathers, held)[0]
+        return search_over(found.programs, objective, found.model, free, gathers, held=held, turns=turns)[0]
 
     def holding(axes: tuple[str, ...], option: _Option) -> Held:
         return lambda problem: option.held if problem.stage.axes == axes else ()

@@ -18,6 +18,7 @@ from tpcompiler.printed import format_bytes
 from tpcompiler.progress import counted
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.solution import Solution, search
+from tpcompiler.solver.stage import Known
 
 MOST_TRIALS = 12  # searches for placements that fit
 STEPS = 16.0  # by which the price of a byte grows until they do
@@ -66,18 +67,18 @@ def place(programs: Sequence[PlannedProgram], auto: bool, aim: Aim) -> tuple[lis
         ShardingError: none suits all that is asked for.
         TooLarge: none that is found fits a rank.
     """
-    objective = aim.objective
-    found, above = search(programs, objective, auto, aim.gathers), 0.0
+    objective, read = aim.objective, Known()
+    found = search(programs, objective, auto, aim.gathers, read)
     if math.isinf(found.seconds):
         raise _infeasible(programs, objective, aim, auto)
+    above = found.above(found.bound)
     if aim.limit is not None:
-        found, above = _fitted(programs, objective, aim, aim.limit, found, auto)
+        found, above = _fitted(programs, objective, aim, aim.limit, found, auto, read)
     said = []
     if auto:
-        proof = f"at most {above:.1%} above the least" if above else "the least"
-        each = ", one axis after the other" if len(found.mesh.axes) > 1 else ""
+        proof = f"at most {math.ceil(above * 1e3) / 1e3:.1%} above the least" if above else "the least"
         what = "that" if len(programs) == 1 else "that, with a call of each other program,"
-        said.append(f"{what} is {proof} of all choices that were compared{each}")
+        said.append(f"{what} is {proof} of all choices that were compared{_order_text(found)}")
     if auto or aim.limit is not None:
         said.append(f"a rank holds about {measure_memory(found).text}")
     if found.simpler:
@@ -96,6 +97,14 @@ def place(programs: Sequence[PlannedProgram], auto: bool, aim: Aim) -> tuple[lis
         for program in found.programs
     ]
     return kept, found
+
+
+def _order_text(found: Solution) -> str:
+    """In which order several axes were solved; of one axis nothing."""
+    if len(found.turns) > 1:
+        return f", one axis after the other: {', then '.join(axis for (axis,) in found.turns)}"
+    axes = found.turns[0] if found.turns else ()
+    return f", over {' and '.join(axes)} at once" if len(axes) > 1 else ""
 
 
 def _infeasible(programs: Sequence[PlannedProgram], objective: Objective, aim: Aim, auto: bool) -> ShardingError:
@@ -120,7 +129,13 @@ def _infeasible(programs: Sequence[PlannedProgram], objective: Objective, aim: A
 
 
 def _fitted(
-    programs: Sequence[PlannedProgram], objective: Objective, aim: Aim, limit: int, found: Solution, auto: bool
+    programs: Sequence[PlannedProgram],
+    objective: Objective,
+    aim: Aim,
+    limit: int,
+    found: Solution,
+    auto: bool,
+    read: Known,
 ) -> tuple[Solution, float]:
     """Placements that hold no more than `limit` bytes, and by what share they may be above the cheapest of those.
 
@@ -129,14 +144,14 @@ def _fitted(
     """
     least = measure_memory(found)
     if least.total <= limit:
-        return found, 0.0
-    bound, low, high, times = found.seconds, 1.0, math.inf, STEPS
+        return found, found.above(found.bound)
+    bound, low, high, times = found.bound, 1.0, math.inf, STEPS
     best: Solution | None = None
     for _ in counted(range(MOST_TRIALS if auto else 0), "making it fit", "searches"):
-        trial = search(programs, objective._replace(held=objective.held * times), auto, aim.gathers)
+        trial = search(programs, objective._replace(held=objective.held * times), auto, aim.gathers, read)
         memory, more = measure_memory(trial), times - 1
         room = limit - memory.total + memory.floats  # for weights
-        bound = max(bound, trial.seconds - more * objective.held_seconds(room))
+        bound = max(bound, trial.bound - more * objective.held_seconds(room))
         seconds = trial.seconds - more * objective.held_seconds(memory.floats)
         least = min(least, memory, key=lambda each: each.total)
         if memory.total > limit:
@@ -158,7 +173,7 @@ def _fitted(
     if auto:  # at its own price, what these layers are best beside
         settled = search([_keeping(program, best) for program in programs], objective, auto, aim.gathers)
         best = settled if measure_memory(settled).total <= limit else best
-    return best, max(0.0, best.seconds / bound - 1)
+    return best, best.above(bound)
 
 
 def _keeping(program: PlannedProgram, found: Solution) -> PlannedProgram:

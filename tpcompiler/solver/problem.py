@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -17,7 +18,6 @@ from torch import fx
 from tpcompiler._torch import aten, sym_hint
 from tpcompiler.cost.kernels import NO_KERNEL, Kernel
 from tpcompiler.cost.objective import Objective, local_bytes, local_work, moved_bytes
-from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
 from tpcompiler.ir.names import layer_of, weight_of
@@ -26,15 +26,16 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.progress import counted
 from tpcompiler.rules.features import feature_dims
+from tpcompiler.solver.changes import UNIT, find_common, in_units, price_changes
 from tpcompiler.solver.domain import Domain, find_domain, pin_choices, results
-from tpcompiler.solver.eliminate import Tables
+from tpcompiler.solver.eliminate import Tables, check_size
 from tpcompiler.solver.stage import Choice, Known, Leaf, Stage
+from tpcompiler.solver.together import combine_domains
 from tpcompiler.solver.ways import Ways
 
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
 NEVER = numpy.inf
 FEATURES = frozenset({"colwise", "rowwise", "replicate"})  # styles of a layer; of one weight of several, placements
-UNIT = 1e-16  # seconds: prices are whole numbers of it, so that equal sums are equal whatever their order
 FREE = aten.sym_size.int  # it takes a value as it is
 
 
@@ -81,6 +82,7 @@ class Problem:
     refused: float  # what it costs to gather a weight that the plan cuts
     tables: Tables = field(default_factory=Tables)
     domains: list[Domain] = field(default_factory=list)
+    alone: list[list[Domain]] = field(default_factory=list)  # over each axis by itself: those of one axis
     layers: dict[str, Layer] = field(default_factory=dict)  # by weight
     owners: set[str] = field(default_factory=set)  # the modules of these
     groups: dict[fx.Node, str] = field(default_factory=dict)  # the leaf behind each placeholder
@@ -89,6 +91,7 @@ class Problem:
     settled: dict[fx.Node, Values] = field(default_factory=dict)
     choices: dict[fx.Node, Choices] = field(default_factory=dict)
     variables: dict[fx.Node, int] = field(default_factory=dict)
+    changes: list[tuple[fx.Node, Values, Values, bool, float]] = field(default_factory=list)
     known: Known = field(default_factory=Known)  # what layers alike share
     held: set[str] = field(default_factory=set)  # weights whose bytes have a price
     capped: int = 0
@@ -104,10 +107,6 @@ class Problem:
 
     def variable(self, shardings: tuple[Sharding, ...]) -> Values:
         return Values(self.tables.variable(len(shardings)) if len(shardings) > 1 else None, shardings)
-
-
-def in_units(seconds: Any) -> numpy.ndarray:
-    return numpy.ceil(numpy.asarray(seconds) / UNIT)
 
 
 def pose(
@@ -129,28 +128,51 @@ def pose(
         before: what each leaf is over the axes before, by group.
     """
     problem = Problem(programs, stage, objective, refused)
-    leaves = _find_leaves(problem, before)
-    for leaf in {id(leaf): leaf for own in leaves for leaf in own.values()}.values() if stage.gathers else ():
-        leaf.let_be_gathered(stage)
-    for _ in range(min(len(programs), 2)):  # what one program makes of a leaf is a choice of the others
-        problem.domains = [find_domain(program, stage, leaves[at]) for at, program in enumerate(programs)]
+    problem.groups = _find_groups(programs)
+    parts = stage.parts or (stage,)
+    problem.alone = [
+        _find_domains(problem, part, before)
+        if part.before
+        else part.read.once((*part.what, *map(id, programs)), partial(_find_domains, problem, part, before))
+        for part in parts
+    ]
+    problem.domains = combine_domains(stage, problem.alone) if stage.parts else problem.alone[0]
     for at, domain in enumerate(problem.domains):
         domain.weight = objective.weight(at)
     if stage.free and not stage.gathers:
         _add_layers(problem)
     for domain in problem.domains:
         _state(problem, domain)
+    if stage.parts:
+        check_size(problem.tables, [(source.variable, to.variable) for _, source, to, *_ in problem.changes])
+    for change in problem.changes:
+        _price_changes(problem, *change)
     return problem
 
 
-def _find_leaves(problem: Problem, before: Mapping[str, Sharding]) -> list[dict[str, Leaf]]:
-    """Placeholder name -> leaf, for each program; tied names and programs share them."""
+def _find_domains(problem: Problem, stage: Stage, before: Mapping[str, Sharding]) -> list[Domain]:
+    leaves = _find_leaves(problem, stage, before)
+    for leaf in {id(leaf): leaf for own in leaves for leaf in own.values()}.values() if stage.gathers else ():
+        leaf.let_be_gathered(stage)
+    found: list[Domain] = []
+    for _ in range(min(len(problem.programs), 2)):  # what one program makes of a leaf is a choice of the others
+        found = [find_domain(program, stage, leaves[at]) for at, program in enumerate(problem.programs)]
+    return found
+
+
+def _find_groups(programs: Sequence[PlannedProgram]) -> dict[fx.Node, str]:
+    """The leaf behind each placeholder; tied names and programs share them."""
     first: dict[str, str] = {}
-    for program in problem.programs:
+    groups: dict[fx.Node, str] = {}
+    for program in programs:
         names, first_of = {node.name: fqn for node, fqn in program.leaves()}, tied(program)
         for node, fqn in program.leaves():
-            group = first.setdefault(fqn, first.get(names[first_of[node.name]], names[first_of[node.name]]))
-            problem.groups[node] = group
+            groups[node] = first.setdefault(fqn, first.get(names[first_of[node.name]], names[first_of[node.name]]))
+    return groups
+
+
+def _find_leaves(problem: Problem, stage: Stage, before: Mapping[str, Sharding]) -> list[dict[str, Leaf]]:
+    """Placeholder name -> leaf, for each program."""
     seeds: dict[str, Seed] = {}
     kept: dict[str, Seed] = {}
     written: set[str] = set()
@@ -168,7 +190,7 @@ def _find_leaves(problem: Problem, before: Mapping[str, Sharding]) -> list[dict[
         known = before.get(group, whole)
         if group not in made:
             said, value = (seeds.get(group), kept.get(group)), node.meta["val"]
-            made[group] = Leaf.of(group, *said, group in written, known, value, problem.stage)
+            made[group] = Leaf.of(group, *said, group in written, known, value, stage)
     return [{node.name: made[problem.groups[node]] for node, _ in program.leaves()} for program in problem.programs]
 
 
@@ -248,7 +270,7 @@ def _state(problem: Problem, domain: Domain) -> None:
         if value in problem.values:
             uses.setdefault(value, []).append(problem.values[names[name]])
     for value, wanted_by in uses.items():
-        _price_value(problem, value, wanted_by, value in pinned, domain.weight)
+        _find_changes(problem, value, wanted_by, value in pinned, domain.weight)
 
 
 def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
@@ -348,50 +370,29 @@ def _is_cut(sharding: Sharding, dim: int | None) -> bool:
     return [at for at, how in enumerate(sharding.dims) if how.axes] == dims and not sharding.partial
 
 
-def _price_value(problem: Problem, value: fx.Node, uses: Sequence[Values], is_weight: bool, weight: float) -> None:
-    """What its users want, made of what it is; for several users, once what suits them best, and for each the rest."""
+def _find_changes(problem: Problem, value: fx.Node, uses: Sequence[Values], is_weight: bool, weight: float) -> None:
+    """Its changes into what its users want; for several users once into what suits them best, and for each the rest."""
     made = problem.values[value]
     if len(uses) > 1 and not is_weight:
         wanted = tuple(use.shardings for use in uses)
-        known = "settled", made.shardings, wanted
-        domain, more = problem.known.once(known, lambda: _settled(made.shardings, wanted, problem.stage.most))
+        many = FEW ** len(problem.stage.own) if len(uses) >= MANY else math.inf
+        find = partial(find_common, made.shardings, wanted, int(min(many, problem.stage.most)))
+        domain, more = problem.known.once(("settled", made.shardings, wanted), find)
         problem.capped += more
         settled = problem.settled[value] = problem.variable(domain)
-        _price_changes(problem, value, made, [settled], is_weight, weight)
+        problem.changes.append((value, made, settled, is_weight, weight))
         made = settled
-    _price_changes(problem, value, made, uses, is_weight, weight)
-
-
-def _settled(
-    made: Sequence[Sharding], uses: Sequence[Sequence[Sharding]], most: int
-) -> tuple[tuple[Sharding, ...], bool]:
-    """What a value may be turned into for all of its users, and whether there was more."""
-    wanted = Counter(sharding for use in uses for sharding in use)
-    first = [sharding for sharding in made if sharding in wanted and sharding.is_replicated]
-    domain = tuple(dict.fromkeys([*first, *(sharding for sharding, _ in wanted.most_common())]))
-    most = min(most, FEW) if len(uses) >= MANY else most
-    return domain[:most], len(domain) > most
+    problem.changes += [(value, made, use, is_weight, weight) for use in uses]
 
 
 def _price_changes(
-    problem: Problem, value: fx.Node, source: Values, targets: Sequence[Values], is_weight: bool, weight: float
+    problem: Problem, value: fx.Node, source: Values, target: Values, is_weight: bool, weight: float
 ) -> None:
-    tensor, have = value.meta["val"], source.shardings
-    of = have, key(value), is_weight, weight
-    for target in targets:
-        price = partial(_change_seconds, problem, tensor, is_weight, weight)
-        find = partial(_table, price, have, target.shardings)
-        problem.price([source, target], problem.known.once((of, target.shardings), find))
+    tensor, have, want = value.meta["val"], source.shardings, target.shardings
+    refused = problem.refused / weight if is_weight else None
 
+    def find() -> numpy.ndarray:
+        prices = price_changes(have, want, tensor, problem.stage.mesh, problem.objective, problem.stage.read, refused)
+        return in_units(weight * prices)
 
-def _table(price: Callable[[Sharding, Sharding], float], have: Sequence[Sharding], want: Sequence[Sharding]) -> Any:
-    return in_units([[price(source, target) for target in want] for source in have])
-
-
-def _change_seconds(
-    problem: Problem, tensor: torch.Tensor, is_weight: bool, weight: float, have: Sharding, want: Sharding
-) -> float:
-    mesh = problem.stage.mesh
-    if is_weight and reshard_wire_bytes(have, want, tensor.shape, tensor.itemsize, mesh):
-        return problem.refused
-    return weight * problem.objective.change_seconds(have, want, tensor, mesh)
+    problem.price([source, target], problem.known.once((have, want, key(value), is_weight, weight), find))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,7 +46,8 @@ class Stage:
 
     `axes`: this one after those that are decided. `before`: the choices over these. `free`: without a plan. `gathers`:
     weights may be gathered, and the batch may be cut. `read`: what the graphs say, over all axes. `most`: choices of an
-    op, and shardings of a value with several users, without a plan.
+    op, and shardings of a value with several users, without a plan. `parts`: of a stage over several axes at once, a
+    stage over each by itself; its own `axis` is the last of them, over which layers are cut.
     """
 
     mesh: Mesh
@@ -55,11 +57,29 @@ class Stage:
     gathers: bool = False
     read: Known = field(default_factory=Known)
     most: int = MOST_CHOICES
+    parts: tuple[Stage, ...] = ()
     known: Known = field(default_factory=Known)  # calls alike have one rule
+
+    @classmethod
+    def together(cls, parts: Sequence[Stage]) -> Stage:
+        """Over the axes of these at once."""
+        last = parts[-1]
+        axes, most = tuple(part.axis for part in parts), math.prod(part.most for part in parts)
+        return cls(last.mesh, axes, {}, last.free, last.gathers, last.read, most, tuple(parts))
 
     @property
     def axis(self) -> str:
         return self.axes[-1]
+
+    @property
+    def what(self) -> tuple[Any, ...]:
+        """Equal for stages over one axis, none before it, that leave the same choices."""
+        return self.mesh, self.axis, self.free, self.gathers, self.most
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The axes that are solved in this stage."""
+        return tuple(part.axis for part in self.parts) or (self.axis,)
 
     def within(self, sharding: Sharding, value: torch.Tensor) -> Sharding:
         """What of a sharding is over the axes so far. Equal ones are one object, which is compared at once."""

@@ -85,7 +85,7 @@ def _search(
 ) -> Solution | None:
     """The cheapest placements with these weights cut; None where their tables are too large."""
     try:
-        return search_on_any_mesh(programs, objective, True, False, found.model, _holding(found, cut))
+        return search_on_any_mesh(programs, objective, True, False, model=found.model, held=_holding(found, cut))
     except UnsupportedError:
         return None
 

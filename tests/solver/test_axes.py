@@ -1,0 +1,180 @@
+"""Several axes: solved at once where the tables allow it, otherwise in two orders, with a bound."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram, export
+
+import tpcompiler
+from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.cost.kernels import NO_KERNEL
+from tpcompiler.cost.machine import Link, Machine
+from tpcompiler.cost.objective import Objective, local_bytes, local_work, moved_bytes
+from tpcompiler.ir.program import PlannedProgram, pin
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.solver import together
+from tpcompiler.solver.domain import pin_choices
+from tpcompiler.solver.problem import Problem, pose
+from tpcompiler.solver.solution import Turns, search, search_over
+from tpcompiler.solver.stage import Stage
+
+MESH = {"dp": 2, "tp": 2}
+MACHINE_FILE = """
+flops: 1.0e+13
+memory_bandwidth: 1.0e+11
+memory: 8.0e+10
+links:
+  - {latency: 3.0e-06, bandwidth: 7.0e+10}
+"""
+SLOW = Objective.of(Machine(1e13, 1e11, 8e10, {("", 0): [Link(3e-6, 7e10)]}))
+TP_FIRST: Turns = (("tp",), ("dp",))
+DP_FIRST: Turns = (("dp",), ("tp",))
+AT_ONCE: Turns = (("dp", "tp"),)
+
+
+class Half(nn.Module):
+    """Of the whole batch a cut over tp pays, of half of it no more: the axis of the batch must come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 256, bias=False), nn.Linear(256, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return made
+
+
+CUT: dict[str, Any] = {"inputs": {"x": {"dp": "S(0)"}}, "outputs": [{"dp": "S(0)"}]}
+WHOLE: dict[str, Any] = {"inputs": {"x": {"dp": "S(0)"}}}
+X = torch.randn(256, 8)
+
+
+@cache
+def exported() -> ExportedProgram:
+    torch.manual_seed(0)
+    return export(Half(), (X,))
+
+
+def planned(**boundary: Any) -> list[PlannedProgram]:
+    conversions = conversions_of(exported(), MESH, read_plan("auto"), **boundary)
+    return [own.planned(own.plan, lambda program, name: program) for own in conversions.values()]
+
+
+def seconds(programs: list[PlannedProgram], turns: Turns) -> float:
+    return search_over(programs, SLOW, ("tp",), free=True, gathers=False, turns=turns)[0].seconds
+
+
+def test_the_order_of_the_axes_matters() -> None:
+    programs = planned(**CUT)
+    assert seconds(programs, AT_ONCE) == seconds(programs, DP_FIRST) < 0.99 * seconds(programs, TP_FIRST)
+    found = search(programs, SLOW, free=True)
+    assert (found.seconds, found.turns, found.bound) == (seconds(programs, AT_ONCE), AT_ONCE, found.seconds)
+
+
+@pytest.mark.parametrize("boundary", [CUT, WHOLE], ids=["cut", "whole"])
+def test_at_once_is_the_least_of_all(boundary: dict[str, Any]) -> None:
+    """Against every choice of every op, priced without tables."""
+    programs = planned(**boundary)
+    parts = [Stage(programs[0].mesh, (axis,), {}, axis == "tp") for axis in ("dp", "tp")]
+    problem = pose(programs, Stage.together(parts), SLOW, {})
+    least = min(brute_force(problem))
+    assert search(programs, SLOW, free=True).seconds == pytest.approx(least, rel=1e-6)
+
+
+def brute_force(problem: Problem) -> Iterator[float]:
+    """The seconds of every placement; of those that gather a weight, or cut it as no style does, infinite."""
+    (domain,), stage = problem.domains, problem.stage
+    program, mesh = domain.program, stage.mesh
+    leaves = dict(program.leaves())
+    given = {node: stage.within(program.input_shardings[node.name], node.meta["val"]) for node in program.user_inputs()}
+    calls = [node for node in domain.operands if node.target is pin or node in domain.ways]
+    each = [
+        [(None, *choice[:2]) for choice in pin_choices(domain, node)] if node.target is pin else [*domain.ways[node]]
+        for node in calls
+    ]
+    for some in itertools.product(*each):
+        made: dict[fx.Node, Sharding] = dict(given)
+        total = 0.0
+        for node, (option, wants, results) in zip(calls, some, strict=True):
+            made[node] = results[0]
+            for user in node.users:
+                if user.target is not pin and isinstance(user.args[-1], int) and user not in domain.operands:
+                    made[user] = results[user.args[-1]]
+            for operand, want in zip(domain.operands[node], wants, strict=True):
+                value = operand.meta["val"]
+                if operand not in leaves:
+                    total += SLOW.change_seconds(made[operand], want, value, mesh)
+                    continue
+                over_tp = [dim for dim, cut in enumerate(want.only("tp").dims) if cut.axes]
+                total += math.inf if len(over_tp) > 1 or want.partial else 0.0
+                total += SLOW.held_seconds(local_bytes(value, want, mesh))
+            if option is None:
+                continue
+            tensors = [operand.meta["val"] for operand in domain.operands[node]]
+            tensors += [v for v in torch.utils._pytree.tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor)]
+            values = list(zip(tensors, (*wants, *results), strict=True))
+            kernel = domain.kernels.get(node, NO_KERNEL)
+            moved = moved_bytes(kernel, values, mesh)
+            total += SLOW.work_seconds(local_work(node, domain.rules[node], option, mesh), moved)
+            total += SLOW.tie_seconds(values, mesh)
+        yield total
+
+
+@pytest.mark.parametrize("boundary", [CUT, WHOLE], ids=["cut", "whole"])
+def test_too_large_tables_give_the_better_order_and_a_bound(
+    boundary: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = planned(**boundary)
+    least = seconds(programs, AT_ONCE)
+    monkeypatch.setattr(together, "MOST_TOGETHER", 1)
+    found = search(programs, SLOW, free=True)
+    assert found.seconds == min(seconds(programs, turns) for turns in (TP_FIRST, DP_FIRST))
+    assert len(found.turns) == 2
+    assert found.styles
+    assert 0.5 * least < found.bound <= least
+
+
+def note(program: tpcompiler.ParallelProgram) -> str:
+    return next(note.text for note in program.notes if "of all choices" in note.text)
+
+
+def test_the_report_names_the_order_and_the_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = tmp_path / "slow.yaml"
+    machine.write_text(MACHINE_FILE)
+
+    def converted(**boundary: Any) -> str:
+        return note(tpcompiler.parallelize(exported(), MESH, "auto", machine=machine, **boundary))
+
+    assert converted(**CUT).endswith("the least of all choices that were compared, over dp and tp at once")
+    assert converted().endswith("the least of all choices that were compared")  # dp has nothing to cut
+    monkeypatch.setattr(together, "MOST_TOGETHER", 1)
+    assert "% above the least of all choices that were compared, one axis after the other: dp, then tp" in converted(
+        **CUT
+    )
+
+
+@pytest.mark.parametrize("most", [together.MOST_TOGETHER, 1])
+def test_the_plan_that_was_found_gives_the_same_files(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "MOST_TOGETHER", most)
+    machine = tmp_path / "slow.yaml"
+    machine.write_text(MACHINE_FILE)
+    how: dict[str, Any] = {"machine": machine, **CUT}
+    plan = tpcompiler.find_plan(exported(), MESH, **how)
+    assert len(plan.entries) > 1
+    for name, given in (("auto", "auto"), ("plan", plan)):
+        made = tpcompiler.parallelize(exported(), MESH, given, **how)
+        assert made.verify((X,)).ok
+        made.save(tmp_path / name)
+    files = [{file.name: file.read_bytes() for file in (tmp_path / name).glob("*.pt2")} for name in ("auto", "plan")]
+    assert files[0] == files[1]
