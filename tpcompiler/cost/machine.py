@@ -58,14 +58,14 @@ class Machine:
     flops: float
     memory_bandwidth: float
     memory: float
-    links: Links = field(default_factory=dict)
+    links: Links = field(default_factory=dict, hash=False)
     product: float = 0.0
     attention: float = 0.0
     other: float = 0.0
-    rows: Mapping[float, float] = field(default_factory=dict)
+    rows: Mapping[float, float] = field(default_factory=dict, hash=False)
     host: Host = NO_HOST
     ranks_per_node: int = 0
-    between_nodes: Links = field(default_factory=dict)
+    between_nodes: Links = field(default_factory=dict, hash=False)
     name: str = ""
 
     @property

@@ -12,7 +12,7 @@ from torch import fx
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention
 from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.path import steps_between
+from tpcompiler.cost.path import FREE, step_seconds, steps_between
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
@@ -58,12 +58,8 @@ class Objective(NamedTuple):
 
     def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
         """Of a change of sharding: what its collectives take."""
-        steps = steps_between(source, target, value.shape, value.element_size(), mesh)
-        return sum(
-            self.machine.collective_seconds(step.kind, step.axes, step.wire_bytes, mesh) + STEP
-            for step in steps
-            if step.kind not in ("slice", "hold")
-        )
+        steps = steps_between(source, target, value.shape, value.element_size(), mesh, self.machine)
+        return sum(step_seconds(step, self.machine, mesh) + STEP for step in steps if step.kind not in FREE)
 
     def floor_seconds(self, kernel: Kernel) -> float:
         """What the kernel takes that an op begins, whatever the op's size."""

@@ -90,7 +90,7 @@ class Again:
             marked = mark_placements(choice.solution.programs[self.at], choice.solution)
         except TpCompilerError as error:  # such as a packed style whose uses show no parts then
             return Price(*own, None, None, None, failed=error.message)
-        return Price(*own, wire_bytes(marked), held_bytes(marked), choice.solution.seconds)
+        return Price(*own, wire_bytes(marked, self.machine), held_bytes(marked), choice.solution.seconds)
 
 
 def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: bool = False) -> Again:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy
 from torch import fx
 
+from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir.dim_sharding import DimSharding
@@ -43,6 +44,7 @@ class Solution:
     """What every op and leaf of programs is, on a mesh of which axes may have become two.
 
     Attributes:
+        machine: by whose seconds.
         leaves: by placeholder.
         settled: what values with several users are turned into for all of them.
         layers: what the search decides, by weight.
@@ -54,6 +56,7 @@ class Solution:
     """
 
     programs: Sequence[PlannedProgram]
+    machine: Machine
     choices: Mapping[fx.Node, Choice] = field(default_factory=dict)
     leaves: Mapping[fx.Node, Sharding] = field(default_factory=dict)
     settled: Mapping[fx.Node, Sharding] = field(default_factory=dict)
@@ -164,7 +167,7 @@ def search_over(
     Args:
         held: what some variables of an axis may be; then no weight is gathered, whatever it is for.
     """
-    mesh, found, heads = programs[0].mesh, Solution(programs, model=model), list[tuple[str, int]]()
+    mesh, found, heads = programs[0].mesh, Solution(programs, objective.machine, model=model), list[tuple[str, int]]()
     groups, read = dict[str, Sharding](), Known()
     order = [*model, *(axis for axis in mesh.names if axis not in model)]  # what the first cut, others reduce less of
     for at, axis in enumerate(order):
@@ -187,7 +190,7 @@ def search_over(
             problem = pose(programs, stage, objective, groups, REFUSED)
             values = _solved(problem)
         if values is None:
-            return Solution(programs, seconds=math.inf), []
+            return Solution(programs, objective.machine, seconds=math.inf), []
         found, groups = _read(problem, found, *values)
         heads += [(axis, outer) for domain in problem.domains for outer in sorted(find_shared_heads(domain))]
     return found, list(dict.fromkeys(heads))
@@ -216,6 +219,7 @@ def _read(
         groups.setdefault(group, next(iter(own)) if len(own) == 1 else Sharding.replicated(node.meta["val"].ndim))
     solution = Solution(
         problem.programs,
+        before.machine,
         choices,
         {node: groups[group] for node, group in problem.groups.items()},
         {node: _chosen(values, found) for node, values in problem.settled.items()},
