@@ -131,7 +131,7 @@ class Conversion:
             asked["plan"] = self.plan.to_data()
         made = ParallelProgram(
             self.exported,
-            Partition(routed, self.device, self.collectives),
+            Partition(routed, self.device, self.collectives, aim.machine),
             plan,
             asked,
             lambda value: "" if plan.searches else adviser.advise_gather(value, marked),
