@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tpcompiler.cost.program import steps_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
 from tpcompiler.ir.program import RESHARD, Reshard, ReshardedProgram, mark_of, reshard
@@ -43,8 +42,7 @@ def _uneven(program: ReshardedProgram) -> Iterator[Any]:
             change: Reshard = node.meta[RESHARD]
             (operand,) = edit.operands(node)
             value = operand.meta["val"]
-            states = (change.source, *(step.target for step in steps_of(change, value, mesh)))
-            if not all(state.is_even(value.shape, mesh) for state in states):
+            if not all(state.is_even(value.shape, mesh) for state in change.states):
                 yield lambda rank, c=change, v=value: [
                     [line.shape, *line.local_shapes()] for line, _ in lines_of(c, v, mesh, rank)
                 ]

@@ -25,13 +25,9 @@ from tpcompiler.ir.symm_mem import (
     ONE_SHOT,
     REDUCE_SCATTER,
     WAIT,
-    Collectives,
     insert_call,
 )
 
-# Where published measurements see a gain (of torch's own team, on H100): one-shot reductions up to here, fused matmuls
-# from here. Nothing of it was measured with this compiler yet (docs/gpu.md).
-ONE_SHOT_BYTES, MATMUL_ROWS = 512 * 1024, 4096
 # What torch's one-shot kernel takes.
 DTYPES, ALIGNED_BYTES, MOST_RANKS = (torch.float32, torch.bfloat16), 4, 8
 
@@ -48,19 +44,14 @@ class Buffer:
 
 @dataclass
 class Fit:
-    """What to replace: all_reduces of at most so many bytes, and matmuls beside a collective of at least so many rows.
+    """What to replace: every collective that it can be, if it is `wanted`.
 
     `sizes`: of each group. `buffers`: what the one-shot reductions need, found on the way.
     """
 
     sizes: Mapping[str, int]
-    one_shot_bytes: int
-    matmul_rows: int
+    wanted: Callable[[fx.Node], bool]
     buffers: dict[str, Buffer] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, collectives: Collectives, sizes: Mapping[str, int]) -> Fit:
-        return cls(sizes, ONE_SHOT_BYTES, MATMUL_ROWS if collectives == "auto" else 0)
 
     def buffer_for(self, node: fx.Node) -> Buffer:
         """The buffer that an all_reduce takes, made large enough."""
@@ -116,16 +107,19 @@ def _fit_graph(graph: fx.Graph, fit: Fit, constant: Callable[[Buffer], fx.Node])
     reduced = []
     for nodes in regions.values():
         kinds = [node.target for node in nodes]
+        if not (called := [node for node in nodes if edit.is_collective(node)]) or not edit.operands(nodes[0]):
+            continue  # a slice, or what begins with one
         (source, *_), value = edit.operands(nodes[0]), edit.outputs(nodes[-1])[0]
-        if not all(isinstance(size, int) for size in (*source.meta["val"].shape, *value.shape)):
+        is_static = all(isinstance(size, int) for size in (*source.meta["val"].shape, *value.shape))
+        if not is_static or not all(map(fit.wanted, called)):
             continue
         if kinds == [ALL_REDUCE, WAIT] and _fits_one_shot(nodes[0], fit):
             reduced.append(nodes)
             fit.buffer_for(nodes[0])
         elif kinds in _forms(REDUCE_SCATTER, fit.sizes):
-            _fit_scatter(source, nodes, fit)
+            _fit_scatter(source, nodes)
         elif kinds in _forms(ALL_GATHER, fit.sizes):
-            _fit_gather(source, nodes, fit)
+            _fit_gather(source, nodes)
     for first, wait in reduced:  # now that the buffers have their sizes
         value = wait.meta["val"]
         part = insert_call(wait, aten.slice.Tensor, (constant(fit.buffer_for(first)), 0, 0, value.numel()))
@@ -149,31 +143,31 @@ def _fits_one_shot(node: fx.Node, fit: Fit) -> bool:
         node.args[1] == "sum"
         and value.dtype in DTYPES
         and is_contiguous(value)
-        and 0 < count <= fit.one_shot_bytes
+        and count > 0
         and count % ALIGNED_BYTES == 0
         and fit.sizes[str(node.args[-1])] <= MOST_RANKS
     )
 
 
-def _fit_scatter(source: fx.Node, nodes: list[fx.Node], fit: Fit) -> None:
+def _fit_scatter(source: fx.Node, nodes: list[fx.Node]) -> None:
     """linear, then reduce_scatter."""
     before, after = source.meta["val"], nodes[-1].meta["val"]
     (collective,) = (node for node in nodes if node.target is REDUCE_SCATTER)
     dim = _changed_dim(before, after)
-    if collective.args[1] == "sum" and dim is not None and _fits_matmul(source, before, fit) and len(source.users) == 1:
+    if collective.args[1] == "sum" and dim is not None and _fits_matmul(source, before) and len(source.users) == 1:
         x, weight = source.args
         turned = insert_call(nodes[-1], aten.permute.default, (weight, [1, 0]))
         _stand_for([source, *nodes], MATMUL_SCATTER, (x, turned, "sum", dim, collective.args[-1]))
 
 
-def _fit_gather(source: fx.Node, nodes: list[fx.Node], fit: Fit) -> None:
+def _fit_gather(source: fx.Node, nodes: list[fx.Node]) -> None:
     """all_gather, then every linear that takes what is gathered and whose weight is there by then."""
     last, group = nodes[-1], next(node.args[-1] for node in nodes if node.target is ALL_GATHER)
     dim = _changed_dim(last.meta["val"], source.meta["val"])
     if dim is None:
         return
     order = {node: at for at, node in enumerate(last.graph.nodes)}
-    fits = [user for user in last.users if _fits_matmul(user, last.meta["val"], fit) and user.args[0] is last]
+    fits = [user for user in last.users if _fits_matmul(user, last.meta["val"]) and user.args[0] is last]
     fits = [user for user in fits if order[user.args[1]] < order[last]]
     if not fits:
         return
@@ -192,10 +186,9 @@ def _fit_gather(source: fx.Node, nodes: list[fx.Node], fit: Fit) -> None:
             edit.erase(node)
 
 
-def _fits_matmul(node: fx.Node, rows: torch.Tensor, fit: Fit) -> bool:
-    """A linear without a bias, for which torch's fused ops have no room, of enough rows."""
-    is_linear = node.target is aten.linear.default and len(node.args) == 2 and rows.ndim > 1
-    return is_linear and rows[..., 0].numel() >= fit.matmul_rows
+def _fits_matmul(node: fx.Node, rows: torch.Tensor) -> bool:
+    """A linear without a bias, for which torch's fused ops have no room."""
+    return node.target is aten.linear.default and len(node.args) == 2 and rows.ndim > 1
 
 
 def _changed_dim(one: torch.Tensor, other: torch.Tensor) -> int | None:

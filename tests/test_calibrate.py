@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,18 @@ def test_a_collective_that_the_backend_lacks_does_not_stop_the_others(monkeypatc
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpcompiler.calibrate.run_ranks", fork_judged)
     assert call("calibrate", "--ranks", 2, "-o", tmp_path / "here.yaml").exit_code == 0
-    read = read_machine(tmp_path / "here.yaml")
+    read, text = read_machine(tmp_path / "here.yaml"), (tmp_path / "here.yaml").read_text()
     assert read.flops > 1e8
-    assert {kind for kind, ranks in read.links if ranks == 2} >= {"all_reduce", "all_gather"}
+    measured = {kind: links for (kind, ranks), links in read.links.items() if ranks == 2}
+    assert measured.keys() >= {"all_reduce", "all_gather"}
+    for kind, links in measured.items():  # each with how far it misses, and read as it was written
+        assert re.search(rf"\n  # {kind} of 2 ranks: mean error \d+%\n  - ", text)
+        for link in links:
+            said = f"latency: {link.latency:.2e}, bandwidth: {link.bandwidth:.2e}"
+            assert f"  - {{collective: {kind}, ranks: 2, {said}}}\n" in text
+    took = read.collective_seconds("all_reduce", ("tp",), 1 << 20, Mesh.of(2))
+    assert took == min(link.latency + (1 << 20) / link.bandwidth for link in measured["all_reduce"])
+    assert (read.symm_mem, read.product > 0, read.attention > 0, read.other > 0) == ({}, True, True, True)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tpcompiler.cost.path import cheapest_path, path_text
+from tpcompiler.cost.path import WIRE, cheapest_path, path_text
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut, read_sharding
 from tpcompiler.views.slabs import cell_text
@@ -141,9 +141,9 @@ picture, and so does `tpcompiler show OUT --tensor weight -o weight.svg`. Pieces
 
 BOTTOM = """## From one to another
 
-A change of sharding takes the cheapest collectives: a shortest path over shardings, each step one collective over one
-axis or over several as one group, weighed by the bytes that a rank sends on a ring. As torch prints its own, for the
-tensor above in float32:
+A change of sharding takes the fastest collectives: a shortest path over shardings, each step one collective over one
+axis or over several as one group, weighed by a machine's seconds ([auto.md](auto.md)). Where bytes on the wire alone
+count, these are, as torch prints its own, for the tensor above in float32:
 
 | from | to | path | wire bytes |
 |---|---|---|---|
@@ -184,7 +184,7 @@ def page() -> str:
     rows = []
     for name, before, after in PATHS:
         mesh = _mesh(name)
-        steps = cheapest_path(*(read_sharding(text, mesh, 2) for text in (before, after)), SHAPE, 4, mesh)
+        steps = cheapest_path(*(read_sharding(text, mesh, 2) for text in (before, after)), SHAPE, 4, mesh, WIRE)
         total = sum(step.wire_bytes for step in steps)
         kinds = ", ".join(f"{step.kind} over {'.'.join(step.axes)}" for step in steps)
         rows.append(f"| `{before}` | `{after}` | `{path_text(steps, mesh)}`: {kinds} | {total} |\n")

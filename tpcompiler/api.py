@@ -110,7 +110,7 @@ def parallelize(
         outputs: the same of what is returned.
         device_type: "cpu" or "cuda", for which no device need be at hand; by default where the program's tensors are.
         collectives: what sends: "nccl" (gloo on a CPU); "symm_mem", torch's ops over memory that GPUs map
-            from each other, wherever these fit (docs/gpu.md); "auto", those of them that are published to be faster.
+            from each other, wherever these fit; "auto", where the machine's links are faster so (docs/gpu.md).
         check_indices: where an indexed dim is cut, assert in the ranks' programs that computed indices are in the whole
             dim. Without it those beyond give zeros, or write nothing, and do not raise as on a single device.
         machine: the YAML file that describes one device and its links (docs/auto.md), or the name of one that comes
@@ -133,7 +133,9 @@ def parallelize(
         exported_program, mesh, read, inputs, outputs, device_type, dump, collectives, check_indices
     )
     calls = read_calls(weights, conversions)
-    made = finished_together(conversions, _aim(plan, machine, memory, optimize, calls, searches=read.searches))
+    made = finished_together(
+        conversions, _aim(plan, machine, memory, optimize, calls, searches=read.searches, collectives=collectives)
+    )
     return ProgramSet(made) if isinstance(exported_program, SEVERAL) else made[""]
 
 
@@ -211,8 +213,9 @@ def _aim(
     optimize: Goal,
     calls: tuple[float, ...],
     searches: bool,
+    collectives: Collectives = "nccl",
 ) -> Aim:
-    described = read_machine(machine)
+    described = read_machine(machine).using(collectives)
     is_limited = memory is not None or machine is not None or searches
     limit = described.usable_memory if memory is None else memory
     return Aim(described, limit if is_limited else None, plan == "auto:free", optimize, calls)

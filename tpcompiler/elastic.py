@@ -13,21 +13,24 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import archive_stream, save_program
-from tpcompiler.api import parallelize
+from tpcompiler.api import conversions_of
 from tpcompiler.checkpoint.cut import TELL, Progress, cut_checkpoint
 from tpcompiler.checkpoint.fill import fill_weights
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.compared import on_cpu
+from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import same_bits
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.pipeline import asked_boundary
+from tpcompiler.pipeline import asked_boundary, finished_together
 from tpcompiler.plan import Plan, join_plans
+from tpcompiler.program_set import ProgramSet
 from tpcompiler.runtime.artifact import MODEL, Manifest, programs_in, read_manifest
 from tpcompiler.runtime.target import free_target, in_place_of, reason, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import Entry, lay_out, write_weights
+from tpcompiler.solver.place import Aim
 from tpcompiler.soundness.check import read_proved_model
 
 
@@ -75,7 +78,10 @@ def reshard(
     }
     if not names:
         programs, asked = programs[""], {at: by_name[""] for at, by_name in asked.items()}
-    made: Any = parallelize(programs, mesh, plan, **asked, **how)
+    machine = machine_of(first.asked)
+    aim = Aim(machine, machine.usable_memory if plan.searches else None)
+    made: Any = finished_together(conversions_of(programs, mesh, plan, **asked, **how), aim)
+    made = ProgramSet(made) if names else made[""]
     hollow = [weightless_names(each) for each in (programs.values() if names else [programs])]
     with in_place_of(target, force=force) as temporary:
         try:

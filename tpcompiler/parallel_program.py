@@ -22,7 +22,6 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import RESHARD, Note, ReshardedProgram, mark_of, reshard, tied
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.symm_mem import fitted_text
 from tpcompiler.manifest import manifest_of, shardings_of
 from tpcompiler.partition import Partition
 from tpcompiler.passes.canonicalize import canonicalize
@@ -138,7 +137,7 @@ class ParallelProgram(Shown):
         notes = (*self._remarks(self), *self.resharded.notes)
         if self.partition.fitted == "nccl":
             return notes
-        return (*notes, Note("collectives", fitted_text(self.rank_program(0).graph)))
+        return (*notes, Note("collectives", self.partition.fitted_text()))
 
     def predict(self, machine: Machine) -> Times:
         """Predict how long a call of rank 0, which does most, takes on a machine, with the sizes of the example."""

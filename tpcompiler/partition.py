@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from functools import cached_property
+from os.path import basename
 from typing import Any
 
+from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler.explain.report import Collective, collectives_of
+from tpcompiler.cost.machine import Machine
+from tpcompiler.explain.report import Collective, collectives_of, traffic
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.program import LocalProgram, ReshardedProgram, ShardedProgram
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
-from tpcompiler.ir.symm_mem import Collectives
+from tpcompiler.ir.symm_mem import Collectives, fitted_text
 from tpcompiler.passes._alike import ranks_alike
 from tpcompiler.passes.build_rank_program import Built, build_rank_program
 from tpcompiler.passes.fit_collectives import Fit, fit_collectives
@@ -20,13 +23,16 @@ from tpcompiler.passes.localize_shapes import localize_shapes
 from tpcompiler.passes.lower_reshards import lower_reshards
 from tpcompiler.passes.move_device import move_device
 from tpcompiler.passes.shard_state import Hollow, shard_state
+from tpcompiler.printed import format_bytes
 
 
 class Partition:
     """The programs of all ranks: what is the same for several is made once."""
 
-    def __init__(self, program: ReshardedProgram, device_type: str, fitted: Collectives) -> None:
+    def __init__(self, program: ReshardedProgram, device_type: str, fitted: Collectives, machine: Machine) -> None:
+        """`machine`: by which `fitted` "auto" takes what is faster."""
         self.program = program
+        self.machine = machine
         self.device_type = device_type
         self.fitted = fitted
         self._traces: dict[Any, Any] = {}
@@ -71,8 +77,25 @@ class Partition:
     def _finished(self, built: ExportedProgram) -> ExportedProgram:
         if self.fitted != "nccl":
             sizes = {name: len(ranks[0]) for name, ranks in self.groups().items()}
-            built = fit_collectives(built, Fit.of(self.fitted, sizes))
+            built = fit_collectives(built, Fit(sizes, self._is_wanted))
         return move_device(built, self.device_type)
+
+    def _is_wanted(self, collective: fx.Node) -> bool:
+        """True if a collective is to be over symmetric memory, where that can do it."""
+        sent = traffic(collective, self.program.mesh)
+        asked = sent["kind"], sent["axis"].split("."), sent["payload_bytes"], self.program.mesh
+        return self.fitted == "symm_mem" or self.machine.prefers_symm_mem(*asked)
+
+    def fitted_text(self) -> str:
+        """Return how many collectives are over symmetric memory, and up to which size the machine is faster so."""
+        text = fitted_text(self.rank_program(0).graph)
+        if self.fitted != "auto":
+            return text
+        said = []
+        for kind, axis in dict.fromkeys((each.kind, each.axis) for each in self.collectives()):
+            most = self.machine.most_by_symm_mem(kind, axis.split("."), self.program.mesh)
+            said.append(f"{f'up to {format_bytes(most)}' if most else 'never'} for {kind} over {axis}")
+        return f"{text}; faster so on {basename(self.machine.name)}: {', '.join(said) or 'nothing'}"
 
     def collectives(self) -> list[Collective]:
         """Every collective that a rank's program calls, in order, read off the program of rank 0."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from os.path import basename
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -29,6 +30,7 @@ from tpcompiler.partition import Partition
 from tpcompiler.passes.apply_plan import Boundary, apply_plan, names_of
 from tpcompiler.passes.attend_in_turns import attend_in_turns
 from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.passes.choose_paths import choose_paths
 from tpcompiler.passes.divide_sizes import divide_sizes
 from tpcompiler.passes.flatten_branches import flatten_branches
 from tpcompiler.passes.fold_reshards import fold_reshards
@@ -104,26 +106,32 @@ class Conversion:
         marked: MarkedProgram,
         plan: Plan,
         adviser: Adviser,
-        gathers: bool,
+        aim: Aim,
         remarks: Callable[[ParallelProgram], Iterable[Note]],
     ) -> ParallelProgram:
         """All passes from a marked program up to the program for all ranks. `plan`: with what the search found."""
         with no_new_guards(marked.graph):
             resharded = self.after(insert_reshards(marked), "insert_reshards")
             folded = self.after(fold_reshards(resharded), "fold_reshards")
+            routed = self.after(choose_paths(folded, aim.machine), "choose_paths")
         inputs, outputs = map(_said, self.boundary)
-        asked = {"mesh": dict(self.mesh.axes), "inputs": inputs, "outputs": outputs}
+        asked = {
+            "mesh": dict(self.mesh.axes),
+            "inputs": inputs,
+            "outputs": outputs,
+            "machine": basename(aim.machine.name),
+        }
         if self.collectives != "nccl":
             asked["collectives"] = self.collectives
         if not self.check_indices:
             asked["check_indices"] = False
-        if gathers:
+        if aim.gathers:
             asked["plan"] = "auto:free"
         elif self.plan.searches and len(self.plan.entries) > 1 and self.plan.to_data() != plan.to_data():
             asked["plan"] = self.plan.to_data()
         made = ParallelProgram(
             self.exported,
-            Partition(folded, self.device, self.collectives),
+            Partition(routed, self.device, self.collectives, aim.machine),
             plan,
             asked,
             lambda value: "" if plan.searches else adviser.advise_gather(value, marked),
@@ -183,7 +191,7 @@ def solved_together(
         return remarks.notes(at, program.predict(aim.machine).total) if program.plan.searches else ()
 
     made = {
-        name: own.finished(marked[name], plans[name], advisers[name], aim.gathers, partial(remarks_on, at))
+        name: own.finished(marked[name], plans[name], advisers[name], aim, partial(remarks_on, at))
         for at, (name, own) in enumerate(conversions.items())
     }
     return found, made

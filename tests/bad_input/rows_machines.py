@@ -85,7 +85,8 @@ MACHINES = [
         "an unknown name",
         RATES + LINKS + "watts: 700\n",
         "machine m.yaml: unknown 'watts'",
-        "use flops, memory_bandwidth, memory, product, attention, other, rows, host, nodes, links, base",
+        "use flops, memory_bandwidth, memory, product, attention, other, rows, host, nodes, links, symm_mem, collectives, "
+        "base",
     ),
     _machine(
         "a number that is text",
@@ -134,6 +135,12 @@ MACHINES = [
         "tpcompiler convert model.pt2 --tp 2 --plan auto -o new --calls prefill=1",
         "--calls are {'prefill': 1.0}, and the programs are one",
         "give each of several programs a number above 0: prefill=1,decode=256",
+    ),
+    _machine(
+        "collectives that nothing makes",
+        RATES + LINKS + "collectives: mpi\n",
+        "machine m.yaml: collectives are 'mpi'",
+        "use one of auto, nccl, symm_mem",
     ),
     _machine(
         "an unknown collective",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,9 @@ from tpcompiler.cost.machine import Link, Machine
 from tpcompiler.cost.machine_file import SHIPPED, read_machine, shipped_machines
 from tpcompiler.errors import MachineError
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.printed import format_bytes
 
+GPU = Path(__file__).parents[2] / "docs" / "gpu.md"
 RATES = "flops: 1.0e+12\nmemory_bandwidth: 1.0e+11\nmemory: 1.0e+10\n"
 
 
@@ -68,6 +71,46 @@ def test_of_several_links_the_fastest_counts(tmp_path: Path) -> None:
     assert found.collective_seconds("all_reduce", ("tp",), 1e6, mesh) == pytest.approx(1.1e-4)
 
 
+# us of vLLM's one-stage all_reduce in vllm-project/vllm#24111, from which no link is fitted; by payload.
+ONE_SHOT = [(2, {1 << 19: 7, 1 << 20: 9, 1 << 21: 13}), (4, {1 << 19: 10, 1 << 21: 22})]
+
+
+@pytest.mark.parametrize(("ranks", "times"), ONE_SHOT)
+def test_links_of_symmetric_memory_are_those_of_a_one_shot_all_reduce(ranks: int, times: dict[int, float]) -> None:
+    found = read_machine("h100").using("symm_mem")
+    errors = [abs(seconds(found, "all_reduce", payload, ranks) * 1e6 / took - 1) for payload, took in times.items()]
+    assert max(errors) < 0.35
+
+
+@pytest.mark.skipif(not GPU.exists(), reason="an installed wheel has no docs beside the tests")
+@pytest.mark.parametrize("name", ["h100", "h200", "b200", "a100"])
+def test_the_page_says_up_to_which_size_one_shot_is_faster(name: str) -> None:
+    found = read_machine(name)
+    sizes = [format_bytes(found.most_by_symm_mem("all_reduce", ("tp",), Mesh.of(ranks))) for ranks in (2, 4, 8)]
+    assert f"\n| `{name}` | {' | '.join(sizes)} |\n" in GPU.read_text(encoding="utf-8")
+
+
+def test_collectives_take_the_links_that_they_are_for(tmp_path: Path) -> None:
+    """NCCL's, symmetric memory's where there are any, or the faster ones; a group over nodes has no memory in common."""
+    links = "links: [{latency: 1.0e-5, bandwidth: 1.0e+9}]\n"
+    fitted = "symm_mem: [{collective: all_reduce, ranks: 2, latency: 1.0e-6, bandwidth: 1.0e+8}]\n"
+    found, mesh = machine(tmp_path, RATES + links + fitted), Mesh.of({"dp": 2, "tp": 2})
+
+    def us(collectives: Any, kind: str, sent: int) -> float:
+        return found.using(collectives).collective_seconds(kind, ("tp",), sent, mesh) * 1e6
+
+    assert [us(each, "all_reduce", 100) for each in ("nccl", "symm_mem", "auto")] == pytest.approx([10.1, 2.0, 2.0])
+    assert [us(each, "all_reduce", 2000) for each in ("nccl", "symm_mem", "auto")] == pytest.approx([12.0, 21.0, 12.0])
+    assert [us(each, "all_gather", 2000) for each in ("nccl", "symm_mem", "auto")] == pytest.approx([12.0] * 3)
+    # 1 us + P / 1e8 = 10 us + P / 1e9 at 1,000 bytes; over 2 ranks a payload is sent once.
+    assert found.most_by_symm_mem("all_reduce", ("tp",), mesh) in (999, 1000)
+    assert found.most_by_symm_mem("all_gather", ("tp",), mesh) == 0
+    nodes = "nodes: {ranks_per_node: 2, links: [{latency: 1.0e-4, bandwidth: 1.0e+9}]}\n"
+    found = machine(tmp_path, RATES + links + fitted + nodes).using("symm_mem")
+    assert found.collective_seconds("all_reduce", ("dp",), 0, mesh) == 1e-4
+    assert machine(tmp_path, RATES + links + fitted + "collectives: auto\n").collectives == "auto"
+
+
 def test_a_hop_for_each_step_of_the_ring(tmp_path: Path) -> None:
     found = machine(tmp_path, RATES + "links:\n- {latency: 1.0e-6, hop: 1.0e-6, bandwidth: 1.0e+12}\n")
     assert found.collective_seconds("all_reduce", ("tp",), 0, Mesh.of(5)) == pytest.approx(9e-6)
@@ -120,6 +163,9 @@ def test_old_files_keep_their_meaning(tmp_path: Path) -> None:
     ("more", "said"),
     [
         ("product: -1.0\n", "product is -1.0"),
+        ("symm_mem: 1\n", "symm_mem: links are 1"),
+        ("symm_mem: [{latency: 1.0e-6}]\n", r"symm_mem, links\[0\]: bandwidth is None"),
+        ("collectives: [nccl]\n", r"collectives are \['nccl'\]\n  help: use one of auto, nccl, symm_mem"),
         ("rows: {a: 1}\n", r"rows are \{'a': 1\}"),
         ("rows: [{rows: 0, share: 1.0}]\n", "rows is 0"),
         ("host: [1]\n", r"host is \[1\]"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import lru_cache
 from typing import cast
 
@@ -21,7 +22,8 @@ from tests.ir.drawn import GRID, Cut, cuts, levels
 from tests.long import some
 from tpcompiler._torch import DeviceMesh, traced_mesh
 from tpcompiler.cost.collective import wire_bytes
-from tpcompiler.cost.path import cheapest_path, path_text, reshard_wire_bytes, steps_between
+from tpcompiler.cost.machine import Link, Machine
+from tpcompiler.cost.path import WIRE, cheapest_path, path_text, reshard_wire_bytes, steps_along, steps_between
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
@@ -120,9 +122,11 @@ def test_a_path_that_sends_more_is_found() -> None:
     ]
 
 
-def described(source: str, target: str, mesh: Mesh = MESHES[1], shape: tuple[int, ...] = SHAPE) -> str:
+def described(
+    source: str, target: str, mesh: Mesh = MESHES[1], shape: tuple[int, ...] = SHAPE, machine: Machine = WIRE
+) -> str:
     a, b = (read_sharding(text, mesh, len(shape)) for text in (source, target))
-    steps = steps_between(a, b, shape, ITEM, mesh)
+    steps = steps_between(a, b, shape, ITEM, mesh, machine)
     kinds = ", ".join(f"{step.kind} over {'.'.join(step.axes)} ({step.wire_bytes})" for step in steps)
     return f"{path_text(steps, mesh)}\n    {kinds}\n"
 
@@ -164,12 +168,64 @@ S(0)R->S(0)P(sum)->RP(sum)
     )
 
 
+# Nodes of four ranks, so that tp stays on one: 4e11 bytes/s there, 4e10 between them, and 10 us for every collective.
+NODES = Machine(
+    1.0,
+    1.0,
+    1.0,
+    {("", 0): [Link(1e-5, 4e11)]},
+    ranks_per_node=4,
+    between_nodes={("", 0): [Link(1e-5, 4e10)]},
+)
+SLOW = {("all_to_all", 0): [Link(1e-3, 4e11)]}
+
+
+def test_the_fastest_path_is_that_of_a_machine() -> None:
+    """12 KB over two nodes: one all_reduce takes 10.5 us, two take 20.4 us. 64 MB: 2,810 us, and two take 1,860 us.
+
+    That is 10 us + 112 MB / 4e10, and 20 us + 96 MB / 4e11 + 64 MB / 4e10. An exchange that is slow is a gather.
+    """
+    pending, large = ("[P(sum), P(sum)]", "[R, R]"), (16, 1000, 1000)
+    slow = replace(NODES, links={**NODES.links, **SLOW})
+    assert_expected_inline(
+        described(*pending, machine=NODES)
+        + described(*pending, shape=large, machine=NODES)
+        + described(*pending, shape=large)
+        + described("[R, S(0)]", "[R, S(1)]", machine=NODES)
+        + described("[R, S(0)]", "[R, S(1)]", machine=slow),
+        """\
+P(sum)P(sum)->RR
+    all_reduce over dp.tp (21504)
+P(sum)P(sum)->P(sum)R->RR
+    all_reduce over tp (96000000), all_reduce over dp (64000000)
+P(sum)P(sum)->RR
+    all_reduce over dp.tp (112000000)
+RS(0)->RS(1)
+    all_to_all over tp (2304)
+RS(0)->RR->RS(1)
+    all_gather over tp (9216), slice over tp (0)
+""",
+    )
+
+
+def test_a_path_is_read_back_from_its_states() -> None:
+    """Whatever machine it was found for; and no step leads from a shard to a pending sum, or around by another dim."""
+    mesh, shape = MESHES[1], SHAPE
+    ends = [read_sharding(text, mesh, 3) for text in ("[S(0), P(sum)]", "[R, S(0)]")]
+    for machine in (WIRE, NODES):
+        steps = steps_between(*ends, shape, ITEM, mesh, machine)
+        assert steps_along([ends[0], *(step.target for step in steps)], shape, ITEM, mesh) == steps
+    assert steps_along(ends[:1] * 2, shape, ITEM, mesh) == ()
+    assert steps_along(ends, shape, ITEM, mesh) is None
+    assert steps_along([ends[0], read_sharding("[S(1), P(sum)]", mesh, 3), ends[1]], shape, ITEM, mesh) is None
+
+
 def test_a_dynamic_dim_is_cut_as_its_ends_cut_it() -> None:
     """8 of the example is a multiple of 4, 2 s is not: what a static dim may be cut by on the way, this one may not."""
     mesh, shape = MESHES[0], (8, 6)
     source, target = (read_sharding(text, mesh, 2) for text in ("[S(0), P(sum)]", "[R, R]"))
-    static = cheapest_path(source, target, shape, ITEM, mesh, frozenset())
-    dynamic = cheapest_path(source, target, shape, ITEM, mesh, frozenset({0}))
+    static = cheapest_path(source, target, shape, ITEM, mesh, WIRE, frozenset())
+    dynamic = cheapest_path(source, target, shape, ITEM, mesh, WIRE, frozenset({0}))
     assert path_text(static, mesh) == "S(0)P(sum)->S(0)S(0)->RR"
     assert path_text(dynamic, mesh) == "S(0)P(sum)->S(0)R->RR"
     assert sum(step.wire_bytes for step in dynamic) == sum(step.wire_bytes for step in static)
@@ -185,7 +241,7 @@ def test_every_cut_is_reached_and_left(drawn: Cut, data: st.DataObject) -> None:
     source = Sharding((WHOLE, by), tuple((axis, "sum") for axis in free))
     for target in (Sharding((WHOLE, other)), Sharding.replicated(2), Sharding((DimSharding.by(*GRID.names), WHOLE))):
         for ends in ((source, target), (target, source)):
-            steps = steps_between(*ends, (6, size), ITEM, GRID)
+            steps = steps_between(*ends, (6, size), ITEM, GRID, WIRE)
             states = [ends[0], *(step.target for step in steps)]
             assert [step.source for step in steps] == states[:-1]
             assert states[-1] == ends[1]

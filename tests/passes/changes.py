@@ -19,10 +19,13 @@ from torch.export.graph_signature import (
 
 from tests.passes.stages import with_numbers
 from tpcompiler._torch import FakeTensorMode
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.path import WIRE
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import MARK, RESHARD, Mark, Reshard, ReshardedProgram, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join
+from tpcompiler.passes.choose_paths import choose_paths
 from tpcompiler.passes.localize_shapes import localize_shapes
 from tpcompiler.passes.lower_reshards import lower_reshards
 from tpcompiler.verify.simulate import simulate
@@ -30,7 +33,7 @@ from tpcompiler.verify.simulate import simulate
 Pair = tuple[Sharding, Sharding]
 
 
-def program_of(pairs: Sequence[Pair], mesh: Mesh, value: torch.Tensor) -> ReshardedProgram:
+def program_of(pairs: Sequence[Pair], mesh: Mesh, value: torch.Tensor, machine: Machine = WIRE) -> ReshardedProgram:
     """`return reshard(x0), reshard(x1), ...`: values like this one, each with its change."""
     graph, mode = fx.Graph(), FakeTensorMode()
     inputs = [graph.placeholder(f"x{i}") for i in range(len(pairs))]
@@ -46,12 +49,12 @@ def program_of(pairs: Sequence[Pair], mesh: Mesh, value: torch.Tensor) -> Reshar
         [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=y.name), None) for y in made],
     )
     source_program: Any = SimpleNamespace(graph_signature=signature, state_dict={}, constants={})
-    return ReshardedProgram(source_program, graph, mesh, ())
+    return choose_paths(ReshardedProgram(source_program, graph, mesh, ()), machine)
 
 
-def wrong_changes(pairs: Sequence[Pair], mesh: Mesh, value: torch.Tensor) -> list[str]:
+def wrong_changes(pairs: Sequence[Pair], mesh: Mesh, value: torch.Tensor, machine: Machine = WIRE) -> list[str]:
     """The changes after which the ranks' shares, joined, are not the whole value, bit for bit."""
-    program, ranks = program_of(pairs, mesh, value), range(mesh.world_size)
+    program, ranks = program_of(pairs, mesh, value, machine), range(mesh.world_size)
     traces: dict[Any, Any] = {}
     runs = []
     for rank in ranks:

@@ -15,6 +15,7 @@ from torch.export import export
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tests.machines import SLOW
 from tpcompiler._torch import OpOverload
+from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
@@ -30,6 +31,7 @@ from tpcompiler.ir.program import (
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank, numbers_read
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.passes.choose_paths import choose_paths
 from tpcompiler.passes.divide_sizes import divide_sizes
 from tpcompiler.passes.fold_reshards import fold_reshards
 from tpcompiler.passes.insert_reshards import insert_reshards
@@ -129,8 +131,12 @@ def folded(*args: Any, **kwargs: Any) -> ReshardedProgram:
     return _checked(fold_reshards(resharded(*args, **kwargs)))
 
 
+def routed(*args: Any, **kwargs: Any) -> ReshardedProgram:
+    return _checked(choose_paths(folded(*args, **kwargs), read_machine()))
+
+
 def lowered(*args: Any, rank: int = 0, **kwargs: Any) -> LoweredProgram:
-    return _checked(lower_reshards(folded(*args, **kwargs), (rank,), {}))
+    return _checked(lower_reshards(routed(*args, **kwargs), (rank,), {}))
 
 
 def local(*args: Any, rank: int = 0, **kwargs: Any) -> LocalProgram:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.long import some
 from tests.passes.changes import program_of, wrong_changes
+from tpcompiler.cost.machine import Link, Machine
+from tpcompiler.cost.path import WIRE, steps_between
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import REDUCE_OPS
 from tpcompiler.ir.shares import read_sharding
@@ -55,16 +58,31 @@ MIXED = ["[R, R]", "[S(0), S(0)]", "[P(sum), P(avg)]", "[P(avg), P(sum)]", *REDU
 
 
 def wrong(
-    texts: Sequence[str], mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype = torch.float64, every: int = 1
+    texts: Sequence[str],
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float64,
+    every: int = 1,
+    machine: Machine = WIRE,
 ) -> list[str]:
     """Multiples of 8 of both signs: an eighth of one is exact, and a zero that a max meets is not the largest."""
     value = (8 * torch.arange(torch.Size(shape).numel()).reshape(shape) - 20).to(dtype)
     states = [read_sharding(text, mesh, len(shape)) for text in texts]
-    return wrong_changes(some(itertools.product(states, repeat=2), every), mesh, value)
+    return wrong_changes(some(itertools.product(states, repeat=2), every), mesh, value, machine)
 
 
 def test_a_few_of_all() -> None:
     assert wrong(FEW, SQUARE, (5, 3)) == []
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_to_all"])
+def test_whatever_is_slow(kind: str) -> None:
+    """On machines that take any other way round this collective; around a gather there is none."""
+    slow = replace(WIRE, links={**WIRE.links, (kind, 0): [Link(1.0, 1e9)]})
+    pairs = itertools.product([read_sharding(text, SQUARE, 2) for text in FEW], repeat=2)
+    paths = [{step.kind for step in steps_between(*pair, (5, 3), 8, SQUARE, slow)} for pair in pairs]
+    assert not any(kind in path for path in paths)
+    assert wrong(FEW, SQUARE, (5, 3), machine=slow) == []
 
 
 def test_a_few_blocks_and_parts() -> None:

@@ -26,6 +26,7 @@ from tpcompiler.soundness.check import check_programs
 from tpcompiler.soundness.written import written
 from tpcompiler.verify_files import verify_artifact
 
+MACHINE = "ideal"  # ranks that hold rows do no less in the norm than one that holds all
 PLAN = {"*.gate": "colwise", "*.up": "colwise", "*.down": "rowwise"}
 GATHERED = {"inputs": [Shard(1)], "outputs": [Shard(1)]}
 ROWS = {"inputs": [Shard(0)], "outputs": [Shard(0)]}
@@ -106,7 +107,7 @@ def test_there_and_back(case: str, world: int) -> None:
     """The very nodes, names, claims and places in the source that were there before."""
     model, how, ops = CASES[case]
     plain = made(exported(model), world, **{**how, "collectives": "nccl", "device_type": "cpu"}).rank_program(1)
-    there = fit_collectives(plain, Fit({f"tp={world}:tp": world}, 1 << 20, 0))
+    there = fit_collectives(plain, Fit({f"tp={world}:tp": world}, lambda node: True))
     assert fitted(there) == ops
     back = expand_collectives(there)
     assert nodes_of(back) == nodes_of(plain)
@@ -167,20 +168,79 @@ def test_by_torchs_own_meaning(case: str, tmp_path: Path) -> None:
 
 def test_declined() -> None:
     """What torch's kernels do not take stays as it is, and the report counts it."""
-    counts = dict.fromkeys(["biased", "whole numbers", "dynamic", "few rows"], 0)
+    counts = dict.fromkeys(["biased", "whole numbers", "dynamic"], 0)
     biased = made(exported(nn.Sequential(Block(bias=True))), **GATHERED)
     counts["biased"] = len(fitted(biased.rank_program(0)))
     half = made(exported(dtype=torch.float64))
     counts["whole numbers"] = len(fitted(half.rank_program(0)))
     dynamic = made(exported(dynamic_shapes=({0: Dim("b", max=64)},)))
     counts["dynamic"] = len(fitted(dynamic.rank_program(0)))
-    few = made(exported(), collectives="auto", **GATHERED)
-    counts["few rows"] = len(fitted(few.rank_program(0)))
     assert set(counts.values()) == {0}, counts
     assert dynamic.report().splitlines()[-1] == "  none over symmetric memory; 2 all_reduce left to NCCL"
-    assert fitted(made(exported(), collectives="auto").rank_program(0)) == ["one_shot_all_reduce_copy"] * 2
     with pytest.raises(UnsupportedError, match="symmetric memory is of GPUs, and these programs are for 'cpu'"):
         made(exported(), device_type="cpu")
+
+
+def rows(count: int, **how: Any) -> tpcompiler.ParallelProgram:
+    """One layer over 8 ranks, whose all_reduce is of 64 B a row."""
+    torch.manual_seed(0)
+    program = export(Block(), (torch.randn(count, 16),))
+    return made(program, 8, plan={"gate": "colwise", "up": "colwise", "down": "rowwise"}, **how)
+
+
+def test_auto_takes_what_is_faster_by_the_links_of_the_machine() -> None:
+    """Of P bytes over 8 H100 each sends 1.75 P: 4.8 us + 1.75 P / 75 GB/s in one shot, 16.7 us + 1.75 P / 220 GB/s by NCCL.
+
+    They take as long at P = 11.9 us / (1.75 / 75 GB/s - 1.75 / 220 GB/s) = 773,793 bytes.
+    """
+    how: Any = {"collectives": "auto", "machine": "h100"}
+    small, large = rows(12_000, **how), rows(12_200, **how)
+    assert (fitted(small.rank_program(0)), fitted(large.rank_program(0))) == (["one_shot_all_reduce_copy"], [])
+    so = "faster so on h100: up to 774 kB for all_reduce over tp"
+    assert f"  1 one_shot_all_reduce_copy over symmetric memory; nothing left to NCCL; {so}\n" in small.report()
+    assert f"  none over symmetric memory; 1 all_reduce left to NCCL; {so}\n" in large.report()
+    assert fitted(rows(12_200, machine="h100").rank_program(0)) == ["one_shot_all_reduce_copy"]  # asked for by name
+    far = rows(8, **{**how, "machine": "l40s"})
+    assert "1 all_reduce left to NCCL; faster so on l40s: never for all_reduce over tp\n" in far.report()
+
+
+def test_auto_fuses_matmuls_where_the_machine_has_links_for_that(tmp_path: Path) -> None:
+    """No machine of the package has: nobody has published what these ops take by size."""
+    model, how, ops = CASES["sequence parallel"]
+    assert fitted(made(exported(model), **how, collectives="auto").rank_program(0)) == []
+    text = "base: ideal\nsymm_mem:\n- {collective: KIND, latency: 0.0, bandwidth: 9.0e+11}\n"
+    for kind, op in (("all_gather", "fused_all_gather_matmul"), ("reduce_scatter", "fused_matmul_reduce_scatter")):
+        (tmp_path / "m.yaml").write_text(text.replace("KIND", kind))
+        found = made(exported(model), **how, collectives="auto", machine=tmp_path / "m.yaml")
+        assert fitted(found.rank_program(0)) == [each for each in ops if each == op]
+
+
+def test_the_search_prices_what_sends() -> None:
+    """33.6 MB of weights take 11.4 us to read: to cut them by 8 saves 10.0 us, and costs 4.8 us in one shot, 16.7 by NCCL."""
+    layer = nn.Sequential(nn.Linear(1024, 4096, False), nn.ReLU(), nn.Linear(4096, 1024, False))
+    program = export(layer, (torch.randn(1, 1024),))
+
+    def sent(collectives: str) -> list[str]:
+        found = made(program, 8, plan="auto", collectives=collectives, machine="h100")
+        return [each.kind for each in found.collectives()]
+
+    assert [sent(each) for each in ("nccl", "symm_mem", "auto")] == [[], ["all_reduce"], ["all_reduce"]]
+
+
+def test_files_are_priced_by_what_sends_and_on_the_machine_that_they_are_for(tmp_path: Path) -> None:
+    """64 KB over 8 H100: 4.8 us + 114,688 B / 75 GB/s = 6.33 us in one shot, and 17.2 us by NCCL."""
+    rows(1024, machine="h100").save(tmp_path / "out", layout="shared")
+    rows(1024, machine="h100", collectives="nccl").save(tmp_path / "nccl", layout="shared")
+    priced = [tpcompiler.cost_artifact(tmp_path / name) for name in ("out", "nccl")]
+    assert [each.machine for each in priced] == ["h100"] * 2
+    assert [each.seconds for each in priced] == pytest.approx([4.8e-6 + 114688 / 7.5e10, 16.7e-6 + 114688 / 2.2e11])
+    assert tpcompiler.cost_artifact(tmp_path / "out", machine="l40s").machine == "l40s"
+    assert tpcompiler.diff_artifacts(tmp_path / "nccl", tmp_path / "out").sent_seconds == pytest.approx(
+        tuple(each.seconds for each in reversed(priced))
+    )
+    tpcompiler.reshard(tmp_path / "out", 4, tmp_path / "four")
+    asked = json.loads((tmp_path / "four" / MANIFEST).read_text())["asked"]
+    assert (asked["machine"], asked["collectives"]) == ("h100", "symm_mem")
 
 
 def _one_rank_sums_otherwise(node: Any) -> None:

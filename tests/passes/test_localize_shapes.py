@@ -13,7 +13,7 @@ from torch import nn
 from torch.export import Dim
 
 from tests.passes.models import HEADS, Attention
-from tests.passes.stages import Call, folded, local
+from tests.passes.stages import Call, local, routed
 from tpcompiler.errors import InternalError
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.program import MARK
@@ -281,7 +281,7 @@ def test_every_value_has_its_local_shape() -> None:
 
 def test_what_an_op_makes_is_remembered() -> None:
     module = Call(lambda self, x: (self.up(x).relu(), self.up(x + 1).relu()), up=nn.Linear(4, 6))
-    program = folded(module, (X,), {"up": "colwise"}, outputs=["S(1)", "S(1)"])
+    program = routed(module, (X,), {"up": "colwise"}, outputs=["S(1)", "S(1)"])
     results: dict[Any, Any] = {}
     for rank in (0, 1):
         localize_shapes(lower_reshards(program, (rank,), {}), results)
@@ -290,7 +290,7 @@ def test_what_an_op_makes_is_remembered() -> None:
 
 def test_a_claim_that_does_not_hold() -> None:
     module = Call(lambda self, x: self.up(x).relu(), up=nn.Linear(4, 6))
-    program = lower_reshards(folded(module, (X,), {"up": "colwise"}, outputs=["S(1)"]), (0,), {})
+    program = lower_reshards(routed(module, (X,), {"up": "colwise"}, outputs=["S(1)"]), (0,), {})
     node = next(node for node in program.graph.nodes if node.name == "relu")
     lie = Sharding((DimSharding.by("tp"), WHOLE))
     node.meta[MARK] = replace(node.meta[MARK], shardings=(lie,), settled=(lie,))

@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch.export import Dim, export
 
-from tests.passes.stages import Call, folded
+from tests.passes.stages import Call, routed
 from tpcompiler import parallelize
 from tpcompiler.ir.program import ORIGIN, RESHARD, ReshardedProgram
 from tpcompiler.ir.text import program_text
@@ -20,7 +20,7 @@ CHANGE = Call(lambda self, x: x)
 
 
 def changed(shape: tuple[int, ...], source: str, target: str, degree: int, **kwargs: Any) -> ReshardedProgram:
-    return folded(CHANGE, (torch.randn(shape),), degree=degree, inputs=[source], outputs=[target], **kwargs)
+    return routed(CHANGE, (torch.randn(shape),), degree=degree, inputs=[source], outputs=[target], **kwargs)
 
 
 def text(shape: tuple[int, ...], source: str, target: str, *, degree: int = 2, rank: int = 0, **kwargs: Any) -> str:
@@ -266,7 +266,7 @@ return view
 def test_shards_in_units() -> None:
     """Three heads of two: four and two features."""
     module = Call(lambda self, x: x.flatten(1))
-    program = folded(module, (torch.randn(2, 3, 2),), inputs=["S(1)"])
+    program = routed(module, (torch.randn(2, 3, 2),), inputs=["S(1)"])
     local = localize_shapes(lower_reshards(program, (1,), {}), {})
     assert_expected_inline(
         program_text(local),
@@ -292,7 +292,7 @@ return view_3
 
 def test_a_permuted_value_is_changed_in_its_order_in_memory() -> None:
     module = Call(lambda self, x: x.t())
-    program = folded(module, (torch.randn(4, 6),), inputs=["S(0)"])
+    program = routed(module, (torch.randn(4, 6),), inputs=["S(0)"])
     assert_expected_inline(
         program_text(lower_reshards(program, (0,), {})),
         """\
@@ -368,7 +368,7 @@ def test_equal_changes_are_traced_once(source: str, target: str, shape: tuple[in
     """Once for all ranks, but where shapes tell them apart."""
     module = Call(lambda self, x, y: (x, y))
     args = (torch.randn(shape), torch.randn(shape))
-    program = folded(module, args, inputs=[source] * 2, outputs=[target] * 2)
+    program = routed(module, args, inputs=[source] * 2, outputs=[target] * 2)
     traces: dict[Any, Any] = {}
     for rank in (0, 1):
         lower_reshards(program, (rank,), traces)

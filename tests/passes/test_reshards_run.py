@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.passes.stages import Call, Given, folded, with_numbers
+from tests.passes.stages import Call, Given, routed, with_numbers
 from tpcompiler.ir.program import LoweredProgram, ReshardedProgram
 from tpcompiler.ir.shares import cut, join
 from tpcompiler.passes.localize_shapes import localize_shapes
@@ -28,7 +28,7 @@ def test_every_change_keeps_the_value(degree: int) -> None:
     value = torch.randn(4, 5, 3)
     module = Call(lambda self, xs: tuple(xs))
     inputs: Given = [a for a, _ in pairs]
-    program = folded(
+    program = routed(
         module, ([value + i for i in range(len(pairs))],), degree=degree, inputs=inputs, outputs=[b for _, b in pairs]
     )
     results = simulate(*_all_ranks(program, [value + i for i in range(len(pairs))]))

@@ -109,7 +109,7 @@ Machine = Annotated[
         metavar="NAME",
         autocompletion=shipped_machines,
         help=f"What the devices can do: {', '.join(shipped_machines())}, or a YAML file. "
-        f"By default ${VARIABLE}, or {DEFAULT}.",
+        f"By default ${VARIABLE}, or {DEFAULT}; of an artifact, the one that it was converted for.",
     ),
 ]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.symm_mem import Collectives
 
 NCCL_BYTES = 4e8  # its buffers on each device; context and workspaces come out of the share that stays free
 USABLE = 0.9  # of a device's memory
@@ -50,6 +52,8 @@ class Machine:
         attention: the same of an attention.
         other: the same of any other kernel (`cost/kernels.py`).
         rows: the share of `flops` that products of so many rows reach; between two of them it is linear.
+        symm_mem: as `links`, of collectives over symmetric memory; of others there are none.
+        collectives: which of both a collective takes, where both have it: `links`, `symm_mem`, or the faster one.
         ranks_per_node: ranks that are next to each other on one node; 0 if there is no other node.
         between_nodes: the links of groups that have ranks on several nodes.
         name: as it was asked for: "h100", or the path of a file.
@@ -58,14 +62,16 @@ class Machine:
     flops: float
     memory_bandwidth: float
     memory: float
-    links: Links = field(default_factory=dict)
+    links: Links = field(default_factory=dict, hash=False)
     product: float = 0.0
     attention: float = 0.0
     other: float = 0.0
-    rows: Mapping[float, float] = field(default_factory=dict)
+    rows: Mapping[float, float] = field(default_factory=dict, hash=False)
     host: Host = NO_HOST
+    symm_mem: Links = field(default_factory=dict, hash=False)
+    collectives: Collectives = "nccl"
     ranks_per_node: int = 0
-    between_nodes: Links = field(default_factory=dict)
+    between_nodes: Links = field(default_factory=dict, hash=False)
     name: str = ""
 
     @property
@@ -80,16 +86,43 @@ class Machine:
 
     def links_of(self, kind: str, axes: Sequence[str], mesh: Mesh) -> Sequence[Link]:
         """The links that a collective over these axes may take: the most particular ones."""
-        links, ranks = self.links, mesh.size(axes)
-        if self.ranks_per_node and mesh.crosses(tuple(axes), self.ranks_per_node):
-            links = self.between_nodes
+        ranks = mesh.size(axes)
         keys = ((kind, ranks), (kind, 0), ("", ranks), ("", 0))
-        return next(links[key] for key in keys if key in links)
+
+        def find(links: Links) -> Sequence[Link]:
+            return next((links[key] for key in keys if key in links), ())
+
+        if self.ranks_per_node and mesh.crosses(tuple(axes), self.ranks_per_node):
+            return find(self.between_nodes)
+        fitted = () if self.collectives == "nccl" else find(self.symm_mem)
+        return fitted if fitted and self.collectives == "symm_mem" else [*fitted, *find(self.links)]
 
     def collective_seconds(self, kind: str, axes: Sequence[str], wire_bytes: float, mesh: Mesh) -> float:
         """Seconds of a collective over these axes, by the fastest of its links."""
         steps = (mesh.size(axes) - 1) * (2 if kind == "all_reduce" else 1)
         return min(link.seconds(wire_bytes, steps) for link in self.links_of(kind, axes, mesh))
+
+    def using(self, collectives: Collectives) -> Machine:
+        """Return the machine of programs that are converted with these collectives."""
+        return self if collectives == "nccl" else replace(self, collectives=collectives)
+
+    def prefers_symm_mem(self, kind: str, axes: Sequence[str], payload: int, mesh: Mesh) -> bool:
+        """True if a collective of so many bytes is faster over symmetric memory than by NCCL."""
+        sent = wire_bytes(kind, payload, mesh.size(axes))
+        both = (replace(self, collectives=each) for each in ("symm_mem", "nccl"))
+        fitted, plain = (each.collective_seconds(kind, axes, sent, mesh) for each in both)
+        return fitted < plain
+
+    def most_by_symm_mem(self, kind: str, axes: Sequence[str], mesh: Mesh) -> int:
+        """Return up to how many bytes a collective is faster over symmetric memory; none is 0."""
+        least, most = 0, 1 << 40
+        while most - least > 1:
+            payload = (least + most) // 2
+            if self.prefers_symm_mem(kind, axes, payload, mesh):
+                least = payload
+            else:
+                most = payload
+        return least
 
     def flops_of(self, rows: float) -> float:
         """FLOP/s of products of so many rows."""

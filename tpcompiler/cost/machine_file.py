@@ -6,11 +6,12 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tpcompiler.cost.collective import KINDS
 from tpcompiler.cost.machine import Host, Link, Machine
 from tpcompiler.errors import MachineError
+from tpcompiler.ir.symm_mem import Collectives
 from tpcompiler.yaml_file import YamlError, compose, plain, read_small_text
 
 SHIPPED = Path(__file__).parent / "machines"
@@ -18,7 +19,7 @@ DEFAULT, VARIABLE = "h100", "TPCOMPILER_MACHINE"
 SHOWN = 60  # characters of a value in an error
 RATES = ("flops", "memory_bandwidth", "memory")  # each device has them
 FLOORS = ("product", "attention", "other")
-FIELDS = (*RATES, *FLOORS, "rows", "host", "nodes", "links", "base")
+FIELDS = (*RATES, *FLOORS, "rows", "host", "nodes", "links", "symm_mem", "collectives", "base")
 
 
 def shipped_machines() -> list[str]:
@@ -58,6 +59,15 @@ def read_machine(given: str | os.PathLike[str] | None = None) -> Machine:
             help="add one without collective and ranks",
         )
     more: dict[str, Any] = {"links": links, "name": os.fspath(given)}
+    if "symm_mem" in data:
+        more["symm_mem"] = _read_links(data["symm_mem"], f"{where}, symm_mem")
+    if "collectives" in data:
+        if data["collectives"] not in get_args(Collectives):
+            raise MachineError(
+                f"machine {where}: collectives are {_short(data['collectives'])}",
+                help=f"use one of {', '.join(get_args(Collectives))}",
+            )
+        more["collectives"] = data["collectives"]
     if "rows" in data:
         more["rows"] = _read_rows(data["rows"], where)
     if "host" in data:
@@ -66,6 +76,22 @@ def read_machine(given: str | os.PathLike[str] | None = None) -> Machine:
         more["ranks_per_node"], more["between_nodes"] = _read_nodes(data["nodes"], where)
     known = {} if base is None else vars(base)
     return Machine(**{**known, **numbers, **more})
+
+
+def machine_of(asked: Mapping[str, Any], given: str | os.PathLike[str] | None = None) -> Machine:
+    """Return the machine that an artifact is priced on: the given one, or that which it was converted for.
+
+    The latter if it comes with the package: of a file an artifact has the name alone.
+
+    Args:
+        asked: as `Manifest.asked`.
+
+    Raises:
+        MachineError: as `read_machine`.
+    """
+    name = asked.get("machine")
+    machine = read_machine(given or (name if name in shipped_machines() else None))
+    return machine.using(asked.get("collectives", "nccl"))
 
 
 def _read_base(data: Mapping[str, Any], path: Path) -> Machine | None:

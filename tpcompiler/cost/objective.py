@@ -13,7 +13,7 @@ from torch import fx
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention
 from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.path import Step, steps_between
+from tpcompiler.cost.path import FREE, Step, steps_between
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
@@ -61,8 +61,8 @@ class Objective(NamedTuple):
 
     def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
         """Of a change of sharding: what its collectives take."""
-        steps = steps_between(source, target, value.shape, value.element_size(), mesh)
-        return sum(self._step_seconds(step, mesh) + STEP for step in steps if step.kind not in ("slice", "hold"))
+        steps = steps_between(source, target, value.shape, value.element_size(), mesh, self.machine)
+        return sum(self._step_seconds(step, mesh) + STEP for step in steps if step.kind not in FREE)
 
     def _step_seconds(self, step: Step, mesh: Mesh) -> float:
         """Of a collective; for a bound, also as a part of one over more axes."""

@@ -1,14 +1,14 @@
-"""The cheapest way from one sharding to another, in collectives.
+"""The fastest way from one sharding to another, in collectives.
 
 A shortest path (Dijkstra, 1959) over shardings: every edge is one collective over one axis, or over several axes as one
-flattened group, or a step that moves nothing. Weights are ring wire bytes per rank; among equals the fewest steps win.
+flattened group, or a step that moves nothing. Weights are a machine's seconds; of equals the one with the fewest wire
+bytes wins, then the one with the fewest steps.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -18,6 +18,7 @@ import torch
 
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.collective import wire_bytes
+from tpcompiler.cost.machine import Link, Machine
 from tpcompiler.ir.dim_sharding import DimSharding, Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.ordered import sent_itemsize
@@ -25,6 +26,10 @@ from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.sharding import Sharding, commute
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "hold"]
+
+FREE = ("slice", "hold")
+WIRE = Machine(1.0, 1.0, 1.0, {("", 0): [Link(0.0, 1e9)]}, name="wire bytes")  # on which bytes alone count
+UNIT = 1e-15  # seconds: paths that differ by less take as long
 
 
 class Step(NamedTuple):
@@ -44,29 +49,26 @@ def cheapest_path(
     shape: tuple[int, ...],
     itemsize: int,
     mesh: Mesh,
+    machine: Machine,
     dynamic: frozenset[int] = frozenset(),
 ) -> tuple[Step, ...]:
-    """The steps from `source` to `target` of a global tensor of `shape`, in order.
+    """The steps from `source` to `target` of a global tensor of `shape` that take least time on a machine, in order.
 
     Dims in `dynamic` have that size in the example only: on the way they are cut as source or target cut them, for what
     divides them in the example may not in every run.
     """
     if source == target:
         return ()
-    if len(source.axes | target.axes) == 1:  # no way round is cheaper than one step, where there is one
-        for step in _steps(source, source, target, shape, itemsize, mesh, dynamic):
-            if step.target == target:
-                return (step,)
-    weight_of_byte = (len(mesh.axes) + 2) ** 3  # more than there are steps
-    nearest: dict[Sharding, int] = {source: 0}
+    nearest, taken = {source: (0, 0, 0)}, {source: 0.0}  # how far: time, wire bytes, steps; the time in seconds
     reached: dict[Sharding, Step] = {}
     found = itertools.count()  # of equally far states the target goes first, then the first one
-    open_ = [(0, True, next(found), source)]
+    open_ = [(nearest[source], True, next(found), source)]
     while (state := heapq.heappop(open_)[-1]) != target:
         for step in _steps(state, source, target, shape, itemsize, mesh, dynamic):
-            far = nearest[state] + weight_of_byte * step.wire_bytes + 1
-            if far < nearest.get(step.target, math.inf):
-                nearest[step.target], reached[step.target] = far, step
+            seconds, (_, sent, count) = taken[state] + step_seconds(step, machine, mesh), nearest[state]
+            far = round(seconds / UNIT), sent + step.wire_bytes, count + 1
+            if step.target not in nearest or far < nearest[step.target]:
+                nearest[step.target], taken[step.target], reached[step.target] = far, seconds, step
                 heapq.heappush(open_, (far, step.target != target, next(found), step.target))
     path = [reached[target]]
     while path[-1].source != source:
@@ -74,19 +76,45 @@ def cheapest_path(
     return tuple(reversed(path))
 
 
+def step_seconds(step: Step, machine: Machine, mesh: Mesh) -> float:
+    """Return what one step takes: what a collective takes, or nothing."""
+    return 0.0 if step.kind in FREE else machine.collective_seconds(step.kind, step.axes, step.wire_bytes, mesh)
+
+
 def reshard_wire_bytes(source: Sharding, target: Sharding, shape: Sequence[Size], itemsize: int, mesh: Mesh) -> int:
-    """Wire bytes per rank of one change of sharding; symbolic sizes count as in the example."""
-    return sum(step.wire_bytes for step in steps_between(source, target, shape, itemsize, mesh))
+    """Wire bytes per rank that a change of sharding needs at least; symbolic sizes count as in the example."""
+    return sum(step.wire_bytes for step in steps_between(source, target, shape, itemsize, mesh, WIRE))
 
 
 def steps_between(
-    source: Sharding, target: Sharding, shape: Sequence[Size], itemsize: int, mesh: Mesh
+    source: Sharding, target: Sharding, shape: Sequence[Size], itemsize: int, mesh: Mesh, machine: Machine
 ) -> tuple[Step, ...]:
     """The cheapest path of a value some of whose sizes may be symbolic."""
     if source == target:
         return ()
-    dynamic = frozenset(d for d, size in enumerate(shape) if not isinstance(size, int))
-    return cheapest_path(source, target, tuple(sym_hint(size) for size in shape), itemsize, mesh, dynamic)
+    sizes, dynamic = _hints(shape)
+    return cheapest_path(source, target, sizes, itemsize, mesh, machine, dynamic)
+
+
+def steps_along(
+    states: Sequence[Sharding], shape: Sequence[Size], itemsize: int, mesh: Mesh
+) -> tuple[Step, ...] | None:
+    """Return the steps of a path by its states; None if no step leads from one of them to the next."""
+    sizes, dynamic = _hints(shape)
+    path = []
+    for state, made in itertools.pairwise(states):
+        steps = _steps(state, states[0], states[-1], sizes, itemsize, mesh, dynamic)
+        step = next((step for step in steps if step.target == made), None)
+        if step is not None:
+            path.append(step)
+        elif state != made:
+            return None
+    return tuple(path)
+
+
+def _hints(shape: Sequence[Size]) -> tuple[tuple[int, ...], frozenset[int]]:
+    """Sizes as in the example, and the dims that have them there only."""
+    return tuple(map(sym_hint, shape)), frozenset(d for d, size in enumerate(shape) if not isinstance(size, int))
 
 
 def path_text(steps: Sequence[Step], mesh: Mesh) -> str:
@@ -112,8 +140,7 @@ def _steps(
     def step(kind: Kind, axes: tuple[str, ...], made: Sharding) -> Step:
         size = sent_itemsize(pending.get(axes[0], ""), itemsize)
         moved = _local_bytes(made if kind == "all_gather" else state, shape, size, mesh)
-        free = kind in ("slice", "hold")
-        return Step(kind, axes, state, made, 0 if free else wire_bytes(kind, moved, mesh.size(axes)))
+        return Step(kind, axes, state, made, 0 if kind in FREE else wire_bytes(kind, moved, mesh.size(axes)))
 
     for axes in (some for count in range(1, len(used) + 1) for some in itertools.combinations(used, count)):
         if len({pending.get(axis) for axis in axes}) > 1:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from tpcompiler.cost.path import Step, reshard_wire_bytes, steps_between
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.path import Step, steps_along, steps_between
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import MarkedProgram, Reshard, Why, mark_of
@@ -22,7 +23,7 @@ class Change(NamedTuple):
     wire_bytes: int
 
 
-def changes(program: MarkedProgram) -> Iterator[Change]:
+def changes(program: MarkedProgram, machine: Machine) -> Iterator[Change]:
     """Every change of sharding of one call, for each use of a value."""
     for node in program.graph.nodes:
         mark = mark_of(node)
@@ -35,13 +36,15 @@ def changes(program: MarkedProgram) -> Iterator[Change]:
         tensors = [operand.meta["val"] for operand in edit.operands(node)][: len(found) - len(mark.shardings)]
         tensors += edit.outputs(node) if mark.shardings else ()
         for (value, have, want, why), tensor in zip(found, tensors, strict=True):
-            cost = reshard_wire_bytes(have, want, tensor.shape, tensor.element_size(), program.mesh)
-            yield Change(value, want, why, cost)
+            steps = steps_between(have, want, tensor.shape, tensor.element_size(), program.mesh, machine)
+            yield Change(value, want, why, sum(step.wire_bytes for step in steps))
 
 
 def steps_of(change: Reshard, value: torch.Tensor, mesh: Mesh) -> tuple[Step, ...]:
     """The collectives, and what is done without one, that make this change of a global value."""
-    return steps_between(change.source, change.target, value.shape, value.element_size(), mesh)
+    steps = steps_along(change.states, value.shape, value.element_size(), mesh)
+    assert steps is not None
+    return steps
 
 
 def held_by_first(step: Step, dtype: torch.dtype) -> bool:

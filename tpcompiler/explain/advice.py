@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.cost.program import changes
 from tpcompiler.errors import ShardingError, TpCompilerError
@@ -51,25 +52,30 @@ class Adviser:
         found = self._styled(error.leaves) or self._best(_concerning(self.plan, error.leaves))
         if found is None:
             return error
-        said = f"{found.text} ({format_bytes(wire_bytes(found.made))} sent per rank and call)"
+        said = f"{found.text} ({format_bytes(self._sent(found.made))} sent per rank and call)"
         degree, _, other = error.help.partition(", or ")
         facts = {name.replace(" ", "_"): text for name, text in error.facts.items()}
         return ShardingError(error.message, help=f"{degree}, or {said}" if other else said, **facts)
 
     def advise_gather(self, value: str, program: MarkedProgram) -> str:
         """The change that leaves out the fallback gathers of a value and saves most, in words, or nothing."""
-        now = wire_bytes(program)
+        now = self._sent(program)
         behind = planned_behind(program, value)
         nearest, near = (_concerning(self.plan, leaves) for leaves in (behind[:1], behind))
         far = _concerning(self.plan, planned_behind(program, value, far=True))
         tried = (self._best(nearest, alone=True), self._best(near), self._best(far)) if near else ()
-        found = [advice for advice in tried if advice is not None and value not in _gathered(advice.made)]
-        best = min(found, key=lambda advice: wire_bytes(advice.made), default=None)
-        if best is None or wire_bytes(best.made) >= now:
+        found = [
+            advice for advice in tried if advice is not None and value not in _gathered(advice.made, self.aim.machine)
+        ]
+        best = min(found, key=lambda advice: self._sent(advice.made), default=None)
+        if best is None or self._sent(best.made) >= now:
             return ""
         more = held_bytes(best.made) - held_bytes(program)
         price = f"; each rank holds {format_bytes(more)} more" if more > 0 else ""
-        return f"{best.text} (each rank sends {format_bytes(now - wire_bytes(best.made))} less per call{price})"
+        return f"{best.text} (each rank sends {format_bytes(now - self._sent(best.made))} less per call{price})"
+
+    def _sent(self, program: MarkedProgram) -> int:
+        return wire_bytes(program, self.aim.machine)
 
     def _styled(self, leaves: Sequence[str]) -> Advice | None:
         """The style that cuts the dim that a placement does, but where the uses allow it, such as in whole groups."""
@@ -205,9 +211,9 @@ def _concerning(plan: Plan, leaves: Iterable[str]) -> tuple[PlanEntry, ...]:
     return tuple(entry for entry in plan.entries if any(entry.matches(name) for name in names))
 
 
-def wire_bytes(program: MarkedProgram) -> int:
+def wire_bytes(program: MarkedProgram, machine: Machine) -> int:
     """Of one call, where a value that several uses want alike is changed once."""
-    once = {(change.value, change.to): change.wire_bytes for change in changes(program) if change.wire_bytes}
+    once = {(change.value, change.to): change.wire_bytes for change in changes(program, machine) if change.wire_bytes}
     return sum(once.values())
 
 
@@ -233,5 +239,5 @@ def planned_behind(program: MarkedProgram, value: str, far: bool = False) -> lis
     return [names[node] for node in seen if node in names and mark_of(node).reason.startswith("plan: ")]
 
 
-def _gathered(program: MarkedProgram) -> set[str]:
-    return {change.value.name for change in changes(program) if change.why == "fallback" and change.wire_bytes}
+def _gathered(program: MarkedProgram, machine: Machine) -> set[str]:
+    return {change.value.name for change in changes(program, machine) if change.why == "fallback" and change.wire_bytes}

@@ -14,7 +14,7 @@ from torch import fx
 
 from tpcompiler.checkpoint.fill import read_original
 from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.explain.advice import held_bytes, wire_bytes
@@ -90,7 +90,7 @@ class Again:
             marked = mark_placements(choice.solution.programs[self.at], choice.solution)
         except TpCompilerError as error:  # such as a packed style whose uses show no parts then
             return Price(*own, None, None, None, failed=error.message)
-        return Price(*own, wire_bytes(marked), held_bytes(marked), choice.solution.seconds)
+        return Price(*own, wire_bytes(marked, self.machine), held_bytes(marked), choice.solution.seconds)
 
 
 def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: bool = False) -> Again:
@@ -116,8 +116,9 @@ def advise_artifact(
         ArtifactError: no artifact, or one whose manifest is damaged.
         MachineError: the description of the machine cannot be read.
     """
-    described = read_machine(machine)
-    if not any(record["why"] == "fallback" for record in read_manifest(directory).collectives):
+    manifest = read_manifest(directory)
+    described = machine_of(manifest.asked, machine)
+    if not any(record["why"] == "fallback" for record in manifest.collectives):
         return {}
     with contextlib.suppress(TpCompilerError):
         conversions, at, gathers = _conversions(directory, trust)

@@ -14,7 +14,7 @@ import torch
 from tpcompiler._torch import sym_expr, sym_hint
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import InputsError, option
 from tpcompiler.explain.counts import predict_call, record_seconds
@@ -128,7 +128,8 @@ def cost_artifact(
     Args:
         directory: what `ParallelProgram.save` or `tpcompiler convert` wrote; of several programs, one's.
         at: the sizes that numbers are for, by name; those left out are as in the artifact's example.
-        machine: the links that seconds are for, as of `parallelize`.
+        machine: the links that seconds are for, as of `parallelize`; by default those that it was
+            converted for, if they come with the package.
         trust: read files too that need a pickle or could run code (docs/security.md).
 
     Raises:
@@ -136,8 +137,8 @@ def cost_artifact(
         InputsError: a name of no size, or a value that it cannot have.
         MachineError: the description of the machine cannot be read.
     """
-    described = read_machine(machine)
-    return count_costs(Written.read(directory, trust=trust), at or {}, described)
+    written = Written.read(directory, trust=trust)
+    return count_costs(written, at or {}, machine_of(written.manifest.asked, machine))
 
 
 def count_costs(written: Written, at: Mapping[str, int], machine: Machine) -> CostTable:

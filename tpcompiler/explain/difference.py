@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tpcompiler.checkpoint.fill import read_original
 from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import StepTime, duration
 from tpcompiler.errors import ArtifactError
 from tpcompiler.explain.counts import held_per_rank, predict_call, sent_seconds
@@ -136,20 +136,22 @@ def diff_artifacts(
     Args:
         first: what `ParallelProgram.save` or `tpcompiler convert` wrote.
         second: another one, for the same mesh or another.
-        machine: the devices and links that seconds are for, as of `parallelize`.
+        machine: the devices and links that seconds are for, as of `parallelize`; by default those that
+            the first one was converted for, if they come with the package.
         trust: read files too that need a pickle or could run code (docs/security.md).
 
     Raises:
         ArtifactError: no artifact, a damaged one, or artifacts of two models.
         MachineError: the description of the machine cannot be read.
     """
-    described = read_machine(machine)
     both = read_manifest(first), read_manifest(second)
+    name = both[0].asked.get("machine")
+    here, there = (machine_of({**each.asked, "machine": name}, machine) for each in both)
     _refuse_other_model((first, second), both, trust)
     a, b = both
     placed, sent = (_placements(a), _placements(b)), (_traffic(a), _traffic(b))
     return ArtifactDifference(
-        machine=described.name,
+        machine=here.name,
         meshes=(a.mesh, b.mesh),
         device_types=(a.device_type, b.device_type),
         placements=[
@@ -165,10 +167,10 @@ def diff_artifacts(
         wire_bytes=(_wire_bytes(a), _wire_bytes(b)),
         held_bytes=(held_per_rank(a), held_per_rank(b)),
         sent_seconds=(
-            sent_seconds(a.collectives, described, Mesh.of(a.mesh)),
-            sent_seconds(b.collectives, described, Mesh.of(b.mesh)),
+            sent_seconds(a.collectives, here, Mesh.of(a.mesh)),
+            sent_seconds(b.collectives, there, Mesh.of(b.mesh)),
         ),
-        steps=(_step(first, described, trust), _step(second, described, trust)),
+        steps=(_step(first, here, trust), _step(second, there, trust)),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import sym_hint
-from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import duration
 from tpcompiler.errors import ArtifactError
 from tpcompiler.explain.again import Again, Price, search_again
@@ -180,15 +180,16 @@ def explain_artifact(
         name: of a node of the single-device program (`tpcompiler show` and the reports name them), of a parameter, a
             buffer or an input, or of a module that has one weight; or of a collective: its node's, or its kind's
             (`all_gather`, `all_gather_1`).
-        machine: the devices and links that prices are for, as of `parallelize`.
+        machine: the devices and links that prices are for, as of `parallelize`; by default those that it was
+            converted for, if they come with the package.
         trust: read files too that need a pickle or could run code (docs/security.md).
 
     Raises:
         ArtifactError: no artifact, a damaged one, one of no such name, or one whose files could run code.
         MachineError: the description of the machine cannot be read.
     """
-    described = read_machine(machine)
     written = Written.read(directory, trust=trust)
+    described = machine_of(written.manifest.asked, machine)
     found = written.named(name)
     if found is None:
         known = nearest_names(name, written.names())

@@ -13,7 +13,7 @@ import torch
 
 from tpcompiler._torch import TorchDispatchMode
 from tpcompiler.cost.collective import KIND_OF, wire_bytes
-from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.explain.costs import count_costs, layer_of_record
 from tpcompiler.explain.written import Written
 from tpcompiler.plan.fold import folded, times
@@ -88,7 +88,8 @@ def compare_counts(
     Raises:
         ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
     """
-    written, machine = Written.read(directory, trust=trust), read_machine()
+    written = Written.read(directory, trust=trust)
+    machine = machine_of(written.manifest.asked)
     sizes = {each.name: inputs[each.input].shape[each.dim] for each in count_costs(written, {}, machine).sizes}
     said = {(cost.layer, cost.kind): cost for cost in count_costs(written, sizes, machine).costs}
     records, count, sent = written.manifest.collectives, Counter[tuple[str, str]](), Counter[tuple[str, str]]()

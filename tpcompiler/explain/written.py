@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from tpcompiler.cost.collective import KIND_OF
 from tpcompiler.errors import ArtifactError, TpCompilerError
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import Claim, read_claim
+from tpcompiler.ir.claims import Claim, read_change, read_claim
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import leaf_of_module
 from tpcompiler.ir.sharding import Sharding
@@ -113,9 +113,8 @@ class Written:
 
     def _operand(self, value: fx.Node) -> Iterator[Operand]:
         claim = self.claims.get(value, Claim())
-        if "change" in claim:
-            source, _, target = claim["change"].partition(" -> ")
-            yield Operand(self._called(claim.get("origin", value.name)), source, target)
+        if states := read_change(claim):
+            yield Operand(self._called(claim.get("origin", value.name)), states[0], states[-1])
         elif claim.get("sharding"):
             texts = claim["sharding"]
             at: Any = value.args[1] if value.target is operator.getitem else 0
@@ -142,8 +141,8 @@ class Written:
         """The value that a collective changes."""
         found = (c for c in self.claims.values() if c.get("reshard") == record["reshard"] and "sharding" in c)
         claim = next(found, Claim())
-        source, _, target = claim.get("change", "").partition(" -> ")
-        return Operand(claim.get("origin", ""), source, target)
+        states = read_change(claim) or ("",)
+        return Operand(claim.get("origin", ""), states[0], states[-1])
 
     def users(self, leaf: str) -> list[str]:
         """The ops that read a leaf."""

@@ -23,8 +23,9 @@ class Claim(TypedDict, total=False):
     """origin: the node of the single-device program; sharding: one text per tensor output; reshard: its name.
 
     `call`: what is called on the whole (`ir/calls.py`), where the rank calls something else for its share. `body`: the
-    origin that several nodes do a share of together. `parts`: the claims of the getitems that take this one's results
-    apart, by index: torch writes no metadata of theirs. `stands_for`: the nodes that it replaces (`ir/symm_mem.py`).
+    origin that several nodes do a share of together. `change`: a reshard's shardings, from step to step. `parts`: the
+    claims of the getitems that take this one's results apart, by index: torch writes no metadata of theirs.
+    `stands_for`: the nodes that it replaces (`ir/symm_mem.py`).
     """
 
     origin: str
@@ -64,10 +65,15 @@ def claim_of(node: fx.Node, text: Callable[[Sharding], str]) -> Claim | None:
             claim[name] = node.meta[key]  # type: ignore[literal-required]
     if change is not None:
         claim["reshard"] = change.name
-        claim["change"] = f"{text(change.source)} -> {text(change.target)}"
+        claim["change"] = " -> ".join(map(text, change.states))
         claim["why"] = change.why
         claim["reshard_reason"] = change.reason
     return claim
+
+
+def read_change(claim: Claim) -> tuple[str, ...]:
+    """Return the shardings of a change, from its source to its target; empty where none is claimed."""
+    return tuple(claim["change"].split(" -> ")) if "change" in claim else ()
 
 
 def write_claims(graph: fx.Graph, mesh: Mesh) -> None:

@@ -74,13 +74,21 @@ class Mark:
 
 @dataclass(frozen=True)
 class Reshard:
-    """One change of sharding: `reshard` nodes carry it, and so does everything that one is lowered to."""
+    """One change of sharding: `reshard` nodes carry it, and so does everything that one is lowered to.
+
+    `via`: what the value is on the way, after each step but the last (`choose_paths`).
+    """
 
     name: str
     source: Sharding
     target: Sharding
     why: Why
     reason: str
+    via: tuple[Sharding, ...] = ()
+
+    @property
+    def states(self) -> tuple[Sharding, ...]:
+        return (self.source, *self.via, self.target)
 
 
 @dataclass(frozen=True)

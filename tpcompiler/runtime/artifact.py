@@ -54,7 +54,8 @@ class Manifest:
             file has them: `tpcompiler.load` allocates them.
         programs: file name -> the ranks that run it, each with weights in a file of its own. Empty where every rank has
             a file with both.
-        asked: how it was converted: `mesh`, and the placements of `inputs` and `outputs` that were given, or None;
+        asked: how it was converted: `mesh`; the placements of `inputs` and `outputs` that were given, or None; the name
+            of the `machine` by whose seconds its collectives were chosen, without the path of a file;
             `collectives` where they are not NCCL's or gloo's; `check_indices`, false where ranks assert nothing of
             computed indices; `plan`, where that was "auto:free", or one that the search has completed to the one above.
         compiled: the package of a lone artifact (`runtime/package.py`); of several programs it is named beside them.

@@ -157,6 +157,7 @@ PACKED: Form = lambda value: value == {} or row(PACKAGE)(value)  # noqa: E731
 PLAN: Form = table(text, lambda value: nesting(value) <= DEEPEST)
 ASKED: dict[str, Form] = {"mesh": mesh, "inputs": boundaries, "outputs": boundaries}
 ASKED_TOO: dict[str, Form] = {
+    "machine": text,
     "collectives": one_of("auto", "symm_mem"),
     "check_indices": lambda value: value is False,
     "plan": lambda value: value == "auto:free" or PLAN(value),

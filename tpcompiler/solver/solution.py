@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy
 from torch import fx
 
+from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir.dim_sharding import DimSharding
@@ -49,6 +50,7 @@ class Solution:
     """What every op and leaf of programs is, on a mesh of which axes may have become two.
 
     Attributes:
+        machine: by whose seconds.
         leaves: by placeholder.
         settled: what values with several users are turned into for all of them.
         layers: what the search decides, by weight.
@@ -62,6 +64,7 @@ class Solution:
     """
 
     programs: Sequence[PlannedProgram]
+    machine: Machine
     choices: Mapping[fx.Node, Choice] = field(default_factory=dict)
     leaves: Mapping[fx.Node, Sharding] = field(default_factory=dict)
     settled: Mapping[fx.Node, Sharding] = field(default_factory=dict)
@@ -237,7 +240,7 @@ def search_over(
     Raises:
         UnsupportedError: as `solve`; axes that are solved at once have too many choices together.
     """
-    mesh, found, heads = programs[0].mesh, Solution(programs, model=model), list[tuple[str, int]]()
+    mesh, found, heads = programs[0].mesh, Solution(programs, objective.machine, model=model), list[tuple[str, int]]()
     groups, solved = dict[str, Sharding](), list[tuple[str, ...]]()
     read = Known() if read is None else read
     order = [*model, *(axis for axis in mesh.names if axis not in model)]  # what the first cut, others reduce less of
@@ -265,7 +268,7 @@ def search_over(
             problem = pose(programs, stage, objective, groups, REFUSED)
             values = _solved(problem)
         if values is None:
-            return Solution(programs, seconds=math.inf), []
+            return Solution(programs, objective.machine, seconds=math.inf), []
         found, groups = _read(problem, found, *values)
         solved += [turn] if problem.tables.sizes else []
         heads += [
@@ -300,6 +303,7 @@ def _read(
         groups.setdefault(group, next(iter(own)) if len(own) == 1 else Sharding.replicated(node.meta["val"].ndim))
     solution = Solution(
         problem.programs,
+        before.machine,
         choices,
         {node: groups[group] for node, group in problem.groups.items()},
         {node: _chosen(values, found) for node, values in problem.settled.items()},

@@ -10,7 +10,7 @@ from torch import fx
 from tpcompiler.cost.kernels import find_kernels
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective, local_work, moved_bytes
-from tpcompiler.cost.path import steps_between
+from tpcompiler.cost.path import FREE, steps_between
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.ir import edit
 from tpcompiler.ir.sharding import Sharding
@@ -53,6 +53,6 @@ def collectives_of(found: Solution) -> Iterator[Sent]:
             if value.graph is program.graph:
                 changes[value, sharding_of(program, found, value), settled] = value.meta["val"]
         for (_, have, want), tensor in changes.items():
-            for step in steps_between(have, want, tensor.shape, tensor.element_size(), found.mesh):
-                if step.kind not in ("slice", "hold"):
+            for step in steps_between(have, want, tensor.shape, tensor.element_size(), found.mesh, found.machine):
+                if step.kind not in FREE:
                     yield step.kind, step.axes, step.wire_bytes

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler.cost.path import steps_between
+from tpcompiler.cost.collective import KIND_OF
+from tpcompiler.cost.path import FREE, steps_along
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.local import key
+from tpcompiler.ir.text import op_name
 from tpcompiler.soundness.folded import Folded
 from tpcompiler.soundness.unsound import Unsound
 from tpcompiler.soundness.whole_text import body_text
@@ -24,8 +26,9 @@ def check_alike(ranks: Sequence[Folded]) -> None:
     what their graphs fold to.
 
     Raises:
-        Unsound: naming the first node that differs.
+        Unsound: naming the first node that differs, or a change that claims a path which no steps take.
     """
+    _check_paths(ranks[0])
     first: dict[Any, int] = {}
     texts: dict[int, list[tuple[str, ...]]] = {}
     for rank, made in enumerate(ranks):
@@ -41,19 +44,28 @@ def check_alike(ranks: Sequence[Folded]) -> None:
             raise Unsound(None, f"ranks {other} and {rank} hold equal shapes and run other graphs{node}: {a}, and {b}")
 
 
+def _check_paths(made: Folded) -> None:
+    """Whatever machine a path was chosen for, one step leads to the next, and its collectives are called."""
+    last = {region.nodes[-1]: region for region in made.regions.values()}
+    for node, states in made.paths.items():
+        value, called = edit.outputs(made.whole[node])[0], []
+        for each in filter(edit.is_collective, last[node].nodes):
+            axes = [axis for axis in made.mesh.axes_of(str(each.args[-1])) if made.mesh.degree(axis) > 1]
+            called += [(KIND_OF[op_name(each)], tuple(axes))] if axes else []
+        steps = steps_along(states, value.shape, value.element_size(), made.mesh)
+        if steps is None or called != [(step.kind, step.axes) for step in steps if step.kind not in FREE]:
+            way = " -> ".join(state.text(made.mesh) for state in states)
+            raise Unsound(node, f"claims to change its operand along {way}, which its collectives do not")
+
+
 def _shapes(made: Folded, rank: int) -> Iterator[Any]:
     """All local shapes of a rank that not all ranks have, of values and of what they are on the way of a change."""
     here = made.mesh.coordinate(rank)
     for node, shardings in made.shardings.items():
         for whole, sharding in zip(edit.outputs(made.whole[node]), shardings, strict=True):
-            states = [sharding]
-            for operand in made.changed.get(node, ()):
-                before = made.shardings[operand][0]
-                steps = steps_between(before, sharding, whole.shape, whole.element_size(), made.mesh)
-                states += [step.target for step in steps]
             yield from (
                 state.local_shape(whole.shape, made.mesh, here)
-                for state in states
+                for state in made.paths.get(node, (sharding,))
                 if not state.is_even(whole.shape, made.mesh)
             )
 

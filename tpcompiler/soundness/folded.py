@@ -18,7 +18,7 @@ from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, read_bodies
 from tpcompiler.ir.calls import read_call
-from tpcompiler.ir.claims import Claim, read_claim
+from tpcompiler.ir.claims import Claim, read_change, read_claim
 from tpcompiler.ir.local import fake_mode_of, key, local_strides, no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
@@ -53,6 +53,7 @@ class Folded:
         whole: node of the rank's graph -> node of `graph`; none for what lies inside of a region.
         shardings: node of the rank's graph -> a sharding for each tensor that it makes.
         changed: the end of a change of sharding -> its operand.
+        paths: the end of a change of sharding -> what it claims that the value is, from step to step.
         ops: the calls that are a share of one call on the whole.
         regions: by name.
         shard_sizes: a number that is the size of a shard -> how many times as large the whole's is.
@@ -72,6 +73,7 @@ class Folded:
     whole: dict[fx.Node, fx.Node] = field(default_factory=dict)
     shardings: dict[fx.Node, Shardings] = field(default_factory=dict)
     changed: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    paths: dict[fx.Node, Shardings] = field(default_factory=dict)
     ops: list[fx.Node] = field(default_factory=list)
     regions: dict[str, Region] = field(default_factory=dict)
     shard_sizes: dict[fx.Node, int] = field(default_factory=dict)
@@ -248,10 +250,9 @@ def _fold_change(made: Folded, region: Region) -> None:
         counts = f"{len(operands)} operands and {len(region.outputs)} results"
         raise Unsound(last, f"is the end of {region.name}, which has {counts} where a change has one")
     claim, (target,) = _claimed(made, last)
-    before, _, after = str(claim.get("change")).partition(" -> ")
     ndim = edit.outputs(operands[0])[0].ndim
-    source = read_claimed(last, before, made.mesh, ndim)
-    if source != made.shardings[operands[0]][0] or read_claimed(last, after, made.mesh, ndim) != target:
+    states = tuple(read_claimed(last, text, made.mesh, ndim) for text in read_change(claim) or ("none",))
+    if (states[0], states[-1]) != (made.shardings[operands[0]][0], target):
         raise Unsound(
             last,
             f"claims to change {claim.get('change')} to {target.text(made.mesh)}, "
@@ -260,6 +261,7 @@ def _fold_change(made: Folded, region: Region) -> None:
     made.stands_for(last, made.whole[operands[0]])
     made.shardings[last] = (target,)
     made.changed[last] = operands
+    made.paths[last] = states
 
 
 def _fold_body(made: Folded, region: Region) -> None:

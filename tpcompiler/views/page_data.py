@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import Times
 from tpcompiler.errors import ShardingError
 from tpcompiler.explain.counts import held_per_rank, predict_call
@@ -52,8 +52,8 @@ def page_data(
         ArtifactError: no artifact, a damaged one, or a rank outside its world.
         MachineError: the description of the machine cannot be read.
     """
-    described = read_machine(machine)
     outline = outline_of(directory, rank, first=first, trust=trust)
+    described = machine_of(outline.manifest.asked, machine)
     manifest, mesh = outline.manifest, Mesh.of(outline.manifest.mesh)
     names = [item.name for item in outline.items if item.record is not None]
     times = predict_call(outline.program.graph, manifest, described)

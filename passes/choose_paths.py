@@ -1,0 +1,29 @@
+"""Choose the collectives of every reshard."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.path import steps_between
+from tpcompiler.ir import edit
+from tpcompiler.ir.program import RESHARD, Reshard, ReshardedProgram, reshard
+
+
+def choose_paths(program: ReshardedProgram, machine: Machine) -> ReshardedProgram:
+    """Put on every `reshard` what its value is on the way, by the steps that take least time on a machine.
+
+    Before    reshard: [R, R] = reshard(y)          y: [S(0), P(sum)]
+    After     the same, via [S(0), S(0)]            reduce_scatter over tp, all_gather over dp and tp
+
+    These are the steps by which the search has priced the change. From here on no pass knows a machine.
+    """
+    graph = edit.copy_graph(program.graph)
+    for node in edit.calls(graph):
+        if node.target is reshard:
+            change: Reshard = node.meta[RESHARD]
+            value = edit.operands(node)[0].meta["val"]
+            ends = change.source, change.target
+            steps = steps_between(*ends, value.shape, value.element_size(), program.mesh, machine)
+            node.meta[RESHARD] = replace(change, via=tuple(step.target for step in steps[:-1]))
+    return ReshardedProgram(program.source, graph, program.mesh, program.notes)
