@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from tpcompiler.ir.mesh import Mesh
 
 NCCL_BYTES = 4e8  # its buffers on each device; context and workspaces come out of the share that stays free
 USABLE = 0.9  # of a device's memory
+DTYPES = ("int8", "int8_weights", "float8", "float8_weights")  # of both operands of a product, or of one: the weights
 
 
 class Link(NamedTuple):
@@ -50,6 +51,7 @@ class Machine:
         attention: the same of an attention.
         other: the same of any other kernel (`cost/kernels.py`).
         rows: the share of `flops` that products of so many rows reach; between two of them it is linear.
+        dtypes: by one of `DTYPES`, the `flops`, `memory_bandwidth` and `product` of products of it that differ.
         ranks_per_node: ranks that are next to each other on one node; 0 if there is no other node.
         between_nodes: the links of groups that have ranks on several nodes.
         name: as it was asked for: "h100", or the path of a file.
@@ -63,6 +65,7 @@ class Machine:
     attention: float = 0.0
     other: float = 0.0
     rows: Mapping[float, float] = field(default_factory=dict)
+    dtypes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     host: Host = NO_HOST
     ranks_per_node: int = 0
     between_nodes: Links = field(default_factory=dict)
@@ -77,6 +80,11 @@ class Machine:
     def bandwidth(self) -> float:
         """Bytes/s of the fastest link."""
         return max(link.bandwidth for links in self.links.values() for link in links)
+
+    def of(self, dtype: str) -> Machine:
+        """The machine as products of such operands see it."""
+        own: Mapping[str, Any] = self.dtypes.get(dtype, {})
+        return replace(self, **own) if own else self
 
     def links_of(self, kind: str, axes: Sequence[str], mesh: Mesh) -> Sequence[Link]:
         """The links that a collective over these axes may take: the most particular ones."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tpcompiler.cost.collective import KINDS
-from tpcompiler.cost.machine import Host, Link, Machine
+from tpcompiler.cost.machine import DTYPES, Host, Link, Machine
 from tpcompiler.errors import MachineError
 from tpcompiler.yaml_file import YamlError, compose, plain, read_small_text
 
@@ -18,7 +18,8 @@ DEFAULT, VARIABLE = "h100", "TPCOMPILER_MACHINE"
 SHOWN = 60  # characters of a value in an error
 RATES = ("flops", "memory_bandwidth", "memory")  # each device has them
 FLOORS = ("product", "attention", "other")
-FIELDS = (*RATES, *FLOORS, "rows", "host", "nodes", "links", "base")
+FIELDS = (*RATES, *FLOORS, "rows", "dtypes", "host", "nodes", "links", "base")
+OF_DTYPE = ("flops", "memory_bandwidth", "product")
 
 
 def shipped_machines() -> list[str]:
@@ -60,6 +61,8 @@ def read_machine(given: str | os.PathLike[str] | None = None) -> Machine:
     more: dict[str, Any] = {"links": links, "name": os.fspath(given)}
     if "rows" in data:
         more["rows"] = _read_rows(data["rows"], where)
+    if "dtypes" in data:
+        more["dtypes"] = _read_dtypes(data["dtypes"], where)
     if "host" in data:
         more["host"] = _read_host(data["host"], where)
     if "nodes" in data:
@@ -133,6 +136,16 @@ def _read_rows(data: Any, where: str) -> dict[float, float]:
         )
     pairs = [(_number(each, "rows", where), _number(each, "share", where)) for each in data]
     return dict(sorted(pairs))
+
+
+def _read_dtypes(data: Any, where: str) -> dict[str, dict[str, float]]:
+    rows = data.values() if isinstance(data, dict) and not set(data) - {*DTYPES} else [None]
+    if not all(isinstance(own, dict) and own and not set(own) - {*OF_DTYPE} for own in rows):
+        raise MachineError(
+            f"machine {where}: dtypes are {_short(data)}",
+            help=f"give some of {', '.join(OF_DTYPE)} for some of {', '.join(DTYPES)}",
+        )
+    return {dtype: {name: _number(own, name, f"{where}, {dtype}") for name in own} for dtype, own in data.items()}
 
 
 def _read_host(data: Any, where: str) -> Host:

@@ -67,13 +67,14 @@ class Objective(NamedTuple):
 
     def floor_seconds(self, kernel: Kernel) -> float:
         """What the kernel takes that an op begins, whatever the op's size."""
-        machine = self.machine
+        machine = self.machine.of(kernel.dtype)
         floors = {"": 0.0, "product": machine.product, "attention": machine.attention, "other": machine.other}
         return floors[kernel.floor]
 
-    def work_seconds(self, work: Work, moved: float) -> float:
+    def work_seconds(self, kernel: Kernel, work: Work, moved: float) -> float:
         """What FLOPs or bytes take, whichever is longer."""
-        return max(work.flops / self.machine.flops_of(work.rows), moved / self.machine.memory_bandwidth)
+        machine = self.machine.of(kernel.dtype)
+        return max(work.flops / machine.flops_of(work.rows), moved / machine.memory_bandwidth)
 
     def tie_seconds(self, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
         """Of ways that take as long, such as a view before a change or after it, the one on fewer bytes wins."""

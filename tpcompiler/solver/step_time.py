@@ -34,7 +34,8 @@ def measure_step_time(found: Solution, collectives: Iterable[Sent], machine: Mac
             if (choice := found.choices.get(node)) is not None:
                 tensors = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
                 moved = moved_bytes(kernel, list(zip(tensors, (*choice.wants, *choice.made), strict=True)), found.mesh)
-                work += objective.work_seconds(local_work(node, choice.rule, choice.option, found.mesh), moved)
+                done = local_work(node, choice.rule, choice.option, found.mesh)
+                work += objective.work_seconds(kernel, done, moved)
     sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in collectives]
     host = launched * machine.host.operation + len(sent) * machine.host.collective
     return StepTime(work, floors, sum(sent), host)
