@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.export import ExportedProgram
 
@@ -87,6 +87,12 @@ def calls() -> Iterator[Call]:
             yield decoder_call(model, dims, batch, steps)
     for batch, steps in ((1, 128), (8, 128), (64, 128), (1, 512)):
         yield Call("BERT", f"{batch} x {steps} tokens", lambda b=batch, s=steps: export_bert(LAYERS, b, s), BERT)
+
+
+def subject() -> list[Any]:
+    """The calls and machines that are compared."""
+    named = [(call.model, call.name, call.plan) for call in calls()]
+    return [LAYERS, BEFORE, RANKS, str(DECODERS), named, *(str(read_machine(name)) for name in shipped_machines())]
 
 
 def decoder_call(model: str, dims: Dims, batch: int, steps: int) -> Call:
