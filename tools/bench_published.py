@@ -201,13 +201,17 @@ ROW = ("source", "GPU", "model", "bytes", "batch", "call", "tp", "measured ms", 
 SUMMARY = ("rows", "", "median", "15 %", "25 %", "speed-ups", "median", "15 %", "25 %", "rank correlation")
 
 
+def name_row(row: Row) -> tuple[str, ...]:
+    """GPU, model, bytes of a weight, batch, call and ranks."""
+    call = f"{'decode after' if row.is_decode else 'prefill of'} {row.prompt}"
+    return row.gpu, row.model, str(row.dims.itemsize), str(row.batch), call, str(row.ranks)
+
+
 def cells_of(row: Row, step: StepTime, auto: StepTime | None) -> tuple[str, ...]:
     """A line of the table."""
-    call = f"{'decode after' if row.is_decode else 'prefill of'} {row.prompt}"
     source = row.source.removesuffix(" README").removesuffix(" docs/source/performance.md")
-    what = (source, row.gpu, row.model, str(row.dims.itemsize), str(row.batch), call, str(row.ranks))
     times = f"{row.measured * 1e3:.2f}", f"{step.total * 1e3:.2f}", f"{step.total / row.measured:.2f}"
-    return *what, *times, "" if auto is None else f"{auto.total * 1e3:.2f}"
+    return source, *name_row(row), *times, "" if auto is None else f"{auto.total * 1e3:.2f}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
