@@ -94,6 +94,14 @@ def test_a_look_up_reads_what_it_returns() -> None:
     assert moved == 2 * 4 * 8 + 4 * 2  # rows, and indices of 8 bytes in numbers of 4
 
 
+def test_an_expanded_tensor_is_read_once() -> None:
+    """The control has all of it in memory."""
+    floors, moved = counted(lambda self, x: F.linear(x, self.row.expand(16, 8)), ROWS, row=torch.zeros(8))
+    assert (floors, moved) == (["product"], X + 8 + WIDE)
+    floors, moved = counted(lambda self, x: F.linear(x, self.rows), ROWS, rows=torch.zeros(16, 8))
+    assert (floors, moved) == (["product"], X + 16 * 8 + WIDE)
+
+
 def test_a_cache_moves_what_is_written() -> None:
     def write(self: Any, x: torch.Tensor) -> torch.Tensor:
         self.cache[2:6] = x

@@ -88,13 +88,22 @@ class Objective(NamedTuple):
 def moved_bytes(kernel: Kernel, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
     """Bytes that an op reads and writes on the first rank, which does most. `values`: operands, then results."""
     pairs = zip(kernel.moves, values, strict=bool(kernel.moves))
-    return sum(share * local_bytes(value, sharding, mesh) for share, (value, sharding) in pairs if share)
+    return sum(share * _stored_bytes(value, sharding, mesh) for share, (value, sharding) in pairs if share)
 
 
 def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
     """Of the first rank, which holds most."""
-    shape = [sym_hint(size) for size in value.shape]
-    return _count(sharding.local_shape(shape, mesh, mesh.coordinate(0))) * value.element_size()
+    return _count(_local_shape(value, sharding, mesh)) * value.element_size()
+
+
+def _stored_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
+    """The same of what memory holds: an expanded dim is there once."""
+    pairs = zip(_local_shape(value, sharding, mesh), value.stride(), strict=True)
+    return _count([size for size, stride in pairs if stride != 0]) * value.element_size()
+
+
+def _local_shape(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> Sequence[Size]:
+    return sharding.local_shape([sym_hint(size) for size in value.shape], mesh, mesh.coordinate(0))
 
 
 def _count(shape: Sequence[Size]) -> int:
