@@ -80,7 +80,7 @@ class Cell(NamedTuple):
         return self.ours / self.theirs
 
 
-def calls() -> Iterator[Call]:
+def find_calls() -> Iterator[Call]:
     """All calls. An encoder has no decode: its batches are of 128 tokens, and 512 are its longest."""
     for model, dims in DECODERS.items():
         for batch, steps in ((1, 1), (8, 1), (64, 1), (1, 128), (1, 2048)):
@@ -91,7 +91,7 @@ def calls() -> Iterator[Call]:
 
 def subject() -> list[Any]:
     """The calls and machines that are compared."""
-    named = [(call.model, call.name, call.plan) for call in calls()]
+    named = [(call.model, call.name, call.plan) for call in find_calls()]
     return [LAYERS, BEFORE, RANKS, str(DECODERS), named, *(str(read_machine(name)) for name in shipped_machines())]
 
 
@@ -105,7 +105,7 @@ def decoder_call(model: str, dims: Dims, batch: int, steps: int) -> Call:
     return Call(model, name, export, megatron_plan(dims, whole_head=False), is_decode, batch)
 
 
-def machines(ranks: int, only: str = "") -> dict[str, Machine]:
+def find_machines(ranks: int, only: str = "") -> dict[str, Machine]:
     """The machines of the package, without those that are another one to so few ranks."""
     found: dict[str, Machine] = {}
     for name in shipped_machines():
@@ -131,7 +131,7 @@ def with_latencies(machine: Machine, factor: float) -> Machine:
     return dataclasses.replace(machine, links=scaled(machine.links), between_nodes=scaled(machine.between_nodes))
 
 
-def seconds(found: Solution, machine: Machine) -> float:
+def predict_seconds(found: Solution, machine: Machine) -> float:
     return measure_step_time(found, collectives_of(found), machine).total
 
 
@@ -149,23 +149,29 @@ def decide(
         other = with_latencies(machine, factor)
         then = find_placements(auto, Aim(other))
         if then.styles != found.styles:
-            changed[factor] = seconds(found, other), seconds(then, other)
+            changed[factor] = predict_seconds(found, other), predict_seconds(then, other)
     name = machine.name
-    return Cell(call, ranks, name, seconds(found, machine), seconds(theirs, machine), sends_a_layer(found), changed)
+    return Cell(
+        call,
+        ranks,
+        name,
+        predict_seconds(found, machine),
+        predict_seconds(theirs, machine),
+        sends_a_layer(found),
+        changed,
+    )
 
 
-def decide_all(only: str, ranks: Sequence[int], machine: str) -> Iterator[Cell]:
-    for call in calls():
-        if not call.model.startswith(only):
-            continue
-        exported = call.export()
-        for n in ranks:
-            ours, theirs = ([*conversions_of(exported, n, read_plan(plan)).values()] for plan in ("auto", call.plan))
-            for each in machines(n, machine).values():
-                yield decide(call, n, each, ours, theirs)
+def decide_call(call: Call, ranks: Sequence[int] = RANKS, machine: str = "") -> Iterator[Cell]:
+    """The cells of a call, on machines whose name begins so."""
+    exported = call.export()
+    for n in ranks:
+        ours, theirs = ([*conversions_of(exported, n, read_plan(plan)).values()] for plan in ("auto", call.plan))
+        for each in find_machines(n, machine).values():
+            yield decide(call, n, each, ours, theirs)
 
 
-def table(cells: Sequence[Cell]) -> Iterator[str]:
+def render_table(cells: Sequence[Cell]) -> Iterator[str]:
     """Lines of Markdown: by model and call, of each number of ranks the least and the greatest over all machines."""
     ranks = sorted({cell.ranks for cell in cells})
     yield f"| model | call | {' | '.join(f'tp={n}' for n in ranks)} | collectives of a layer |"
@@ -181,7 +187,7 @@ def _span(values: Sequence[str]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def exceptions(cells: Sequence[Cell]) -> Iterator[str]:
+def list_exceptions(cells: Sequence[Cell]) -> Iterator[str]:
     """The cells that are not as they should be, in words."""
     decodes = [cell for cell in cells if cell.call.is_decode]
     slower = [cell for cell in cells if cell.ratio > EVEN]
@@ -215,11 +221,12 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = options.parse_args(words)
     warnings.simplefilter("ignore")
     cells = []
-    for cell in decide_all(asked.only, asked.ranks, asked.machine):
+    chosen = [call for call in find_calls() if call.model.startswith(asked.only)]
+    for cell in (cell for call in chosen for cell in decide_call(call, asked.ranks, asked.machine)):
         cells.append(cell)
         said = f"{cell.ratio:.4f}, {cell.sends:g} a layer" + (f", {cell.changed}" if cell.changed else "")
         print(f"{_where(cell)}: {_both(cell.ours, cell.theirs)}, {said}", file=sys.stderr, flush=True)
-    print("\n".join((*table(cells), "", *exceptions(cells))))
+    print("\n".join((*render_table(cells), "", *list_exceptions(cells))))
     return 0
 
 
