@@ -174,7 +174,8 @@ def export_bert(layers: int, batch: int, steps: int) -> ExportedProgram:
 
 def megatron_plan(dims: Dims, *, whole_head: bool) -> dict[str, str]:
     """The plan of Shoeybi et al., "Megatron-LM" (2019)."""
-    experts = {"layers.*.mlp.up": "S(2)", "layers.*.mlp.down": "S(1)"}
+    packed = f"S(2, parts {dims.intermediate} {dims.intermediate})"  # gate and up, each by itself
+    experts = {"layers.*.mlp.up": packed, "layers.*.mlp.down": "S(1)"}
     mlp = {"layers.*.mlp.up": "packed_colwise:2" if dims.gated else "colwise", "layers.*.mlp.down": "rowwise"}
     sizes = ",".join(str(n * dims.width) for n in (dims.heads, dims.kv_heads, dims.kv_heads))
     return {
