@@ -2,7 +2,8 @@
 
 Every row of tools/published/steps.csv is a measured step of a decoder under tensor parallelism. Its model is built from
 its dimensions without weights, placed by Megatron's plan, and its step is predicted for the machine file of its GPU.
-Nothing is fitted to the rows. With `--auto` the search places it too. A speed-up is over the least ranks of one run.
+Layers alike are placed alike: two and three of them are converted, and each more adds what the third does. Nothing is
+fitted to the rows. With `--auto` the search places it too. A speed-up is over the least ranks of one run.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import statistics
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from datetime import date
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from rich.table import Table
 from scipy.stats import spearmanr
 from torch.export import ExportedProgram
 
-import tpcompiler
+from tools.measured import front_line, record
 from tools.published.model import Dims, export_decoder, megatron_plan
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine_file import read_machine
@@ -68,13 +68,16 @@ class Row:
         """Equal for rows that differ in their ranks only."""
         return self.source, self.gpu, self.model, self.dims, self.batch, self.prompt, self.is_decode
 
-    @cached_property
-    def exported(self) -> ExportedProgram:
-        return _exported(self.dims, self.batch, self.prompt, self.is_decode)
-
     def predict(self, plan: object) -> StepTime:
         """The step under a plan."""
-        (conversion,) = conversions_of(self.exported, self.ranks, read_plan(plan)).values()
+        two, three = (self.predict_layers(layers, plan) for layers in (2, 3))
+        rest = self.dims.layers - 2
+        return StepTime(*(part + rest * (more - part) for part, more in zip(two, three, strict=True)))
+
+    def predict_layers(self, layers: int, plan: object) -> StepTime:
+        """The step of a model that has so many layers."""
+        exported = _exported(replace(self.dims, layers=layers), self.batch, self.prompt, self.is_decode)
+        (conversion,) = conversions_of(exported, self.ranks, read_plan(plan)).values()
         machine = read_machine(self.machine)
         found = find_placements([conversion], Aim(machine))
         return measure_step_time(found, collectives_of(found), machine)
@@ -83,7 +86,7 @@ class Row:
         return self.predict(megatron_plan(self.dims, whole_head=self.source.startswith(WHOLE_HEAD)))
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _exported(dims: Dims, batch: int, prompt: int, is_decode: bool) -> ExportedProgram:
     return export_decoder(dims, batch, prompt, is_decode=is_decode)
 
@@ -93,6 +96,14 @@ def read_rows() -> list[Row]:
     with ROWS.open(encoding="utf-8") as file:
         rows = [_read_row(each) for each in csv.DictReader(file)]
     return [row for row in rows if row.gpu in GPUS and not row.source.startswith(HOST_BOUND)]
+
+
+def subjects() -> dict[str, Any]:
+    """The rows of each machine, and its description."""
+    found = dict[str, list[str]]()
+    for row in read_rows():
+        found.setdefault(row.machine, [str(read_machine(row.machine))]).append(str(row))
+    return found
 
 
 def _read_row(each: dict[str, str]) -> Row:
@@ -157,17 +168,21 @@ def groups(steps: Sequence[tuple[Row, float]]) -> Iterator[tuple[str, Sequence[t
 PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
 HEAD = """# How good the predicted seconds are
 
-Published steps of decoders under tensor parallelism, and what is predicted for them: {date}, tpcompiler {version},
-`python -m tools.bench_published --auto --write`. Every model is built from its dimensions without weights, placed by
-Megatron's plan, and priced for the machine file of its GPU ([auto.md](auto.md)). Nothing is fitted to these rows:
-floors, rates and links come from kernel and collective timings, which the machine files name. `auto` is the predicted
-step of what the search finds. A speed-up is over the least ranks of the same run.
+Published steps of decoders under tensor parallelism, and what is predicted for them.
+
+{line}
+
+Every model is built from its dimensions without weights, placed by Megatron's plan, and priced for the machine file of
+its GPU ([auto.md](auto.md)). Nothing is fitted to these rows, and none were held out: floors, rates and links come from
+timings of kernels and collectives, which the machine files name. `auto` is the predicted step of what the search finds.
+A speed-up is over the least ranks of the same run.
 
 Where rows miss: a serving engine adds 0.5 to 2 ms a step for scheduling and sampling, which is in its figures and not
 in the prediction. FasterTransformer has no CUDA graphs, and its collectives wait for the slowest rank: they take
-about 2.5 times as long as in a loop. Rows of one byte a weight are int8 or fp8, read here at bfloat16's rate. Left
-out are rows of GPUs without a machine file (MI300X, RTX 4090), and those of text-generation-inference, whose host
-takes 28 ms a step whatever the ranks.
+about 2.5 times as long as in a loop. Rows of one byte a weight are int8 on A100 and fp8 elsewhere: fp8 weights are
+read as bytes, but multiply at bfloat16's FLOP/s in the prediction and at fp8's in the measurement. Left out are rows of
+GPUs without a machine file (MI300X, RTX 4090), and those of text-generation-inference, whose host takes 28 ms a step
+whatever the ranks.
 
 """
 
@@ -178,7 +193,7 @@ def page(rows: Sequence[Sequence[str]], summary: Sequence[Sequence[str]]) -> str
     def lines(titles: Sequence[str], table: Sequence[Sequence[str]]) -> str:
         return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *table))
 
-    head = HEAD.format(date=date.today().isoformat(), version=tpcompiler.__version__)
+    head = HEAD.format(line=front_line(PAGE.name))
     return f"{head}{lines(SUMMARY, summary)}\n{lines(ROW, rows)}"
 
 
@@ -186,13 +201,17 @@ ROW = ("source", "GPU", "model", "bytes", "batch", "call", "tp", "measured ms", 
 SUMMARY = ("rows", "", "median", "15 %", "25 %", "speed-ups", "median", "15 %", "25 %", "rank correlation")
 
 
+def name_row(row: Row) -> tuple[str, ...]:
+    """GPU, model, bytes of a weight, batch, call and ranks."""
+    call = f"{'decode after' if row.is_decode else 'prefill of'} {row.prompt}"
+    return row.gpu, row.model, str(row.dims.itemsize), str(row.batch), call, str(row.ranks)
+
+
 def cells_of(row: Row, step: StepTime, auto: StepTime | None) -> tuple[str, ...]:
     """A line of the table."""
-    call = f"{'decode after' if row.is_decode else 'prefill of'} {row.prompt}"
     source = row.source.removesuffix(" README").removesuffix(" docs/source/performance.md")
-    what = (source, row.gpu, row.model, str(row.dims.itemsize), str(row.batch), call, str(row.ranks))
     times = f"{row.measured * 1e3:.2f}", f"{step.total * 1e3:.2f}", f"{step.total / row.measured:.2f}"
-    return *what, *times, "" if auto is None else f"{auto.total * 1e3:.2f}"
+    return source, *name_row(row), *times, "" if auto is None else f"{auto.total * 1e3:.2f}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -216,6 +235,8 @@ def main(words: Sequence[str] | None = None) -> int:
             shown.add_row(*cells)
         console.print(shown)
     if asked.write:
+        PAGE.touch()
+        record(PAGE.name, subjects())
         PAGE.write_text(page(rows, summary), encoding="utf-8")
     return 0
 

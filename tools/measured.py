@@ -44,6 +44,12 @@ class Page(NamedTuple):
     parts: Callable[[], Mapping[str, Any]]
 
 
+def _accuracy() -> Mapping[str, Any]:
+    from tools.bench_published import subjects
+
+    return subjects()
+
+
 def _architectures() -> Mapping[str, Any]:
     from tools.hf_models import ROWS
 
@@ -54,8 +60,9 @@ def _architectures() -> Mapping[str, Any]:
 
 def _auto() -> Mapping[str, Any]:
     from tools.bench_cost import NAMES
+    from tools.bench_decisions import subject
 
-    return {"bench_auto": None, "bench_cost": NAMES}
+    return {"bench_auto": None, "bench_cost": NAMES, "bench_decisions": subject()}
 
 
 def _compat() -> Mapping[str, Any]:
@@ -92,6 +99,7 @@ def _trust() -> Mapping[str, Any]:
 
 
 PAGES = {
+    "accuracy.md": Page("python -m tools.bench_published --auto --write", _accuracy),
     "architectures.md": Page("python -m tools.hf_table --write", _architectures),
     "auto.md": Page("python -m tools.bench_auto", _auto),
     "compat.md": Page("make compat", _compat),

@@ -85,8 +85,8 @@ MACHINES = [
         "an unknown name",
         RATES + LINKS + "watts: 700\n",
         "machine m.yaml: unknown 'watts'",
-        "use flops, memory_bandwidth, memory, product, attention, other, rows, host, nodes, links, symm_mem, collectives, "
-        "base",
+        "use flops, memory_bandwidth, memory, product, attention, other, rows, dtypes, host, nodes, links, symm_mem, "
+        "collectives, base",
     ),
     _machine(
         "a number that is text",
@@ -117,6 +117,12 @@ MACHINES = [
         "base: h1000\n",
         "machine m.yaml: base is 'h1000'",
         f"use one of {', '.join(shipped_machines())}",
+    ),
+    _machine(
+        "rates of a dtype that has none",
+        RATES + LINKS + "dtypes: {int4: {flops: 1.0e+15}}\n",
+        "machine m.yaml: dtypes are {'int4': {'flops': 1000000000000000.0}}",
+        "give some of flops, memory_bandwidth, product for some of int8, int8_weights, float8, float8_weights",
     ),
     _machine(
         "nodes of no ranks",

@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from tpcompiler.cost.kernels import find_kernels
+from tpcompiler.cost.kernels import Kernel, find_kernels
 from tpcompiler.cost.objective import moved_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.passes.canonicalize import canonicalize
 
@@ -23,15 +24,7 @@ ROWS = torch.zeros(4, 8)
 
 def counted(function: Any, *inputs: torch.Tensor, **parameters: torch.Tensor) -> tuple[list[str], int]:
     """The floors that a program pays, in order, and the numbers that all of its ops move."""
-
-    class Model(nn.Module):
-        def forward(self, *given: torch.Tensor) -> Any:
-            return function(self, *given)
-
-    model = Model()
-    for name, value in parameters.items():
-        model.register_buffer(name, value)
-    program = canonicalize(torch.export.export(model, inputs))
+    program = canonical(function, *inputs, **parameters)
     floors, moved = [], 0.0
     for node, kernel in find_kernels(program.graph).items():
         floors += [kernel.floor] if kernel.floor else []
@@ -39,6 +32,17 @@ def counted(function: Any, *inputs: torch.Tensor, **parameters: torch.Tensor) ->
         pairs = [(value, Sharding.replicated(value.ndim)) for value in values]
         moved += moved_bytes(kernel, pairs, Mesh.of(1)) / values[-1].element_size()
     return floors, int(moved)
+
+
+def canonical(function: Any, *inputs: torch.Tensor, **parameters: torch.Tensor) -> CanonicalProgram:
+    class Model(nn.Module):
+        def forward(self, *given: torch.Tensor) -> Any:
+            return function(self, *given)
+
+    model = Model()
+    for name, value in parameters.items():
+        model.register_buffer(name, value)
+    return canonicalize(torch.export.export(model, inputs))
 
 
 def test_a_chain_is_one_kernel() -> None:
@@ -90,6 +94,14 @@ def test_a_look_up_reads_what_it_returns() -> None:
     assert moved == 2 * 4 * 8 + 4 * 2  # rows, and indices of 8 bytes in numbers of 4
 
 
+def test_an_expanded_tensor_is_read_once() -> None:
+    """The control has all of it in memory."""
+    floors, moved = counted(lambda self, x: F.linear(x, self.row.expand(16, 8)), ROWS, row=torch.zeros(8))
+    assert (floors, moved) == (["product"], X + 8 + WIDE)
+    floors, moved = counted(lambda self, x: F.linear(x, self.rows), ROWS, rows=torch.zeros(16, 8))
+    assert (floors, moved) == (["product"], X + 16 * 8 + WIDE)
+
+
 def test_a_cache_moves_what_is_written() -> None:
     def write(self: Any, x: torch.Tensor) -> torch.Tensor:
         self.cache[2:6] = x
@@ -113,16 +125,51 @@ def test_a_weight_is_widened_where_it_is_used() -> None:
     assert counted(twice, ROWS, w=weight)[0] == ["other", "product", "product"]
 
 
-@pytest.mark.parametrize(("tokens", "share"), [(2, 0.25), (8, 1.0), (64, 1.0)])
-def test_experts_that_no_token_takes_are_not_read(tokens: int, share: float) -> None:
+@pytest.mark.parametrize("tokens", [1, 2, 8, 64])
+def test_experts_that_no_token_takes_are_not_read(tokens: int) -> None:
+    """Of 8 experts a token leaves each with the probability 7 / 8, or 6 / 8 if it takes two."""
     rows = torch.zeros(tokens, 16, dtype=torch.bfloat16)
     ends = torch.full((8,), tokens, dtype=torch.int32)
     stacked = torch.zeros(8, 16, 32, dtype=torch.bfloat16)
-    floors, moved = counted(
-        lambda self, x, e: torch.ops.aten._grouped_mm(x, self.stacked, e), rows, ends, stacked=stacked
-    )
+
+    def one(self: Any, x: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._grouped_mm(x, self.stacked, e)  # type: ignore[no-any-return]
+
+    floors, moved = counted(one, rows, ends, stacked=stacked)
     assert floors == ["product"]
-    assert moved == tokens * 16 + share * 8 * 16 * 32 + 8 * 2 + tokens * 32
+    assert moved == int(tokens * 16 + (1 - (7 / 8) ** tokens) * 8 * 16 * 32 + 8 * 2 + tokens * 32)
+
+    def two(self: Any, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = scores.topk(2).indices.flatten()
+        ends = F.one_hot(chosen.sort().values, 8).sum(0).cumsum(0).to(torch.int32)
+        return torch.ops.aten._grouped_mm(x, self.stacked, ends)  # type: ignore[no-any-return]
+
+    (product,) = products(two, rows.repeat(2, 1), torch.zeros(tokens, 8), stacked=stacked)
+    assert product.moves[1] == pytest.approx(1 - (6 / 8) ** tokens)
+
+
+def products(function: Any, *inputs: torch.Tensor, **parameters: torch.Tensor) -> list[Kernel]:
+    """The kernels of products, in order."""
+    kernels = find_kernels(canonical(function, *inputs, **parameters).graph).values()
+    return [kernel for kernel in kernels if kernel.floor == "product"]
+
+
+def test_narrow_operands_of_products() -> None:
+    """Both, or the weights alone, also where a kernel takes them as they are; scales of the result are no operands."""
+    narrow, wide, scales = torch.zeros(16, 32, dtype=torch.int8), torch.zeros(4, 32), torch.ones(16)
+
+    def dtypes(function: Any, *inputs: torch.Tensor, **parameters: torch.Tensor) -> list[str]:
+        return [kernel.dtype for kernel in products(function, *inputs, **parameters)]
+
+    assert dtypes(lambda self, x: torch._int_mm(x, self.w.t()), torch.zeros(32, 32).char(), w=narrow) == ["int8"]
+    assert dtypes(lambda self, x: F.linear(x, self.w.float()), wide, w=narrow) == ["int8_weights"]
+    scaled = dtypes(lambda self, x: F.linear(x, self.w.float() * self.s[:, None]), wide, w=narrow, s=scales)
+    assert scaled == ["int8_weights"]
+    eight = narrow.to(torch.float8_e4m3fn)
+    assert dtypes(lambda self, x: F.linear(x, self.w.float(), self.s), wide, w=eight, s=scales) == ["float8_weights"]
+    packed = torch.ops.aten._weight_int8pack_mm
+    assert dtypes(lambda self, x: packed(x, self.w, self.s), wide, w=narrow, s=scales) == ["int8_weights"]
+    assert dtypes(lambda self, x: F.linear(x, self.w), wide, w=narrow.float()) == [""]
 
 
 def test_attention_is_one() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tpcompiler.cost.collective import KINDS, wire_bytes
+from tpcompiler.cost.kernels import Kernel
 from tpcompiler.cost.machine import Link, Machine
 from tpcompiler.cost.machine_file import SHIPPED, read_machine, shipped_machines
+from tpcompiler.cost.objective import Objective, Work
 from tpcompiler.errors import MachineError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.printed import format_bytes
@@ -32,7 +35,10 @@ def test_a_shipped_machine(name: str) -> None:
     """It states its sources, and larger messages and more ranks take longer."""
     found = read_machine(name)
     assert found.memory_bandwidth < found.flops
-    assert (SHIPPED / f"{name}.yaml").read_text().startswith("#")
+    head = [line for line in (SHIPPED / f"{name}.yaml").read_text().splitlines() if line.startswith("#")]
+    text = " ".join(head)
+    sources = re.search(r"github\.com|[A-Za-z]+/[A-Za-z-]+#\d+", text), re.search(r"of 20\d\d-\d\d-\d\d|NCCL", text)
+    assert name == "ideal" or all(sources)
     for kind in KINDS:
         times = [seconds(found, kind, 1 << power, 8) for power in range(9, 28)]
         assert times == sorted(times)
@@ -135,8 +141,54 @@ def test_a_group_that_crosses_nodes_takes_the_links_between_them() -> None:
 def test_few_rows_reach_a_share_of_the_flops() -> None:
     found = read_machine("h100")
     assert found.flops_of(1) == found.flops_of(64) == 0.24 * found.flops
-    assert found.flops_of(96) == pytest.approx(0.30 * found.flops)
+    assert found.flops_of(96) == pytest.approx(0.36 * found.flops)
     assert found.flops_of(4096) == found.flops
+
+
+# us of products [m, k] x [k, n] in bfloat16 (aiconfigurator, vLLM 0.24.0; A100: 0.14.0): few rows to many.
+PRODUCTS = [
+    ("h100", 4096, 4096, {8: 15.5, 64: 14.8, 128: 17.2, 256: 19.6, 512: 24.1, 2048: 86.7}),
+    ("h100", 12288, 8192, {8: 71.9, 64: 69.3, 128: 70.1, 256: 75.8, 512: 123.4, 2048: 481.1}),
+    ("h200", 4096, 4096, {8: 12.6, 64: 12.0, 128: 14.0, 256: 17.5, 512: 23.4, 2048: 84.4}),
+    ("h200", 12288, 8192, {8: 56.5, 64: 54.0, 128: 59.3, 256: 69.7, 512: 128.6, 2048: 522.3}),
+    ("a100", 4096, 4096, {8: 24.2, 64: 27.2, 128: 37.4, 256: 54.4, 512: 91.0, 2048: 305.2}),
+    ("a100", 12288, 8192, {8: 144.2, 64: 152.8, 128: 153.3, 256: 200.3, 512: 397.6, 2048: 1574.7}),
+    ("b200", 4096, 4096, {8: 9.3, 64: 9.1, 128: 9.7, 256: 10.5, 512: 14.6, 2048: 44.7}),
+    ("b200", 12288, 8192, {8: 35.5, 64: 33.6, 128: 35.5, 256: 43.8, 512: 76.4, 2048: 264.5}),
+    ("l40s", 4096, 4096, {8: 49.9, 64: 50.2, 128: 51.6, 256: 60.6, 512: 75.0, 2048: 273.8}),
+    ("l40s", 12288, 8192, {8: 334.5, 64: 352.2, 128: 364.3, 256: 353.0, 512: 416.7, 2048: 1723.9}),
+    ("rtx-pro-6000", 4096, 4096, {8: 25.5, 64: 27.4, 128: 27.6, 256: 37.1, 512: 64.8, 2048: 186.4}),
+    ("rtx-pro-6000", 12288, 8192, {8: 137.5, 64: 158.2, 128: 152.9, 256: 171.9, 512: 302.5, 2048: 1081.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "n", "k", "times"), PRODUCTS, ids=lambda value: str(value)[:12])
+def test_products_take_what_was_measured(name: str, n: int, k: int, times: dict[int, float]) -> None:
+    """Each within 35 %, 15 % on average: that tiles come in waves is not modelled, and A100 shows it."""
+    found = read_machine(name)
+    objective, errors = Objective.of(found), []
+    for m, took in times.items():
+        kernel, moved = Kernel("product", ()), 2.0 * (m * k + k * n + m * n)
+        predicted = objective.floor_seconds(kernel) + objective.work_seconds(kernel, Work(2.0 * m * k * n, m), moved)
+        errors.append(abs(predicted * 1e6 / took - 1))
+    assert max(errors) < 0.35
+    assert sum(errors) / len(errors) < 0.15
+
+
+def test_products_of_narrow_operands_have_their_own_rates(tmp_path: Path) -> None:
+    """1e9 FLOPs at 1e12/s, at 2e12/s of two int8 operands; 1e8 bytes at 1e11/s, at 2e11/s where the weights are."""
+    rates = "dtypes:\n  int8: {flops: 2.0e+12}\n  int8_weights: {product: 1.0e-3, memory_bandwidth: 2.0e+11}\n"
+    found = machine(tmp_path, f"{RATES}{rates}links:\n- {{latency: 0.0, bandwidth: 1.0e+9}}\n")
+    objective = Objective.of(found)
+
+    def seconds(dtype: str, flops: float, moved: float) -> float:
+        kernel = Kernel("product", (), dtype)
+        return objective.floor_seconds(kernel) + objective.work_seconds(kernel, Work(flops, 4096), moved)
+
+    assert seconds("", 1e9, 1e6) == seconds("float8", 1e9, 1e6) == pytest.approx(1e-3)
+    assert seconds("int8", 1e9, 1e6) == pytest.approx(0.5e-3)
+    assert seconds("int8_weights", 1e9, 1e6) == pytest.approx(1e-3 + 1e-3)
+    assert seconds("int8_weights", 1e6, 1e9) == pytest.approx(1e-3 + 5e-3)
 
 
 def test_a_base_is_what_a_file_leaves_out(tmp_path: Path) -> None:
@@ -168,6 +220,10 @@ def test_old_files_keep_their_meaning(tmp_path: Path) -> None:
         ("collectives: [nccl]\n", r"collectives are \['nccl'\]\n  help: use one of auto, nccl, symm_mem"),
         ("rows: {a: 1}\n", r"rows are \{'a': 1\}"),
         ("rows: [{rows: 0, share: 1.0}]\n", "rows is 0"),
+        ("dtypes: [int8]\n", r"dtypes are \['int8'\]"),
+        ("dtypes: {int9: {flops: 1.0}}\n", r"dtypes are \{'int9'"),
+        ("dtypes: {int8: {memory: 1.0}}\n", r"dtypes are \{'int8'"),
+        ("dtypes: {int8: {flops: 0}}\n", "int8: flops is 0"),
         ("host: [1]\n", r"host is \[1\]"),
         ("host: {operation: no}\n", "operation is"),
         ("nodes: {ranks_per_node: 0, links: []}\n", "nodes are"),

@@ -14,9 +14,10 @@ from torch.export import ExportedProgram
 
 import tpcompiler
 from tests.solver.test_auto import mlp
+from tools.bench_decisions import EVEN, decide_call, find_calls, render_table, with_latencies
 from tools.published.model import Dims, export_decoder, megatron_plan
 from tpcompiler.api import conversions_of, read_plan
-from tpcompiler.cost.machine import Link, Links, Machine
+from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import PlanError
 from tpcompiler.pipeline import find_placements
@@ -26,6 +27,7 @@ from tpcompiler.solver.step_time import collectives_of, measure_step_time
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
+ROOT = Path(__file__).parents[2]
 LAYERS = 2
 LLAMA = Dims(LAYERS, 4096, 14336, 32, 8, 128256)
 MIXTRAL = Dims(LAYERS, 4096, 14336, 32, 8, 32000, experts=8)
@@ -59,6 +61,18 @@ def test_never_slower_than_megatron(dims: Dims, name: str, tp: int, call: tuple[
 
 
 @pytest.mark.slow
+def test_the_table_of_decisions() -> None:
+    """A line of docs/auto.md, on every machine. If not: python -m tools.bench_decisions"""
+    (call,) = (call for call in find_calls() if (call.model, call.name) == ("Llama 8B", "decode, batch 8"))
+    cells = list(decide_call(call))
+    assert len({cell.machine for cell in cells}) == 11  # nodes of eight are one node to eight ranks
+    assert [cell for cell in cells if cell.ratio > EVEN] == []
+    assert {cell.machine for cell in cells if cell.sends > 2} == {"ideal"}
+    *_, line = render_table(cells)
+    assert line in (ROOT / "docs" / "auto.md").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.slow
 def test_a_decode_is_megatrons() -> None:
     """Two all_reduce a layer, where links without latency gave six collectives."""
     found, _ = solved(LLAMA, DECODE, 8, "auto", read_machine("h100"))
@@ -66,17 +80,11 @@ def test_a_decode_is_megatrons() -> None:
     assert found.styles["layers.1.attention.o"] == found.styles["layers.1.mlp.down"] == "rowwise"
 
 
-def scaled(links: Links, factor: float) -> Links:
-    return {
-        of: [Link(own.latency * factor, own.bandwidth, own.hop * factor) for own in all_] for of, all_ in links.items()
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_decode_does_not_hang_on_a_latency(factor: float) -> None:
     machine = read_machine("h100")
-    other = dataclasses.replace(machine, links=scaled(machine.links, factor))
+    other = with_latencies(machine, factor)
     assert solved(LLAMA, DECODE, 4, "auto", machine)[0].styles == solved(LLAMA, DECODE, 4, "auto", other)[0].styles
 
 

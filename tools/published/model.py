@@ -159,9 +159,23 @@ def export_decoder(dims: Dims, batch: int, prompt: int, *, is_decode: bool) -> E
             return torch.export.export(model, example)
 
 
+def export_bert(layers: int, batch: int, steps: int) -> ExportedProgram:
+    """Export one call of an encoder of BERT-large's dimensions, without its pooler."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        num_hidden_layers=layers, hidden_size=1024, num_attention_heads=16, intermediate_size=4096, dtype=torch.bfloat16
+    )
+    with weightless():
+        model = BertModel(config, add_pooling_layer=False).to(torch.bfloat16).eval()
+        with torch.no_grad():
+            return torch.export.export(model, (torch.zeros(batch, steps, dtype=torch.int64),))
+
+
 def megatron_plan(dims: Dims, *, whole_head: bool) -> dict[str, str]:
     """The plan of Shoeybi et al., "Megatron-LM" (2019)."""
-    experts = {"layers.*.mlp.up": "S(2)", "layers.*.mlp.down": "S(1)"}
+    packed = f"S(2, parts {dims.intermediate} {dims.intermediate})"  # gate and up, each by itself
+    experts = {"layers.*.mlp.up": packed, "layers.*.mlp.down": "S(1)"}
     mlp = {"layers.*.mlp.up": "packed_colwise:2" if dims.gated else "colwise", "layers.*.mlp.down": "rowwise"}
     sizes = ",".join(str(n * dims.width) for n in (dims.heads, dims.kv_heads, dims.kv_heads))
     return {

@@ -5,7 +5,8 @@ product, attention or collective lies on a path between two of them; what is fus
 Inductor's greedy fusion gives, and it depends on the graph alone, so every op keeps a price of its own. Views are no
 kernels, nor is what is computed of sizes and single numbers for ops that fuse, such as the indices of a slice. A
 look-up reads what it returns, a write into a buffer moves what it writes, and a weight that is widened for one product,
-such as one of int8, is widened there.
+such as one of int8, is widened there. Of experts, those are read that tokens are expected to take, if they take all of
+them alike.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import OpOverload, sym_hint
+from tpcompiler.cost.machine import DTYPES
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import pin
 from tpcompiler.ir.rank_numbers import rank_number
@@ -38,10 +40,12 @@ class Kernel(NamedTuple):
     Attributes:
         floor: which floor the op pays; "" if its kernel's is paid by another op.
         moves: the share of each operand, then of each result, that the op reads from memory or writes to it.
+        dtype: of a product of narrow operands, which ones (`machine.DTYPES`): it may have other rates.
     """
 
     floor: Floor
     moves: tuple[float, ...]
+    dtype: str = ""
 
 
 NO_KERNEL = Kernel("", ())  # of a view, or an op that is part of a product
@@ -61,19 +65,27 @@ def factors_of_product(node: fx.Node, rule: Rule | None) -> tuple[frozenset[str]
 
     Of matrices that stand in a row, one is used for each row: their number counts for neither operand.
     """
+    found = _multiplied(node, rule)
+    if found is None:
+        return None
+    ((_, left), (_, right)), dealt = found
+    return (left, right - dealt) if dealt & (right - left) else (left, right)
+
+
+def _multiplied(node: fx.Node, rule: Rule | None) -> tuple[list[tuple[fx.Node, frozenset[str]]], set[str]] | None:
+    """The two operands of a product with their factors, and the factors that indices deal out."""
     if rule is None or is_attention(node):
         return None
-    terms, dealt = list[frozenset[str]](), set[str]()
+    terms, dealt = list[tuple[fx.Node, frozenset[str]]](), set[str]()
     for at, (term, operand) in enumerate(zip(rule.pattern.inputs, edit.operands(node), strict=True)):
         own = frozenset(factor for dim in term for factor in dim)
         if operand.meta["val"].dtype in INDICES:
             dealt |= own
         elif at not in rule.pattern.addends:
-            terms.append(own)
-    if len(terms) != 2 or not rule.reduced - dealt:
-        return None
-    left, right = terms
-    return (left, right - dealt) if dealt & (right - left) else (left, right)
+            terms.append((operand, own))
+    if len(terms) > 2:  # such as scales of the result
+        terms = [(operand, own) for operand, own in terms if own & rule.reduced]
+    return None if len(terms) != 2 or not rule.reduced - dealt else (terms, dealt)
 
 
 class _Fusion:
@@ -128,8 +140,9 @@ class _Fusion:
                     found.setdefault(self.of(operand), set()).add(node)
         return found
 
-    def _find_widened(self) -> Iterator[tuple[fx.Node, float]]:
-        """The kernels that make an operand of one product of placeholders alone; what share of its bytes they read."""
+    def _find_widened(self) -> Iterator[tuple[fx.Node, tuple[float, torch.dtype]]]:
+        """The kernels that make an operand of one product of placeholders alone: the share of its bytes that they read,
+        and the dtype of the largest of these."""
         members: dict[fx.Node, list[fx.Node]] = {}
         for node in self.parent:
             members.setdefault(self.root(node), []).append(node)
@@ -144,7 +157,7 @@ class _Fusion:
             is_product = user in self.alone and _floor(user) == "product"
             share = sum(map(_bytes, given)) / max(1, _bytes(made[0]))
             if is_product and share < 1 and all(self.of(operand).op == "placeholder" for operand in given):
-                yield own, share
+                yield own, (share, max(given, key=_bytes).meta["val"].dtype)
 
     def kernels(self) -> dict[fx.Node, Kernel]:
         found, paid, read = dict[fx.Node, Kernel](), set[fx.Node](), set[tuple[fx.Node, fx.Node]]()
@@ -157,11 +170,24 @@ class _Fusion:
                 is_computed = other in self.made_of_sizes and not _is_number(other)
                 is_read = other is not own and not is_computed and (own, operand) not in read
                 read.add((own, operand))
-                reads.append(self.widened.get(other, 1.0) if is_read else 0.0)
+                share, _ = self.widened.get(other, (1.0, None))
+                reads.append(share if is_read else 0.0)
             writes = [float(node in self.users)] * len(edit.outputs(node))
-            found[node] = Kernel("" if own in paid else _floor(node), _moves(node, reads, writes))
+            floor = "" if own in paid else _floor(node)
+            found[node] = Kernel(floor, _moves(node, reads, writes), self._dtype(node) if floor == "product" else "")
             paid.add(own)
         return found
+
+    def _dtype(self, product: fx.Node) -> str:
+        """The narrow dtype of both operands of a product, or of its weights."""
+        operands, _ = _multiplied(product, rule_of(product)) or ([], set())
+        names = []
+        for operand, _ in operands:
+            known = self.widened.get(self.root(self.of(operand)))
+            dtype = operand.meta["val"].dtype if known is None else known[1]
+            names.append(next((each for each in DTYPES if str(dtype).startswith(f"torch.{each}")), ""))
+        narrow = max(names, default="")
+        return narrow if names.count(narrow) == len(names) else f"{narrow}_weights"
 
 
 def _find_made_of_sizes(graph: fx.Graph) -> set[fx.Node]:
@@ -190,9 +216,8 @@ def _moves(node: fx.Node, reads: list[float], writes: list[float]) -> tuple[floa
         return (0.0, *reads[1:], *(1 + write for write in writes))
     if name in WRITES:
         return (0.0, *(1 + read for read in reads[1:]), *(0.0 for _ in writes))
-    if "grouped_mm" in name:  # matrices that no row uses are not read
-        rows, matrices = (operand.meta["val"] for operand in edit.operands(node)[:2])
-        reads[1] *= min(1.0, sym_hint(rows.shape[0]) / sym_hint(matrices.shape[0]))
+    if "grouped_mm" in name and len(reads) == 3:
+        reads[1] *= _share_of_experts(*edit.operands(node))
     return (*reads, *writes)
 
 
@@ -200,6 +225,27 @@ def _is_number(value: fx.Node) -> bool:
     """True for one whole number."""
     tensors = edit.outputs(value)
     return len(tensors) == 1 and tensors[0].ndim == 0 and tensors[0].dtype in INDICES
+
+
+def _share_of_experts(rows: fx.Node, matrices: fx.Node, ends: fx.Node) -> float:
+    """The share of matrices that rows are expected to use, each token some of them, if it takes all alike."""
+    if matrices.meta["val"].ndim != 3:
+        return 1.0
+    count, experts = sym_hint(rows.meta["val"].shape[-2]), sym_hint(matrices.meta["val"].shape[0])
+    each = min(_chosen_by_token(ends), experts)
+    return float(1 - (1 - each / experts) ** (count / each))
+
+
+def _chosen_by_token(ends: fx.Node) -> int:
+    """How many experts a token takes: those of the nearest topk that the ends of groups come of, or 1."""
+    ahead, seen = [ends], {ends}
+    for node in ahead:
+        if op_name(node) == "topk":
+            return int(edit.bound(node)["k"])
+        fresh = [operand for operand in node.all_input_nodes if operand not in seen]
+        ahead += fresh
+        seen.update(fresh)
+    return 1
 
 
 def _bytes(value: fx.Node) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.ir.mesh import Mesh
@@ -12,6 +12,7 @@ from tpcompiler.ir.symm_mem import Collectives
 
 NCCL_BYTES = 4e8  # its buffers on each device; context and workspaces come out of the share that stays free
 USABLE = 0.9  # of a device's memory
+DTYPES = ("int8", "int8_weights", "float8", "float8_weights")  # of both operands of a product, or of one: the weights
 
 
 class Link(NamedTuple):
@@ -52,6 +53,7 @@ class Machine:
         attention: the same of an attention.
         other: the same of any other kernel (`cost/kernels.py`).
         rows: the share of `flops` that products of so many rows reach; between two of them it is linear.
+        dtypes: by one of `DTYPES`, the `flops`, `memory_bandwidth` and `product` of products of it that differ.
         symm_mem: as `links`, of collectives over symmetric memory; of others there are none.
         collectives: which of both a collective takes, where both have it: `links`, `symm_mem`, or the faster one.
         ranks_per_node: ranks that are next to each other on one node; 0 if there is no other node.
@@ -67,6 +69,7 @@ class Machine:
     attention: float = 0.0
     other: float = 0.0
     rows: Mapping[float, float] = field(default_factory=dict, hash=False)
+    dtypes: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     host: Host = NO_HOST
     symm_mem: Links = field(default_factory=dict, hash=False)
     collectives: Collectives = "nccl"
@@ -83,6 +86,11 @@ class Machine:
     def bandwidth(self) -> float:
         """Bytes/s of the fastest link."""
         return max(link.bandwidth for links in self.links.values() for link in links)
+
+    def of(self, dtype: str) -> Machine:
+        """The machine as products of such operands see it."""
+        own: Mapping[str, Any] = self.dtypes.get(dtype, {})
+        return replace(self, **own) if own else self
 
     def links_of(self, kind: str, axes: Sequence[str], mesh: Mesh) -> Sequence[Link]:
         """The links that a collective over these axes may take: the most particular ones."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tpcompiler.cost.collective import KINDS
-from tpcompiler.cost.machine import Host, Link, Machine
+from tpcompiler.cost.machine import DTYPES, Host, Link, Machine
 from tpcompiler.errors import MachineError
 from tpcompiler.ir.symm_mem import Collectives
 from tpcompiler.yaml_file import YamlError, compose, plain, read_small_text
@@ -19,7 +19,8 @@ DEFAULT, VARIABLE = "h100", "TPCOMPILER_MACHINE"
 SHOWN = 60  # characters of a value in an error
 RATES = ("flops", "memory_bandwidth", "memory")  # each device has them
 FLOORS = ("product", "attention", "other")
-FIELDS = (*RATES, *FLOORS, "rows", "host", "nodes", "links", "symm_mem", "collectives", "base")
+FIELDS = (*RATES, *FLOORS, "rows", "dtypes", "host", "nodes", "links", "symm_mem", "collectives", "base")
+OF_DTYPE = ("flops", "memory_bandwidth", "product")
 
 
 def shipped_machines() -> list[str]:
@@ -70,6 +71,8 @@ def read_machine(given: str | os.PathLike[str] | None = None) -> Machine:
         more["collectives"] = data["collectives"]
     if "rows" in data:
         more["rows"] = _read_rows(data["rows"], where)
+    if "dtypes" in data:
+        more["dtypes"] = _read_dtypes(data["dtypes"], where)
     if "host" in data:
         more["host"] = _read_host(data["host"], where)
     if "nodes" in data:
@@ -159,6 +162,16 @@ def _read_rows(data: Any, where: str) -> dict[float, float]:
         )
     pairs = [(_number(each, "rows", where), _number(each, "share", where)) for each in data]
     return dict(sorted(pairs))
+
+
+def _read_dtypes(data: Any, where: str) -> dict[str, dict[str, float]]:
+    rows = data.values() if isinstance(data, dict) and not set(data) - {*DTYPES} else [None]
+    if not all(isinstance(own, dict) and own and not set(own) - {*OF_DTYPE} for own in rows):
+        raise MachineError(
+            f"machine {where}: dtypes are {_short(data)}",
+            help=f"give some of {', '.join(OF_DTYPE)} for some of {', '.join(DTYPES)}",
+        )
+    return {dtype: {name: _number(own, name, f"{where}, {dtype}") for name in own} for dtype, own in data.items()}
 
 
 def _read_host(data: Any, where: str) -> Host:

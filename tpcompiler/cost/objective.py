@@ -73,13 +73,14 @@ class Objective(NamedTuple):
 
     def floor_seconds(self, kernel: Kernel) -> float:
         """What the kernel takes that an op begins, whatever the op's size."""
-        machine = self.machine
+        machine = self.machine.of(kernel.dtype)
         floors = {"": 0.0, "product": machine.product, "attention": machine.attention, "other": machine.other}
         return floors[kernel.floor]
 
-    def work_seconds(self, work: Work, moved: float) -> float:
+    def work_seconds(self, kernel: Kernel, work: Work, moved: float) -> float:
         """What FLOPs or bytes take, whichever is longer."""
-        return max(work.flops / self.machine.flops_of(work.rows), moved / self.machine.memory_bandwidth) / self.spread
+        machine = self.machine.of(kernel.dtype)
+        return max(work.flops / machine.flops_of(work.rows), moved / machine.memory_bandwidth) / self.spread
 
     def tie_seconds(self, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
         """Of ways that take as long, such as a view before a change or after it, the one on fewer bytes wins."""
@@ -94,13 +95,22 @@ class Objective(NamedTuple):
 def moved_bytes(kernel: Kernel, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
     """Bytes that an op reads and writes on the first rank, which does most. `values`: operands, then results."""
     pairs = zip(kernel.moves, values, strict=bool(kernel.moves))
-    return sum(share * local_bytes(value, sharding, mesh) for share, (value, sharding) in pairs if share)
+    return sum(share * _stored_bytes(value, sharding, mesh) for share, (value, sharding) in pairs if share)
 
 
 def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
     """Of the first rank, which holds most."""
-    shape = [sym_hint(size) for size in value.shape]
-    return _count(sharding.local_shape(shape, mesh, mesh.coordinate(0))) * value.element_size()
+    return _count(_local_shape(value, sharding, mesh)) * value.element_size()
+
+
+def _stored_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
+    """The same of what memory holds: an expanded dim is there once."""
+    pairs = zip(_local_shape(value, sharding, mesh), value.stride(), strict=True)
+    return _count([size for size, stride in pairs if stride != 0]) * value.element_size()
+
+
+def _local_shape(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> Sequence[Size]:
+    return sharding.local_shape([sym_hint(size) for size in value.shape], mesh, mesh.coordinate(0))
 
 
 def _count(shape: Sequence[Size]) -> int:

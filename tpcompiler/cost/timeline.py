@@ -118,7 +118,7 @@ def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, 
             moved = moved_bytes(kernels[node], [(v, Sharding.replicated(v.ndim)) for v in values], mesh)
             rule = rule_of(node) if edit.outputs(node) else None
             rows = local_work(node, rule, Option(), mesh).rows
-            work[node] = objective.work_seconds(Work(flops or 0, rows), moved)
+            work[node] = objective.work_seconds(kernels[node], Work(flops or 0, rows), moved)
             floors[node] = objective.floor_seconds(kernels[node])
     links = {node: sent[node.name] for node in graph.nodes if node.name in sent}
     taken = {node: work.get(node, 0.0) + floors.get(node, 0.0) + links.get(node, 0.0) for node in graph.nodes}

@@ -295,7 +295,8 @@ def _priced(
     for option, wants, made in ways:
         values = list(zip(tensors, (*wants, *made), strict=True))
         seconds = objective.floor_seconds(kernel) + objective.tie_seconds(values, mesh)
-        seconds += objective.work_seconds(local_work(node, ways.rule, option, mesh), moved_bytes(kernel, values, mesh))
+        work = local_work(node, ways.rule, option, mesh)
+        seconds += objective.work_seconds(kernel, work, moved_bytes(kernel, values, mesh))
         seconds = weight * seconds + UNIT * len(option.through)  # of equals, the one that reduces first
         found.setdefault((wants, made), Choice(wants, made, seconds, option, ways.rule))
     return list(found.values())

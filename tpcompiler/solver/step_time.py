@@ -34,7 +34,8 @@ def measure_step_time(found: Solution, collectives: Iterable[Sent], machine: Mac
             if (choice := found.choices.get(node)) is not None:
                 tensors = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
                 moved = moved_bytes(kernel, list(zip(tensors, (*choice.wants, *choice.made), strict=True)), found.mesh)
-                work += objective.work_seconds(local_work(node, choice.rule, choice.option, found.mesh), moved)
+                done = local_work(node, choice.rule, choice.option, found.mesh)
+                work += objective.work_seconds(kernel, done, moved)
     sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in collectives]
     host = launched * machine.host.operation + len(sent) * machine.host.collective
     return StepTime(work, floors, sum(sent), host)
@@ -42,6 +43,11 @@ def measure_step_time(found: Solution, collectives: Iterable[Sent], machine: Mac
 
 def collectives_of(found: Solution) -> Iterator[Sent]:
     """The collectives that a solution needs: each value once for each sharding that it is turned into."""
+    return (sent for _, sent in sends_of(found))
+
+
+def sends_of(found: Solution) -> Iterator[tuple[fx.Node, Sent]]:
+    """The same, each with the value that is turned into another."""
     for program in found.programs:
         changes: dict[tuple[fx.Node, Sharding, Sharding], torch.Tensor] = {}
         for node in edit.calls(program.graph):
@@ -52,7 +58,7 @@ def collectives_of(found: Solution) -> Iterator[Sent]:
         for value, settled in found.settled.items():
             if value.graph is program.graph:
                 changes[value, sharding_of(program, found, value), settled] = value.meta["val"]
-        for (_, have, want), tensor in changes.items():
+        for (value, have, want), tensor in changes.items():
             for step in steps_between(have, want, tensor.shape, tensor.element_size(), found.mesh, found.machine):
                 if step.kind not in FREE:
-                    yield step.kind, step.axes, step.wire_bytes
+                    yield value, (step.kind, step.axes, step.wire_bytes)
