@@ -56,6 +56,7 @@ def test_a_config_is_the_plan(llama: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.guide
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 def test_the_page_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An encoder-decoder and a state-space model, by copy and paste, with transformers' tokens."""
@@ -84,6 +85,7 @@ def test_the_page_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.guide
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By copy and paste; and what it says to do in Python."""
