@@ -188,7 +188,7 @@ WITH_PLANS: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, str]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("model_type", WITH_PLANS)
 def test_from_a_checkpoint_to_a_verified_artifact(model_type: str, tmp_path: Path) -> None:
     """By the command line, with the plan in the checkpoint's own config: sinks, routers with a bias, uneven windows."""
