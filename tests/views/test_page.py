@@ -15,6 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 from torch import nn
 
+from tests.long import some
 from tests.needs import needs
 from tests.runtime.commands import call
 from tests.views.artifacts import LAYERS, Cached, Mixed, Tower, Unknown, ids, one_step, saved
@@ -27,7 +28,7 @@ MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = needs("chromium", "chromedriver")
-WIDTHS = [360, 900, 1600]
+WIDTHS = some([360, 900, 1600], 2)
 
 
 @pytest.fixture(scope="module")
