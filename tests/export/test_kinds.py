@@ -36,8 +36,9 @@ KINDS = {
     "llava": ("dynamic: length; fixed: batch 2 (the model's code depends on it)", "config.json"),
     "qwen2_vl": ("fixed: batch 2, length 20 (the model's code depends on it)", "config.json"),
 }
-# t5 is in test_prefill_decode.py, a config's plan and sizes that the model's code fixes are in llava.
-LONG = ("t5", "qwen2_vl")
+# t5 is in test_prefill_decode.py; a config's plan, and sizes that the model's code fixes, are in llava; electra's sizes
+# are among those of siglip.
+LONG = ("t5", "qwen2_vl", "electra")
 
 
 def row(model_type: str) -> Row:
