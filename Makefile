@@ -13,7 +13,7 @@ TRUST ?=
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast check format wheel-test zoo hf compat ops trust bench bench-comm gpu-check docs clean
+.PHONY: help venv demo test test-fast check format wheel-test zoo hf compat ops trust bench bench-comm gpu-check docs docs-test clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
@@ -31,13 +31,13 @@ demo: venv  ## Cut a real model for several ranks, run them and compare the numb
 	$(BIN)/python examples/minilm.py
 
 # The tests launch several processes at a time: one thread each keeps a small machine usable.
-test test-fast wheel-test: export OMP_NUM_THREADS := 1
+test test-fast docs-test wheel-test: export OMP_NUM_THREADS := 1
 
 # A file of tests that has become slower than tests/durations.json says is named at the end; TPCOMPILER_DURATIONS=record writes it.
 test: export TPCOMPILER_DURATIONS := $(or $(TPCOMPILER_DURATIONS),$(if $(PYTEST_ARGS),,check))
 
-test: venv  ## Run all tests
-	$(BIN)/$(PYTEST) $(PYTEST_ARGS)
+test: venv  ## Run all tests, except most pages of the documentation
+	$(BIN)/$(PYTEST) -m "not guide" $(PYTEST_ARGS)
 
 test-fast: venv  ## Run the fast tests: no real models, no launched processes
 	$(BIN)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
@@ -118,6 +118,9 @@ gpu-check: venv  ## Check on a machine with GPUs what the tests, which need none
 	$(BIN)/python -m tools.gpu_zoo
 	$(BIN)/python -m tools.gpu_check
 	$(BIN)/python -m tools.gpu_steps
+
+docs-test: venv  ## Run the pages of the documentation as a reader does, by copy and paste
+	$(BIN)/$(PYTEST) -m guide $(PYTEST_ARGS)
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: venv  ## Build the documentation, API reference included, into build/site; a warning fails it

@@ -1,8 +1,8 @@
-"""How long each file of tests takes, beside what durations.json says: a whole run ends with those that have grown.
+"""Compare the seconds that each file of tests takes with durations.json, and print the files that have become slower.
 
-Machines differ, and so do their loads. So files are compared with one another: what counts is by how much more a file
-has grown than the median one. A file that is not in the record counts as one of `NEW` seconds. It is no failure: a
-machine that stands still for 20 seconds says nothing about the file that it ran.
+Machines and their loads differ. So files are compared with one another: a file counts as slower if it has grown by more
+than the median file. A file without a record counts as one of `NEW` seconds. `make test` only prints it: a machine that
+stops for 20 seconds proves nothing about the file that it ran. `make trust`, where nothing else runs, fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 RECORD = Path(__file__).parent / "durations.json"
-VARIABLE = "TPCOMPILER_DURATIONS"  # "check" or "record"
+VARIABLE = "TPCOMPILER_DURATIONS"  # "check", "fail" or "record"
 FACTOR, SECONDS = 2.5, 20  # by both of which a file has to have grown
 NEW = 5
 SHORT = 1.0  # files of fewer seconds say nothing about the machine
@@ -64,6 +64,8 @@ class Durations:
             RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             return
         self.said = grown(self.spent, read_record())
+        if self.said and self.mode == "fail":
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         total = sum(self.spent.values())

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 ROOT = Path(__file__).parent.parent
 QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore"}
@@ -42,11 +43,15 @@ FORKS.set_forkserver_preload(
 
 @dataclass(frozen=True)
 class Ended:
-    """How the ranks of a world ended: their exit codes, what they printed, and how long the slowest took."""
+    """How the ranks of a world ended: their exit codes, what they printed, and how long the slowest took.
+
+    `shown` is the text that torchrun would show for the ranks that failed, made by torch from the same files.
+    """
 
     codes: tuple[int, ...]
     printed: tuple[str, ...]
     seconds: float
+    shown: str = ""
 
 
 def fork_ranks(world: int, script: Path, *arguments: str | Path, timeout: float = 180, together: bool = True) -> Ended:
@@ -66,6 +71,7 @@ def fork_ranks(world: int, script: Path, *arguments: str | Path, timeout: float 
         try:
             for rank, log in enumerate(logs):
                 own = {**os.environ, **QUIET, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own["TORCHELASTIC_ERROR_FILE"] = f"{log}.error"
                 ranks.append(
                     FORKS.Process(
                         target=_become, args=(script, [*map(str, arguments)], own, log, log, Path.cwd()), daemon=True
@@ -82,7 +88,9 @@ def fork_ranks(world: int, script: Path, *arguments: str | Path, timeout: float 
                 process.kill()
                 process.join()
         codes = tuple(process.exitcode or 0 for process in ranks)
-        return Ended(codes, tuple(log.read_text() for log in logs), time.monotonic() - began)
+        failures = {at: ProcessFailure(at, 0, code, f"{logs[at]}.error") for at, code in enumerate(codes) if code}
+        shown = str(ChildFailedError(script.name, failures)) if failures else ""
+        return Ended(codes, tuple(log.read_text() for log in logs), time.monotonic() - began, shown)
 
 
 def fork_code(

@@ -14,6 +14,7 @@ import pytest
 T = TypeVar("T")
 
 LONG = "TPCOMPILER_LONG_TESTS"
+in_long_runs = pytest.mark.skipif(not os.environ.get(LONG), reason="make trust runs it")
 
 
 def some(items: Iterable[T], every: int) -> list[T]:

@@ -62,7 +62,7 @@ def calls_cond(made: tpcompiler.ParallelProgram) -> bool:
     return any(has_bodies(node) for node in all_calls(made.resharded.graph))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(9)  # each function, each style, both worlds
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("style", STYLES, ids=str)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tpcompiler.cli.printing
-from tests.launch import fork_code, torchrun
+from tests.launch import fork_code, fork_ranks, torchrun
 from tests.runtime.commands import call, right
 from tests.runtime.models import PLAN_TEXT, mlp_inputs
 from tpcompiler.cli import commands
@@ -328,8 +328,8 @@ def test_run_takes_and_gives_whole_tensors_where_ranks_have_shares(tmp_path: Pat
     save_file({"input": x}, tmp_path / "in.safetensors")
     written = tmp_path / "written.safetensors"
     words = ["run", tmp_path / "out", "--inputs", tmp_path / "in.safetensors", "--outputs", written]
-    done = torchrun(2, "-m", "tpcompiler.cli", *words)
-    assert done.returncode == 0, done.stdout
+    ended = fork_ranks(2, Path(tpcompiler.cli.__file__).with_name("__main__.py"), *words)
+    assert ended.codes == (0, 0), ended.printed
     (found,) = load_file(written).values()
     torch.testing.assert_close(found, linear(x).detach(), rtol=1e-5, atol=1e-5)
 

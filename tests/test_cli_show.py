@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import graphviz
 import pytest
 
+from tests.needs import needs
 from tests.runtime.commands import call, refused, right
 from tpcompiler.runtime.artifact import read_manifest
 
@@ -96,7 +96,7 @@ def test_show_draws_with_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "name its file with -o" in result.stderr
 
 
-@pytest.mark.skipif(shutil.which("dot") is None, reason="the program `dot` (Graphviz) is not installed")
+@needs("dot")
 @pytest.mark.usefixtures("views")
 def test_show_makes_a_png(tmp_path: Path) -> None:
     assert call("show", tmp_path, "-o", tmp_path / "a.png").exit_code == 0

@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from tests.launch import fork_launched
+from tests.needs import needs
 from tests.runtime.commands import right
 
 ROOT = Path(__file__).parents[1]
@@ -27,8 +27,9 @@ HEADERS = ("gloo/algorithm.h", "nlohmann/json.hpp")
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.guide,
     pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests"),
-    pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler: AOTInductor calls one"),
+    needs("c++"),  # AOTInductor calls one
 ]
 
 
@@ -124,10 +125,7 @@ def test_tokens_and_bits_are_those_of_transformers(said: dict[str, str], directo
     assert all(torch.equal(back.state_dict[name], weights[name]) for name in weights)
 
 
-@pytest.mark.skipif(
-    shutil.which("cmake") is None or not all(Path("/usr/include", name).exists() for name in HEADERS),
-    reason="needs cmake and the headers of gloo and nlohmann-json, which are Debian packages (docs/deploy.md)",
-)
+@needs("cmake", *HEADERS)
 def test_the_part_in_cpp_runs(said: dict[str, str], directory: Path) -> None:
     """The same tokens from two processes without Python, and an error in place of an answer beyond the cache."""
     (blocks,) = (blocks for head, blocks in parts() if head == "From C++")

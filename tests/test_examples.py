@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from examples import custom_op, decode, generate
-from tests.long import LONG
+from tests.long import in_long_runs
 from tpcompiler.rules.registry import _RULES
 
 
@@ -29,7 +27,7 @@ def test_custom_op(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get(LONG), reason="make trust runs it; tests/test_deploy.py runs its ranks")
+@in_long_runs  # tests/test_deploy.py runs its ranks
 def test_generate(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["generate.py", "--tokens", "6"])
     assert generate.main() == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import fork_code
-from tests.long import LONG
+from tests.long import in_long_runs
 from tests.zoo.index import CASES
 from tools import gpu_steps, gpu_zoo
 from tools.gpu_check import Table, on_device
@@ -23,6 +22,7 @@ def check(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return fork_code("import sys\nfrom tools.gpu_check import main\nsys.exit(main())", *words, timeout=400)
 
 
+@in_long_runs
 def test_on_the_cpu(tmp_path: Path) -> None:
     """But for AOTInductor: tests/runtime/test_package.py has what this would."""
     done = check("--device", "cpu", "--dtype", "bfloat16", "--ranks", "2", "--no-aoti", "--out", tmp_path / "gpu.md")
@@ -38,6 +38,7 @@ def test_on_the_cpu(tmp_path: Path) -> None:
     assert "- AOTInductor: --no-aoti was given" in done.stdout
 
 
+@in_long_runs
 def test_models_of_the_zoo(capsys: pytest.CaptureFixture[str]) -> None:
     """Right, and without a collective not; in bfloat16 too."""
     assert gpu_zoo.main(["mlp_mixer", "--device", "cpu", "--dtype", "bfloat16", "--ranks", "2"]) == 0
@@ -48,6 +49,7 @@ def test_models_of_the_zoo(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@in_long_runs
 def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A damage that does none, and what cannot be converted."""
     case, exported = CASES["mlp_mixer"], CASES["mlp_mixer"].export(False)
@@ -57,7 +59,7 @@ def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "degree 0" in gpu_zoo._compare(case, exported, whole, "cpu", 0).reason
 
 
-@pytest.mark.skipif(not os.environ.get(LONG), reason="make trust runs it: it compiles two programs for their speed")
+@in_long_runs
 def test_a_step_of_a_rank(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without collectives, eagerly and compiled, beside the whole step."""
     monkeypatch.setattr(

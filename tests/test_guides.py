@@ -16,7 +16,6 @@ from tests.launch import fork_code, fork_launched
 
 DOCS = Path(__file__).parents[1] / "docs"
 NEEDS = {
-    "first-model": [],
     "generation": ["transformers"],
     "ci": [],
     "quantised": ["torchao", "transformers"],
@@ -62,10 +61,10 @@ def command(line: str) -> str:
     return printed
 
 
-@pytest.mark.parametrize("page", NEEDS)
+@pytest.mark.parametrize("page", ["first-model", *(pytest.param(page, marks=pytest.mark.guide) for page in NEEDS)])
 def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block without a language is what the one before prints; `...` in it is whatever a machine or a version makes it."""
-    for module in NEEDS[page]:
+    for module in NEEDS.get(page, []):
         pytest.importorskip(module)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")

@@ -56,6 +56,7 @@ def test_a_config_is_the_plan(llama: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.guide
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 def test_the_page_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An encoder-decoder and a state-space model, by copy and paste, with transformers' tokens."""
@@ -84,6 +85,7 @@ def test_the_page_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.guide
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By copy and paste; and what it says to do in Python."""
@@ -186,7 +188,7 @@ WITH_PLANS: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, str]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("model_type", WITH_PLANS)
 def test_from_a_checkpoint_to_a_verified_artifact(model_type: str, tmp_path: Path) -> None:
     """By the command line, with the plan in the checkpoint's own config: sinks, routers with a bias, uneven windows."""

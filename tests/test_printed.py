@@ -18,6 +18,7 @@ import yaml
 
 import tpcompiler
 from tests.launch import fork_code
+from tests.needs import needs
 from tests.runtime.commands import call, refused, right
 from tests.runtime.models import export_mlp
 from tests.runtime.poisons import MODEL, entries_of, write_entries
@@ -149,7 +150,7 @@ def test_a_class_writes_no_line_into_the_plan(tmp_path: Path) -> None:
     assert set(yaml.safe_load(plan).values()) <= {"replicate", "colwise", "rowwise", "auto"}
 
 
-needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="the program `dot` (Graphviz) is not installed")
+needs_dot = needs("dot")
 
 
 @needs_dot

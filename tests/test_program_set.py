@@ -140,8 +140,7 @@ def test_a_rank_without_a_share(features: int, world: int, tmp_path: Path) -> No
     programs = {"prefill": export(model, (x,)), "decode": export(model, (y,))}
     made = tpcompiler.parallelize(programs, world, {"0": "colwise", "1": "rowwise"})
     assert made.verify([("prefill", (x,)), ("decode", (y,))]).ok
-    made.save(tmp_path / "out")
-    assert tpcompiler.check(tmp_path / "out").ok
+    made.save(tmp_path / "out")  # and checks the files
     for own in called([[("prefill", x), ("decode", y)]] * world, tmp_path):
         for got, given in zip(own, (x, y), strict=True):
             torch.testing.assert_close(got, model(given))

@@ -22,6 +22,7 @@ def blocks(language: str) -> list[str]:
 
 @needs_readme
 @pytest.mark.slow
+@pytest.mark.guide
 def test_the_example_and_its_serving_script_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example, serve, alone, *_ = blocks("python")
     assert len([line for line in example.splitlines() if line]) <= 10

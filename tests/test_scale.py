@@ -32,6 +32,7 @@ def test_the_page_has_every_model_and_degree() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rank_holds_what_the_page_says(name: str, tmp_path: Path) -> None:
     """How these models are cut today, from one layer of each. If not: python -m tools.scale NAME"""

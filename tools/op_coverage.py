@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
 
-from tests.op_db.database import calls, name_of, ops_named
+from tests.op_db.database import calls, name_of, op_db, ops_named
 from tests.op_db.judge import UNDEFINED, key, verdict
 from tests.op_db.page import figures, fingerprint, write, write_page
 from tests.op_db.shardable import cuts, declined, sound

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from tests.bad_input import table
 from tests.bad_input.row import Row, write_good
-from tests.launch import torchrun
+from tests.launch import fork_launched, torchrun
 from tests.runtime.commands import call
 from tpcompiler import errors
 from tpcompiler.errors import TpCompilerError
@@ -20,6 +20,7 @@ from tpcompiler.errors import TpCompilerError
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
 ROWS = [row for rows in table.TABLE.values() for row in rows]
+LAUNCHED = "one rank alone fails"  # by torchrun; the ranks of the other rows are forked, and torch shows their errors
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -60,7 +61,8 @@ def said(row: Row, program: ExportedProgram) -> tuple[int | type[TpCompilerError
         return public, table.masked(str(raised.value))
     words = shlex.split(row.call)
     if words[0] == "torchrun":
-        return said_under_torchrun(int(words[2]), words[3:])
+        shown = torchrun(int(words[2]), *words[3:]).stdout if row.what == LAUNCHED else fork_launched(words[1:]).shown
+        return root_cause(shown)
     at = words.index("tpcompiler")
     result = call(*words[at + 1 :], **dict(word.split("=", 1) for word in words[:at]))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -71,12 +73,11 @@ def said(row: Row, program: ExportedProgram) -> tuple[int | type[TpCompilerError
     return result.exit_code, table.masked(one.removesuffix("\n"))
 
 
-def said_under_torchrun(world: int, words: list[str]) -> tuple[int, str]:
-    """The exit code and the message of the rank that torchrun holds for the cause; nothing may stand below it."""
-    done = torchrun(world, *words)
-    above, _, end = done.stdout.rpartition("\n  traceback : ")
+def root_cause(shown: str) -> tuple[int, str]:
+    """Return the exit code and the message of the rank that torchrun takes for the cause; nothing may follow it."""
+    above, _, end = shown.rpartition("\n  traceback : ")
     *lines, border = end.splitlines()
-    assert set(border) == {"="}, done.stdout
+    assert set(border) == {"="}, shown
     assert "Root Cause" in above
     assert "Traceback" not in end
     code = re.findall(r"\n  exitcode  : (\d+)", above)[-1]

@@ -6,7 +6,9 @@ import copy
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.export import export
+from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.checkpoint.models import ARGS, PLAN, SIZES, Model, exported, hollow, model, write_checkpoint
@@ -30,9 +32,17 @@ from tpcompiler.verify_files import verify_artifact
 pytestmark = pytest.mark.slow
 
 
-def converted(out: Path, world: int = 3) -> Path:
-    tpcompiler.parallelize(hollow(), world, PLAN).save(out)
-    return out
+@cache
+def made(world: int, has_weights: bool) -> tempfile.TemporaryDirectory[str]:
+    """The model's artifact, with weights or still to be cut: to be copied."""
+    folder = tempfile.TemporaryDirectory()
+    program, layout = (exported(), {"layout": "shared"}) if has_weights else (hollow(), {})
+    tpcompiler.parallelize(program, world, PLAN).save(Path(folder.name) / "out", **layout)
+    return folder
+
+
+def converted(out: Path, world: int = 3, *, has_weights: bool = False) -> Path:
+    return shutil.copytree(Path(made(world, has_weights).name) / "out", out)
 
 
 def everything(out: Path) -> dict[str, bytes]:
@@ -47,7 +57,7 @@ def weights(out: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(("world", "prefix"), [(3, "model."), (4, "")])
 def test_the_same_bytes_as_with_weights(world: int, prefix: str, tmp_path: Path) -> None:
     """Tied, cut unevenly, pending biases, a prefix that the program does not have."""
-    tpcompiler.parallelize(exported(), world, PLAN).save(tmp_path / "whole", layout="shared")
+    converted(tmp_path / "whole", world, has_weights=True)
     out = converted(tmp_path / "out", world)
     assert not weights(out)
     tpcompiler.cut_checkpoint(out, write_checkpoint(tmp_path / "c", prefix))
@@ -113,22 +123,37 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], object], torch.dtype]] = {
 INSIDE = [(how, inside) for how in CONVERSIONS for inside in (True, False) if inside or how != "assign"]
 
 
-@pytest.mark.parametrize(("how", "inside"), INSIDE)
-def test_a_model_without_weights_is_converted(how: str, inside: bool, tmp_path: Path) -> None:
-    """In the block or after it; tied weights stay tied, and buffers keep their values."""
-    convert, dtype = CONVERSIONS[how]
+@cache
+def converted_model(how: str, inside: bool) -> tuple[Model, ExportedProgram]:
+    """Convert a model without weights, in the block or after it, and export it."""
+    convert, _ = CONVERSIONS[how]
     with tpcompiler.weightless():
         made = Model()
         if inside:
             convert(made)
     if not inside:
         convert(made)
+    with tpcompiler.weightless():
+        return made, export(made.eval(), ARGS, dynamic_shapes=SIZES)
+
+
+def described(program: ExportedProgram) -> list[str]:
+    """The graph and the types of all tensors, of which those without values have nothing else."""
+    return [str(program.graph), *(f"{name}: {value.dtype} {value.shape}" for name, value in program.state_dict.items())]
+
+
+@pytest.mark.parametrize(("how", "inside"), INSIDE)
+def test_a_model_without_weights_is_converted(how: str, inside: bool, tmp_path: Path) -> None:
+    """In the block or after it; tied weights stay tied, and buffers keep their values."""
+    _, dtype = CONVERSIONS[how]
+    made, program = converted_model(how, inside)
     assert {value.dtype for value in made.parameters()} == {dtype}
     assert (made.head.weight is made.table.weight) == (how != "assign")  # which unties any model
-    with tpcompiler.weightless():
-        program = export(made.eval(), ARGS, dynamic_shapes=SIZES)
     assert weightless_names(program) == set(program.state_dict)
     assert torch.equal(program.constants["frequencies"], model().frequencies.to(made.frequencies.dtype))
+    if not inside:  # the same program, which is cut and verified once
+        assert described(program) == described(converted_model(how, True)[1])
+        return
     real = copy.deepcopy(model()).to(dtype)
     held = real.named_parameters(remove_duplicate=how != "assign")
     save_file({name: value.detach().clone() for name, value in held}, tmp_path / "model.safetensors")
@@ -148,7 +173,7 @@ def test_the_ranks_of_one_machine(tmp_path: Path) -> None:
         tpcompiler.cut_checkpoint(out, checkpoint, [3])
     assert tpcompiler.check(out).counts["tensors without values"]
     tpcompiler.cut_checkpoint(out, checkpoint, [0])
-    tpcompiler.parallelize(exported(), 3, PLAN).save(tmp_path / "whole", layout="shared")
+    converted(tmp_path / "whole", has_weights=True)
     assert weights(out) == weights(tmp_path / "whole")
 
 
@@ -177,7 +202,7 @@ def test_an_interrupted_cut_goes_on(part: float, tmp_path: Path) -> None:
     tpcompiler.cut_checkpoint(out, checkpoint, progress=lambda done, total: seen.append((done, total)))
     assert seen[0][0] >= part * seen[0][1] * 0.9 - 1000  # what was written is not cut again
     assert seen[-1][0] == seen[-1][1]
-    tpcompiler.parallelize(exported(), 3, PLAN).save(tmp_path / "whole", layout="shared")
+    converted(tmp_path / "whole", has_weights=True)
     assert weights(out) == weights(tmp_path / "whole")
     assert read_manifest(out).files.keys() >= set(weights(out))
     assert tpcompiler.check(out, exported()).ok
@@ -252,9 +277,9 @@ def test_what_an_interrupted_cut_leaves_does_not_bar_the_way(tmp_path: Path) -> 
 
 
 def test_an_artifact_with_weights_needs_none(tmp_path: Path) -> None:
-    tpcompiler.parallelize(exported(), 2, PLAN).save(tmp_path / "out", layout="shared")
+    out = converted(tmp_path / "out", has_weights=True)
     with pytest.raises(ArtifactError, match="has its weights"):
-        tpcompiler.cut_checkpoint(tmp_path / "out", write_checkpoint(tmp_path / "c"))
+        tpcompiler.cut_checkpoint(out, write_checkpoint(tmp_path / "c"))
 
 
 def test_a_damaged_mark_is_refused(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.op_db.database import op_db
 from tpcompiler import _torch
 from tpcompiler._torch import OpOverload, calls_others, tree_flatten
 from tpcompiler.frontend.written_back import UNSAID, VIEWS

@@ -47,7 +47,5 @@ def test_fake_quantised_values(kind: str, from_file: bool, tmp_path: Path) -> No
         torch.export.save(program, tmp_path / "model.pt2")
         program = torch.export.load(tmp_path / "model.pt2")
     made = tpcompiler.parallelize(program, 2, {"up": "colwise", "down": "rowwise"})
-    assert made.verify((X,)).ok
-    made.save(tmp_path / "out")
-    assert tpcompiler.check(tmp_path / "out", program).ok
+    made.save(tmp_path / "out")  # and checks the files
     assert tpcompiler.verify_artifact(tmp_path / "out", program, (X,)).ok

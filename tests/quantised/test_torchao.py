@@ -54,10 +54,8 @@ def test_a_pair_is_cut(name: str, mesh: Any, tmp_path: Path) -> None:
     program = tpcompiler.parallelize(exported, mesh, PLAN)
     assert [c.payload_bytes for c in program.collectives()] == CONFIGS[name][1]
     assert {c.kind for c in program.collectives()} == {"all_reduce"}
-    assert program.verify((X,)).ok
     assert torch.equal(program.original.module()(X), model(X))  # what it is compared with is the model
     program.save(tmp_path / "out")  # and read back without a pickle: no `trust`
-    assert tpcompiler.check(tmp_path / "out", exported).ok
     assert verify_artifact(tmp_path / "out", exported, (X,)).ok
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.needs import needs
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.packaging import refuse_static
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@needs("c++")
 def test_a_copy_of_the_library_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.cpp").write_text("#include <locale>\nvoid* own() { return new std::locale; }\n")
     for name, words in (("shared.so", []), ("copied.so", ["-static-libstdc++"])):

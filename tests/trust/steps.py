@@ -17,6 +17,7 @@ from tests.trust.long_runs import Figure, faults, kills, large
 from tests.trust.packages import run_packages
 
 ROOT = Path(__file__).parents[2]
+WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 Step = Callable[[], Figure]
 
 
@@ -65,7 +66,7 @@ def long_tests() -> Figure:
         for path in (ROOT / "tests").rglob("*.py")
         if re.search(r"tests\.long import|mark\.sweep", path.read_text())
     )
-    words = ["pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *names]
+    words = ["pytest", "-q", *WORKERS, *names]
     return command("long tests", words, r"\d+ (passed|failed).* in .*", **{LONG: "1"})()
 
 
@@ -83,6 +84,10 @@ STEPS: dict[str, Step] = {
     "threads": command(
         "the judge with two threads", ["pytest", "-q", "tests/soundness"], r"\d+ (passed|failed).* in .*",
         OMP_NUM_THREADS="2",
+    ),
+    "durations": command(
+        "files of tests that became slower", ["pytest", "-q", *WORKERS, "-m", "not guide"], r"\d+ (passed|failed).* in .*",
+        TPCOMPILER_DURATIONS="fail",
     ),
     "long": long_tests,
     "random": command(

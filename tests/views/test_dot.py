@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from itertools import combinations
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,6 +11,7 @@ import graphviz
 import pytest
 import torch
 
+from tests.needs import needs
 from tests.views.artifacts import LAYERS, Mixed, Mlp, Tower, ids, saved
 from tpcompiler.views.dot import artifact_dot
 
@@ -125,7 +125,7 @@ def boxes(svg: str) -> dict[str, tuple[float, float, float, float]]:
     return found
 
 
-@pytest.mark.skipif(shutil.which("dot") is None, reason="the program `dot` (Graphviz) is not installed")
+@needs("dot")
 @pytest.mark.parametrize("artifact", ["tower", "mixed"])
 @pytest.mark.parametrize("font", ["Helvetica", "Arial"])
 def test_texts_do_not_touch(artifact: str, font: str, request: pytest.FixtureRequest) -> None:

@@ -15,6 +15,8 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 from torch import nn
 
+from tests.long import some
+from tests.needs import needs
 from tests.runtime.commands import call
 from tests.views.artifacts import LAYERS, Cached, Mixed, Tower, Unknown, ids, one_step, saved
 from tests.views.browser import Page
@@ -25,10 +27,8 @@ from tpcompiler.views.html import artifact_html
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (BROWSER and DRIVER), reason="a browser is not installed (Debian: chromium and chromium-driver)"
-)
-WIDTHS = [360, 900, 1600]
+pytestmark = needs("chromium", "chromedriver")
+WIDTHS = some([360, 900, 1600], 2)
 
 
 @pytest.fixture(scope="module")

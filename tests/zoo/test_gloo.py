@@ -9,7 +9,7 @@ import torch
 
 import tpcompiler
 from tests.launch import run_ranks
-from tests.long import some
+from tests.long import in_long_runs, some
 from tests.zoo.case import Case
 from tests.zoo.index import CASES
 from tests.zoo.measure import exported
@@ -20,7 +20,9 @@ from tpcompiler.verify.reference import run_single
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("world", "names"), [(2, some(["resnet", "llama", "whisper"], 3)), (4, ["dlrm"])])
+@pytest.mark.parametrize(
+    ("world", "names"), [(2, some(["resnet", "llama", "whisper"], 3)), pytest.param(4, ["dlrm"], marks=in_long_runs)]
+)
 def test_saved_files_run_on_gloo(world: int, names: list[str], tmp_path: Path) -> None:
     for name in names:
         case = CASES[name]

@@ -1,4 +1,4 @@
-"""The table says what was measured, and fails when a statement does not hold."""
+"""The table of `make zoo` shows the measurements, and fails when a statement does not hold."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.long import in_long_runs
 from tests.zoo import measure
 from tests.zoo.index import CASES
 from tests.zoo.table import main
 from tpcompiler.soundness.check import CheckReport
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, in_long_runs]
 
 
 def test_a_row_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,7 +25,6 @@ def test_a_row_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert "2G = 2G" in line
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("wrong", "shown"),
     [

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-import pytest
 import torch
 
+from tests.needs import needs
 from tests.views.artifacts import LAYERS, Mixed, Tower, ids, saved
 from tests.zoo.views import faults_of, views_of
 from tpcompiler.runtime.artifact import read_manifest
 
-pytestmark = pytest.mark.skipif(shutil.which("dot") is None, reason="the program `dot` (Graphviz) is not installed")
+pytestmark = needs("dot")
 
 
 def test_every_format_is_right(tmp_path: Path) -> None:
