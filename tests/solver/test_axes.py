@@ -124,7 +124,7 @@ def brute_force(problem: Problem) -> Iterator[float]:
             values = list(zip(tensors, (*wants, *results), strict=True))
             kernel = domain.kernels.get(node, NO_KERNEL)
             moved = moved_bytes(kernel, values, mesh)
-            total += SLOW.work_seconds(domain.kernels[node], local_work(node, domain.rules[node], option, mesh), moved)
+            total += SLOW.work_seconds(kernel, local_work(node, domain.rules[node], option, mesh), moved)
             total += SLOW.tie_seconds(values, mesh)
         yield total
 
