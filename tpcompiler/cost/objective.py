@@ -106,7 +106,7 @@ def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
 def _stored_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
     """The same of what memory holds: an expanded dim is there once."""
     pairs = zip(_local_shape(value, sharding, mesh), value.stride(), strict=True)
-    return _count([size for size, stride in pairs if stride != 0]) * value.element_size()
+    return _count([size for size, stride in pairs if sym_hint(stride)]) * value.element_size()
 
 
 def _local_shape(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> Sequence[Size]:
