@@ -49,6 +49,9 @@ class Machine:
         product: seconds that each matrix product takes on top of its bytes and FLOPs.
         attention: the same of an attention.
         other: the same of any other kernel (`cost/kernels.py`).
+        view: the same of a view, where no compiler takes it away.
+        fuses: a compiler makes kernels of several ops; without one every op is a kernel.
+        cache_bandwidth: bytes/s of what another kernel has just written; 0 if it is as all memory.
         rows: the share of `flops` that products of so many rows reach; between two of them it is linear.
         ranks_per_node: ranks that are next to each other on one node; 0 if there is no other node.
         between_nodes: the links of groups that have ranks on several nodes.
@@ -62,6 +65,9 @@ class Machine:
     product: float = 0.0
     attention: float = 0.0
     other: float = 0.0
+    view: float = 0.0
+    fuses: bool = True
+    cache_bandwidth: float = 0.0
     rows: Mapping[float, float] = field(default_factory=dict)
     host: Host = NO_HOST
     ranks_per_node: int = 0
@@ -77,6 +83,10 @@ class Machine:
     def bandwidth(self) -> float:
         """Bytes/s of the fastest link."""
         return max(link.bandwidth for links in self.links.values() for link in links)
+
+    def bandwidth_of(self, stored: bool) -> float:
+        """Bytes/s of inputs and state, which are `stored`, or of what another kernel has just written."""
+        return self.memory_bandwidth if stored or not self.cache_bandwidth else self.cache_bandwidth
 
     def links_of(self, kind: str, axes: Sequence[str], mesh: Mesh) -> Sequence[Link]:
         """The links that a collective over these axes may take: the most particular ones."""

@@ -17,8 +17,8 @@ SHIPPED = Path(__file__).parent / "machines"
 DEFAULT, VARIABLE = "h100", "TPCOMPILER_MACHINE"
 SHOWN = 60  # characters of a value in an error
 RATES = ("flops", "memory_bandwidth", "memory")  # each device has them
-FLOORS = ("product", "attention", "other")
-FIELDS = (*RATES, *FLOORS, "rows", "host", "nodes", "links", "base")
+FLOORS = ("product", "attention", "other", "view")
+FIELDS = (*RATES, *FLOORS, "cache_bandwidth", "fuses", "rows", "host", "nodes", "links", "base")
 
 
 def shipped_machines() -> list[str]:
@@ -58,6 +58,12 @@ def read_machine(given: str | os.PathLike[str] | None = None) -> Machine:
             help="add one without collective and ranks",
         )
     more: dict[str, Any] = {"links": links, "name": os.fspath(given)}
+    if "cache_bandwidth" in data:
+        more["cache_bandwidth"] = _number(data, "cache_bandwidth", where)
+    if "fuses" in data:
+        if data["fuses"] not in ("true", "false"):
+            raise MachineError(f"machine {where}: fuses is {_short(data['fuses'])}", help="give true or false")
+        more["fuses"] = data["fuses"] == "true"
     if "rows" in data:
         more["rows"] = _read_rows(data["rows"], where)
     if "host" in data:

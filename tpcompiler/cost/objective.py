@@ -12,7 +12,7 @@ from torch import fx
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention
 from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.path import steps_between
+from tpcompiler.cost.path import Step, steps_between
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
@@ -36,7 +36,7 @@ class Objective(NamedTuple):
 
     Products, attentions and other kernels take their floor and the longer of two times: for their FLOPs, and for the
     bytes that they move (the roofline of Williams, Waterman and Patterson, 2009). A collective takes the fastest of
-    its links.
+    its links. Without a compiler, copies before and after it are kernels too.
 
     Attributes:
         held: seconds that a byte of weights is worth; next to nothing breaks ties.
@@ -57,23 +57,39 @@ class Objective(NamedTuple):
         return self.calls[program] if self.calls else 1.0
 
     def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
-        """Of a change of sharding: what its collectives take."""
+        """Seconds of a change of sharding: of its collectives, and of the copies that it makes."""
         steps = steps_between(source, target, value.shape, value.element_size(), mesh)
-        return sum(
+        sent = sum(
             self.machine.collective_seconds(step.kind, step.axes, step.wire_bytes, mesh) + STEP
             for step in steps
             if step.kind not in ("slice", "hold")
         )
+        return sent + self.copy_seconds(steps, value, mesh)
+
+    def copy_seconds(self, steps: Sequence[Step], value: torch.Tensor, mesh: Mesh) -> float:
+        """Seconds of the copies that steps of a change make; a compiler fuses them with the ops around."""
+        copied = [] if self.machine.fuses else [count for step in steps if (count := copied_bytes(step, value, mesh))]
+        return sum(self.machine.other + count / self.machine.bandwidth_of(stored=False) for count in copied)
 
     def floor_seconds(self, kernel: Kernel) -> float:
         """What the kernel takes that an op begins, whatever the op's size."""
         machine = self.machine
-        floors = {"": 0.0, "product": machine.product, "attention": machine.attention, "other": machine.other}
-        return floors[kernel.floor]
+        floors = {"product": machine.product, "attention": machine.attention, "other": machine.other}
+        return {"": 0.0, "view": machine.view, **floors}[kernel.floor]
 
-    def work_seconds(self, work: Work, moved: float) -> float:
-        """What FLOPs or bytes take, whichever is longer."""
-        return max(work.flops / self.machine.flops_of(work.rows), moved / self.machine.memory_bandwidth)
+    def work_seconds(
+        self, work: Work, kernel: Kernel, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh
+    ) -> float:
+        """Return the longer of the times for an op's FLOPs and for its bytes on the first rank, which does most.
+
+        Args:
+            values: operands, then results.
+        """
+        moved, parts = 0.0, zip(kernel.moves, kernel.stored, values, strict=bool(kernel.moves))
+        for share, stored, (value, sharding) in parts:
+            if share:
+                moved += share * local_bytes(value, sharding, mesh) / self.machine.bandwidth_of(stored)
+        return max(work.flops / self.machine.flops_of(work.rows), moved)
 
     def tie_seconds(self, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
         """Of ways that take as long, such as a view before a change or after it, the one on fewer bytes wins."""
@@ -84,10 +100,15 @@ class Objective(NamedTuple):
         return self.held * count
 
 
-def moved_bytes(kernel: Kernel, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
-    """Bytes that an op reads and writes on the first rank, which does most. `values`: operands, then results."""
-    pairs = zip(kernel.moves, values, strict=bool(kernel.moves))
-    return sum(share * local_bytes(value, sharding, mesh) for share, (value, sharding) in pairs if share)
+def copied_bytes(step: Step, value: torch.Tensor, mesh: Mesh) -> int:
+    """Bytes read and written to cut a value, or to put in order what a collective sends or brings along an inner dim."""
+    source, target = (local_bytes(value, sharding, mesh) for sharding in (step.source, step.target))
+    dims = [dim for dim, (have, want) in enumerate(zip(step.source.dims, step.target.dims, strict=True)) if have != want]
+    is_inner = any(dim > 0 for dim in dims)
+    copied = {"slice": target, "all_to_all": source + target}
+    if is_inner:
+        copied |= {"all_gather": target, "reduce_scatter": source}
+    return 2 * copied.get(step.kind, 0)
 
 
 def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import aten, sym_hint
-from tpcompiler.cost.kernels import NO_KERNEL, Kernel
-from tpcompiler.cost.objective import Objective, local_bytes, local_work, moved_bytes
+from tpcompiler.cost.kernels import NO_KERNEL, Kernel, find_kernels
+from tpcompiler.cost.objective import Objective, local_bytes, local_work
 from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
@@ -136,6 +136,8 @@ def pose(
         problem.domains = [find_domain(program, stage, leaves[at]) for at, program in enumerate(programs)]
     for at, domain in enumerate(problem.domains):
         domain.weight = objective.weight(at)
+        graph = domain.program.graph
+        domain.kernels = stage.read.once(("kernels", graph), partial(find_kernels, graph, objective.machine.fuses))
     if stage.free and not stage.gathers:
         _add_layers(problem)
     for domain in problem.domains:
@@ -273,7 +275,7 @@ def _priced(
     for option, wants, made in ways:
         values = list(zip(tensors, (*wants, *made), strict=True))
         seconds = objective.floor_seconds(kernel) + objective.tie_seconds(values, mesh)
-        seconds += objective.work_seconds(local_work(node, ways.rule, option, mesh), moved_bytes(kernel, values, mesh))
+        seconds += objective.work_seconds(local_work(node, ways.rule, option, mesh), kernel, values, mesh)
         seconds = weight * seconds + UNIT * len(option.through)  # of equals, the one that reduces first
         found.setdefault((wants, made), Choice(wants, made, seconds, option, ways.rule))
     return list(found.values())
