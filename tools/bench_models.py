@@ -138,7 +138,7 @@ SUBJECTS: dict[str, Subject] = {
         "mixture", "mixtral_cut",
         decoder("", "Mixtral", {}, **{**WIDE, "intermediate_size": 96 * 4}, num_local_experts=4, experts_implementation="batched_mm").build,
         plan={**VOCABULARY_CUT, **ATTENTION, **EXPERTS},
-        example=(2, 16),
+        example=(4, 2),
     ),
     "gru": scaled("recurrent", "gru", lambda: randomise(Tagger()), example=(8, 8)),
     "t5": scaled(

@@ -22,6 +22,7 @@ from tpcompiler.rules.notation import Rule
 STEP = 1e-12  # seconds: of equals, the one with fewer collectives
 TIE = 1e-3  # of the time to read a byte: of equals, the one that holds or looks at fewer
 LEAST = 2e-9  # seconds: where few bytes are to be held, a small matrix is worth more than a collective; a vector is not
+VIEWS = 3  # around a copy, such as the ranks' dim that a gather makes, moves and merges
 
 
 class Work(NamedTuple):
@@ -69,7 +70,8 @@ class Objective(NamedTuple):
     def copy_seconds(self, steps: Sequence[Step], value: torch.Tensor, mesh: Mesh) -> float:
         """Seconds of the copies that steps of a change make; a compiler fuses them with the ops around."""
         copied = [] if self.machine.fuses else [count for step in steps if (count := copied_bytes(step, value, mesh))]
-        return sum(self.machine.other + count / self.machine.bandwidth_of(stored=False) for count in copied)
+        floor = self.machine.other + VIEWS * self.machine.view
+        return sum(floor + count / self.machine.bandwidth_of(stored=False) for count in copied)
 
     def floor_seconds(self, kernel: Kernel) -> float:
         """What the kernel takes that an op begins, whatever the op's size."""
