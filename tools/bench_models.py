@@ -10,7 +10,7 @@ import torch
 from torch.export import ExportedProgram
 
 from tests.zoo.build import transformer
-from tests.zoo.case import Case, randomise, token_ids
+from tests.zoo.case import Case, randomise
 from tests.zoo.decoders import ATTENTION, EVERYTHING, SIZES, VOCABULARY_CUT, decoder
 from tests.zoo.experts import EXPERTS
 from tests.zoo.handwritten import GRU
@@ -93,64 +93,122 @@ SUBJECTS: dict[str, Subject] = {
     "gpt2": scaled(
         "attention",
         "gpt2",
-        transformer("GPT2", "LMHeadModel", {"n_embd": 512, "n_inner": 2048, "n_layer": 2, "n_head": 8,
-                    "n_positions": 128, "vocab_size": 4096, "use_cache": False}),
+        transformer(
+            "GPT2",
+            "LMHeadModel",
+            {
+                "n_embd": 512,
+                "n_inner": 2048,
+                "n_layer": 2,
+                "n_head": 8,
+                "n_positions": 128,
+                "vocab_size": 4096,
+                "use_cache": False,
+            },
+        ),
         example=(2, 128),
     ),
     "gpt_neox": scaled(
         "attention",
         "gpt_neox",
-        transformer("GPTNeoX", "ForCausalLM", {**TEXT, "vocab_size": 4096, "use_parallel_residual": True,
-                    "use_cache": False}),
+        transformer(
+            "GPTNeoX", "ForCausalLM", {**TEXT, "vocab_size": 4096, "use_parallel_residual": True, "use_cache": False}
+        ),
         example=(2, 128),
     ),
     "bert": scaled(
-        "attention", "bert",
-        transformer("Bert", "ForMaskedLM", {**TEXT, "vocab_size": 4096, "max_position_embeddings": 128, "pad_token_id": 0}),
+        "attention",
+        "bert",
+        transformer(
+            "Bert", "ForMaskedLM", {**TEXT, "vocab_size": 4096, "max_position_embeddings": 128, "pad_token_id": 0}
+        ),
         example=(2, 128),
     ),
     "vit": scaled(
-        "attention", "vit",
+        "attention",
+        "vit",
         transformer("ViT", "ForImageClassification", {**TEXT, "image_size": 128, "patch_size": 16, "num_labels": 20}),
         example=(4, 128),
     ),
     "conv_u": scaled("convolutions", "conv_u", example=(2, 128)),
     "resnet": scaled("convolutions", "resnet", example=(8, 160)),
     "regnet": scaled(
-        "convolutions", "regnet",
-        transformer("RegNet", "ForImageClassification", {"embedding_size": 32, "hidden_sizes": [128, 256],
-                    "depths": [1, 2], "groups_width": 16, "num_labels": 20, "layer_type": "y"}),
+        "convolutions",
+        "regnet",
+        transformer(
+            "RegNet",
+            "ForImageClassification",
+            {
+                "embedding_size": 32,
+                "hidden_sizes": [128, 256],
+                "depths": [1, 2],
+                "groups_width": 16,
+                "num_labels": 20,
+                "layer_type": "y",
+            },
+        ),
         example=(4, 96),
     ),
     "convnext": scaled(
-        "convolutions", "convnext",
-        transformer("ConvNext", "ForImageClassification", {"hidden_sizes": [128, 256], "depths": [1, 2], "num_stages": 2,
-                    "num_labels": 20}),
+        "convolutions",
+        "convnext",
+        transformer(
+            "ConvNext",
+            "ForImageClassification",
+            {"hidden_sizes": [128, 256], "depths": [1, 2], "num_stages": 2, "num_labels": 20},
+        ),
         example=(4, 96),
     ),
     "qwen3_moe": scaled(
-        "mixture", "qwen3_moe",
-        decoder("", "Qwen3Moe", {}, **WIDE, head_dim=64, num_experts=4, num_experts_per_tok=2,
-                moe_intermediate_size=512).build,
+        "mixture",
+        "qwen3_moe",
+        decoder(
+            "", "Qwen3Moe", {}, **WIDE, head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=512
+        ).build,
         example=(2, 64),
     ),
     "mixtral": scaled(
-        "mixture", "mixtral_cut",
-        decoder("", "Mixtral", {}, **{**WIDE, "intermediate_size": 96 * 4}, num_local_experts=4, experts_implementation="batched_mm").build,
+        "mixture",
+        "mixtral_cut",
+        decoder(
+            "",
+            "Mixtral",
+            {},
+            **{**WIDE, "intermediate_size": 96 * 4},
+            num_local_experts=4,
+            experts_implementation="batched_mm",
+        ).build,
         plan={**VOCABULARY_CUT, **ATTENTION, **EXPERTS},
         example=(4, 2),
     ),
     "gru": scaled("recurrent", "gru", lambda: randomise(Tagger()), example=(8, 8)),
     "t5": scaled(
-        "encoder-decoder", "t5",
-        transformer("T5", "ForConditionalGeneration", {**SEQUENCES, "d_kv": 64, "d_ff": 2048, "num_layers": 2, "num_heads": 8, "decoder_start_token_id": 0}),
+        "encoder-decoder",
+        "t5",
+        transformer(
+            "T5",
+            "ForConditionalGeneration",
+            {**SEQUENCES, "d_kv": 64, "d_ff": 2048, "num_layers": 2, "num_heads": 8, "decoder_start_token_id": 0},
+        ),
         example=(2, 96),
     ),
     "bart": scaled(
-        "encoder-decoder", "bart",
-        transformer("Bart", "ForConditionalGeneration", {**SEQUENCES, "encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048,
-                    "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 8, "decoder_attention_heads": 8,
-                    "max_position_embeddings": 128}),
+        "encoder-decoder",
+        "bart",
+        transformer(
+            "Bart",
+            "ForConditionalGeneration",
+            {
+                **SEQUENCES,
+                "encoder_ffn_dim": 2048,
+                "decoder_ffn_dim": 2048,
+                "encoder_layers": 2,
+                "decoder_layers": 2,
+                "encoder_attention_heads": 8,
+                "decoder_attention_heads": 8,
+                "max_position_embeddings": 128,
+            },
+        ),
         example=(2, 96),
     ),
     "chat": generating(2, 64, 128),

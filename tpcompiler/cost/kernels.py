@@ -1,11 +1,11 @@
 """What counts as a kernel, and which bytes pass through memory: a model of what runs of a graph.
 
-With a compiler, products and attentions are kernels. Any other op fuses with the ops that it exchanges values with, as long as no
-product, attention or collective lies on a path between two of them; what is fused is one kernel. That is close to what
-Inductor's greedy fusion gives, and it depends on the graph alone, so every op keeps a price of its own. Views are no
-kernels, nor is what is computed of sizes and single numbers for ops that fuse, such as the indices of a slice. A
-look-up reads what it returns, a write into a buffer moves what it writes, and a weight that is widened for one product,
-such as one of int8, is widened there.
+With a compiler, products and attentions are kernels. Any other op fuses with the ops that it exchanges values with, as
+long as no product, attention or collective lies on a path between two of them; what is fused is one kernel. That is
+close to what Inductor's greedy fusion gives, and it depends on the graph alone, so every op keeps a price of its own.
+Views are no kernels, nor is what is computed of sizes and single numbers for ops that fuse, such as the indices of a
+slice. A look-up reads what it returns, a write into a buffer moves what it writes, and a weight that is widened for one
+product, such as one of int8, is widened there.
 
 Without a compiler every op is a kernel that reads its operands and writes its results, and a view takes its time too.
 """

@@ -50,7 +50,15 @@ def main(folder: str) -> None:
         dist.barrier()
     again = measure_device(device)
     if dist.get_rank() == 0:
-        parts = {"rates": rates, "floors": floors, "host": host, "links": links, "missing": missing, "again": again, **more}
+        parts = {
+            "rates": rates,
+            "floors": floors,
+            "host": host,
+            "links": links,
+            "missing": missing,
+            "again": again,
+            **more,
+        }
         found = {"backend": dist.get_backend(), **parts}
         Path(folder, "measured.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -103,9 +103,11 @@ class Objective(NamedTuple):
 
 
 def copied_bytes(step: Step, value: torch.Tensor, mesh: Mesh) -> int:
-    """Bytes read and written to cut a value, or to put in order what a collective sends or brings along an inner dim."""
+    """Bytes read and written to cut a value, or to order what a collective sends or brings along an inner dim."""
     source, target = (local_bytes(value, sharding, mesh) for sharding in (step.source, step.target))
-    dims = [dim for dim, (have, want) in enumerate(zip(step.source.dims, step.target.dims, strict=True)) if have != want]
+    dims = [
+        dim for dim, (have, want) in enumerate(zip(step.source.dims, step.target.dims, strict=True)) if have != want
+    ]
     is_inner = any(dim > 0 for dim in dims)
     copied = {"slice": target, "all_to_all": source + target}
     if is_inner:
