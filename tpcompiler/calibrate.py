@@ -28,7 +28,6 @@ def measure_machine(ranks: int = 2, *, timeout: timedelta = LONGEST) -> str:
     """The text of a machine file (docs/auto.md) for the devices and links here.
 
     Starts `ranks` processes, with NCCL where each can have a GPU and with gloo and one thread each where not. All of
-
     them multiply and copy at the same time. Collectives of 512 B to 64 MB are measured in groups of 2, 4, ... and all
     ranks, and two links fitted to each kind. Of one that cannot be measured a warning and a comment in the file say
     why; another warning says that the machine was busy.

@@ -49,7 +49,7 @@ def test_the_file(tmp_path: Path) -> None:
         ("P(sum)", "R", 0),
         ("P(sum)", "S(0)", 0),
         ("P(sum)", "S(1)", 2),
-        ("S(0)", "S(1)", 2),
+        ("S(0)", "S(1)", 3),
     ],
 )
 def test_copies(have: str, want: str, copied: int) -> None:

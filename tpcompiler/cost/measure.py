@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,8 @@ from tpcompiler.runtime.target import reason
 ROUNDS = 7  # of each measurement, of which the median counts
 LONGEST = timedelta(minutes=1)  # of one collective
 SIZES = tuple(1 << power for power in range(9, 27))  # bytes of a payload: 512 B to 64 MB
-LAUNCHES = 200  # of a small kernel, which are timed together
+LAUNCHES = 200  # of a small kernel, which are timed together in a CUDA graph
+TURN = 0.01  # seconds that a kernel is repeated on a CPU: longer than a turn of a core that processes share
 TOGETHER = 1 << 20  # bytes of collectives that are timed together where the host runs them itself
 WIDTH, ROWS = 512, (1, 2, 4, 8, 16, 32, 64, 128, 512)  # of small products; their weights fit a cache
 FILLING = {"cpu": (512, 1 << 26), "cuda": (8192, 1 << 30)}  # side of a square matrix, and bytes that no cache holds
@@ -71,8 +72,8 @@ def measure_device(device: torch.device) -> dict[str, float]:
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     source = torch.zeros(copied, device=device, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    product = seconds_of(lambda: torch.mm(a, b), device, None)
-    copy = seconds_of(lambda: target.copy_(source), device, None)
+    product = seconds_each(lambda: torch.mm(a, b), device, 1)
+    copy = seconds_each(lambda: target.copy_(source), device, 1)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -91,30 +92,29 @@ def measure_floors(device: torch.device) -> dict[str, float]:
         "attention": lambda: aten.scaled_dot_product_attention.default(query, cache, cache),
         "other": lambda: aten.add.Tensor(small, small),
     }
-    return {name: seconds_of(_repeated(kernel, device), device, None) / LAUNCHES for name, kernel in kernels.items()}
+    return {name: seconds_each(kernel, device) for name, kernel in kernels.items()}
 
 
 def measure_uncompiled(flops: float, floors: dict[str, float]) -> dict[str, Any]:
     """What a processor takes that runs a graph op by op, and the share of its FLOP/s that products of few rows reach.
 
-    The floor of a kernel that is no product is the mean of common ones.
+    Floors are those of common ops in turn, as in a graph: one that is called again and again takes half as long.
     """
-    device, kinds = torch.device("cpu"), len(_common_kernels(1))
-    little, much = (
-        [seconds_of(_repeated(kernel, device, times), device, None) / times for kernel in _common_kernels(rows)]
-        for rows, times in ((1, LAUNCHES), (256, LAUNCHES // 20))
-    )
-    moved = sum(2 * 256 * WIDTH * 4 for _ in range(kinds))
-    floors["other"] = statistics.fmean(little)
-    view = _repeated(partial(aten.unsqueeze.default, torch.zeros(1), 0), device)
-    floors["view"] = seconds_of(view, device, None) / LAUNCHES
+    device, little, much = torch.device("cpu"), _common_kernels(1), _common_kernels(256)
+    ops, views = seconds_each(partial(_in_turn, little), device), _common_views()
+    floors["other"] = ops / len(little)
+    floors["view"] = seconds_each(partial(_in_turn, views), device) / len(views)
+    moved, took = 2 * 256 * WIDTH * 4 * len(much), seconds_each(partial(_in_turn, much), device) - ops
     weight, shares = torch.randn(WIDTH, WIDTH), list[dict[str, float]]()
     for rows in ROWS:
-        times = max(1, LAUNCHES // rows)
-        product = _repeated(partial(aten.linear.default, torch.randn(rows, WIDTH), weight), device, times)
-        took = seconds_of(product, device, None) / times - floors["product"]
-        shares.append({"rows": rows, "share": 2 * rows * WIDTH**2 / took / flops})
-    return {"cache_bandwidth": moved / (sum(much) - sum(little)), "fuses": False, "rows": shares}
+        seconds = seconds_each(partial(aten.linear.default, torch.randn(rows, WIDTH), weight), device)
+        shares.append({"rows": rows, "share": 2 * rows * WIDTH**2 / (seconds - floors["product"]) / flops})
+    return {"cache_bandwidth": moved / took, "fuses": False, "rows": shares}
+
+
+def _in_turn(kernels: Sequence[Callable[[], object]]) -> None:
+    for kernel in kernels:
+        kernel()
 
 
 def _common_kernels(rows: int) -> list[Callable[[], object]]:
@@ -135,14 +135,41 @@ def _common_kernels(rows: int) -> list[Callable[[], object]]:
     ]
 
 
-def _repeated(kernel: Callable[[], object], device: torch.device, times: int = LAUNCHES) -> Callable[[], object]:
-    run = partial(_call, kernel, times)
-    if device.type != "cuda":
-        return run
-    run()  # before a capture, libraries make their workspaces
+def _common_views() -> list[Callable[[], object]]:
+    x = torch.zeros(4, 8, 16)
+    return [
+        partial(aten.view.default, x, [4, 8, 4, 4]),
+        partial(aten.transpose.int, x, 1, 2),
+        partial(aten.unsqueeze.default, x, 1),
+        partial(aten.slice.Tensor, x, 1, 0, 4),
+        partial(aten.expand.default, x, [4, 8, 16]),
+        partial(aten.select.int, x, 0, 0),
+    ]
+
+
+def seconds_each(kernel: Callable[[], object], device: torch.device, launches: int = LAUNCHES) -> float:
+    """Seconds of a kernel on the slowest rank while all run it: `launches` of it in a CUDA graph, or TURN on a CPU."""
+    if device.type == "cuda":
+        return seconds_of(_captured(kernel, launches) if launches > 1 else kernel, device, None) / launches
+    kernel()
+    began = time.perf_counter()
+    kernel()
+    fastest = torch.tensor(time.perf_counter() - began)
+    dist.all_reduce(fastest, dist.ReduceOp.MIN)
+    times = max(1, math.ceil(TURN / fastest.item()))
+
+    def run() -> None:  # until all are done: of ranks that share a core, one begins when another ends
+        _call(kernel, times)
+        dist.barrier()
+
+    return seconds_of(run, device, None) / times
+
+
+def _captured(kernel: Callable[[], object], times: int) -> Callable[[], object]:
+    _call(kernel, times)  # before a capture, libraries make their workspaces
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
+        _call(kernel, times)
     return graph.replay
 
 
@@ -228,6 +255,7 @@ def fit_links(sent: list[float], seconds: list[float]) -> tuple[list[tuple[float
     """One or two links (latency, bytes/s), of which the faster counts, and their mean relative error.
 
     Small messages and large ones take other protocols: each split of the sizes is tried, a line fitted to either part.
+    No message is faster than half of the fastest that was seen: smaller ones have a latency too.
     """
     found = [[fit_link(sent, seconds)]]
     for at in range(2, len(sent) - 1):
@@ -237,7 +265,8 @@ def fit_links(sent: list[float], seconds: list[float]) -> tuple[list[tuple[float
         predicted = (min(latency + wire / bandwidth for latency, bandwidth in links) for wire in sent)
         return statistics.fmean(abs(math.log(p / took)) for p, took in zip(predicted, seconds, strict=True))
 
-    best = min(found, key=error)
+    least = min(seconds) / 2
+    best = min([links for links in found if all(latency >= least for latency, _ in links)] or found, key=error)
     return best, error(best)
 
 

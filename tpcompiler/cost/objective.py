@@ -22,7 +22,8 @@ from tpcompiler.rules.notation import Rule
 STEP = 1e-12  # seconds: of equals, the one with fewer collectives
 TIE = 1e-3  # of the time to read a byte: of equals, the one that holds or looks at fewer
 LEAST = 2e-9  # seconds: where few bytes are to be held, a small matrix is worth more than a collective; a vector is not
-VIEWS = 3  # around a copy, such as the ranks' dim that a gather makes, moves and merges
+COPIES = {"slice": 3, "all_to_all": 4}  # ops of a step that copies: a slice makes its indices; by default one
+VIEWS = 3  # around it, such as of the ranks' dim that a gather makes, moves and merges
 
 
 class Work(NamedTuple):
@@ -69,9 +70,12 @@ class Objective(NamedTuple):
 
     def copy_seconds(self, steps: Sequence[Step], value: torch.Tensor, mesh: Mesh) -> float:
         """Seconds of the copies that steps of a change make; a compiler fuses them with the ops around."""
-        copied = [] if self.machine.fuses else [count for step in steps if (count := copied_bytes(step, value, mesh))]
-        floor = self.machine.other + VIEWS * self.machine.view
-        return sum(floor + count / self.machine.bandwidth_of(stored=False) for count in copied)
+        seconds = 0.0
+        for step in () if self.machine.fuses else steps:
+            if count := copied_bytes(step, value, mesh):
+                seconds += COPIES.get(step.kind, 1) * self.machine.other + VIEWS * self.machine.view
+                seconds += count / self.machine.bandwidth_of(stored=False)
+        return seconds
 
     def floor_seconds(self, kernel: Kernel) -> float:
         """What the kernel takes that an op begins, whatever the op's size."""
@@ -109,7 +113,7 @@ def copied_bytes(step: Step, value: torch.Tensor, mesh: Mesh) -> int:
         dim for dim, (have, want) in enumerate(zip(step.source.dims, step.target.dims, strict=True)) if have != want
     ]
     is_inner = any(dim > 0 for dim in dims)
-    copied = {"slice": target, "all_to_all": source + target}
+    copied = {"slice": target, "all_to_all": 2 * source + target}  # which takes parts of the source apart in two steps
     if is_inner:
         copied |= {"all_gather": target, "reduce_scatter": source}
     return 2 * copied.get(step.kind, 0)
