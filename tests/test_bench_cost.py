@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tests.zoo.index import CASES
 from tools.bench_cost import Arm, Result, plans_of, rank_correlation, summary, table, write
-from tools.bench_models import SUBJECTS, Subject, scaled
+from tools.bench_models import SUBJECTS, scaled
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 
@@ -53,7 +53,7 @@ def test_the_ranks_of_times_count() -> None:
     assert BAD.correlation == pytest.approx(-1.0)
     swapped = result("swapped", [1.0, 0.9, 2.0, 3.0], [1.0, 1.1, 2.0, 3.0])
     assert swapped.correlation == pytest.approx(0.8)
-    assert rank_correlation([*GOOD.arms, *swapped.arms]) > 0.9
+    assert rank_correlation([*GOOD.arms, *swapped.arms]) == pytest.approx(0.889, abs=1e-3)  # with ties
 
 
 def test_the_summary() -> None:
@@ -83,8 +83,9 @@ def test_the_plans() -> None:
 def test_worse_plans_are_predicted_to_be_worse(slow: Machine, tmp_path: Path) -> None:
     """And what is written is loaded as any artifact: one of two ranks' programs is there."""
     small = scaled("attention", "llama")
+    programs = {name: program for name, (program, _) in small.export().items()}
     plans = plans_of(small.plan())
-    seconds = {plan: write(small, plans[plan], 2, slow, tmp_path / plan) for plan in plans}
+    seconds = {plan: write(programs, small.calls, plans[plan], 2, slow, tmp_path / plan) for plan in plans}
     assert seconds["auto"] <= seconds["hand"] < seconds["gathered"] < seconds["whole"]
     assert (tmp_path / "auto" / "rank_1.pt2").exists()
 
@@ -101,13 +102,12 @@ class Two(torch.nn.Module):
 def test_a_step_of_several_programs_is_all_of_its_calls(slow: Machine, tmp_path: Path) -> None:
     model = Two()
     exported = {
-        name: (torch.export.export(model, (x,)), {"x": x})
+        name: torch.export.export(model, (x,))
         for name, x in {"prefill": torch.zeros(64, 8), "decode": torch.zeros(2, 8)}.items()
     }
 
     def seconds(**calls: int) -> float:
-        subject = Subject("", dict, lambda: exported, calls)
-        return write(subject, {"up": "colwise"}, 2, slow, tmp_path / str(calls))
+        return write(exported, calls, {"up": "colwise"}, 2, slow, tmp_path / str(calls))
 
     once, more = seconds(prefill=1, decode=1), seconds(prefill=1, decode=17)
     decode = (more - once) / 16

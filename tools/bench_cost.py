@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import statistics
 import tempfile
@@ -28,10 +29,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
+from torch.export import ExportedProgram
 
 import tpcompiler
 from tests.launch import run_ranks
-from tools.bench_models import SUBJECTS, Subject
+from tools.bench_models import SUBJECTS
 from tpcompiler.api import conversions_of, read_calls, read_plan
 from tpcompiler.calibrate import measure_machine
 from tpcompiler.cost.machine import Machine
@@ -44,7 +46,7 @@ from tpcompiler.solver.step_time import measure_step_time
 
 NAMES = list(SUBJECTS)
 NULL, PLANS = "null", ("hand", "auto", "gathered", "whole")
-SECONDS, LEAST, MOST = 15.0, 11, 201  # of measuring a model; rounds
+SECONDS, LEAST, MOST = 12.0, 11, 201  # of measuring a model; rounds
 WARM = 2  # rounds that do not count
 OVERALL, WITHIN, NOISE = 0.95, 0.8, 0.03  # the least correlations wanted; by how much a ratio may be above 1
 
@@ -95,18 +97,22 @@ def _is_layer(style: Any) -> bool:
     return name in ("colwise", "rowwise", "colwise_gather_output")
 
 
-def write(subject: Subject, plan: Any, ranks: int, machine: Machine, folder: Path) -> float:
+def write(
+    programs: Mapping[str, ExportedProgram],
+    calls: Mapping[str, int],
+    plan: Any,
+    ranks: int,
+    machine: Machine,
+    folder: Path,
+) -> float:
     """Write an artifact by this plan; return the predicted seconds of a step."""
-    exported = {name: program for name, (program, _) in subject.export().items()}
-    conversions = conversions_of(exported.get("", exported), ranks, read_plan(plan))
-    calls = tuple(subject.calls[name] for name in conversions)
-    aim = Aim(machine, calls=read_calls(subject.calls, conversions))
-    found, made = solved_together(conversions, aim)
+    conversions = conversions_of(programs.get("", programs), ranks, read_plan(plan))
+    found, made = solved_together(conversions, Aim(machine, calls=read_calls(calls, conversions)))
     (made[""] if "" in made else ProgramSet(made)).save(folder)
     total = 0.0
-    for program, own, count in zip(found.programs, made.values(), calls, strict=True):
+    for program, (name, own) in zip(found.programs, made.items(), strict=True):
         sent = [(each.kind, tuple(each.axis.split(".")), each.wire_bytes) for each in own.collectives()]
-        total += count * measure_step_time(replace(found, programs=[program]), sent, machine).total
+        total += calls[name] * measure_step_time(replace(found, programs=[program]), sent, machine).total
     return total
 
 
@@ -149,9 +155,13 @@ def _load(folder: Path, arm: str) -> list[Any]:
 def measure(name: str, ranks: int, machine: Machine, seconds: float, folder: Path) -> Result:
     """Convert a model by each plan, and time all of them on gloo processes."""
     subject = SUBJECTS[name]
-    plans = plans_of(subject.plan())
-    predicted = {arm: write(subject, plan, ranks, machine, folder / arm) for arm, plan in plans.items()}
-    for program, (_, inputs) in subject.export().items():
+    exported = subject.export()
+    programs = {each: program for each, (program, _) in exported.items()}
+    predicted = {
+        arm: write(programs, subject.calls, plan, ranks, machine, folder / arm)
+        for arm, plan in plans_of(subject.plan()).items()
+    }
+    for program, (_, inputs) in exported.items():
         write_tensors(folder / f"{program}.safetensors", inputs)
     (folder / "calls.json").write_text(json.dumps(subject.calls))
     run_ranks(ranks, Path(__file__), "--work", folder, "--seconds", str(seconds), timeout=60 + 10 * seconds)
@@ -217,7 +227,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 results.append(measure(name, ranks, machine, asked.seconds, folder / name))
                 shutil.rmtree(folder / name)
                 Console(width=100).print(table(results[-1:]))
-        print(f"\n{ranks} ranks")
+        print(f"\n{ranks} ranks; {os.getloadavg()[0]:.1f} processes ran on {os.cpu_count()} cores in the last minute")
         Console(width=100).print(table(results))
         print("\n".join(summary(results)), flush=True)
     return 0
