@@ -3,9 +3,9 @@
 The machine is calibrated first, for as many gloo processes, one thread each. Each model of tools/bench_models.py is
 converted by four plans: the one that a person wrote (`hand`), the one that the search finds for this machine (`auto`),
 and two that are worse: each planned layer column-parallel with a gathered output (`gathered`), and none cut (`whole`).
-Each is predicted by `measure_step_time` for what is written, and measured as users run it: loaded from the artifact by
-all processes, in turn, round after round, of which the median counts. Ratios are medians over the rounds. `null` is the
-plan by hand once more, loaded beside it: by how much its ratio differs from 1 is the noise.
+Each is predicted from what is written, as all commands predict it, and measured as users run it: loaded from the
+artifact by all processes, in turn, round after round, of which the median counts. Ratios are medians over the rounds.
+`null` is the plan by hand once more, loaded beside it: by how much its ratio differs from 1 is the noise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,11 +37,10 @@ from tpcompiler.api import conversions_of, read_calls, read_plan
 from tpcompiler.calibrate import measure_machine
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
-from tpcompiler.pipeline import solved_together
+from tpcompiler.pipeline import finished_together
 from tpcompiler.program_set import ProgramSet
 from tpcompiler.runtime.inputs import read_inputs, write_tensors
 from tpcompiler.solver.place import Aim
-from tpcompiler.solver.step_time import measure_step_time
 
 NAMES = list(SUBJECTS)
 NULL, PLANS = "null", ("hand", "auto", "gathered", "whole")
@@ -107,13 +105,9 @@ def write(
 ) -> float:
     """Write an artifact by this plan; return the predicted seconds of a step."""
     conversions = conversions_of(programs.get("", programs), ranks, read_plan(plan))
-    found, made = solved_together(conversions, Aim(machine, calls=read_calls(calls, conversions)))
+    made = finished_together(conversions, Aim(machine, calls=read_calls(calls, conversions)))
     (made[""] if "" in made else ProgramSet(made)).save(folder)
-    total = 0.0
-    for program, (name, own) in zip(found.programs, made.items(), strict=True):
-        sent = [(each.kind, tuple(each.axis.split(".")), each.wire_bytes) for each in own.collectives()]
-        total += calls[name] * measure_step_time(replace(found, programs=[program]), sent, machine).total
-    return total
+    return sum(calls[name] * own.predict(machine).total.total for name, own in made.items())
 
 
 def work(folder: Path, seconds: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,6 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.pipeline import solved_together
 from tpcompiler.solver.place import Aim
 from tpcompiler.solver.step_time import changes_of, measure_step_time
-from tpcompiler.views.timeline import predict_times
 
 LINKS = "links:\n- {latency: 1.0e-6, bandwidth: 1.0e+10}\n"
 FLOORS = "product: 3.0e-7\nother: 2.0e-7\nview: 1.0e-7\ncache_bandwidth: 2.0e+11\nfuses: false\n"
@@ -65,9 +64,7 @@ def test_what_is_predicted_is_what_runs(tmp_path: Path) -> None:
     here = machine(tmp_path, RATES + LINKS + FLOORS)
     for plan in (CASES["llama"].asked(), GATHERED):
         found, made = solved_together(conversions_of(CASES["llama"].export(False), 2, read_plan(plan)), Aim(here))
-        records = {each.node: asdict(each) for each in made[""].collectives()}
-        ran = predict_times(made[""].rank_program(0), records, here, made[""].mesh)
-        seconds = sum(step.compute + step.sent for step in ran.steps)
+        seconds = made[""].predict(here).total.total
         sent = [(each.kind, (each.axis,), each.wire_bytes) for each in made[""].collectives()]
         assert measure_step_time(found, sent, here).total == pytest.approx(seconds, rel=0.05)
     objective = Objective.of(here)
