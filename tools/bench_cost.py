@@ -158,7 +158,7 @@ def measure(name: str, ranks: int, machine: Machine, seconds: float, folder: Pat
     for program, (_, inputs) in exported.items():
         write_tensors(folder / f"{program}.safetensors", inputs)
     (folder / "calls.json").write_text(json.dumps(subject.calls))
-    run_ranks(ranks, Path(__file__), "--work", folder, "--seconds", str(seconds), timeout=60 + 10 * seconds)
+    run_ranks(ranks, Path(__file__), "--work", folder, "--seconds", str(seconds), timeout=300 + 10 * seconds)
     measured = json.loads((folder / "measured.json").read_text())
     return Result(name, [Arm(plan, predicted[plan], measured[plan]) for plan in PLANS], measured[NULL])
 
