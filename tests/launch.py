@@ -83,12 +83,13 @@ def fork_ranks(world: int, script: Path, *arguments: str | Path, timeout: float 
                 ended = wait(left, began + timeout - time.monotonic())
                 assert ended, f"no end within {timeout:g} s: {[log.read_text() for log in logs]}"
                 left.difference_update(ended)
+            failed = [at for at, process in enumerate(ranks) if process.exitcode]  # the others are ended for it
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
         codes = tuple(process.exitcode or 0 for process in ranks)
-        failures = {at: ProcessFailure(at, 0, code, f"{logs[at]}.error") for at, code in enumerate(codes) if code}
+        failures = {at: ProcessFailure(at, 0, codes[at], f"{logs[at]}.error") for at in failed}
         shown = str(ChildFailedError(script.name, failures)) if failures else ""
         return Ended(codes, tuple(log.read_text() for log in logs), time.monotonic() - began, shown)
 

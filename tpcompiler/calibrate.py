@@ -20,6 +20,7 @@ FLOORS = {
     "product": "seconds of a matrix product on top of its bytes and FLOPs",
     "attention": "the same of an attention",
     "other": "the same of any other kernel",
+    "view": "the same of a view",
 }
 
 
@@ -27,7 +28,6 @@ def measure_machine(ranks: int = 2, *, timeout: timedelta = LONGEST) -> str:
     """The text of a machine file (docs/auto.md) for the devices and links here.
 
     Starts `ranks` processes, with NCCL where each can have a GPU and with gloo and one thread each where not. All of
-
     them multiply and copy at the same time. Collectives of 512 B to 64 MB are measured in groups of 2, 4, ... and all
     ranks, and two links fitted to each kind. Of one that cannot be measured a warning and a comment in the file say
     why; another warning says that the machine was busy.
@@ -75,6 +75,11 @@ def machine_text(measured: dict[str, Any], ranks: int) -> str:
     notes = {"flops": "FLOP/s", "memory_bandwidth": "bytes/s", "memory": "bytes"}
     rates = [f"{name}: {measured['rates'][name]:.2e}  # {unit}\n" for name, unit in notes.items()]
     rates += [f"{name}: {seconds:.2e}  # {FLOORS[name]}\n" for name, seconds in measured["floors"].items()]
+    if "fuses" in measured:
+        rates.append(f"cache_bandwidth: {measured['cache_bandwidth']:.2e}  # bytes/s of what was just written\n")
+        rates.append("fuses: false  # no compiler: each op is a kernel\n")
+        rates.append("rows:  # the share of flops that products of so many rows reach\n")
+        rates += [f"  - {{rows: {each['rows']}, share: {each['share']:.2f}}}\n" for each in measured["rows"]]
     if measured["host"]:
         said = ", ".join(f"{name}: {seconds:.2e}" for name, seconds in measured["host"].items())
         rates.append(f"host: {{{said}}}  # seconds to launch each, outside of a CUDA graph\n")

@@ -85,8 +85,8 @@ MACHINES = [
         "an unknown name",
         RATES + LINKS + "watts: 700\n",
         "machine m.yaml: unknown 'watts'",
-        "use flops, memory_bandwidth, memory, product, attention, other, rows, dtypes, host, nodes, links, symm_mem, "
-        "collectives, base",
+        "use flops, memory_bandwidth, memory, product, attention, other, view, cache_bandwidth, fuses, rows, dtypes, host, "
+        "nodes, links, symm_mem, collectives, base",
     ),
     _machine(
         "a number that is text",
@@ -111,6 +111,12 @@ MACHINES = [
         RATES + "product: -1.0e-6\n" + LINKS,
         "machine m.yaml: product is -1e-06",
         "give a number from 0, such as 4.5e+11 (YAML wants the sign)",
+    ),
+    _machine(
+        "a compiler that there may be",
+        RATES + LINKS + "fuses: maybe\n",
+        "machine m.yaml: fuses is 'maybe'",
+        "give true or false",
     ),
     _machine(
         "a base that there is not",

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler.cost.kernels import Kernel, find_kernels
-from tpcompiler.cost.objective import moved_bytes
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.objective import Objective, Work
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import CanonicalProgram
@@ -22,15 +23,17 @@ X, WIDE = 4 * 8, 4 * 16  # numbers of the input, and of what is between
 ROWS = torch.zeros(4, 8)
 
 
-def counted(function: Any, *inputs: torch.Tensor, **parameters: torch.Tensor) -> tuple[list[str], int]:
+def counted(
+    function: Any, *inputs: torch.Tensor, fuses: bool = True, **parameters: torch.Tensor
+) -> tuple[list[str], int]:
     """The floors that a program pays, in order, and the numbers that all of its ops move."""
     program = canonical(function, *inputs, **parameters)
-    floors, moved = [], 0.0
-    for node, kernel in find_kernels(program.graph).items():
+    floors, moved, objective = [], 0.0, Objective.of(Machine(1.0, 1.0, 1.0))
+    for node, kernel in find_kernels(program.graph, fuses).items():
         floors += [kernel.floor] if kernel.floor else []
         values = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
         pairs = [(value, Sharding.replicated(value.ndim)) for value in values]
-        moved += moved_bytes(kernel, pairs, Mesh.of(1)) / values[-1].element_size()
+        moved += objective.work_seconds(kernel, Work(), pairs, Mesh.of(1)) / values[-1].element_size()
     return floors, int(moved)
 
 
@@ -195,3 +198,14 @@ def test_a_mask_of_sizes_is_written_for_an_attention() -> None:
         return F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], attn_mask=mask)
 
     assert counted(attend, ROWS)[0] == ["other", "attention"]
+
+
+def test_without_a_compiler_every_op_is_a_kernel() -> None:
+    """Each op of the chain reads its operands and writes its result, and each view takes time; the control fuses."""
+
+    def chain(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x.exp() + x).t().sigmoid()
+
+    floors, moved = counted(chain, ROWS, fuses=False)
+    assert (sorted(floors), moved) == (["other"] * 3 + ["view"], (2 + 3 + 2) * X)
+    assert counted(chain, ROWS) == (["other"], 2 * X)

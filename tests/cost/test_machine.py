@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tpcompiler.cost.collective import KINDS, wire_bytes
 from tpcompiler.cost.kernels import Kernel
@@ -15,6 +16,7 @@ from tpcompiler.cost.machine_file import SHIPPED, read_machine, shipped_machines
 from tpcompiler.cost.objective import Objective, Work
 from tpcompiler.errors import MachineError
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.printed import format_bytes
 
 GPU = Path(__file__).parents[2] / "docs" / "gpu.md"
@@ -168,11 +170,16 @@ def test_products_take_what_was_measured(name: str, n: int, k: int, times: dict[
     found = read_machine(name)
     objective, errors = Objective.of(found), []
     for m, took in times.items():
-        kernel, moved = Kernel("product", ()), 2.0 * (m * k + k * n + m * n)
-        predicted = objective.floor_seconds(kernel) + objective.work_seconds(kernel, Work(2.0 * m * k * n, m), moved)
-        errors.append(abs(predicted * 1e6 / took - 1))
+        work, moved = Work(2.0 * m * k * n, m), 2 * (m * k + k * n + m * n)
+        errors.append(abs(seconds_of_product(objective, work, moved) * 1e6 / took - 1))
     assert max(errors) < 0.35
     assert sum(errors) / len(errors) < 0.15
+
+
+def seconds_of_product(objective: Objective, work: Work, moved: int, dtype: str = "") -> float:
+    kernel, value = Kernel("product", (1.0,), (True,), dtype), torch.empty(moved, dtype=torch.uint8, device="meta")
+    values = [(value, Sharding.replicated(1))]
+    return objective.floor_seconds(kernel) + objective.work_seconds(kernel, work, values, Mesh.of(1))
 
 
 def test_products_of_narrow_operands_have_their_own_rates(tmp_path: Path) -> None:
@@ -182,8 +189,7 @@ def test_products_of_narrow_operands_have_their_own_rates(tmp_path: Path) -> Non
     objective = Objective.of(found)
 
     def seconds(dtype: str, flops: float, moved: float) -> float:
-        kernel = Kernel("product", (), dtype)
-        return objective.floor_seconds(kernel) + objective.work_seconds(kernel, Work(flops, 4096), moved)
+        return seconds_of_product(objective, Work(flops, 4096), int(moved), dtype)
 
     assert seconds("", 1e9, 1e6) == seconds("float8", 1e9, 1e6) == pytest.approx(1e-3)
     assert seconds("int8", 1e9, 1e6) == pytest.approx(0.5e-3)

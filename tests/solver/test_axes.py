@@ -18,7 +18,7 @@ import tpcompiler
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.kernels import NO_KERNEL
 from tpcompiler.cost.machine import Link, Machine
-from tpcompiler.cost.objective import Objective, local_bytes, local_work, moved_bytes
+from tpcompiler.cost.objective import Objective, local_bytes, local_work
 from tpcompiler.ir.program import PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver import together
@@ -123,8 +123,7 @@ def brute_force(problem: Problem) -> Iterator[float]:
             tensors += [v for v in torch.utils._pytree.tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor)]
             values = list(zip(tensors, (*wants, *results), strict=True))
             kernel = domain.kernels.get(node, NO_KERNEL)
-            moved = moved_bytes(kernel, values, mesh)
-            total += SLOW.work_seconds(kernel, local_work(node, domain.rules[node], option, mesh), moved)
+            total += SLOW.work_seconds(kernel, local_work(node, domain.rules[node], option, mesh), values, mesh)
             total += SLOW.tie_seconds(values, mesh)
         yield total
 

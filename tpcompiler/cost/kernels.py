@@ -1,12 +1,14 @@
-"""What counts as a kernel, and which bytes pass through memory: a model of what a compiler leaves of a graph.
+"""What counts as a kernel, and which bytes pass through memory: a model of what runs of a graph.
 
-Products and attentions are kernels. Any other op fuses with the ops that it exchanges values with, as long as no
-product, attention or collective lies on a path between two of them; what is fused is one kernel. That is close to what
-Inductor's greedy fusion gives, and it depends on the graph alone, so every op keeps a price of its own. Views are no
-kernels, nor is what is computed of sizes and single numbers for ops that fuse, such as the indices of a slice. A
-look-up reads what it returns, a write into a buffer moves what it writes, and a weight that is widened for one product,
-such as one of int8, is widened there. Of experts, those are read that tokens are expected to take, if they take all of
-them alike.
+With a compiler, products and attentions are kernels. Any other op fuses with the ops that it exchanges values with, as
+long as no product, attention or collective lies on a path between two of them; what is fused is one kernel. That is
+close to what Inductor's greedy fusion gives, and it depends on the graph alone, so every op keeps a price of its own.
+Views are no kernels, nor is what is computed of sizes and single numbers for ops that fuse, such as the indices of a
+slice. A look-up reads what it returns, a write into a buffer moves what it writes, and a weight that is widened for one
+product, such as one of int8, is widened there. Of experts, those are read that tokens are expected to take, if they
+take all of them alike.
+
+Without a compiler every op is a kernel that reads its operands and writes its results, and a view takes its time too.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ from tpcompiler.ir.text import op_name
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 
-Floor = Literal["product", "attention", "other", ""]
+Floor = Literal["product", "attention", "other", "view", ""]
 INDICES = frozenset((torch.int64, torch.int32, torch.bool))
-NAMES_OF_VIEWS = frozenset(("_unsafe_view", "wait_tensor", "_assert_async", "sym_size"))
+UNCALLED = frozenset(("wait_tensor", "sym_size"))  # they call no kernel, nor a function of torch that takes its time
+NAMES_OF_VIEWS = UNCALLED | {"_unsafe_view", "_assert_async"}
 LOOKUPS = frozenset(("embedding", "gather", "index", "index_select"))
 WRITES = frozenset(("index_copy", "index_put", "scatter", "select_scatter", "slice_scatter"))
 
@@ -40,20 +43,23 @@ class Kernel(NamedTuple):
     Attributes:
         floor: which floor the op pays; "" if its kernel's is paid by another op.
         moves: the share of each operand, then of each result, that the op reads from memory or writes to it.
+        stored: which of these are inputs or state, and not what another kernel has just written.
         dtype: of a product of narrow operands, which ones (`machine.DTYPES`): it may have other rates.
     """
 
     floor: Floor
-    moves: tuple[float, ...]
+    moves: tuple[float, ...] = ()
+    stored: tuple[bool, ...] = ()
     dtype: str = ""
 
 
-NO_KERNEL = Kernel("", ())  # of a view, or an op that is part of a product
+NO_KERNEL = Kernel("")  # of a view, or an op that is part of a product
 
 
-def find_kernels(graph: fx.Graph) -> dict[fx.Node, Kernel]:
-    """The kernels of a program, by each op that has a part in one."""
-    return _Fusion(graph).kernels()
+def find_kernels(graph: fx.Graph, fuses: bool = True) -> dict[fx.Node, Kernel]:
+    """Return the kernels of a program, by each op that has a part in one; `fuses`: a compiler makes kernels of ops."""
+    found = _Fusion(graph, fuses)
+    return found.kernels() if fuses else found.calls_alone()
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -91,13 +97,13 @@ def _multiplied(node: fx.Node, rule: Rule | None) -> tuple[list[tuple[fx.Node, f
 class _Fusion:
     """Which ops run in one kernel."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, fuses: bool) -> None:
         self.calls = list[fx.Node]()  # but views and collectives
         self.source: dict[fx.Node, fx.Node] = {}  # what a view is a view of
         self.depth: dict[fx.Node, int] = {}  # products, attentions and collectives before an op
         self.parent: dict[fx.Node, fx.Node] = {}  # among the ops that fuse
         self.alone: set[fx.Node] = set()
-        self.made_of_sizes = _find_made_of_sizes(graph)
+        self.made_of_sizes = _find_made_of_sizes(graph) if fuses else set[fx.Node]()
         for node in edit.calls(graph):
             if node not in self.made_of_sizes:
                 self._add(node)
@@ -173,10 +179,22 @@ class _Fusion:
                 share, _ = self.widened.get(other, (1.0, None))
                 reads.append(share if is_read else 0.0)
             writes = [float(node in self.users)] * len(edit.outputs(node))
-            floor = "" if own in paid else _floor(node)
-            found[node] = Kernel(floor, _moves(node, reads, writes), self._dtype(node) if floor == "product" else "")
+            found[node] = self._kernel("" if own in paid else _floor(node), node, reads, writes)
             paid.add(own)
         return found
+
+    def calls_alone(self) -> dict[fx.Node, Kernel]:
+        """Return every op as a kernel of its own, and every view as one that moves nothing."""
+        found = {node: Kernel("view") for node in self.source if _is_called(node)}
+        for node in self.calls:
+            reads, writes = [1.0] * len(edit.operands(node)), [1.0] * len(edit.outputs(node))
+            found[node] = self._kernel(_floor(node), node, reads, writes)
+        return found
+
+    def _kernel(self, floor: Floor, node: fx.Node, reads: list[float], writes: list[float]) -> Kernel:
+        stored = (*(self.of(operand).op == "placeholder" for operand in edit.operands(node)), *(False for _ in writes))
+        dtype = self._dtype(node) if floor == "product" else ""
+        return Kernel(floor, _moves(node, reads, writes), stored, dtype)
 
     def _dtype(self, product: fx.Node) -> str:
         """The narrow dtype of both operands of a product, or of its weights."""
@@ -257,6 +275,11 @@ def _is_view(node: fx.Node) -> bool:
     if target in (operator.getitem, pin) or (isinstance(target, OpOverload) and target.is_view):
         return True
     return op_name(node) in NAMES_OF_VIEWS
+
+
+def _is_called(view: fx.Node) -> bool:
+    """True for a view that calls a function of torch."""
+    return view.target not in (operator.getitem, pin) and op_name(view) not in UNCALLED
 
 
 def _fuses(node: fx.Node) -> bool:

@@ -52,6 +52,9 @@ class Machine:
         product: seconds that each matrix product takes on top of its bytes and FLOPs.
         attention: the same of an attention.
         other: the same of any other kernel (`cost/kernels.py`).
+        view: the same of a view, where no compiler takes it away.
+        fuses: a compiler makes kernels of several ops; without one every op is a kernel.
+        cache_bandwidth: bytes/s of what another kernel has just written; 0 if it is as all memory.
         rows: the share of `flops` that products of so many rows reach; between two of them it is linear.
         dtypes: by one of `DTYPES`, the `flops`, `memory_bandwidth` and `product` of products of it that differ.
         symm_mem: as `links`, of collectives over symmetric memory; of others there are none.
@@ -68,6 +71,9 @@ class Machine:
     product: float = 0.0
     attention: float = 0.0
     other: float = 0.0
+    view: float = 0.0
+    fuses: bool = True
+    cache_bandwidth: float = 0.0
     rows: Mapping[float, float] = field(default_factory=dict, hash=False)
     dtypes: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     host: Host = NO_HOST
@@ -91,6 +97,10 @@ class Machine:
         """The machine as products of such operands see it."""
         own: Mapping[str, Any] = self.dtypes.get(dtype, {})
         return replace(self, **own) if own else self
+
+    def bandwidth_of(self, stored: bool) -> float:
+        """Bytes/s of inputs and state, which are `stored`, or of what another kernel has just written."""
+        return self.memory_bandwidth if stored or not self.cache_bandwidth else self.cache_bandwidth
 
     def links_of(self, kind: str, axes: Sequence[str], mesh: Mesh) -> Sequence[Link]:
         """The links that a collective over these axes may take: the most particular ones."""

@@ -18,8 +18,9 @@ SHIPPED = Path(__file__).parent / "machines"
 DEFAULT, VARIABLE = "h100", "TPCOMPILER_MACHINE"
 SHOWN = 60  # characters of a value in an error
 RATES = ("flops", "memory_bandwidth", "memory")  # each device has them
-FLOORS = ("product", "attention", "other")
-FIELDS = (*RATES, *FLOORS, "rows", "dtypes", "host", "nodes", "links", "symm_mem", "collectives", "base")
+FLOORS = ("product", "attention", "other", "view")
+OTHERS = ("cache_bandwidth", "fuses", "rows", "dtypes", "host", "nodes", "links", "symm_mem", "collectives", "base")
+FIELDS = (*RATES, *FLOORS, *OTHERS)
 OF_DTYPE = ("flops", "memory_bandwidth", "product")
 
 
@@ -69,6 +70,12 @@ def read_machine(given: str | os.PathLike[str] | None = None) -> Machine:
                 help=f"use one of {', '.join(get_args(Collectives))}",
             )
         more["collectives"] = data["collectives"]
+    if "cache_bandwidth" in data:
+        more["cache_bandwidth"] = _number(data, "cache_bandwidth", where)
+    if "fuses" in data:
+        if data["fuses"] not in ("true", "false"):
+            raise MachineError(f"machine {where}: fuses is {_short(data['fuses'])}", help="give true or false")
+        more["fuses"] = data["fuses"] == "true"
     if "rows" in data:
         more["rows"] = _read_rows(data["rows"], where)
     if "dtypes" in data:

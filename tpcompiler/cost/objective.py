@@ -23,6 +23,8 @@ from tpcompiler.rules.notation import Rule
 STEP = 1e-12  # seconds: of equals, the one with fewer collectives
 TIE = 1e-3  # of the time to read a byte: of equals, the one that holds or looks at fewer
 LEAST = 2e-9  # seconds: where few bytes are to be held, a small matrix is worth more than a collective; a vector is not
+COPIES = {"slice": 3, "all_to_all": 4}  # ops of a step that copies: a slice makes its indices; by default one
+VIEWS = 3  # around it, such as of the ranks' dim that a gather makes, moves and merges
 
 
 class Work(NamedTuple):
@@ -37,7 +39,7 @@ class Objective(NamedTuple):
 
     Products, attentions and other kernels take their floor and the longer of two times: for their FLOPs, and for the
     bytes that they move (the roofline of Williams, Waterman and Patterson, 2009). A collective takes the fastest of
-    its links.
+    its links. Without a compiler, copies before and after it are kernels too.
 
     Attributes:
         held: seconds that a byte of weights is worth; next to nothing breaks ties.
@@ -60,9 +62,10 @@ class Objective(NamedTuple):
         return self.calls[program] if self.calls else 1.0
 
     def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
-        """Of a change of sharding: what its collectives take."""
+        """Seconds of a change of sharding: of its collectives, and of the copies that it makes."""
         steps = steps_between(source, target, value.shape, value.element_size(), mesh, self.machine)
-        return sum(self._step_seconds(step, mesh) + STEP for step in steps if step.kind not in FREE)
+        sent = sum(self._step_seconds(step, mesh) + STEP for step in steps if step.kind not in FREE)
+        return sent + self.copy_seconds(steps, value, mesh)
 
     def _step_seconds(self, step: Step, mesh: Mesh) -> float:
         """Of a collective; for a bound, also as a part of one over more axes."""
@@ -71,16 +74,34 @@ class Objective(NamedTuple):
         count = step.wire_bytes / self.spread
         return min(self.machine.collective_seconds(step.kind, axes, count, mesh) for axes in groups)
 
+    def copy_seconds(self, steps: Sequence[Step], value: torch.Tensor, mesh: Mesh) -> float:
+        """Seconds of the copies that steps of a change make; a compiler fuses them with the ops around."""
+        seconds = 0.0
+        for step in () if self.machine.fuses else steps:
+            if count := copied_bytes(step, value, mesh):
+                seconds += COPIES.get(step.kind, 1) * self.machine.other + VIEWS * self.machine.view
+                seconds += count / self.machine.bandwidth_of(stored=False)
+        return seconds / self.spread
+
     def floor_seconds(self, kernel: Kernel) -> float:
         """What the kernel takes that an op begins, whatever the op's size."""
         machine = self.machine.of(kernel.dtype)
-        floors = {"": 0.0, "product": machine.product, "attention": machine.attention, "other": machine.other}
-        return floors[kernel.floor]
+        floors = {"product": machine.product, "attention": machine.attention, "other": machine.other}
+        return {"": 0.0, "view": machine.view, **floors}[kernel.floor]
 
-    def work_seconds(self, kernel: Kernel, work: Work, moved: float) -> float:
-        """What FLOPs or bytes take, whichever is longer."""
-        machine = self.machine.of(kernel.dtype)
-        return max(work.flops / machine.flops_of(work.rows), moved / machine.memory_bandwidth) / self.spread
+    def work_seconds(
+        self, kernel: Kernel, work: Work, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh
+    ) -> float:
+        """Return the longer of the times for an op's FLOPs and for its bytes on the first rank, which does most.
+
+        Args:
+            values: operands, then results.
+        """
+        machine, moved = self.machine.of(kernel.dtype), 0.0
+        for share, stored, (value, sharding) in zip(kernel.moves, kernel.stored, values, strict=bool(kernel.moves)):
+            if share:
+                moved += share * _stored_bytes(value, sharding, mesh) / machine.bandwidth_of(stored)
+        return max(work.flops / machine.flops_of(work.rows), moved) / self.spread
 
     def tie_seconds(self, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
         """Of ways that take as long, such as a view before a change or after it, the one on fewer bytes wins."""
@@ -92,10 +113,17 @@ class Objective(NamedTuple):
         return self.held * count / self.spread
 
 
-def moved_bytes(kernel: Kernel, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
-    """Bytes that an op reads and writes on the first rank, which does most. `values`: operands, then results."""
-    pairs = zip(kernel.moves, values, strict=bool(kernel.moves))
-    return sum(share * _stored_bytes(value, sharding, mesh) for share, (value, sharding) in pairs if share)
+def copied_bytes(step: Step, value: torch.Tensor, mesh: Mesh) -> int:
+    """Bytes read and written to cut a value, or to order what a collective sends or brings along an inner dim."""
+    source, target = (local_bytes(value, sharding, mesh) for sharding in (step.source, step.target))
+    dims = [
+        dim for dim, (have, want) in enumerate(zip(step.source.dims, step.target.dims, strict=True)) if have != want
+    ]
+    is_inner = any(dim > 0 for dim in dims)
+    copied = {"slice": target, "all_to_all": 2 * source + target}  # which takes parts of the source apart in two steps
+    if is_inner:
+        copied |= {"all_gather": target, "reduce_scatter": source}
+    return 2 * copied.get(step.kind, 0)
 
 
 def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from tpcompiler._torch import HigherOrderOperator, OpOverload, calls_others, sym_hint
 from tpcompiler.cost.kernels import find_kernels
 from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.objective import Objective, Work, local_work, moved_bytes
+from tpcompiler.cost.objective import Objective, Work, local_work
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
 from tpcompiler.ir.mesh import Mesh
@@ -105,7 +105,7 @@ def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, 
     Args:
         sent: seconds of each collective, by node.
     """
-    objective, kernels, known = Objective.of(machine), find_kernels(graph), dict[Any, int | None]()
+    objective, kernels, known = Objective.of(machine), find_kernels(graph, machine.fuses), dict[Any, int | None]()
     work, floors, uncounted = dict[fx.Node, float](), dict[fx.Node, float](), Counter[str]()
     for node in edit.calls(graph):
         if node.name not in sent and node in kernels:
@@ -115,10 +115,10 @@ def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, 
             if (flops := known[alike]) is None:
                 uncounted[op_name(node)] += 1
             values = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
-            moved = moved_bytes(kernels[node], [(v, Sharding.replicated(v.ndim)) for v in values], mesh)
+            whole = [(value, Sharding.replicated(value.ndim)) for value in values]
             rule = rule_of(node) if edit.outputs(node) else None
             rows = local_work(node, rule, Option(), mesh).rows
-            work[node] = objective.work_seconds(kernels[node], Work(flops or 0, rows), moved)
+            work[node] = objective.work_seconds(kernels[node], Work(flops or 0, rows), whole, mesh)
             floors[node] = objective.floor_seconds(kernels[node])
     links = {node: sent[node.name] for node in graph.nodes if node.name in sent}
     taken = {node: work.get(node, 0.0) + floors.get(node, 0.0) + links.get(node, 0.0) for node in graph.nodes}

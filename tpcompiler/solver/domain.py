@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler.cost.kernels import Kernel, find_kernels
+from tpcompiler.cost.kernels import Kernel
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
@@ -56,7 +56,6 @@ def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf
     """
     domain = Domain(program, stage, leaves)
     domain.operands, domain.rules = stage.read.once(program.graph, partial(_read_calls, program.graph))
-    domain.kernels = stage.read.once(("kernels", program.graph), partial(find_kernels, program.graph))
     calls = list(domain.operands)
     ruled = [node for node, rule in domain.rules.items() if rule is not None]
     if stage.free:

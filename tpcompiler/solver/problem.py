@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import aten, sym_hint
-from tpcompiler.cost.kernels import NO_KERNEL, Kernel
-from tpcompiler.cost.objective import Objective, local_bytes, local_work, moved_bytes
+from tpcompiler.cost.kernels import NO_KERNEL, Kernel, find_kernels
+from tpcompiler.cost.objective import Objective, local_bytes, local_work
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
 from tpcompiler.ir.names import layer_of, weight_of
@@ -139,6 +139,8 @@ def pose(
     problem.domains = combine_domains(stage, problem.alone) if stage.parts else problem.alone[0]
     for at, domain in enumerate(problem.domains):
         domain.weight = objective.weight(at)
+        graph = domain.program.graph
+        domain.kernels = stage.read.once(("kernels", graph), partial(find_kernels, graph, objective.machine.fuses))
     if stage.free and not stage.gathers:
         _add_layers(problem)
     for domain in problem.domains:
@@ -295,8 +297,7 @@ def _priced(
     for option, wants, made in ways:
         values = list(zip(tensors, (*wants, *made), strict=True))
         seconds = objective.floor_seconds(kernel) + objective.tie_seconds(values, mesh)
-        work = local_work(node, ways.rule, option, mesh)
-        seconds += objective.work_seconds(kernel, work, moved_bytes(kernel, values, mesh))
+        seconds += objective.work_seconds(kernel, local_work(node, ways.rule, option, mesh), values, mesh)
         seconds = weight * seconds + UNIT * len(option.through)  # of equals, the one that reduces first
         found.setdefault((wants, made), Choice(wants, made, seconds, option, ways.rule))
     return list(found.values())

@@ -9,8 +9,8 @@ from torch import fx
 
 from tpcompiler.cost.kernels import find_kernels
 from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.objective import Objective, local_work, moved_bytes
-from tpcompiler.cost.path import FREE, steps_between
+from tpcompiler.cost.objective import Objective, local_work
+from tpcompiler.cost.path import FREE, Step, steps_between
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.ir import edit
 from tpcompiler.ir.sharding import Sharding
@@ -28,14 +28,16 @@ def measure_step_time(found: Solution, collectives: Iterable[Sent], machine: Mac
     """
     objective, work, floors, launched = Objective.of(machine), 0.0, 0.0, 0
     for program in found.programs:
-        for node, kernel in find_kernels(program.graph).items():
+        for node, kernel in find_kernels(program.graph, machine.fuses).items():
             launched += 1
             floors += objective.floor_seconds(kernel)
             if (choice := found.choices.get(node)) is not None:
                 tensors = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
-                moved = moved_bytes(kernel, list(zip(tensors, (*choice.wants, *choice.made), strict=True)), found.mesh)
-                done = local_work(node, choice.rule, choice.option, found.mesh)
-                work += objective.work_seconds(kernel, done, moved)
+                values = list(zip(tensors, (*choice.wants, *choice.made), strict=True))
+                own = local_work(node, choice.rule, choice.option, found.mesh)
+                work += objective.work_seconds(kernel, own, values, found.mesh)
+    for value, steps in changes_of(found):
+        work += objective.copy_seconds(steps, value.meta["val"], found.mesh)
     sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in collectives]
     host = launched * machine.host.operation + len(sent) * machine.host.collective
     return StepTime(work, floors, sum(sent), host)
@@ -48,6 +50,14 @@ def collectives_of(found: Solution) -> Iterator[Sent]:
 
 def sends_of(found: Solution) -> Iterator[tuple[fx.Node, Sent]]:
     """The same, each with the value that is turned into another."""
+    for value, steps in changes_of(found):
+        for step in steps:
+            if step.kind not in FREE:
+                yield value, (step.kind, step.axes, step.wire_bytes)
+
+
+def changes_of(found: Solution) -> Iterator[tuple[fx.Node, tuple[Step, ...]]]:
+    """The steps of each change of sharding that a solution needs."""
     for program in found.programs:
         changes: dict[tuple[fx.Node, Sharding, Sharding], torch.Tensor] = {}
         for node in edit.calls(program.graph):
@@ -59,6 +69,4 @@ def sends_of(found: Solution) -> Iterator[tuple[fx.Node, Sent]]:
             if value.graph is program.graph:
                 changes[value, sharding_of(program, found, value), settled] = value.meta["val"]
         for (value, have, want), tensor in changes.items():
-            for step in steps_between(have, want, tensor.shape, tensor.element_size(), found.mesh, found.machine):
-                if step.kind not in FREE:
-                    yield value, (step.kind, step.axes, step.wire_bytes)
+            yield value, steps_between(have, want, tensor.shape, tensor.element_size(), found.mesh, found.machine)
