@@ -10,6 +10,7 @@ such as one of int8, is widened there.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -19,6 +20,7 @@ from torch import fx
 
 from tpcompiler._torch import OpOverload, sym_hint
 from tpcompiler.ir import edit
+from tpcompiler.ir.experts import BY_BLOCK
 from tpcompiler.ir.program import pin
 from tpcompiler.ir.rank_numbers import rank_number
 from tpcompiler.ir.text import op_name
@@ -74,6 +76,14 @@ def factors_of_product(node: fx.Node, rule: Rule | None) -> tuple[frozenset[str]
         return None
     left, right = terms
     return (left, right - dealt) if dealt & (right - left) else (left, right)
+
+
+def rows_share(node: fx.Node) -> float:
+    """The share of its rows that an op multiplies: of experts in blocks, each block has its own, as many in each."""
+    if node.target is not BY_BLOCK:
+        return 1.0
+    blocks, rows = (sym_hint(size) for size in edit.operands(node)[0].meta["val"].shape[:2])
+    return math.ceil(rows / blocks) / max(1, rows)
 
 
 class _Fusion:
@@ -190,9 +200,12 @@ def _moves(node: fx.Node, reads: list[float], writes: list[float]) -> tuple[floa
         return (0.0, *reads[1:], *(1 + write for write in writes))
     if name in WRITES:
         return (0.0, *(1 + read for read in reads[1:]), *(0.0 for _ in writes))
-    if "grouped_mm" in name:  # matrices that no row uses are not read
+    if "grouped_mm" in name:  # matrices that no row uses are not read, nor rows of other blocks
         rows, matrices = (operand.meta["val"] for operand in edit.operands(node)[:2])
-        reads[1] *= min(1.0, sym_hint(rows.shape[0]) / sym_hint(matrices.shape[0]))
+        blocks = sym_hint(rows.shape[0]) if node.target is BY_BLOCK else 1
+        own = rows_share(node) * sym_hint(rows.shape[-2])
+        reads[0] *= rows_share(node)
+        reads[1] *= min(1.0, own * blocks / sym_hint(matrices.shape[0]))
     return (*reads, *writes)
 
 
