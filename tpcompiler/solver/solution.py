@@ -51,6 +51,7 @@ class Solution:
         openings: the calls, by program and name, that could be cut more freely in simpler ops.
         simpler: those that are in simpler ops.
         model: the axes over which layers are cut, in order.
+        is_tight: the fastest placements do not fit a rank, and these do.
     """
 
     programs: Sequence[PlannedProgram]
@@ -63,6 +64,7 @@ class Solution:
     openings: Set[tuple[int, str]] = frozenset()
     simpler: Set[tuple[int, str]] = frozenset()
     model: tuple[str, ...] = ()
+    is_tight: bool = False
 
     @property
     def mesh(self) -> Mesh:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import fx
 
 from tpcompiler.cost.kernels import find_kernels
@@ -13,6 +12,7 @@ from tpcompiler.cost.objective import Objective, local_work, moved_bytes
 from tpcompiler.cost.path import steps_between
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.memory import sharding_of
 from tpcompiler.solver.solution import Solution
@@ -26,33 +26,48 @@ def measure_step_time(found: Solution, collectives: Iterable[Sent], machine: Mac
     Args:
         collectives: those of `collectives_of`, or of the finished programs.
     """
-    objective, work, floors, launched = Objective.of(machine), 0.0, 0.0, 0
+    objective = Objective.of(machine)
+    kernels = [kernel for program in found.programs for kernel in find_kernels(program.graph).values()]
+    work, floors = sum(own for _, own in seconds_of_ops(found, machine)), sum(map(objective.floor_seconds, kernels))
+    sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in collectives]
+    host = len(kernels) * machine.host.operation + len(sent) * machine.host.collective
+    return StepTime(work, floors, sum(sent), host)
+
+
+def seconds_of_ops(found: Solution, machine: Machine) -> Iterator[tuple[fx.Node, float]]:
+    """What each op of the programs takes, without floors."""
+    objective = Objective.of(machine)
     for program in found.programs:
         for node, kernel in find_kernels(program.graph).items():
-            launched += 1
-            floors += objective.floor_seconds(kernel)
             if (choice := found.choices.get(node)) is not None:
                 tensors = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
                 moved = moved_bytes(kernel, list(zip(tensors, (*choice.wants, *choice.made), strict=True)), found.mesh)
-                work += objective.work_seconds(local_work(node, choice.rule, choice.option, found.mesh), moved)
-    sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in collectives]
-    host = launched * machine.host.operation + len(sent) * machine.host.collective
-    return StepTime(work, floors, sum(sent), host)
+                yield node, objective.work_seconds(local_work(node, choice.rule, choice.option, found.mesh), moved)
 
 
 def collectives_of(found: Solution) -> Iterator[Sent]:
     """The collectives that a solution needs: each value once for each sharding that it is turned into."""
+    for value, have, want in changes_of(found):
+        yield from collectives_between(value, have, want, found.mesh)
+
+
+def changes_of(found: Solution) -> Iterator[tuple[fx.Node, Sharding, Sharding]]:
+    """Every value beside what it is and what it is turned into, each once."""
     for program in found.programs:
-        changes: dict[tuple[fx.Node, Sharding, Sharding], torch.Tensor] = {}
+        changes: dict[tuple[fx.Node, Sharding, Sharding], None] = {}
         for node in edit.calls(program.graph):
             wants = found.choices[node].wants if node in found.choices else ()
             for operand, want in zip(edit.operands(node), wants, strict=False):
-                have = found.settled.get(operand) or sharding_of(program, found, operand)
-                changes[operand, have, want] = operand.meta["val"]
+                changes[operand, found.settled.get(operand) or sharding_of(program, found, operand), want] = None
         for value, settled in found.settled.items():
             if value.graph is program.graph:
-                changes[value, sharding_of(program, found, value), settled] = value.meta["val"]
-        for (_, have, want), tensor in changes.items():
-            for step in steps_between(have, want, tensor.shape, tensor.element_size(), found.mesh):
-                if step.kind not in ("slice", "hold"):
-                    yield step.kind, step.axes, step.wire_bytes
+                changes[value, sharding_of(program, found, value), settled] = None
+        yield from changes
+
+
+def collectives_between(value: fx.Node, have: Sharding, want: Sharding, mesh: Mesh) -> Iterator[Sent]:
+    """The collectives of one change."""
+    tensor = value.meta["val"]
+    for step in steps_between(have, want, tensor.shape, tensor.element_size(), mesh):
+        if step.kind not in ("slice", "hold"):
+            yield step.kind, step.axes, step.wire_bytes
