@@ -12,10 +12,13 @@ from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import IN_TURNS, InTurns
+from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.passes._kernels import MULTIPLES
 from tpcompiler.plan import PlanEntry
+from tpcompiler.plan.styles import STYLES
 
-STEPS = 2  # the dim of queries, keys and values: [batch, heads, steps, features]
+HEADS, STEPS, FEATURES = 1, 2, 3  # dims of queries, keys and values: [batch, heads, steps, features]
+ATTENTION = aten.scaled_dot_product_attention.default
 
 
 def ask_for_turns(graph: fx.Graph, name: str, entry: PlanEntry, mesh: Mesh) -> None:
@@ -26,9 +29,9 @@ def ask_for_turns(graph: fx.Graph, name: str, entry: PlanEntry, mesh: Mesh) -> N
     """
     if not entry.style.in_turns:
         return
-    axis = entry.style.axis if entry.style.axis in mesh.names else mesh.model_axis
+    axis = axis_of_turns(mesh)
     inside = [node for node in edit.calls(graph) if name in edit.module_paths(node)]
-    attention = [node for node in inside if node.target is aten.scaled_dot_product_attention.default]
+    attention = [node for node in inside if node.target is ATTENTION]
     if not attention:
         raise PlanError(
             f"style '{entry.style.name}' does not fit '{name}': it calls no scaled_dot_product_attention",
@@ -39,12 +42,38 @@ def ask_for_turns(graph: fx.Graph, name: str, entry: PlanEntry, mesh: Mesh) -> N
         node.meta[IN_TURNS] = InTurns(axis, entry.where)
 
 
-def dealt_out(node: fx.Node, mesh: Mesh, device_type: str) -> Iterator[tuple[str, fx.Node, int]]:
+def axis_of_turns(mesh: Mesh) -> str:
+    """The axis over which the style cuts steps: its own where the mesh has that."""
+    own = STYLES["attend_in_turns"].axis
+    return own if own in mesh.names else mesh.model_axis
+
+
+def dealt_out(node: fx.Node, axis: str, mesh: Mesh, device_type: str) -> Iterator[tuple[str, fx.Node, int]]:
     """What of a call has steps that are dealt out, and of what they are a multiple: of keys each rank has some in each
     turn.
     """
-    ranks, args = mesh.degree(node.meta[IN_TURNS].axis), edit.bound(node)
+    ranks, args = mesh.degree(axis), edit.bound(node)
     queries, keys, _ = MULTIPLES[device_type]
     for what, operand, each in (("queries", args["query"], queries), ("keys", args["key"], math.lcm(ranks, keys))):
         if operand.meta["val"].ndim == 4:
             yield what, operand, ranks * each
+
+
+def misfit(node: fx.Node, axis: str, mesh: Mesh, device_type: str, dynamic: bool = False) -> str:
+    """Why a call cannot be written in turns; nothing where it can. `dynamic`: such sizes are still to be divided."""
+    args = edit.bound(node)
+    q, k, v = (args[name].meta["val"].shape for name in ("query", "key", "value"))
+    if not len(q) == len(k) == len(v) == 4 or not all(map(statically_equal, (*k, q[0], q[3]), (*v, k[0], k[3]))):
+        shapes = ", ".join(str(list(shape)) for shape in (q, k, v))
+        return f"it takes {shapes}, and must take [batch, heads, steps, features] of as many samples and features"
+    if not isinstance(sym_quotient(q[HEADS], k[HEADS]), int):
+        return f"{q[HEADS]} heads of queries are no groups over {k[HEADS]} heads of keys"
+    sizes = [("features", args["query"], FEATURES, MULTIPLES[device_type][-1])]
+    sizes += [
+        (f"steps of {what}", each, STEPS, parts) for what, each, parts in dealt_out(node, axis, mesh, device_type)
+    ]
+    for what, operand, dim, multiple in sizes:
+        size = operand.meta["val"].shape[dim]
+        if sym_quotient(size, multiple) is None and not (dynamic and not isinstance(size, int)):
+            return f"{size} {what} are no multiple of {multiple}, as that many ranks on {device_type} need"
+    return ""

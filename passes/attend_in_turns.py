@@ -17,14 +17,12 @@ from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import fake_mode_of, memory_order
-from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import IN_TURNS, PIN, InTurns, PlannedProgram, Seed, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
-from tpcompiler.passes._kernels import MULTIPLES, ON_CPU
-from tpcompiler.passes._turns import STEPS, dealt_out
+from tpcompiler.passes._kernels import ON_CPU
+from tpcompiler.passes._turns import FEATURES, HEADS, STEPS, misfit
 
-HEADS, FEATURES = 1, 3  # beside STEPS
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints)
 
 
@@ -40,8 +38,8 @@ def attend_in_turns(program: PlannedProgram, device_type: str = "cpu") -> Planne
 
     There are as many turns as ranks, so a rank has a share of the keys beside its own at a time, and never all. Ring
     attention (Liu, Zaharia and Abbeel, 2023) holds and sends as much, a block from neighbour to neighbour; each rank
-    would need a graph of its own for it. Here all have one. What makes a call so is the plan: the search has no price
-    for memory.
+    would need a graph of its own for it. Here all have one. What makes a call so is the plan, or the search where what
+    is gathered at once does not fit.
 
     Raises:
         PlanError: a call that the kernel cannot do, or steps that cannot be dealt out evenly.
@@ -54,7 +52,7 @@ def attend_in_turns(program: PlannedProgram, device_type: str = "cpu") -> Planne
             continue
         asked: InTurns = node.meta[IN_TURNS]
         ranks = program.mesh.degree(asked.axis)
-        if why := _misfit(node, program.mesh, device_type):
+        if why := misfit(node, asked.axis, program.mesh, device_type):
             raise PlanError(
                 f"'{node.name}' cannot attend in turns over {asked.axis}={ranks}: {why}",
                 help="leave the module out of the plan, so that keys and values are gathered at once, or pad sizes",
@@ -63,23 +61,6 @@ def attend_in_turns(program: PlannedProgram, device_type: str = "cpu") -> Planne
             )
         _Turns(node, asked, ranks).write()
     return replace(program, graph=graph)
-
-
-def _misfit(node: fx.Node, mesh: Mesh, device_type: str) -> str:
-    """Why a call cannot be written so; nothing where it can."""
-    args = edit.bound(node)
-    q, k, v = (args[name].meta["val"].shape for name in ("query", "key", "value"))
-    if not len(q) == len(k) == len(v) == 4 or not all(map(statically_equal, (*k, q[0], q[3]), (*v, k[0], k[3]))):
-        shapes = ", ".join(str(list(shape)) for shape in (q, k, v))
-        return f"it takes {shapes}, and must take [batch, heads, steps, features] of as many samples and features"
-    if not isinstance(sym_quotient(q[HEADS], k[HEADS]), int):
-        return f"{q[HEADS]} heads of queries are no groups over {k[HEADS]} heads of keys"
-    sizes = [("features", args["query"], FEATURES, MULTIPLES[device_type][-1])]
-    sizes += [(f"steps of {what}", each, STEPS, parts) for what, each, parts in dealt_out(node, mesh, device_type)]
-    for what, operand, dim, multiple in sizes:
-        if sym_quotient(size := operand.meta["val"].shape[dim], multiple) is None:
-            return f"{size} {what} are no multiple of {multiple}, as that many ranks on {device_type} need"
-    return ""
 
 
 @dataclass

@@ -99,8 +99,9 @@ def _divided(program: PlannedProgram, device_type: str) -> Iterator[tuple[str, t
             if cut.axes:
                 yield what, value, dim, program.mesh.size(cut.axes), asked_by
     for node in edit.calls(program.graph):
-        for _, operand, parts in dealt_out(node, program.mesh, device_type) if IN_TURNS in node.meta else ():
-            yield f"'{operand.name}'", operand.meta["val"], STEPS, parts, node.meta[IN_TURNS].asked_by
+        if (asked := node.meta.get(IN_TURNS)) is not None:
+            for _, operand, parts in dealt_out(node, asked.axis, program.mesh, device_type):
+                yield f"'{operand.name}'", operand.meta["val"], STEPS, parts, asked.asked_by
 
 
 def _placed(program: PlannedProgram) -> Iterator[tuple[str, torch.Tensor, Sharding, str]]:

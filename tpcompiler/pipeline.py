@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os.path import basename
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from torch.export import ExportedProgram
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler._torch import FakeTensor
-from tpcompiler.errors import ProgramError, ShardingError
+from tpcompiler.cost.timeline import duration
+from tpcompiler.errors import ProgramError, ShardingError, TpCompilerError
 from tpcompiler.explain.advice import Adviser
+from tpcompiler.forms import FINDERS, Base
 from tpcompiler.frontend.plain_weights import drop_replaced, unwrap_subclasses
 from tpcompiler.ir.devices import device_type_for
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.placements import format_spec, parse_placement
 from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, Note, PlannedProgram, Program
 from tpcompiler.ir.shares import same_bits
@@ -39,10 +45,13 @@ from tpcompiler.passes.join_branches import join_branches
 from tpcompiler.passes.mark_placements import mark_placements
 from tpcompiler.passes.spread_experts import spread_experts
 from tpcompiler.plan import Plan, join_plans, share_plan
+from tpcompiler.printed import format_bytes
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.solver.place import Aim, place
+from tpcompiler.solver.memory import measure_memory
+from tpcompiler.solver.place import Aim, TooLarge, place
 from tpcompiler.solver.remarks import Remarks
-from tpcompiler.solver.solution import Solution
+from tpcompiler.solver.solution import Solution, search
+from tpcompiler.solver.step_time import collectives_of, measure_step_time
 from tpcompiler.verify.invariants import check_invariants
 
 P = TypeVar("P", bound=Program)
@@ -89,7 +98,14 @@ class Conversion:
             refuse_symm_mem(device)
         return cls(exported, program, mesh, plan, boundary, device, after, collectives, check_indices, dropped)
 
+    def with_styles(self, styles: Mapping[str, str]) -> Conversion:
+        """With these in the plan for the names that it has none for."""
+        names = names_of(self.program) if styles else []
+        own = {name: styles[name] for name in names if name in styles}
+        return replace(self, plan=self.plan.completed(own, names)) if own else self
+
     def planned(self, plan: Plan, after: After) -> PlannedProgram:
+        plan = plan.as_found() if plan.searches else plan
         with no_new_guards(self.program.graph):
             flat = flatten_branches(self.program, plan, self.mesh)
             if flat is not self.program:
@@ -205,7 +221,7 @@ def plan_found(conversions: Mapping[str, Conversion], aim: Aim | None = None) ->
     """
     if len(conversions) > 1:
         _same_leaves(conversions)
-    _, _, found = _placed(conversions, aim or Aim())
+    conversions, _, _, found = _placed(conversions, aim or Aim())
     plan = join_plans([own.plan for own in conversions.values()])
     return plan.completed(found.styles, (n for own in conversions.values() for n in names_of(own.program)))
 
@@ -216,14 +232,14 @@ def find_placements(conversions: Sequence[Conversion], aim: Aim) -> Solution:
     Raises:
         ShardingError: no placement suits all programs.
     """
-    return _placed({str(at): conversion for at, conversion in enumerate(conversions)}, aim)[2]
+    return _placed({str(at): conversion for at, conversion in enumerate(conversions)}, aim)[3]
 
 
 def _marked(
     conversions: Mapping[str, Conversion], aim: Aim
-) -> tuple[list[PlannedProgram], Solution, dict[str, MarkedProgram], dict[str, Plan]]:
+) -> tuple[Sequence[PlannedProgram], Solution, dict[str, MarkedProgram], dict[str, Plan]]:
     """The programs before the search, what it found, every program marked, and its plan with what was found."""
-    planned, programs, found = _placed(conversions, aim)
+    conversions, planned, programs, found = _placed(conversions, aim)
     marked, plans = dict[str, MarkedProgram](), dict[str, Plan]()
     with no_new_guards(*(program.graph for program in programs)):
         for (name, conversion), program in zip(conversions.items(), programs, strict=True):
@@ -236,10 +252,81 @@ def _marked(
 
 def _placed(
     conversions: Mapping[str, Conversion], aim: Aim
-) -> tuple[list[PlannedProgram], list[PlannedProgram], Solution]:
-    planned = [conversion.planned(conversion.plan, conversion.after) for conversion in conversions.values()]
+) -> tuple[Mapping[str, Conversion], Sequence[PlannedProgram], list[PlannedProgram], Solution]:
+    """What is converted, with the forms that the search took in the plans; the programs before they are placed, and
+    placed; and what was found.
+
+    Raises:
+        TooLarge, ShardingError: as `place`.
+    """
+    best = _attempted(conversions, aim)
+    if not best.searches or aim.gathers or not aim.forms:
+        return best.placed()
+    for find in FINDERS:
+        base = Base(best.planned, best.found, aim.machine, next(iter(conversions.values())).device, best.is_tight)
+        with contextlib.suppress(TpCompilerError):  # what a form cannot have
+            formed = {name: own.with_styles(dict(find(base))) for name, own in best.conversions.items()}
+            if any(own.plan != best.conversions[name].plan for name, own in formed.items()):
+                best = min(best, _attempted(formed, aim), key=lambda each: each.rank)
+    used, planned, kept, found = best.placed()
+    notes = [Note("search", text) for text in _without_forms(used, found, aim)]
+    return used, planned, [replace(program, notes=(*program.notes, *notes)) for program in kept], found
+
+
+class _Attempt(NamedTuple):
+    """Programs in one form, and what the search finds for them. `error`: where nothing fits, and `kept` is empty."""
+
+    conversions: Mapping[str, Conversion]
+    planned: Sequence[PlannedProgram]
+    kept: list[PlannedProgram]
+    found: Solution
+    error: TooLarge | None
+
+    @property
+    def searches(self) -> bool:
+        return next(iter(self.conversions.values())).plan.searches
+
+    @property
+    def is_tight(self) -> bool:
+        return self.error is not None or self.found.is_tight
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Less is better: the fastest call that fits, or what holds least."""
+        return (0, self.found.seconds) if self.error is None else (1, self.error.least.total)
+
+    def placed(self) -> tuple[Mapping[str, Conversion], Sequence[PlannedProgram], list[PlannedProgram], Solution]:
+        if self.error is not None:
+            raise self.error
+        return self.conversions, self.planned, self.kept, self.found
+
+
+def _attempted(conversions: Mapping[str, Conversion], aim: Aim) -> _Attempt:
+    planned = [own.planned(own.plan, own.after) for own in conversions.values()]
     with no_new_guards(*(program.graph for program in planned)):
-        return planned, *place(planned, next(iter(conversions.values())).plan.searches, aim)
+        try:
+            kept, found = place(planned, next(iter(conversions.values())).plan.searches, aim)
+        except TooLarge as error:
+            return _Attempt(conversions, planned, [], error.found, error)
+    return _Attempt(conversions, planned, kept, found, None)
+
+
+def _without_forms(conversions: Mapping[str, Conversion], found: Solution, aim: Aim) -> Iterator[str]:
+    """What a call would take, and a rank would hold, without each of the forms, with all else as it was found."""
+    plans = [own.plan.completed(found.styles, names_of(own.program)) for own in conversions.values()]
+    for style in dict.fromkeys(entry.style.name for plan in plans for entry in plan.forms.entries):
+        ruled = (plan.assign(names_of(own.program)) for own, plan in zip(conversions.values(), plans, strict=True))
+        named = dict.fromkeys(name for own in ruled for name, entry in own.items() if entry.style.name == style)
+        alike = Counter(map(fold_layers, named))
+        others = (replace(plan, entries=tuple(e for e in plan.entries if e.style.name != style)) for plan in plans)
+        planned = [own.planned(plan, _unseen) for own, plan in zip(conversions.values(), others, strict=True)]
+        with no_new_guards(*(program.graph for program in planned)):
+            other = search(planned, aim.objective, True)
+        if not math.isinf(other.seconds):
+            call = duration(measure_step_time(other, collectives_of(other), aim.machine).total)
+            held = format_bytes(measure_memory(other).total)
+            said = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in alike.items())
+            yield f"{style}: {said}; without it a call would take {call} and a rank would hold about {held}"
 
 
 def _unseen(program: P, name: str) -> P:

@@ -20,6 +20,7 @@ from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import PlanError
+from tpcompiler.ir import edit
 from tpcompiler.pipeline import find_placements
 from tpcompiler.solver.place import Aim
 from tpcompiler.solver.solution import Solution
@@ -78,6 +79,15 @@ def test_a_decode_is_megatrons() -> None:
     found, _ = solved(LLAMA, DECODE, 8, "auto", read_machine("h100"))
     assert Counter(kind for kind, _, _ in collectives_of(found)) == {"all_reduce": 2 * LAYERS, "all_gather": 1}
     assert found.styles["layers.1.attention.o"] == found.styles["layers.1.mlp.down"] == "rowwise"
+
+
+@pytest.mark.slow
+def test_a_batch_of_one_is_not_cut() -> None:
+    """One rank would do all of the work, for next to nothing is sent to it: the attention's result goes there alone."""
+    found, _ = solved(LLAMA, (1, 2048, False), 4, "auto", read_machine("h100"))
+    for node, choice in found.choices.items():
+        for value, made in zip(edit.outputs(node), choice.made, strict=True):
+            assert not any(cut.axes for size, cut in zip(value.shape, made.dims, strict=True) if size == 1), node
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ Without a compiler every op is a kernel that reads its operands and writes its r
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -23,6 +24,7 @@ from torch import fx
 from tpcompiler._torch import OpOverload, sym_hint
 from tpcompiler.cost.machine import DTYPES
 from tpcompiler.ir import edit
+from tpcompiler.ir.experts import BY_BLOCK
 from tpcompiler.ir.program import pin
 from tpcompiler.ir.rank_numbers import rank_number
 from tpcompiler.ir.text import op_name
@@ -92,6 +94,14 @@ def _multiplied(node: fx.Node, rule: Rule | None) -> tuple[list[tuple[fx.Node, f
     if len(terms) > 2:  # such as scales of the result
         terms = [(operand, own) for operand, own in terms if own & rule.reduced]
     return None if len(terms) != 2 or not rule.reduced - dealt else (terms, dealt)
+
+
+def rows_share(node: fx.Node) -> float:
+    """The share of its rows that an op multiplies: of experts in blocks, each block has its own, as many in each."""
+    if node.target is not BY_BLOCK:
+        return 1.0
+    blocks, rows = (sym_hint(size) for size in edit.operands(node)[0].meta["val"].shape[:2])
+    return math.ceil(rows / blocks) / max(1, rows)
 
 
 class _Fusion:
@@ -235,7 +245,8 @@ def _moves(node: fx.Node, reads: list[float], writes: list[float]) -> tuple[floa
     if name in WRITES:
         return (0.0, *(1 + read for read in reads[1:]), *(0.0 for _ in writes))
     if "grouped_mm" in name and len(reads) == 3:
-        reads[1] *= _share_of_experts(*edit.operands(node))
+        reads[0] *= rows_share(node)
+        reads[1] *= _share_of_experts(node)
     return (*reads, *writes)
 
 
@@ -245,11 +256,17 @@ def _is_number(value: fx.Node) -> bool:
     return len(tensors) == 1 and tensors[0].ndim == 0 and tensors[0].dtype in INDICES
 
 
-def _share_of_experts(rows: fx.Node, matrices: fx.Node, ends: fx.Node) -> float:
-    """The share of matrices that rows are expected to use, each token some of them, if it takes all alike."""
+def _share_of_experts(node: fx.Node) -> float:
+    """The share of matrices that rows are expected to use, each token some of them, if it takes all alike.
+
+    In blocks, as many as if each block had as many rows as the one that has most.
+    """
+    rows, matrices, ends = edit.operands(node)
     if matrices.meta["val"].ndim != 3:
         return 1.0
-    count, experts = sym_hint(rows.meta["val"].shape[-2]), sym_hint(matrices.meta["val"].shape[0])
+    blocks = sym_hint(rows.meta["val"].shape[0]) if node.target is BY_BLOCK else 1
+    count = blocks * rows_share(node) * sym_hint(rows.meta["val"].shape[-2])
+    experts = sym_hint(matrices.meta["val"].shape[0])
     each = min(_chosen_by_token(ends), experts)
     return float(1 - (1 - each / experts) ** (count / each))
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import sym_hint
-from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention
+from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention, rows_share
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.path import FREE, Step, steps_between
 from tpcompiler.ir.dim_sharding import Size
@@ -163,7 +163,8 @@ def local_work(node: fx.Node, rule: Rule | None, option: Option, mesh: Mesh) -> 
     under, over = size(left - right - made), size(made - left - right)
     # A window moves over the space of its input, of which there is one result each, or one input where it is spread.
     window = min(under, over) if made - left - right else under
-    return Work(2.0 * size((left & (right | made)) | right) * window, size((made & left) - right))
+    own = rows_share(node)
+    return Work(2.0 * size((left & (right | made)) | right) * window * own, size((made & left) - right) * own)
 
 
 def _attention_work(rule: Rule, option: Option, mesh: Mesh) -> Work:

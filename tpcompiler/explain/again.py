@@ -26,7 +26,7 @@ from tpcompiler.ir.program import PlannedProgram, Seed
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.passes.mark_placements import mark_placements
 from tpcompiler.pipeline import Conversion, asked_boundary, find_placements, finished_together
-from tpcompiler.plan import Plan
+from tpcompiler.plan import Plan, join_plans
 from tpcompiler.runtime.artifact import programs_in, read_manifest
 from tpcompiler.solver.otherwise import Otherwise, price_otherwise
 from tpcompiler.solver.place import Aim
@@ -100,7 +100,7 @@ def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: 
         ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
     """
     conversions, at, gathers = _conversions(directory, trust)
-    found = find_placements(conversions, Aim(machine, gathers=gathers))
+    found = find_placements(conversions, Aim(machine, gathers=gathers, forms=False))
     return Again(found, at, machine, conversions[at].plan.searches, gathers)
 
 
@@ -139,7 +139,7 @@ def _conversions(directory: str | os.PathLike[str], trust: bool) -> tuple[list[C
         plan, said = Plan.of(manifest.plan), manifest.asked.get("plan", {})
         gathers = said == "auto:free"
         if gathers or plan.searches:  # in the manifest a plan is with what the search found
-            plan = Plan.of({} if gathers else said).with_search()
+            plan = join_plans([Plan.of({} if gathers else said).with_search(), plan.forms])
         boundary = asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")
         program, mesh = read_original(each, manifest, trust=trust), Mesh.of(manifest.asked.get("mesh", manifest.mesh))
         conversions.append(Conversion.of(program, mesh, plan, boundary, manifest.device_type, None, "nccl"))

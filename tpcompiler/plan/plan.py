@@ -91,6 +91,21 @@ class Plan:
         """The plan with the rest left to the search."""
         return self if self.searches else replace(self, entries=(*self.entries, *Plan.of({"**": AUTO.name}).entries))
 
+    @property
+    def forms(self) -> Plan:
+        """Its entries that ask for another form of the program."""
+        return replace(self, entries=tuple(entry for entry in self.entries if entry.style.is_form))
+
+    def as_found(self) -> Plan:
+        """The plan with the same words for these entries whether a file has them or the search found them."""
+        here = (
+            replace(e, where=f"the plan ({json.dumps(e.pattern)}: {json.dumps(e.style.to_data())})")
+            if e.style.is_form
+            else e
+            for e in self.entries
+        )
+        return replace(self, entries=tuple(here))
+
     @classmethod
     def of(cls, plan: Plan | Mapping[str, object] | str | os.PathLike[str], *, skip_unsupported: bool = False) -> Plan:
         """Read a plan: a mapping of patterns to styles (see `read_style`), or the path of a YAML or JSON file.

@@ -53,6 +53,11 @@ class Style:
         return bool(self.cut or self.whole or self.placement is not None or self.inputs or self.outputs)
 
     @property
+    def is_form(self) -> bool:
+        """Whether it asks for another form of the program, which the search may take of its own accord too."""
+        return self.name in ("attend_in_turns", "grouped_gemm", "sequence_parallel")
+
+    @property
     def written(self) -> str:
         """The name as a plan has it, with the sizes."""
         return f"{self.name}:{','.join(map(str, self.sizes))}" if self.sizes else self.name

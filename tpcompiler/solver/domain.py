@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler.cost.kernels import Kernel
+from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
@@ -101,11 +101,13 @@ def _find_tokens(domain: Domain) -> None:
     for node in domain.program.user_inputs():
         value = node.meta["val"]
         tokens[node] = dict.fromkeys(range(value.ndim)[: 1 if value.is_floating_point() else None], True)
-    for node, rule in domain.rules.items():
-        if rule is None:
+    for node, operands in domain.operands.items():
+        if node.target is pin and operands[0] in tokens:
+            tokens[node] = tokens[operands[0]]
+        if (rule := domain.rules.get(node)) is None:
             continue
         found = domain.tokens[node] = {}
-        for operand, term in zip(domain.operands[node], rule.pattern.inputs, strict=True):
+        for operand, term in zip(operands, rule.pattern.inputs, strict=True):
             for at, alone in tokens.get(operand, {}).items():
                 dim = [factor for factor in term[at] if not is_one(rule.extent[factor])]
                 for factor in dim if alone else dim[:1]:
@@ -151,26 +153,37 @@ def _first_ways(domain: Domain, node: fx.Node) -> Ways:
     """The op as it runs over the axes before; without a plan, all that its rule knows besides."""
     stage, rule = domain.stage, domain.rules[node]
     assert rule is not None
-    base, limits = stage.base(node), _limits_of(domain, node, rule)
+    base, limits, own_limits = (
+        stage.base(node),
+        _limits_of(domain, node, rule),
+        _limits_of(domain, node, rule, own=True),
+    )
 
     def start() -> Ways:
         ways = Ways.whole(stage, rule, base, limits)
         own = (stage.extended(base, each) for each in stage.own_options(rule) if stage.free)
-        return ways.adding(stage, own)
+        return ways.adding(stage, own, own_limits)
 
-    return stage.once(("first", id(rule), stage.name(base), limits), start)  # type: ignore[no-any-return]
+    known = "first", id(rule), stage.name(base), limits, own_limits
+    return stage.once(known, start)  # type: ignore[no-any-return]
 
 
-def _limits_of(domain: Domain, node: fx.Node, rule: Rule) -> Limits:
+def _limits_of(domain: Domain, node: fx.Node, rule: Rule, own: bool = False) -> Limits:
     """What the search may cut.
 
     Without a plan: no samples or tokens, nor what an op leaves out of its operand; what lies within each token may be
     cut, such as heads that are merged with samples. With one: nothing but what comes of what is cut.
+
+    Args:
+        own: without a plan, by an op of its own accord. Where its neighbours are cut along tokens it may follow, unless
+            it multiplies with weights: these would be whole.
     """
     if domain.stage.free:
-        tokens = {} if domain.stage.gathers else domain.tokens[node]
+        follows = not own and not is_attention(node) and factors_of_product(node, rule) is None
+        tokens = {} if domain.stage.gathers or follows else domain.tokens[node]
         left_out = frozenset(factor for factor in rule.factors if factor.startswith("_"))
-        return Limits(frozenset(f for f, alone in tokens.items() if alone), frozenset(tokens), left_out)
+        barred = {f for f, alone in tokens.items() if alone} | {f for f in rule.factors if is_one(rule.extent[f])}
+        return Limits(frozenset(barred), frozenset(tokens), left_out)
     if node in domain.loose or node not in domain.touched:
         return Limits(is_closed=node not in domain.loose or not rule.relayout)
     factors: dict[bool, set[str]] = {True: set(), False: set()}

@@ -26,9 +26,10 @@ MOST_ENTRIES = 32  # of a plan that are left out in turn to find those that conf
 
 
 class TooLarge(ShardingError):
-    """No placement that was found fits a rank. `least`: what the smallest of them holds."""
+    """No placement that was found fits a rank. `least`: what the smallest of them holds; `found`: the fastest."""
 
     least: Memory
+    found: Solution
 
 
 Goal = Literal["latency", "memory"]
@@ -44,6 +45,7 @@ class Aim:
         gathers: without a plan, weights may be gathered and the batch may be cut.
         optimize: the fastest call, or the fewest bytes of weights on a rank and then the fastest call.
         calls: of several programs, how often each is called, or nothing: all as often.
+        forms: without a plan, other forms of the programs are tried where they may pay (`forms.py`).
     """
 
     machine: Machine = field(default_factory=read_machine)
@@ -51,6 +53,7 @@ class Aim:
     gathers: bool = False
     optimize: Goal = "latency"
     calls: tuple[float, ...] = ()
+    forms: bool = True
 
     @property
     def objective(self) -> Objective:
@@ -168,12 +171,12 @@ def _fitted(
             f"{format_bytes(limit)}. The largest weights there are {leaves}",
             help=f"use more ranks{'' if auto else ', cut more layers'}, or a limit of at least {least.total} bytes",
         )
-        error.least = least
+        error.least, error.found = least, found
         raise error
     if auto:  # at its own price, what these layers are best beside
         settled = search([_keeping(program, best) for program in programs], objective, auto, aim.gathers)
         best = settled if measure_memory(settled).total <= limit else best
-    return best, best.above(bound)
+    return replace(best, is_tight=True), best.above(bound)
 
 
 def _keeping(program: PlannedProgram, found: Solution) -> PlannedProgram:

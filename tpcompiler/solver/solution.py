@@ -61,6 +61,7 @@ class Solution:
         model: the axes over which layers are cut, in order.
         turns: the axes over which there was a choice, in the order in which they were solved; those of a turn at once.
         bound: seconds that no placement takes less than, of all choices that were compared.
+        is_tight: the fastest placements do not fit a rank, and these do.
     """
 
     programs: Sequence[PlannedProgram]
@@ -76,6 +77,7 @@ class Solution:
     model: tuple[str, ...] = ()
     turns: Turns = ()
     bound: float = 0.0
+    is_tight: bool = False
 
     @property
     def mesh(self) -> Mesh:

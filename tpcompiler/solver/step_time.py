@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import fx
 
 from tpcompiler.cost.kernels import find_kernels
@@ -26,21 +25,26 @@ def measure_step_time(found: Solution, collectives: Iterable[Sent], machine: Mac
     Args:
         collectives: those of `collectives_of`, or of the finished programs.
     """
-    objective, work, floors, launched = Objective.of(machine), 0.0, 0.0, 0
+    objective = Objective.of(machine)
+    kernels = [kernel for program in found.programs for kernel in find_kernels(program.graph, machine.fuses).values()]
+    work, floors = sum(own for _, own in seconds_of_ops(found, machine)), sum(map(objective.floor_seconds, kernels))
+    for value, steps in changes_of(found):
+        work += objective.copy_seconds(steps, value.meta["val"], found.mesh)
+    sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in collectives]
+    host = len(kernels) * machine.host.operation + len(sent) * machine.host.collective
+    return StepTime(work, floors, sum(sent), host)
+
+
+def seconds_of_ops(found: Solution, machine: Machine) -> Iterator[tuple[fx.Node, float]]:
+    """What each op of the programs takes, without floors."""
+    objective = Objective.of(machine)
     for program in found.programs:
         for node, kernel in find_kernels(program.graph, machine.fuses).items():
-            launched += 1
-            floors += objective.floor_seconds(kernel)
             if (choice := found.choices.get(node)) is not None:
                 tensors = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
                 values = list(zip(tensors, (*choice.wants, *choice.made), strict=True))
                 own = local_work(node, choice.rule, choice.option, found.mesh)
-                work += objective.work_seconds(kernel, own, values, found.mesh)
-    for value, steps in changes_of(found):
-        work += objective.copy_seconds(steps, value.meta["val"], found.mesh)
-    sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in collectives]
-    host = launched * machine.host.operation + len(sent) * machine.host.collective
-    return StepTime(work, floors, sum(sent), host)
+                yield node, objective.work_seconds(kernel, own, values, found.mesh)
 
 
 def collectives_of(found: Solution) -> Iterator[Sent]:
@@ -59,14 +63,14 @@ def sends_of(found: Solution) -> Iterator[tuple[fx.Node, Sent]]:
 def changes_of(found: Solution) -> Iterator[tuple[fx.Node, tuple[Step, ...]]]:
     """The steps of each change of sharding that a solution needs."""
     for program in found.programs:
-        changes: dict[tuple[fx.Node, Sharding, Sharding], torch.Tensor] = {}
+        changes: dict[tuple[fx.Node, Sharding, Sharding], None] = {}
         for node in edit.calls(program.graph):
             wants = found.choices[node].wants if node in found.choices else ()
             for operand, want in zip(edit.operands(node), wants, strict=False):
-                have = found.settled.get(operand) or sharding_of(program, found, operand)
-                changes[operand, have, want] = operand.meta["val"]
+                changes[operand, found.settled.get(operand) or sharding_of(program, found, operand), want] = None
         for value, settled in found.settled.items():
             if value.graph is program.graph:
-                changes[value, sharding_of(program, found, value), settled] = value.meta["val"]
-        for (value, have, want), tensor in changes.items():
+                changes[value, sharding_of(program, found, value), settled] = None
+        for value, have, want in changes:
+            tensor = value.meta["val"]
             yield value, steps_between(have, want, tensor.shape, tensor.element_size(), found.mesh, found.machine)

@@ -1,0 +1,203 @@
+"""Forms of a program that a style asks for, where the search may try them of its own accord: which could pay.
+
+Experts that are dealt out to ranks, norms on shares of the sequence, and attention in turns. Each finder is a cheap
+necessary condition on what was found without the form; whether it pays is for the search to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from tpcompiler.cost.kernels import factors_of_product, is_attention
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.objective import local_bytes
+from tpcompiler.ir import edit
+from tpcompiler.ir.program import PlannedProgram
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.sizes import statically_equal, sym_quotient
+from tpcompiler.ir.static import computed_from_leaves
+from tpcompiler.passes._experts import Region, find_regions, leaf_behind
+from tpcompiler.passes._turns import ATTENTION, STEPS, axis_of_turns, misfit
+from tpcompiler.plan.styles import STYLES
+from tpcompiler.rules.registry import rule_of
+from tpcompiler.solver.memory import sharding_of
+from tpcompiler.solver.solution import Solution
+from tpcompiler.solver.step_time import seconds_of_ops, sends_of
+
+
+class Base(NamedTuple):
+    """What was found without a form.
+
+    Attributes:
+        programs: as the plan has them.
+        is_tight: the fastest placements do not fit a rank's memory.
+    """
+
+    programs: Sequence[PlannedProgram]
+    found: Solution
+    machine: Machine
+    device: str
+    is_tight: bool
+
+    def pairs(self) -> Iterator[tuple[PlannedProgram, _Placed]]:
+        for at, (program, placed) in enumerate(zip(self.programs, self.found.programs, strict=True)):
+            yield program, _Placed(placed, self.found, {name for own, name in self.found.simpler if own == at})
+
+
+class _Placed:
+    """A program of a solution, some ops of which may be in simpler ones there."""
+
+    def __init__(self, program: PlannedProgram, found: Solution, simpler: Set[str]) -> None:
+        self.program, self.found, self.simpler = program, found, simpler
+        self.nodes = {node.name: node for node in program.graph.nodes}
+
+    def sharding(self, value: fx.Node) -> Sharding | None:
+        """Of a value of the program as it was planned, as its users see it."""
+        own = self.nodes.get(value.name)
+        return None if own is None else self.found.settled.get(own) or sharding_of(self.program, self.found, own)
+
+    def is_changed_for(self, node: fx.Node, operands: set[str]) -> bool:
+        """True if an op runs in simpler ones, or not on these operands as they are made."""
+        own = self.nodes.get(node.name)
+        if own is None or node.name in self.simpler:
+            return True
+        wants = self.found.choices[own].wants if own in self.found.choices else ()
+        pairs = zip(edit.operands(own), wants, strict=False)
+        return any(operand.name in operands and self.sharding(operand) != want for operand, want in pairs)
+
+
+def find_experts(base: Base) -> Iterator[tuple[str, str]]:
+    """Name the weights of experts that could be dealt out.
+
+    Where experts are cut inside evenly, and nothing is sent between their matmuls, dealing them out saves nothing.
+    """
+    for program, placed in base.pairs():
+        mesh, style = program.mesh, STYLES["grouped_gemm"]
+        axis = style.axis if style.axis in mesh.names else mesh.model_axis
+        ranks, fqns = mesh.degree(axis), dict(program.leaves())
+        for region in find_regions(program.graph) if ranks > 1 else ():
+            matrices = [leaf_behind(edit.operands(call)[1]) for call in region.calls]
+            tables = [leaf_behind(table) for _, table, _ in region.tables()]
+            weights = [leaf for leaf in matrices if leaf is not None and leaf in fqns]
+            if len(weights) < len(matrices) or any(leaf.meta["val"].shape[0] % ranks for leaf in weights):
+                continue
+            if _is_paid_inside(region, weights, placed, mesh.size(tuple({axis, mesh.model_axis}))):
+                experts = weights[0].meta["val"].shape[0]
+                by_expert = [leaf for leaf in tables if leaf in fqns and leaf.meta["val"].shape[0] == experts]
+                yield from ((fqns[leaf], style.name) for leaf in (*weights, *by_expert))
+
+
+def _is_paid_inside(region: Region, weights: Sequence[fx.Node], placed: _Placed, ranks: int) -> bool:
+    inner = {node.name for node in region.inner}
+    shares = ((leaf.meta["val"], placed.sharding(leaf)) for leaf in weights)
+    held = sum(local_bytes(value, own, placed.found.mesh) for value, own in shares if own is not None)
+    is_uneven = held * ranks > sum(leaf.meta["val"].numel() * leaf.meta["val"].element_size() for leaf in weights)
+    return is_uneven or any(placed.is_changed_for(node, inner) for node in region.inner)
+
+
+def find_norms(base: Base) -> Iterator[tuple[str, str]]:
+    """Name the norms between products that could work on shares of dim 1, and leave shares to the sums before them.
+
+    Where memory is not short, only if what ranks compute alike there, and send inside of norms, takes longer than a
+    reduce_scatter and an all_gather instead of each all_reduce.
+    """
+    names = dict.fromkeys(name for program, placed in base.pairs() for name in _find_norms(program, placed))
+    if names and (base.is_tight or _most_saved(base, names) > 0):
+        yield from ((name, "sequence_parallel") for name in names)
+
+
+def _find_norms(program: PlannedProgram, placed: _Placed) -> Iterator[str]:
+    axis, ranks = program.mesh.model_axis, program.mesh.degree(program.mesh.model_axis)
+    static = computed_from_leaves(program.graph, {leaf for leaf, _ in program.leaves()})
+    fitting = {
+        name: (members, given)
+        for name, members in _innermost(program.graph).items()
+        if ranks > 1 and (given := _given(members, static)) and _has_shares(members, given, ranks)
+    }
+    heavy = set[fx.Node]()  # products, and what comes of one
+    for node in edit.calls(program.graph) if fitting else ():
+        if _is_product(node) or not heavy.isdisjoint(node.all_input_nodes):
+            heavy.add(node)
+    for name, (members, given) in fitting.items():
+        shares = [placed.sharding(value) for value in given]
+        is_apart = all(own is not None and axis not in own.dims[1].axes for own in shares)
+        if is_apart and given <= heavy and not any(map(_is_product, members)):
+            yield name
+
+
+def _innermost(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    """The ops of each module that has no other inside."""
+    modules, outer = dict[str, list[fx.Node]](), {""}
+    for node in edit.calls(graph):
+        *around, own = edit.module_paths(node) or [""]
+        modules.setdefault(own, []).append(node)
+        outer.update(around)
+    return {name: members for name, members in modules.items() if name not in outer}
+
+
+def _given(members: Sequence[fx.Node], static: Set[fx.Node]) -> set[fx.Node]:
+    """What a module takes from others."""
+    inside = {*members, *static}
+    return {value for node in members for value in edit.operands(node) if value not in inside}
+
+
+def _has_shares(members: Sequence[fx.Node], given: Set[fx.Node], ranks: int) -> bool:
+    """True if all that a module takes and gives is [samples, steps, features], of which ranks can have even shares of
+    the steps.
+    """
+    inside = set(members)
+    made = [node for node in members if any(user not in inside for user in node.users)]
+    if not all(map(edit.is_tensor, (*given, *made))):
+        return False
+    first, *others = (value.meta["val"].shape for value in (*given, *made))
+    return (
+        len(first) == 3
+        and sym_quotient(first[1], ranks) is not None
+        and all(len(each) == len(first) and all(map(statically_equal, each, first)) for each in others)
+    )
+
+
+def _most_saved(base: Base, names: Mapping[str, Any]) -> float:
+    """What at most is saved where these norms work on shares."""
+    mesh, axes = base.found.mesh, base.found.model
+    alike = (
+        seconds
+        for node, seconds in seconds_of_ops(base.found, base.machine)
+        if not _is_product(node) and not any(made.axes & set(axes) for made in base.found.choices[node].made)
+    )
+    saved = sum(alike) * (1 - 1 / mesh.size(axes))
+    for value, (kind, over, count) in sends_of(base.found):
+        name = edit.module_path(value)
+        is_inside = name in names and all(edit.module_path(user) == name for user in value.users)
+        one, *two = (
+            base.machine.collective_seconds(each, over, count / parts, mesh)
+            for each, parts in ((kind, 1), ("reduce_scatter", 2), ("all_gather", 2))
+        )
+        saved += one if is_inside else one - sum(two) if kind == "all_reduce" else 0.0
+    return saved
+
+
+def _is_product(node: fx.Node) -> bool:
+    return bool(edit.outputs(node)) and (is_attention(node) or factors_of_product(node, rule_of(node)) is not None)
+
+
+def find_attention(base: Base) -> Iterator[tuple[str, str]]:
+    """Name the modules that attend over steps that are cut, where memory is short."""
+    for program, placed in base.pairs() if base.is_tight else ():
+        axis = axis_of_turns(program.mesh)
+        if program.mesh.degree(axis) == 1:
+            continue
+        modules: dict[str, list[bool]] = {}
+        for node in edit.calls(program.graph):
+            if node.target is ATTENTION:
+                own = [placed.sharding(operand) for operand in edit.operands(node)[:3]]
+                is_cut = any(each is not None and len(each.dims) == 4 and axis in each.dims[STEPS].axes for each in own)
+                fits = is_cut and not misfit(node, axis, program.mesh, base.device, dynamic=True)
+                modules.setdefault(edit.module_path(node), []).append(fits)
+        yield from ((name, "attend_in_turns") for name, fit in modules.items() if name and all(fit))
+
+
+FINDERS = (find_experts, find_norms, find_attention)
