@@ -30,7 +30,8 @@ from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.solver.otherwise import price_otherwise
 from tpcompiler.solver.problem import UNIT, pose
-from tpcompiler.solver.solution import Solution, search
+from tpcompiler.solver.search import search
+from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.stage import Stage
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting

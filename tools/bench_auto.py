@@ -31,7 +31,7 @@ from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.divide_sizes import divide_sizes
 from tpcompiler.passes.join_branches import join_branches
 from tpcompiler.plan import Plan
-from tpcompiler.solver.solution import search
+from tpcompiler.solver.search import search
 
 
 def spent(program: tpcompiler.ParallelProgram) -> tuple[int, int]:

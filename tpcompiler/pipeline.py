@@ -50,7 +50,8 @@ from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.place import Aim, TooLarge, place
 from tpcompiler.solver.remarks import Remarks
-from tpcompiler.solver.solution import Solution, search
+from tpcompiler.solver.search import search
+from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import collectives_of, measure_step_time
 from tpcompiler.verify.invariants import check_invariants
 

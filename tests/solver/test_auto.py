@@ -26,7 +26,7 @@ from tpcompiler.pipeline import find_placements
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.inputs import write_tensors
 from tpcompiler.solver.place import Aim, place
-from tpcompiler.solver.solution import search
+from tpcompiler.solver.search import search
 from tpcompiler.solver.step_time import collectives_of, measure_step_time
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting

@@ -24,7 +24,8 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver import together
 from tpcompiler.solver.domain import pin_choices
 from tpcompiler.solver.problem import Problem, pose
-from tpcompiler.solver.solution import Turns, search, search_over
+from tpcompiler.solver.search import search, search_over
+from tpcompiler.solver.solution import Turns
 from tpcompiler.solver.stage import Stage
 
 MESH = {"dp": 2, "tp": 2}

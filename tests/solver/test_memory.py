@@ -22,7 +22,7 @@ from tpcompiler.pipeline import solved_together
 from tpcompiler.plan import Plan
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.place import Aim
-from tpcompiler.solver.solution import search
+from tpcompiler.solver.search import search
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 

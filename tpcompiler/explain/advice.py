@@ -25,7 +25,7 @@ from tpcompiler.plan import Plan, PlanEntry
 from tpcompiler.plan.styles import STYLES, read_style
 from tpcompiler.printed import format_bytes
 from tpcompiler.solver.place import Aim, place
-from tpcompiler.solver.solution import search
+from tpcompiler.solver.search import search
 
 MOST_CHANGED = 2  # entries that one advice changes
 

@@ -11,7 +11,8 @@ from tpcompiler.cost.objective import Objective
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.progress import counted
 from tpcompiler.solver.problem import Problem
-from tpcompiler.solver.solution import Held, Solution, search_over
+from tpcompiler.solver.search import Held, search_over
+from tpcompiler.solver.solution import Solution
 
 
 class Otherwise(NamedTuple):

@@ -17,7 +17,8 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.printed import format_bytes
 from tpcompiler.progress import counted
 from tpcompiler.solver.memory import Memory, measure_memory
-from tpcompiler.solver.solution import Solution, search
+from tpcompiler.solver.search import search
+from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.stage import Known
 
 MOST_TRIALS = 12  # searches for placements that fit

@@ -11,7 +11,8 @@ from tpcompiler.cost.timeline import StepTime, duration
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.program import Note, PlannedProgram
 from tpcompiler.solver.place import Aim
-from tpcompiler.solver.solution import Solution, search
+from tpcompiler.solver.search import search
+from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import collectives_of, measure_step_time
 from tpcompiler.solver.uncut import Uncut, find_uncut
 

@@ -17,7 +17,8 @@ from tpcompiler.printed import format_bytes
 from tpcompiler.progress import counted
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.problem import Problem
-from tpcompiler.solver.solution import Held, Layered, Solution, search_on_any_mesh
+from tpcompiler.solver.search import Held, search_on_any_mesh
+from tpcompiler.solver.solution import Layered, Solution
 from tpcompiler.solver.step_time import collectives_of, measure_step_time
 
 MOST_GROUPS = 4  # that are searched again, those that hold most
