@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler.checkpoint.fill import read_original, with_weights
 from tpcompiler.compared import on_cpu
+from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import MeshError, PlanError, ProgramError, option
 from tpcompiler.explain.budget import Budget
@@ -24,7 +25,6 @@ from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
-from tpcompiler.ir.symm_mem import Collectives
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.pipeline import Conversion, finished_together, plan_found, share_conversions

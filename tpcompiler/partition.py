@@ -9,13 +9,14 @@ from typing import Any
 from torch import fx
 from torch.export import ExportedProgram
 
+from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.machine import Machine
 from tpcompiler.explain.report import Collective, collectives_of, traffic
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.program import LocalProgram, ReshardedProgram, ShardedProgram
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
-from tpcompiler.ir.symm_mem import Collectives, fitted_text
+from tpcompiler.ir.symm_mem import fitted_text
 from tpcompiler.passes._alike import ranks_alike
 from tpcompiler.passes.build_rank_program import Built, build_rank_program
 from tpcompiler.passes.fit_collectives import Fit, fit_collectives

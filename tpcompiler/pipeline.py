@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler._torch import FakeTensor
+from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.timeline import duration
 from tpcompiler.errors import ProgramError, ShardingError, TpCompilerError
 from tpcompiler.explain.advice import Adviser
@@ -29,7 +30,7 @@ from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.placements import format_spec, parse_placement
 from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, Note, PlannedProgram, Program
 from tpcompiler.ir.shares import same_bits
-from tpcompiler.ir.symm_mem import Collectives, refuse_symm_mem
+from tpcompiler.ir.symm_mem import refuse_symm_mem
 from tpcompiler.ir.text import program_text
 from tpcompiler.parallel_program import ParallelProgram
 from tpcompiler.partition import Partition

@@ -12,10 +12,12 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
+from tests.machines import CALLS
 from tests.passes.stages import Call
 from tests.zoo.case import randomise
 from tpcompiler.errors import PlanError
 
+MACHINE = CALLS
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 BASE = {"in_proj": "colwise", "out": "rowwise"}
 

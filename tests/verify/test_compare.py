@@ -13,12 +13,14 @@ from torch import fx, nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
+from tests.machines import CALLS
 from tests.verify.network import PLAN, Transformer, collectives, damaged, randomised, skipped
 from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir import edit
 from tpcompiler.verify.compare import FLOOR, SPREAD, VerifyReport, compare
 
 pytestmark = pytest.mark.slow
+MACHINE = CALLS
 
 aten = torch.ops.aten
 IDS = torch.randint(24, (2, 5), generator=torch.Generator().manual_seed(0))

@@ -7,12 +7,15 @@ gathered), a reduce_scatter (M = what is reduced) and an all_to_all (M = what a 
 
 from __future__ import annotations
 
+from typing import Literal
+
 KIND_OF = {  # torch's ops
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
+Collectives = Literal["auto", "nccl", "symm_mem"]  # by NCCL, over symmetric memory, or the faster of both
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from tpcompiler.cost.collective import wire_bytes
+from tpcompiler.cost.collective import Collectives, wire_bytes
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.symm_mem import Collectives
 
 NCCL_BYTES = 4e8  # its buffers on each device; context and workspaces come out of the share that stays free
 USABLE = 0.9  # of a device's memory

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from tpcompiler.cost.collective import KINDS
+from tpcompiler.cost.collective import KINDS, Collectives
 from tpcompiler.cost.machine import DTYPES, Host, Link, Machine
 from tpcompiler.errors import MachineError
-from tpcompiler.ir.symm_mem import Collectives
 from tpcompiler.yaml_file import YamlError, compose, plain, read_small_text
 
 SHIPPED = Path(__file__).parent / "machines"

@@ -10,7 +10,7 @@ import contextlib
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -25,7 +25,6 @@ from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.rebuilt import copy_signature, rebuilt
 from tpcompiler.ir.text import op_name
 
-Collectives = Literal["auto", "nccl", "symm_mem"]
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, WAIT = (
     getattr(c10d_functional, name).default
     for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
