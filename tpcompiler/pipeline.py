@@ -53,6 +53,7 @@ from tpcompiler.solver.place import Aim, TooLarge, place
 from tpcompiler.solver.remarks import Remarks
 from tpcompiler.solver.search import search
 from tpcompiler.solver.solution import Solution
+from tpcompiler.solver.stage import Known
 from tpcompiler.solver.step_time import collectives_of, measure_step_time
 from tpcompiler.verify.invariants import check_invariants
 
@@ -261,7 +262,8 @@ def _placed(
     Raises:
         TooLarge, ShardingError: as `place`.
     """
-    best = _attempted(conversions, aim)
+    read = Known()
+    best = _attempted(conversions, aim, read)
     if not best.searches or aim.gathers or not aim.forms:
         return best.placed()
     for find in FINDERS:
@@ -269,9 +271,9 @@ def _placed(
         with contextlib.suppress(TpCompilerError):  # what a form cannot have
             formed = {name: own.with_styles(dict(find(base))) for name, own in best.conversions.items()}
             if any(own.plan != best.conversions[name].plan for name, own in formed.items()):
-                best = min(best, _attempted(formed, aim), key=lambda each: each.rank)
+                best = min(best, _attempted(formed, aim, read), key=lambda each: each.rank)
     used, planned, kept, found = best.placed()
-    notes = [Note("search", text) for text in _without_forms(used, found, aim)]
+    notes = [Note("search", text) for text in _without_forms(used, found, aim, read)]
     return used, planned, [replace(program, notes=(*program.notes, *notes)) for program in kept], found
 
 
@@ -303,17 +305,17 @@ class _Attempt(NamedTuple):
         return self.conversions, self.planned, self.kept, self.found
 
 
-def _attempted(conversions: Mapping[str, Conversion], aim: Aim) -> _Attempt:
+def _attempted(conversions: Mapping[str, Conversion], aim: Aim, read: Known) -> _Attempt:
     planned = [own.planned(own.plan, own.after) for own in conversions.values()]
     with no_new_guards(*(program.graph for program in planned)):
         try:
-            kept, found = place(planned, next(iter(conversions.values())).plan.searches, aim)
+            kept, found = place(planned, next(iter(conversions.values())).plan.searches, aim, read)
         except TooLarge as error:
             return _Attempt(conversions, planned, [], error.found, error)
     return _Attempt(conversions, planned, kept, found, None)
 
 
-def _without_forms(conversions: Mapping[str, Conversion], found: Solution, aim: Aim) -> Iterator[str]:
+def _without_forms(conversions: Mapping[str, Conversion], found: Solution, aim: Aim, read: Known) -> Iterator[str]:
     """What a call would take, and a rank would hold, without each of the forms, with all else as it was found."""
     plans = [own.plan.completed(found.styles, names_of(own.program)) for own in conversions.values()]
     for style in dict.fromkeys(entry.style.name for plan in plans for entry in plan.forms.entries):
@@ -323,7 +325,7 @@ def _without_forms(conversions: Mapping[str, Conversion], found: Solution, aim: 
         others = (replace(plan, entries=tuple(e for e in plan.entries if e.style.name != style)) for plan in plans)
         planned = [own.planned(plan, _unseen) for own, plan in zip(conversions.values(), others, strict=True)]
         with no_new_guards(*(program.graph for program in planned)):
-            other = search(planned, aim.objective, True)
+            other = search(planned, aim.objective, True, read=read)
         if not math.isinf(other.seconds):
             call = duration(measure_step_time(other, collectives_of(other), aim.machine).total)
             held = format_bytes(measure_memory(other).total)

@@ -19,7 +19,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan import Plan
-from tpcompiler.solver import solution
+from tpcompiler.solver import search
 from tpcompiler.solver.changes import price_changes
 from tpcompiler.solver.stage import Known
 
@@ -75,6 +75,6 @@ def test_a_view_is_priced_with_its_source(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 def test_a_mask_of_few_samples_has_no_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two samples on 8 ranks: the dim of a mask is no dim of heads that ranks could share."""
-    monkeypatch.setattr(solution, "on_split_axis", lambda *_: pytest.fail("the axis was tried as two"))
+    monkeypatch.setattr(search, "on_split_axis", lambda *_: pytest.fail("the axis was tried as two"))
     program = apply_plan(canonicalize(export(1, dynamic=False)), Plan(), Mesh.of(8))
-    assert solution.search([program], OBJECTIVE, free=True).styles["model.layers.0.mlp.down_proj"] == "rowwise"
+    assert search.search([program], OBJECTIVE, free=True).styles["model.layers.0.mlp.down_proj"] == "rowwise"

@@ -64,14 +64,19 @@ class Aim:
         return Objective.of(self.machine, LEAST if self.optimize == "memory" else None, calls)
 
 
-def place(programs: Sequence[PlannedProgram], auto: bool, aim: Aim) -> tuple[list[PlannedProgram], Solution]:
+def place(
+    programs: Sequence[PlannedProgram], auto: bool, aim: Aim, read: Known | None = None
+) -> tuple[list[PlannedProgram], Solution]:
     """The cheapest placements of all values.
+
+    Args:
+        read: what searches for the same aim found before.
 
     Raises:
         ShardingError: none suits all that is asked for.
         TooLarge: none that is found fits a rank.
     """
-    objective, read = aim.objective, Known()
+    objective, read = aim.objective, Known() if read is None else read
     found = search(programs, objective, auto, aim.gathers, read)
     if math.isinf(found.seconds):
         raise _infeasible(programs, objective, aim, auto)
@@ -175,7 +180,7 @@ def _fitted(
         error.least, error.found = least, found
         raise error
     if auto:  # at its own price, what these layers are best beside
-        settled = search([_keeping(program, best) for program in programs], objective, auto, aim.gathers)
+        settled = search([_keeping(program, best) for program in programs], objective, auto, aim.gathers, read)
         best = settled if measure_memory(settled).total <= limit else best
     return replace(best, is_tight=True), best.above(bound)
 

@@ -19,6 +19,7 @@ from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.search import Held, search_on_any_mesh
 from tpcompiler.solver.solution import Layered, Solution
+from tpcompiler.solver.stage import Known
 from tpcompiler.solver.step_time import collectives_of, measure_step_time
 
 MOST_GROUPS = 4  # that are searched again, those that hold most
@@ -63,12 +64,13 @@ def find_uncut(found: Solution, objective: Objective) -> list[Uncut]:
         return []
     programs = [replace(program, kept={}) for program in found.programs]
     is_asked = any(program.kept for program in found.programs)
-    least = _search(found, programs, objective, ()) if is_asked else found
+    read = Known()
+    least = _search(found, programs, objective, (), read) if is_asked else found
     if least is None:
         return []
     together: dict[frozenset[str], tuple[list[str], Solution]] = {}
     for group in counted(largest, "cutting what stays whole", "groups of layers"):
-        cut = _search(found, programs, objective, groups[group])
+        cut = _search(found, programs, objective, groups[group], read)
         if cut is not None and least.seconds < cut.seconds < math.inf:
             are_cut = frozenset(weight for weight, layer in cut.layers.items() if layer.dim is not None)
             together.setdefault(are_cut, ([], cut))[0].append(group)
@@ -82,11 +84,11 @@ def find_uncut(found: Solution, objective: Objective) -> list[Uncut]:
 
 
 def _search(
-    found: Solution, programs: Sequence[PlannedProgram], objective: Objective, cut: Collection[str]
+    found: Solution, programs: Sequence[PlannedProgram], objective: Objective, cut: Collection[str], read: Known
 ) -> Solution | None:
     """The cheapest placements with these weights cut; None where their tables are too large."""
     try:
-        return search_on_any_mesh(programs, objective, True, False, model=found.model, held=_holding(found, cut))
+        return search_on_any_mesh(programs, objective, True, False, read, found.model, _holding(found, cut))
     except UnsupportedError:
         return None
 
