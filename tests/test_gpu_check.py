@@ -59,7 +59,7 @@ def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "degree 0" in gpu_zoo._compare(case, exported, whole, "cpu", 0).reason
 
 
-@in_long_runs
+@pytest.mark.slow
 def test_a_step_of_a_rank(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without collectives, eagerly and compiled, beside the whole step."""
     monkeypatch.setattr(
@@ -69,7 +69,7 @@ def test_a_step_of_a_rank(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     )
     assert gpu_steps.main() == 0
     rows = [line.split(" | ")[:4] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert rows == [["| tiny", "decode (8, 1)", "2", run] for run in ("eager", "AOTInductor")]
+    assert rows == [["| tiny", "decode (8, 1)", ranks, run] for ranks in "12" for run in ("eager", "AOTInductor")]
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

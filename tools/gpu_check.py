@@ -77,6 +77,14 @@ class Table:
     broken: list[tuple[str, str]] = field(default_factory=list)
     not_run: list[tuple[str, str]] = field(default_factory=list)
 
+    def leave_out(self, check: str, why: str) -> None:
+        self.not_run.append((check, why))
+        print(f"{check}: not run: {why}", file=sys.stderr, flush=True)
+
+    def fail(self, check: str, why: str) -> None:
+        self.broken.append((check, why))
+        print(f"{check}: BROKEN: {why}", file=sys.stderr, flush=True)
+
     @property
     def right(self) -> bool:
         return bool(self.rows) and not self.broken and all(row[5] for row in self.rows)
@@ -157,7 +165,7 @@ def launched(table: Table, model: str, whole: ExportedProgram, made: ParallelPro
         made.save(folder / "out")
         write_tensors(folder / "in", {"input_ids": IDS})
         if failed := _torchrun(made.world_size, __file__, "--worker", directory):
-            table.broken.append((f"{check}, {model}, {made.world_size} ranks", failed))
+            table.fail(f"{check}, {model}, {made.world_size} ranks", failed)
             return
         (got,) = load_file(folder / "answer").values()
         judge(table, check, model, whole, made, got)
@@ -176,7 +184,7 @@ def compiled(table: Table, model: str, whole: ExportedProgram, made: ParallelPro
         if shutil.which("cmake"):
             serve(table, model, whole, made, Path(folder))
         else:
-            table.not_run.append((f"service in C++, {model}", "there is no cmake here"))
+            table.leave_out(f"service in C++, {model}", "there is no cmake here")
 
 
 def judge(
@@ -203,14 +211,14 @@ def serve(table: Table, model: str, whole: ExportedProgram, made: ParallelProgra
             errors = [
                 line for line in (done.stdout + done.stderr).splitlines() if re.search("CMake Error|: error:", line)
             ]
-            table.not_run.append((f"service in C++, {model}", f"it was not built: {(errors or ['no reason'])[0]}"))
+            table.leave_out(f"service in C++, {model}", f"it was not built: {(errors or ['no reason'])[0]}")
             return
     request = json.dumps({"inputs": {"input_ids": IDS.tolist()}}) + "\n"
     alone = 'LOCAL_RANK=0 NCCL_HOSTID=$RANK NCCL_SOCKET_IFNAME=lo exec "$0" "$1"'
     shared = ["sh", "-c", alone] * (made.device_type == "cuda" and torch.cuda.device_count() < made.world_size)
     words = ["--no-python", *shared, str(folder / "build" / "serve"), str(folder / "out")]
     if failed := _torchrun(made.world_size, *words, given=request, answer=folder / "answer.json"):
-        table.broken.append((f"service in C++, {model}", failed))
+        table.fail(f"service in C++, {model}", failed)
         return
     (got,) = json.loads((folder / "answer.json").read_text()).values()
     judge(table, "service in C++", model, whole, made, torch.tensor(got))
@@ -227,7 +235,7 @@ def work(folder: Path) -> None:
 
 
 def _torchrun(ranks: int, *words: str, given: str = "", answer: Path | None = None) -> str:
-    """Nothing, or why the processes did not end well; the last line that they print is their answer."""
+    """Return why the processes failed, or nothing; the answer is their last line of JSON, among what they log."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *words]
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]))
     process = subprocess.Popen(
@@ -243,12 +251,14 @@ def _torchrun(ranks: int, *words: str, given: str = "", answer: Path | None = No
         output, _ = process.communicate(given, timeout=120)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
-        process.communicate()
+        print(process.communicate()[0], file=sys.stderr)
         return "no end within 120 s"
     if process.returncode == 0:
         if answer:
-            answer.write_text(output.splitlines()[-1])
+            answers = (line for line in reversed(output.splitlines()) if line.startswith("{"))
+            answer.write_text(next(answers, output))
         return ""
+    print(output, file=sys.stderr)
     errors = [line for line in output.splitlines() if "Error" in line]
     return (errors or output.splitlines() or ["no output"])[0].strip()
 
@@ -258,7 +268,7 @@ def attempt(table: Table, what: str, check: Callable[..., None], *args: object) 
     try:
         check(*args)
     except Exception as error:  # whatever the device, its driver or its compiler raises
-        table.broken.append((what, f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"))
+        table.fail(what, f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}")
 
 
 def main() -> int:
@@ -267,6 +277,7 @@ def main() -> int:
     options.add_argument("--out", type=Path, help="also write the table here")
     options.add_argument("--dtype", choices=DTYPES, action="append", help="one of them; without it both")
     options.add_argument("--ranks", type=int, action="append", help="one number of them; without it 2, 4 and 8")
+    options.add_argument("--no-symm-mem", action="store_true", help="leave symmetric memory out")
     options.add_argument("--no-aoti", action="store_true", help="leave AOTInductor out, which takes a minute")
     options.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     asked = options.parse_args()
@@ -289,21 +300,21 @@ def main() -> int:
             attempt(table, f"lock step, {at}", simulated, table, model, whole, made)
             if ranks > max(2, torch.cuda.device_count()):
                 why = f"this machine has {torch.cuda.device_count()} GPUs, and more than two processes share none"
-                table.not_run.append((f"saved files, {at}", why))
+                table.leave_out(f"saved files, {at}", why)
                 continue
             attempt(table, f"saved files, {at}", launched, table, model, whole, made, backend)
             if ranks == 2 and not asked.no_aoti:
                 attempt(table, f"AOTInductor, {at}", compiled, table, model, whole, made)
-            if gpu:
+            if gpu and not asked.no_symm_mem:
                 over = f"{model}, symm_mem"
                 one = tpcompiler.parallelize(program, ranks, PLAN, device_type="cuda", collectives="symm_mem")
                 attempt(table, f"saved files, {over}", launched, table, over, whole, one, backend)
                 if ranks == 2 and not asked.no_aoti:
                     attempt(table, f"AOTInductor, {over}", compiled, table, over, whole, one)
     if not gpu:
-        table.not_run.append(("NCCL, symm_mem", "they take a GPU"))
+        table.leave_out("NCCL, symm_mem", "they take a GPU")
     if asked.no_aoti:
-        table.not_run.append(("AOTInductor", "--no-aoti was given"))
+        table.leave_out("AOTInductor", "--no-aoti was given")
     text = table.text(asked.device)
     print(text, end="")
     if asked.out:

@@ -4,8 +4,8 @@ Models of the shape of Llama's, exported without weights and given random ones: 
 in bfloat16; a prompt of (1, 512) tokens and a step of (8, 1), for 2, 4 and 8 ranks. Rank 0's program runs alone: its
 collectives answer at once, with what the rank itself holds, so what is measured is its own work and no communication.
 Eagerly, compiled by AOTInductor, and on CUDA as a graph that is captured once and replayed. All are compiled side by
-side, in a process each, and measured one after the other. The last column is what `tpcompiler doctor` would say of the
-rank's work: the roofline of an H100 by its data sheet, which is for no other device.
+side, in a process each, and measured one after the other. The last columns are what the kernels of the same program are
+predicted to take on a machine, an H100 by default, and the measured time over it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.export import ExportedProgram
 
+import tpcompiler
 from tpcompiler._inductor import compile_module, write_package
 from tpcompiler._torch import aten, fake_group
-from tpcompiler.api import conversions_of
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.exporting import export_prefill_and_decode
 from tpcompiler.packaging import plain_module
 from tpcompiler.passes.move_device import move_device
-from tpcompiler.pipeline import solved_together
 from tpcompiler.plan import Plan
-from tpcompiler.solver.step_time import measure_step_time
 
 Run = Callable[[], Any]
 SHAPES: dict[str, dict[str, int]] = {
@@ -53,6 +51,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 PHASES = {"prefill": (1, 512), "decode": (8, 1)}
 WHOLE = Plan.of({"**": "replicate"})
+READY = "ready"
 
 
 class Job(NamedTuple):
@@ -63,6 +62,7 @@ class Job(NamedTuple):
     ranks: int
     device: str
     dtype: str
+    machine: str
 
 
 def programs_of(shape: str, batch: int, length: int, dtype: str) -> tuple[dict[str, ExportedProgram], Plan]:
@@ -80,10 +80,8 @@ def programs_of(shape: str, batch: int, length: int, dtype: str) -> tuple[dict[s
         )
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config.to_dict(), default=str))
-        made = export_prefill_and_decode(
-            folder, batch=batch, length=min(length, 16), max_length=length + 32, dtype=dtype
-        )
-        return made, Plan.of(path)
+        made = export_prefill_and_decode(folder, batch=batch, length=length, max_length=length + 32, dtype=dtype)
+        return {name: each.program for name, each in made.items()}, Plan.of(path)
 
 
 def fill(program: ExportedProgram, device: str) -> None:
@@ -117,18 +115,17 @@ def _wait(device: str) -> None:
 def prepare(
     job: Job, folder: Path, group: contextlib.ExitStack
 ) -> tuple[ExportedProgram, tuple[torch.Tensor, ...], float]:
-    """The program of rank 0 with random weights, what it is called with, and seconds by the roofline.
+    """The program of rank 0 with random weights, what it is called with, and the predicted seconds of its kernels.
 
     The package is in the folder. The group that answers at once is there until the stack closes.
     """
     batch, count = PHASES[job.phase]
     programs, plan = programs_of(job.shape, batch, count if job.phase == "prefill" else 512, job.dtype)
     whole = programs[job.phase]
-    converted = conversions_of(whole, max(job.ranks, 2), plan if job.ranks > 1 else WHOLE, device_type=job.device)
-    found, made = solved_together(converted)
-    roofline = measure_step_time(found, [], read_machine(), fused=True).compute
+    made = tpcompiler.parallelize(whole, max(job.ranks, 2), plan if job.ranks > 1 else WHOLE, device_type=job.device)
+    predicted = made.predict(read_machine(job.machine)).total
     if job.ranks > 1:
-        program, mesh = made[""].rank_program(0), made[""].mesh
+        program, mesh = made.rank_program(0), made.mesh
         group.enter_context(fake_group(mesh.group_name(mesh.names), 0, job.ranks, job.device))
     else:
         program = move_device(whole, job.device)
@@ -139,59 +136,60 @@ def prepare(
     write_package(folder / "compiled.pt2", {"model": compile_module(module, example, torch.get_num_threads())})
     start = 100 if job.phase == "decode" else 0
     args = torch.randint(500, (batch, count), device=job.device), torch.arange(count, device=job.device) + start
-    return program, args, roofline
+    return program, args, predicted.work + predicted.kernels
 
 
-def ways(program: ExportedProgram, args: tuple[torch.Tensor, ...], device: str, package: Path) -> dict[str, Run]:
+def ways(
+    program: ExportedProgram, args: tuple[torch.Tensor, ...], device: str, package: Path
+) -> Iterator[tuple[str, Run]]:
     """The ways to run a program whose collectives answer at once."""
     eager = program.module(check_guards=False)
     kwargs = dict(zip(("input_ids", "cache_position"), args, strict=True))
-    found: dict[str, Run] = {"eager": lambda: eager(**kwargs)}
-    runner: Any = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1 if device == "cpu" else 0)
+    yield "eager", lambda: eager(**kwargs)
+    # single-threaded: otherwise a call first asks whether the last one has ended, which no capture allows
+    runner: Any = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", True, 1, -1 if device == "cpu" else 0)
     held = {**program.constants, **program.state_dict}
     constants = {name: held[name].detach() for name in runner.get_constant_fqns()}
     runner.load_constants(constants, False, True, True)
-    found["AOTInductor"] = lambda: runner.run(list(args))
+    yield "AOTInductor", lambda: runner.run(list(args))
     if device == "cuda":
         graph = torch.cuda.CUDAGraph()
-        runner.run(list(args))
         with torch.cuda.graph(graph):
             runner.run(list(args))
-        found["CUDA graph"] = graph.replay
-    return found
+        yield "CUDA graph", graph.replay
 
 
 def work(job: Job, link: Connection) -> None:
-    """Prepare, say so, wait until the others are prepared, measure, and send the seconds by way to run."""
+    """Prepare, say so, wait until the others are prepared, measure, and send what was found."""
     warnings.simplefilter("ignore")
+    found, predicted, failed = dict[str, float](), math.nan, ""
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as group, torch.no_grad():
-            program, args, roofline = prepare(job, Path(folder), group)
-            link.send("")
+            program, args, predicted = prepare(job, Path(folder), group)
+            link.send(READY)
             link.recv()
-            found = ways(program, args, job.device, Path(folder) / "compiled.pt2")
-            link.send(({name: seconds(run, job.device) for name, run in found.items()}, roofline))
+            for name, run in ways(program, args, job.device, Path(folder) / "compiled.pt2"):
+                found[name] = seconds(run, job.device)
     except Exception:  # whatever the device or its compiler raises: the others are wanted all the same
-        link.send(traceback.format_exc())
+        failed = traceback.format_exc()
+    link.send((found, predicted, failed))
 
 
-def measure(jobs: list[Job]) -> Iterator[tuple[Job, dict[str, float], float]]:
-    """Seconds by way to run of each, and by the roofline; what fails is printed and left out."""
+def measure(jobs: list[Job]) -> Iterator[tuple[Job, dict[str, float], float, bool]]:
+    """Of each the seconds by way to run, those predicted, and whether all went well; what fails is printed."""
     spawn, links = multiprocessing.get_context("spawn"), list[Connection]()
     for job in jobs:
         ours, theirs = spawn.Pipe()
         spawn.Process(target=work, args=(job, theirs), daemon=True).start()
         theirs.close()  # so that the end of the process is seen here
         links.append(ours)
-    for job, link, failed in [(job, link, receive(link)) for job, link in zip(jobs, links, strict=True)]:
-        answer = failed
-        if not failed:
+    for job, link, first in [(job, link, receive(link)) for job, link in zip(jobs, links, strict=True)]:
+        if first == READY:
             link.send("go")
-            answer = receive(link)
-        if isinstance(answer, str):
-            print(f"{job}: {answer}", file=sys.stderr, flush=True)
-        else:
-            yield job, *answer
+        found, predicted, failed = receive(link) if first == READY else first
+        if failed:
+            print(f"{job}: {failed}", file=sys.stderr, flush=True)
+        yield job, found, predicted, not failed
 
 
 def receive(link: Connection) -> Any:
@@ -199,7 +197,7 @@ def receive(link: Connection) -> Any:
     try:
         return link.recv()
     except EOFError:
-        return "its process ended"
+        return {}, math.nan, "its process ended"
 
 
 def main() -> int:
@@ -209,28 +207,29 @@ def main() -> int:
     options.add_argument("--ranks", type=int, action="append")
     options.add_argument("--phase", choices=PHASES, action="append")
     options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--machine", default="h100", help="the machine file to predict for")
     asked = options.parse_args()
     if asked.device == "cuda" and not torch.cuda.is_available():
         print("torch finds no CUDA device here: nothing was measured (try --device cpu --shape tiny)", file=sys.stderr)
         return 2
     jobs = [
-        Job(shape, phase, ranks, asked.device, asked.dtype)
+        Job(shape, phase, ranks, asked.device, asked.dtype, asked.machine)
         for shape in asked.shape or ["1B", "8B, 4 layers"]
         for phase in asked.phase or PHASES
         for ranks in (1, *(asked.ranks or (2, 4, 8)))
     ]
-    print("| model | step | ranks | run | whole, ms | a rank, ms | a rank / (whole / ranks) | roofline, ms |")
-    print("|---" * 8 + "|")
+    print("| model | step | ranks | run | whole, ms | a rank, ms | of whole / ranks | predicted, ms | of predicted |")
+    print("|---" * 9 + "|")
     whole, measured = dict[tuple[str, str, str], float](), 0
-    for job, spent, roofline in measure(jobs):
-        measured += 1
+    for job, spent, predicted, right in measure(jobs):
+        measured += right
         for name, took in spent.items():
             if job.ranks == 1:
                 whole[job.shape, job.phase, name] = took
             full = whole.get((job.shape, job.phase, name), math.nan)
             print(
                 f"| {job.shape} | {job.phase} {PHASES[job.phase]} | {job.ranks} | {name} | {full * 1e3:.2f} | "
-                f"{took * 1e3:.2f} | {took * job.ranks / full:.2f} | {roofline * 1e3:.3f} |",
+                f"{took * 1e3:.2f} | {took * job.ranks / full:.2f} | {predicted * 1e3:.3f} | {took / predicted:.2f} |",
                 flush=True,
             )
     return int(measured < len(jobs))

@@ -73,8 +73,9 @@ def _compat() -> Mapping[str, Any]:
 
 def _gpu() -> Mapping[str, Any]:
     from tools.gpu_check import DTYPES, PLAN
+    from tools.gpu_steps import PHASES, SHAPES
 
-    return {"gpu_zoo": None, "gpu_check": [PLAN, DTYPES]}
+    return {"gpu_zoo": None, "gpu_check": [PLAN, DTYPES], "gpu_steps": [SHAPES, PHASES]}
 
 
 def _ops() -> Mapping[str, Any]:

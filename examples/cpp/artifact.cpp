@@ -179,7 +179,7 @@ std::map<std::string, Program> Artifact::load(int rank, const at::Device& device
         continue;
       }
       auto loader = std::make_unique<torch::inductor::AOTIModelPackageLoader>(
-          (directory_ / "compiled.pt2").string(), model, false, 1, device.index());
+          (directory_ / "compiled.pt2").string(), model, true, 1, device.index());
       Tensors given;
       for (const auto& constant : loader->get_constant_fqns()) {
         const auto found = own.find(constant);

@@ -11,7 +11,7 @@ namespace {
 class Model : public torch::CustomClassHolder {
  public:
   Model(const std::string& file, const std::string& name, int64_t device)
-      : loader_(file, name, /*run_single_threaded=*/false, /*num_runners=*/1, static_cast<c10::DeviceIndex>(device)) {}
+      : loader_(file, name, /*run_single_threaded=*/true, /*num_runners=*/1, static_cast<c10::DeviceIndex>(device)) {}
 
   std::vector<std::string> constants() {
     return loader_.get_constant_fqns();
