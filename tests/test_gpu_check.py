@@ -59,7 +59,7 @@ def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "degree 0" in gpu_zoo._compare(case, exported, whole, "cpu", 0).reason
 
 
-@pytest.mark.slow
+@in_long_runs
 def test_a_step_of_a_rank(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without collectives, eagerly and compiled, beside the whole step."""
     monkeypatch.setattr(
