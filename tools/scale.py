@@ -72,7 +72,7 @@ HEAD = """\
 
 Exported without weights, converted by the config's own plan, and checked; no checkpoint is read. Seconds are those of
 the clock, on two cores that had other work too; memory is all that is resident. The last column has the parameters of
-one rank in bfloat16. A dash: not measured since the model is cut otherwise (its experts were whole).
+one rank in bfloat16.
 
 | model | parameters | ranks | export | convert | check | peak memory | artifact | on a rank |
 |---|---|---|---|---|---|---|---|---|
