@@ -21,8 +21,8 @@ from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
 from tpcompiler.ir.program import BODY, CALL, GLOBAL, MARK, ORIGIN, RESHARD, LocalProgram, LoweredProgram, Mark
 from tpcompiler.ir.rank_numbers import read_number
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
-from tpcompiler.progress import counted
 from tpcompiler.rules.notation import ShardRange
+from tpcompiler.terminal.progress import counted
 
 Results = dict[Any, Any]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 import tpcompiler
-from tpcompiler.explain.measured import compare_counts, watched_collectives
+from tpcompiler.ask.measured import compare_counts, watched_collectives
 
 directory, shape = sys.argv[1], [int(size) for size in sys.argv[2].split(",")]
 module = tpcompiler.load(directory)

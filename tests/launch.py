@@ -35,7 +35,7 @@ FORKS.set_forkserver_preload(
     [
         "torch.distributed.tensor",
         "torch._export.serde.serialize",
-        "tpcompiler.parallel_program",
+        "tpcompiler.parallel.parallel_program",
         "tpcompiler.runtime.load",
     ]
 )
@@ -136,7 +136,7 @@ def fork_launched(words: Sequence[str], timeout: float = 180) -> Ended:
 
 
 def fork_judged(command: Sequence[str], threads: int, timeout: timedelta, **_: object) -> None:
-    """Stands in for `tpcompiler.verify.processes.run_ranks`, where the ranks must end well."""
+    """Stands in for `tpcompiler.judge.compare.processes.run_ranks`, where the ranks must end well."""
     assert threads == 1
     ended = fork_launched(command[3:], timeout.total_seconds())
     assert not any(ended.codes), ended.printed

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tpcompiler
+from tpcompiler.judge.sound.check import check_programs
+from tpcompiler.judge.sound.written import written
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.soundness.check import check_programs
-from tpcompiler.soundness.written import written
 
 
 def findings(program: tpcompiler.ParallelProgram) -> list[str]:

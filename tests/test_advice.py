@@ -13,8 +13,8 @@ import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported
 from tests.passes.stages import Call
 from tpcompiler.errors import ShardingError
-from tpcompiler.explain import advice
-from tpcompiler.printed import format_bytes
+from tpcompiler.parallel import advice
+from tpcompiler.terminal.printed import format_bytes
 
 pytestmark = pytest.mark.slow
 

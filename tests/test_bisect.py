@@ -13,7 +13,7 @@ from tests.launch import fork_code
 from tests.runtime.commands import call
 from tests.runtime.models import randomised
 from tpcompiler import parallelize, register_rule
-from tpcompiler.bisect import bisect, write_piece
+from tpcompiler.api.bisect import bisect, write_piece
 from tpcompiler.rules import registry
 
 PLAN = {"first.up": "colwise", "first.down": "rowwise", "second.up": "colwise", "second.down": "rowwise"}

@@ -18,14 +18,14 @@ import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
 from tests.launch import called
 from tests.test_control_flow import choose, choose_twice, program_of
+from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.errors import InternalError
 from tpcompiler.ir.bodies import all_calls, has_bodies
+from tpcompiler.judge.compare.compare import compare
+from tpcompiler.judge.sound.check import check_programs
+from tpcompiler.judge.sound.written import written
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import read_manifest
-from tpcompiler.soundness.check import check_programs
-from tpcompiler.soundness.written import written
-from tpcompiler.verify.compare import compare
-from tpcompiler.verify_files import verify_artifact
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 

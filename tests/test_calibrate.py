@@ -12,7 +12,7 @@ import torch
 
 from tests.launch import fork_judged
 from tests.runtime.commands import call
-from tpcompiler.calibrate import machine_text, measure_machine
+from tpcompiler.api.calibrate import machine_text, measure_machine
 from tpcompiler.cost import measure
 from tpcompiler.cost.collective import KINDS
 from tpcompiler.cost.machine import Host, Link
@@ -130,7 +130,7 @@ def test_a_collective_that_the_backend_lacks_does_not_stop_the_others(monkeypatc
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*measure again on an idle machine")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpcompiler.calibrate.run_ranks", fork_judged)
+    monkeypatch.setattr("tpcompiler.api.calibrate.run_ranks", fork_judged)
     assert call("calibrate", "--ranks", 2, "-o", tmp_path / "here.yaml").exit_code == 0
     read, text = read_machine(tmp_path / "here.yaml"), (tmp_path / "here.yaml").read_text()
     assert read.flops > 1e8

@@ -16,8 +16,8 @@ import tpcompiler.cli.printing
 from tests.launch import fork_code, fork_ranks, torchrun
 from tests.runtime.commands import call, right
 from tests.runtime.models import PLAN_TEXT, mlp_inputs
+from tpcompiler.artifact.summary import summary_parts
 from tpcompiler.cli import commands
-from tpcompiler.explain.summary import summary_parts
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 

@@ -21,11 +21,11 @@ import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
 from tests.launch import called
 from tpcompiler._torch import symbols_of
+from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
-from tpcompiler.verify.compare import compare
-from tpcompiler.verify_files import verify_artifact
+from tpcompiler.judge.compare.compare import compare
 
 pytestmark = pytest.mark.slow
 

@@ -15,12 +15,12 @@ from tests.half import PLAN, export_decoder, token_ids
 from tests.passes.models import MEGATRON
 from tests.runtime.commands import right
 from tests.runtime.models import PLAN_TEXT, export_mlp
-from tpcompiler.compared import compared_calls
+from tpcompiler.api.verify_files import verify_artifact
+from tpcompiler.judge.compare.reference import run_single
+from tpcompiler.judge.compare.simulate import simulate
+from tpcompiler.parallel.compared import compared_calls
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import read_inputs, write_tensors
-from tpcompiler.verify.reference import run_single
-from tpcompiler.verify.simulate import simulate
-from tpcompiler.verify_files import verify_artifact
 
 pytestmark = pytest.mark.slow
 

@@ -18,10 +18,10 @@ from tests.zoo.index import CASES
 from tpcompiler.api import conversions_of
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
-from tpcompiler.explain.obstacles import find_obstacles
 from tpcompiler.pipeline import solved_together
-from tpcompiler.printed import format_bytes
 from tpcompiler.solver.memory import measure_memory
+from tpcompiler.solver.obstacles import find_obstacles
+from tpcompiler.terminal.printed import format_bytes
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 

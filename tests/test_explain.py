@@ -20,11 +20,11 @@ from tests.runtime.commands import right
 from tests.runtime.models import PLAN, export_mlp
 from tests.solver.test_auto import mlp
 from tpcompiler import Mesh, Plan, explain_artifact
+from tpcompiler.ask import again
+from tpcompiler.ask.written import Written
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import ArtifactError, ShardingError
-from tpcompiler.explain import again
-from tpcompiler.explain.written import Written
 from tpcompiler.ir.program import MarkedProgram, PlannedProgram
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize

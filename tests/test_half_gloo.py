@@ -12,8 +12,8 @@ import tpcompiler
 from tests.half import PLAN, export_decoder, token_ids
 from tests.launch import run_ranks
 from tpcompiler import cli
+from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.runtime.inputs import write_tensors
-from tpcompiler.verify.simulate import simulate
 
 pytestmark = pytest.mark.slow
 

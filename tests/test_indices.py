@@ -22,12 +22,12 @@ from tests.runtime.commands import call as run_command
 from tests.sound import findings
 from tpcompiler.errors import InputsError
 from tpcompiler.ir import edit
+from tpcompiler.judge.compare.simulate import simulate
+from tpcompiler.judge.sound.check import check_programs
+from tpcompiler.judge.sound.written import written
 from tpcompiler.rules.index_range import ASSERT
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.rank_file import read_rank
-from tpcompiler.soundness.check import check_programs
-from tpcompiler.soundness.written import written
-from tpcompiler.verify.simulate import simulate
 
 ROWS = 11  # over two ranks and over three never even
 Use = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]

@@ -109,7 +109,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
-        patch.setattr("tpcompiler.calibrate.run_ranks", measured)
+        patch.setattr("tpcompiler.api.calibrate.run_ranks", measured)
         Path("plan.yaml").write_text(PLAN_TEXT)
         Path("models_for_json.py").write_text(FACTORY)
         torch.export.save(export_mlp(), "model.pt2")

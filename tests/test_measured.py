@@ -12,7 +12,7 @@ from tests.launch import fork_ranks
 from tests.runtime.commands import refused
 from tests.test_costs import DIMS, exported, saved
 from tpcompiler import cli
-from tpcompiler.explain.measured import Call, compare_counts
+from tpcompiler.ask.measured import Call, compare_counts
 from tpcompiler.runtime.artifact import read_manifest
 
 

@@ -21,8 +21,8 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.ordered import decode, encode
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.soundness.check import check_programs
-from tpcompiler.soundness.written import written
+from tpcompiler.judge.sound.check import check_programs
+from tpcompiler.judge.sound.written import written
 
 NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS = 32, 9

@@ -10,7 +10,7 @@ import pytest
 import tpcompiler
 from tests.runtime.models import PLAN, export_mlp
 from tpcompiler.cli.printing import print_parts
-from tpcompiler.tables import Report, Shown, Table
+from tpcompiler.terminal.tables import Report, Shown, Table
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 

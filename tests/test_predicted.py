@@ -13,11 +13,11 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from tests.solver.test_auto import Mlp, mlp
 from tests.zoo.index import CASES
+from tpcompiler.ask.costs import cost_artifact
+from tpcompiler.ask.difference import diff_artifacts
+from tpcompiler.ask.explanation import explain_artifact
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime, duration
-from tpcompiler.explain.costs import cost_artifact
-from tpcompiler.explain.difference import diff_artifacts
-from tpcompiler.explain.explanation import explain_artifact
 from tpcompiler.views.page_data import page_data
 
 MACHINE = "ideal"

@@ -23,9 +23,10 @@ from tests.runtime.commands import call, refused, right
 from tests.runtime.models import export_mlp
 from tests.runtime.poisons import MODEL, entries_of, write_entries
 from tests.runtime.test_opened import sign
+from tpcompiler.errors import one_line, printable
 from tpcompiler.plan.fold import folded
-from tpcompiler.printed import format_bytes, format_unequal_bytes, one_line, printable
 from tpcompiler.runtime.artifact import MANIFEST
+from tpcompiler.terminal.printed import format_bytes, format_unequal_bytes
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 

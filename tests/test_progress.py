@@ -24,9 +24,9 @@ from tests.launch import ROOT, fork_code
 from tests.runtime.models import PLAN, export_mlp
 from tpcompiler.cli import bars
 from tpcompiler.errors import ArtifactError
-from tpcompiler.progress import counted, listening, telling
 from tpcompiler.runtime.artifact import sha256
 from tpcompiler.runtime.model_file import read_model
+from tpcompiler.terminal.progress import counted, listening, telling
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 

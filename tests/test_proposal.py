@@ -14,8 +14,8 @@ import tpcompiler
 from tests.machines import SMALL
 from tests.zoo.index import CASES
 from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.ask.plan_text import plan_text
 from tpcompiler.cost.machine_file import read_machine
-from tpcompiler.explain.plan_text import plan_text
 from tpcompiler.pipeline import find_placements
 from tpcompiler.solver.place import Aim
 from tpcompiler.solver.step_time import collectives_of, measure_step_time

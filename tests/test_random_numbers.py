@@ -21,10 +21,10 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import mark_of
 from tpcompiler.ir.text import program_text
+from tpcompiler.judge.compare.promote import Promoted
+from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.verify.promote import Promoted
-from tpcompiler.verify.simulate import simulate
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import tpcompiler
 from tests.launch import run_ranks
 from tests.tp_transform_worker import Blocks, strategies
 from tpcompiler._torch import DeviceMesh, group_is_registered
-from tpcompiler.verify.simulate import simulate
+from tpcompiler.judge.compare.simulate import simulate
 
 
 @pytest.mark.slow

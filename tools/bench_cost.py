@@ -34,11 +34,11 @@ import tpcompiler
 from tests.launch import run_ranks
 from tools.bench_models import SUBJECTS
 from tpcompiler.api import conversions_of, read_calls, read_plan
-from tpcompiler.calibrate import measure_machine
+from tpcompiler.api.calibrate import measure_machine
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.parallel.program_set import ProgramSet
 from tpcompiler.pipeline import finished_together
-from tpcompiler.program_set import ProgramSet
 from tpcompiler.runtime.inputs import read_inputs, write_tensors
 from tpcompiler.solver.place import Aim
 

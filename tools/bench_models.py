@@ -15,7 +15,7 @@ from tests.zoo.decoders import ATTENTION, EVERYTHING, SIZES, VOCABULARY_CUT, dec
 from tests.zoo.experts import EXPERTS
 from tests.zoo.handwritten import GRU
 from tests.zoo.index import CASES
-from tpcompiler.prefill_decode import build_steps
+from tpcompiler.frontend.prefill_decode import build_steps
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 4096}
 TEXT = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8}

@@ -7,7 +7,7 @@ front of the environment that runs this; of the other Pythons, those on the path
 for the pinned torch. Where pip has no CPU build of a version, its plain wheel is taken, which cannot be imported
 without CUDA's libraries: stubs stand in for them, every function of which fails. Where stubs cannot be made (that takes
 gcc and readelf), or torch does not start with them, nothing is run: the wheel is read, and has to have every module and
-name that `_torch` and `_inductor.py` import and every op that is named.
+name that `_torch` imports and every op that is named.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 HERE = "{}.{}".format(*sys.version_info)
 CONSTRAINTS = ROOT / "constraints.txt"
-PRIVATE = [*sorted((ROOT / "tpcompiler" / "_torch").glob("*.py")), ROOT / "tpcompiler" / "_inductor.py"]
+PRIVATE = sorted((ROOT / "tpcompiler" / "_torch").glob("*.py"))
 OPS = "torchgen/packaged/ATen/native/native_functions.yaml"
 HEAD = """\
 # Versions

@@ -42,17 +42,17 @@ from safetensors.torch import load_file
 from torch.export import ExportedProgram
 
 import tpcompiler
-from tpcompiler.compared import compared_calls
-from tpcompiler.parallel_program import ParallelProgram
+from tpcompiler.judge.compare.compare import FLOOR, SPREAD
+from tpcompiler.judge.compare.processes import share_gpus
+from tpcompiler.judge.compare.reference import run_single
+from tpcompiler.parallel.compared import compared_calls
+from tpcompiler.parallel.parallel_program import ParallelProgram
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.move_device import move_device
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import flatten_inputs, write_tensors
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.run import run_file
-from tpcompiler.verify.compare import FLOOR, SPREAD
-from tpcompiler.verify.processes import share_gpus
-from tpcompiler.verify.reference import run_single
 
 PLAN = {
     "model.embed_tokens": "embedding_rowwise",

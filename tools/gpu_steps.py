@@ -30,11 +30,11 @@ import torch
 from torch.export import ExportedProgram
 
 import tpcompiler
-from tpcompiler._inductor import compile_module, write_package
 from tpcompiler._torch import aten, fake_group
+from tpcompiler._torch.inductor import compile_module, write_package
+from tpcompiler.api.packaging import plain_module
 from tpcompiler.cost.machine_file import read_machine
-from tpcompiler.exporting import export_prefill_and_decode
-from tpcompiler.packaging import plain_module
+from tpcompiler.frontend.exporting import export_prefill_and_decode
 from tpcompiler.passes.move_device import move_device
 from tpcompiler.plan import Plan
 

@@ -24,7 +24,7 @@ from tests.zoo.faults import collectives_of, without_collective
 from tests.zoo.index import CASES
 from tests.zoo.measure import strain
 from tools.gpu_check import name_of, on_device
-from tpcompiler.compared import compared_calls
+from tpcompiler.parallel.compared import compared_calls
 
 
 class Found(NamedTuple):

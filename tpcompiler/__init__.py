@@ -16,78 +16,78 @@ if TYPE_CHECKING:
     from tpcompiler.api import find_plan as find_plan
     from tpcompiler.api import parallelize as parallelize
     from tpcompiler.api import tensor_parallel_transformation as tensor_parallel_transformation
+    from tpcompiler.api.doctor import diagnose as diagnose
+    from tpcompiler.api.elastic import merge as merge
+    from tpcompiler.api.elastic import reshard as reshard
+    from tpcompiler.api.packaging import package as package
+    from tpcompiler.api.verify_files import verify_artifact as verify_artifact
+    from tpcompiler.api.verify_files import verify_package as verify_package
+    from tpcompiler.artifact.report import Collective as Collective
+    from tpcompiler.ask.costs import CostTable as CostTable
+    from tpcompiler.ask.costs import cost_artifact as cost_artifact
+    from tpcompiler.ask.difference import ArtifactDifference as ArtifactDifference
+    from tpcompiler.ask.difference import diff_artifacts as diff_artifacts
+    from tpcompiler.ask.explanation import Explanation as Explanation
+    from tpcompiler.ask.explanation import explain_artifact as explain_artifact
     from tpcompiler.checkpoint.cut import cut_checkpoint as cut_checkpoint
     from tpcompiler.checkpoint.dtensors import load_state_dict as load_state_dict
     from tpcompiler.checkpoint.dtensors import state_dict as state_dict
     from tpcompiler.checkpoint.load import load as load
-    from tpcompiler.doctor import diagnose as diagnose
-    from tpcompiler.elastic import merge as merge
-    from tpcompiler.elastic import reshard as reshard
-    from tpcompiler.explain.costs import CostTable as CostTable
-    from tpcompiler.explain.costs import cost_artifact as cost_artifact
-    from tpcompiler.explain.difference import ArtifactDifference as ArtifactDifference
-    from tpcompiler.explain.difference import diff_artifacts as diff_artifacts
-    from tpcompiler.explain.explanation import Explanation as Explanation
-    from tpcompiler.explain.explanation import explain_artifact as explain_artifact
-    from tpcompiler.explain.report import Collective as Collective
     from tpcompiler.ir.mesh import Mesh as Mesh
-    from tpcompiler.packaging import package as package
-    from tpcompiler.parallel_program import ParallelProgram as ParallelProgram
+    from tpcompiler.judge.compare.compare import VerifyReport as VerifyReport
+    from tpcompiler.judge.rules.check_rule import RuleCheck as RuleCheck
+    from tpcompiler.judge.rules.check_rule import check_rule as check_rule
+    from tpcompiler.judge.rules.discover_rule import DiscoveredRule as DiscoveredRule
+    from tpcompiler.judge.rules.discover_rule import discover_rule as discover_rule
+    from tpcompiler.judge.rules.placements import sound_placements as sound_placements
+    from tpcompiler.judge.sound.check import CheckReport as CheckReport
+    from tpcompiler.parallel.parallel_program import ParallelProgram as ParallelProgram
+    from tpcompiler.parallel.program_set import ProgramSet as ProgramSet
     from tpcompiler.plan import Plan as Plan
-    from tpcompiler.program_set import ProgramSet as ProgramSet
     from tpcompiler.rules.notation import RuleText as RuleText
     from tpcompiler.rules.register import register_rule as register_rule
     from tpcompiler.runtime.weightless import save_weightless as save_weightless
     from tpcompiler.runtime.weightless import weightless as weightless
-    from tpcompiler.soundness.check import CheckReport as CheckReport
-    from tpcompiler.verify.check_rule import RuleCheck as RuleCheck
-    from tpcompiler.verify.check_rule import check_rule as check_rule
-    from tpcompiler.verify.compare import VerifyReport as VerifyReport
-    from tpcompiler.verify.discover_rule import DiscoveredRule as DiscoveredRule
-    from tpcompiler.verify.discover_rule import discover_rule as discover_rule
-    from tpcompiler.verify.placements import sound_placements as sound_placements
-    from tpcompiler.verify_files import verify_artifact as verify_artifact
-    from tpcompiler.verify_files import verify_package as verify_package
     from tpcompiler.views.tensor import visualize_sharding as visualize_sharding
 
 _HOME = {
     "check": "tpcompiler.api",
     "check_budget": "tpcompiler.api",
-    "CheckReport": "tpcompiler.soundness.check",
-    "diagnose": "tpcompiler.doctor",
+    "CheckReport": "tpcompiler.judge.sound.check",
+    "diagnose": "tpcompiler.api.doctor",
     "find_plan": "tpcompiler.api",
     "parallelize": "tpcompiler.api",
     "tensor_parallel_transformation": "tpcompiler.api",
-    "verify_artifact": "tpcompiler.verify_files",
+    "verify_artifact": "tpcompiler.api.verify_files",
     "load": "tpcompiler.checkpoint.load",
     "cut_checkpoint": "tpcompiler.checkpoint.cut",
     "state_dict": "tpcompiler.checkpoint.dtensors",
     "load_state_dict": "tpcompiler.checkpoint.dtensors",
-    "package": "tpcompiler.packaging",
-    "verify_package": "tpcompiler.verify_files",
-    "reshard": "tpcompiler.elastic",
-    "merge": "tpcompiler.elastic",
+    "package": "tpcompiler.api.packaging",
+    "verify_package": "tpcompiler.api.verify_files",
+    "reshard": "tpcompiler.api.elastic",
+    "merge": "tpcompiler.api.elastic",
     "weightless": "tpcompiler.runtime.weightless",
     "save_weightless": "tpcompiler.runtime.weightless",
     "register_rule": "tpcompiler.rules.register",
     "RuleText": "tpcompiler.rules.notation",
-    "Collective": "tpcompiler.explain.report",
-    "cost_artifact": "tpcompiler.explain.costs",
-    "CostTable": "tpcompiler.explain.costs",
-    "diff_artifacts": "tpcompiler.explain.difference",
-    "ArtifactDifference": "tpcompiler.explain.difference",
-    "explain_artifact": "tpcompiler.explain.explanation",
-    "Explanation": "tpcompiler.explain.explanation",
+    "Collective": "tpcompiler.artifact.report",
+    "cost_artifact": "tpcompiler.ask.costs",
+    "CostTable": "tpcompiler.ask.costs",
+    "diff_artifacts": "tpcompiler.ask.difference",
+    "ArtifactDifference": "tpcompiler.ask.difference",
+    "explain_artifact": "tpcompiler.ask.explanation",
+    "Explanation": "tpcompiler.ask.explanation",
     "Mesh": "tpcompiler.ir.mesh",
-    "ParallelProgram": "tpcompiler.parallel_program",
+    "ParallelProgram": "tpcompiler.parallel.parallel_program",
     "Plan": "tpcompiler.plan",
-    "ProgramSet": "tpcompiler.program_set",
-    "RuleCheck": "tpcompiler.verify.check_rule",
-    "VerifyReport": "tpcompiler.verify.compare",
-    "check_rule": "tpcompiler.verify.check_rule",
-    "DiscoveredRule": "tpcompiler.verify.discover_rule",
-    "discover_rule": "tpcompiler.verify.discover_rule",
-    "sound_placements": "tpcompiler.verify.placements",
+    "ProgramSet": "tpcompiler.parallel.program_set",
+    "RuleCheck": "tpcompiler.judge.rules.check_rule",
+    "VerifyReport": "tpcompiler.judge.compare.compare",
+    "check_rule": "tpcompiler.judge.rules.check_rule",
+    "DiscoveredRule": "tpcompiler.judge.rules.discover_rule",
+    "discover_rule": "tpcompiler.judge.rules.discover_rule",
+    "sound_placements": "tpcompiler.judge.rules.placements",
     "visualize_sharding": "tpcompiler.views.tensor",
 } | dict.fromkeys(
     (

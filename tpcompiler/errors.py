@@ -6,11 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from tpcompiler.printed import one_line
-
+LINE = frozenset("\n\t")
 LONGEST = 2_000  # characters of a part of an error: a name may be as long as a file
 
 _on_command_line: ContextVar[bool] = ContextVar("on_command_line", default=False)
+
+
+def printable(text: str, kept: frozenset[str] = LINE) -> str:
+    """The text with every unseen character escaped that is not `kept`: controls, directions, surrogates."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(text: str) -> str:
+    """The same without line breaks: a name must not write lines of its own."""
+    return printable(text, frozenset())
 
 
 @contextmanager

@@ -20,10 +20,9 @@ from tpcompiler._torch import FakeTensor
 from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.timeline import duration
 from tpcompiler.errors import ProgramError, ShardingError, TpCompilerError
-from tpcompiler.explain.advice import Adviser
-from tpcompiler.forms import FINDERS, Base
 from tpcompiler.frontend.plain_weights import drop_replaced, unwrap_subclasses
 from tpcompiler.ir.devices import device_type_for
+from tpcompiler.ir.invariants import check_invariants
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers
@@ -32,8 +31,10 @@ from tpcompiler.ir.program import CanonicalProgram, MarkedProgram, Note, Planned
 from tpcompiler.ir.shares import same_bits
 from tpcompiler.ir.symm_mem import refuse_symm_mem
 from tpcompiler.ir.text import program_text
-from tpcompiler.parallel_program import ParallelProgram
-from tpcompiler.partition import Partition
+from tpcompiler.parallel.advice import Adviser
+from tpcompiler.parallel.parallel_program import ParallelProgram
+from tpcompiler.parallel.partition import Partition
+from tpcompiler.passes._forms import FINDERS, Base
 from tpcompiler.passes.apply_plan import Boundary, apply_plan, names_of
 from tpcompiler.passes.attend_in_turns import attend_in_turns
 from tpcompiler.passes.canonicalize import canonicalize
@@ -46,7 +47,6 @@ from tpcompiler.passes.join_branches import join_branches
 from tpcompiler.passes.mark_placements import mark_placements
 from tpcompiler.passes.spread_experts import spread_experts
 from tpcompiler.plan import Plan, join_plans, share_plan
-from tpcompiler.printed import format_bytes
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.place import Aim, TooLarge, place
@@ -55,7 +55,7 @@ from tpcompiler.solver.search import search
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.stage import Known
 from tpcompiler.solver.step_time import collectives_of, measure_step_time
-from tpcompiler.verify.invariants import check_invariants
+from tpcompiler.terminal.printed import format_bytes
 
 P = TypeVar("P", bound=Program)
 

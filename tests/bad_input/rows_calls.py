@@ -15,6 +15,7 @@ from torch import nn
 from tests.bad_input.row import Row, called, loaded, text
 from tests.runtime.models import PLAN, mlp_inputs
 from tpcompiler import load, parallelize
+from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.errors import (
     ArtifactError,
     InputsError,
@@ -25,7 +26,6 @@ from tpcompiler.errors import (
     ShardingError,
     UnsupportedError,
 )
-from tpcompiler.verify_files import verify_artifact
 
 CONVERT = "tpcompiler convert model.pt2 --tp 2 --plan plan.yaml"
 LONG = "a" * 300

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.bad_input.row import Row, Spoil, loaded
-from tpcompiler import _inductor
+from tpcompiler._torch import inductor
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.package import find_capability
 
@@ -46,7 +46,7 @@ def without_compiler(patch: pytest.MonkeyPatch) -> None:
     def none() -> str:
         raise RuntimeError("No working C++ compiler found")
 
-    patch.setattr(_inductor, "compiler", none)
+    patch.setattr(inductor, "compiler", none)
 
 
 def copying_compiler(patch: pytest.MonkeyPatch) -> None:
@@ -55,8 +55,8 @@ def copying_compiler(patch: pytest.MonkeyPatch) -> None:
         library.write_bytes(b"std::locale and no name of another library")
         return [str(library)]
 
-    patch.setattr(_inductor, "compiler", lambda: "/opt/gcc/bin/g++")
-    patch.setattr(_inductor, "compile_module", build)
+    patch.setattr(inductor, "compiler", lambda: "/opt/gcc/bin/g++")
+    patch.setattr(inductor, "compile_module", build)
 
 
 PACKAGES = [

@@ -19,9 +19,9 @@ import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
 from tests.runtime.commands import refused
 from tests.runtime.models import randomised
+from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.errors import ProgramError, ShardingError
-from tpcompiler.verify.compare import compare
-from tpcompiler.verify_files import verify_artifact
+from tpcompiler.judge.compare.compare import compare
 
 
 @torch.library.custom_op("toy::add_one", mutates_args={"x"})

@@ -22,12 +22,12 @@ import tpcompiler
 from tests.checkpoint.models import ARGS, PLAN, SIZES, Model, exported, hollow, model, write_checkpoint
 from tests.launch import run_ranks
 from tpcompiler import ArtifactError, ProgramError
+from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.checkpoint.files import Checkpoint
 from tpcompiler.runtime.artifact import read_manifest, weights_file
 from tpcompiler.runtime.model_file import read_model
 from tpcompiler.runtime.rank_file import read_rank
 from tpcompiler.runtime.weightless import weightless_names
-from tpcompiler.verify_files import verify_artifact
 
 pytestmark = pytest.mark.slow
 

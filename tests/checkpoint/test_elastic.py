@@ -17,12 +17,12 @@ from tests.runtime.commands import refused, right
 from tests.zoo.elastic import bits, there_and_back
 from tests.zoo.index import CASES
 from tpcompiler import ArtifactError
+from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.checkpoint.fill import read_original
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut, join_first, read_sharding
 from tpcompiler.runtime.artifact import MANIFEST, read_manifest, sha256
 from tpcompiler.runtime.rank_file import read_rank
-from tpcompiler.verify_files import verify_artifact
 
 pytestmark = pytest.mark.slow
 

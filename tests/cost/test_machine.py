@@ -17,7 +17,7 @@ from tpcompiler.cost.objective import Objective, Work
 from tpcompiler.errors import MachineError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.printed import format_bytes
+from tpcompiler.terminal.printed import format_bytes
 
 GPU = Path(__file__).parents[2] / "docs" / "gpu.md"
 RATES = "flops: 1.0e+12\nmemory_bandwidth: 1.0e+11\nmemory: 1.0e+10\n"

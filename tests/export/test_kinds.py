@@ -20,9 +20,9 @@ from tools.hf_table import PAGE, build, measure, table_rows
 from tpcompiler._torch import FakeTensor, KnownTensor
 from tpcompiler.checkpoint.fill import fill_weights
 from tpcompiler.checkpoint.ranks import open_source
-from tpcompiler.dynamic_sizes import Sizes
-from tpcompiler.example_inputs import Example
-from tpcompiler.exporting import export_without_weights
+from tpcompiler.frontend.dynamic_sizes import Sizes
+from tpcompiler.frontend.example_inputs import Example
+from tpcompiler.frontend.exporting import export_without_weights
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 

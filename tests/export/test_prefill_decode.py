@@ -17,9 +17,9 @@ from tools import hf_table
 from tools.hf_models import ROWS, Row
 from tools.hf_table import PAGE, build, measure_ranks, table_rows
 from tpcompiler import InputsError, cli
-from tpcompiler.example_inputs import Example
-from tpcompiler.exporting import _export_dynamic, export_without_weights
-from tpcompiler.prefill_decode import Step, build_steps
+from tpcompiler.frontend.example_inputs import Example
+from tpcompiler.frontend.exporting import _export_dynamic, export_without_weights
+from tpcompiler.frontend.prefill_decode import Step, build_steps
 from tpcompiler.runtime.generate import generate
 from tpcompiler.runtime.weightless import weightless_names
 

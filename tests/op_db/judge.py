@@ -11,8 +11,8 @@ from tests.op_db.record import copied
 from tpcompiler._torch import OpOverload, tree_map
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
+from tpcompiler.judge.rules.run_on_shards import check
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.verify.run_on_shards import check
 
 DEGREES = (2, 3)
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}

@@ -18,9 +18,9 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.judge.rules.placements import sound_placements
 from tpcompiler.rules.infer import Refusal, follow, merge, shardings
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.verify.placements import sound_placements
 
 PRIMES = (2, 3, 5, 7)
 

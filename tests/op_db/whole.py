@@ -14,10 +14,10 @@ import tpcompiler.pipeline
 from tests.passes.stages import cuts_are_kept
 from tpcompiler._torch import tree_flatten, tree_unflatten
 from tpcompiler.errors import InternalError, TpCompilerError
+from tpcompiler.judge.sound.check import check_programs
+from tpcompiler.judge.sound.written import written
 from tpcompiler.passes._causes import ALSO_ASKED
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.soundness.check import check_programs
-from tpcompiler.soundness.written import written
 
 WORLD = 2
 

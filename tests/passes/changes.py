@@ -25,10 +25,10 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import MARK, RESHARD, Mark, Reshard, ReshardedProgram, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join
+from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.passes.choose_paths import choose_paths
 from tpcompiler.passes.localize_shapes import localize_shapes
 from tpcompiler.passes.lower_reshards import lower_reshards
-from tpcompiler.verify.simulate import simulate
 
 Pair = tuple[Sharding, Sharding]
 

@@ -17,6 +17,7 @@ from tests.machines import SLOW
 from tpcompiler._torch import OpOverload
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.ir import edit
+from tpcompiler.ir.invariants import check_invariants
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
 from tpcompiler.ir.program import (
@@ -43,7 +44,6 @@ from tpcompiler.passes.shard_state import shard_state
 from tpcompiler.plan import Plan
 from tpcompiler.rules.registry import ops_with_rules
 from tpcompiler.solver.place import Aim, place
-from tpcompiler.verify.invariants import check_invariants
 
 Given = Mapping[str, str] | Sequence[str | None] | None
 

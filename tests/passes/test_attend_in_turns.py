@@ -24,7 +24,7 @@ from tpcompiler.ir.text import program_text
 from tpcompiler.passes._kernels import ON_CPU, ON_CUDA
 from tpcompiler.passes.attend_in_turns import attend_in_turns
 from tpcompiler.passes.move_device import move_device
-from tpcompiler.printed import format_bytes
+from tpcompiler.terminal.printed import format_bytes
 
 aten = torch.ops.aten
 PLAN = {"attend": "attend_in_turns"}

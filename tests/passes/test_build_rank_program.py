@@ -15,8 +15,8 @@ import tpcompiler
 from tests.passes.models import MEGATRON, Mlp
 from tests.passes.stages import Call, local, sharded
 from tpcompiler.ir.claims import read_claim
+from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.passes.build_rank_program import build_rank_program
-from tpcompiler.verify.simulate import simulate
 
 X = torch.randn(2, 4)
 

@@ -17,14 +17,14 @@ from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
 from tests.launch import fork_ranks
-from tpcompiler.compared import compared_calls, on_cpu
+from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.errors import ArtifactError, InternalError, UnsupportedError
 from tpcompiler.ir.symm_mem import expand_collectives, is_fitted, rooms_of
+from tpcompiler.judge.sound.check import check_programs
+from tpcompiler.judge.sound.written import written
+from tpcompiler.parallel.compared import compared_calls, on_cpu
 from tpcompiler.passes.fit_collectives import Fit, fit_collectives
 from tpcompiler.runtime.artifact import MANIFEST, sha256
-from tpcompiler.soundness.check import check_programs
-from tpcompiler.soundness.written import written
-from tpcompiler.verify_files import verify_artifact
 
 MACHINE = "ideal"  # ranks that hold rows do no less in the norm than one that holds all
 PLAN = {"*.gate": "colwise", "*.up": "colwise", "*.down": "rowwise"}

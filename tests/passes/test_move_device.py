@@ -15,9 +15,9 @@ from tests.devices import MODELS, exported, other_devices, propagate
 from tests.passes.models import MEGATRON, Mlp
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.text import program_text
+from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.move_device import move_device
-from tpcompiler.verify.reference import run_single
 
 pytestmark = pytest.mark.slow
 

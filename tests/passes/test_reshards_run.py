@@ -10,9 +10,9 @@ import torch
 from tests.passes.stages import Call, Given, routed, with_numbers
 from tpcompiler.ir.program import LoweredProgram, ReshardedProgram
 from tpcompiler.ir.shares import cut, join
+from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.passes.localize_shapes import localize_shapes
 from tpcompiler.passes.lower_reshards import lower_reshards
-from tpcompiler.verify.simulate import simulate
 
 CHANGE = Call(lambda self, x: x)
 

@@ -16,7 +16,7 @@ import tpcompiler
 from tests.launch import called
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
-from tpcompiler.verify.compare import compare
+from tpcompiler.judge.compare.compare import compare
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from tests.promises.models import CASES, NAMES, converted, functional, ranks
 from tests.zoo.faults import without_collective
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
-from tpcompiler.verify.compare import VerifyReport, compare
+from tpcompiler.judge.compare.compare import VerifyReport, compare
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from tests.promises.models import NAMES, converted, inputs_of, ranks
 from tpcompiler.ir.claims import read_claim
-from tpcompiler.verify.simulate import simulate
+from tpcompiler.judge.compare.simulate import simulate
 
 
 def replicas(programs: Sequence[ExportedProgram], name: str) -> dict[str, list[torch.Tensor]]:

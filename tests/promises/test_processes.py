@@ -13,7 +13,7 @@ from tests.launch import run_ranks
 from tests.long import LONG
 from tests.promises.models import CASES, converted, exported, functional, inputs_of
 from tests.promises.worker import INDUCTOR, gradients
-from tpcompiler.verify.reference import run_single
+from tpcompiler.judge.compare.reference import run_single
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from torch import nn
 import tpcompiler
 from tests.launch import run_ranks
 from tests.promises.models import MLP
-from tpcompiler.verify.simulate import random_state, set_random_state, simulate
+from tpcompiler.judge.compare.simulate import random_state, set_random_state, simulate
 
 SEED = 5
 X = torch.ones(3, 4)
@@ -64,7 +64,7 @@ def test_ranks_that_are_seeded_otherwise_give_wrong_numbers(monkeypatch: pytest.
     def seeded_otherwise(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         set_random_state(state if next(seeds, None) is not None else other)
 
-    monkeypatch.setattr("tpcompiler.verify.simulate.set_random_state", seeded_otherwise)
+    monkeypatch.setattr("tpcompiler.judge.compare.simulate.set_random_state", seeded_otherwise)
     want = single(made, SEED)
     torch.manual_seed(SEED)
     first, second = simulate([made.rank_program(rank) for rank in range(2)], [[X]] * 2)

@@ -15,7 +15,7 @@ import tpcompiler
 from tests.promises.models import CACHE, NAMES, Counting, exported, functional, ranks
 from tests.zoo.case import randomise
 from tests.zoo.decoders import LLAMA
-from tpcompiler.verify.simulate import simulate
+from tpcompiler.judge.compare.simulate import simulate
 
 
 def kinds(signature: ExportGraphSignature) -> list[tuple[object, ...]]:

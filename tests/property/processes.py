@@ -11,9 +11,9 @@ import torch
 
 import tpcompiler
 from tests.launch import run_ranks
-from tpcompiler.verify.compare import compare_calls
-from tpcompiler.verify.simulate import RankResult
-from tpcompiler.verify.subject import shares_of
+from tpcompiler.judge.compare.compare import compare_calls
+from tpcompiler.judge.compare.simulate import RankResult
+from tpcompiler.judge.compare.subject import shares_of
 
 SECONDS = 120  # that the ranks may take, start included
 

@@ -25,12 +25,12 @@ from tests.property.steps import ROWS
 from tpcompiler import errors
 from tpcompiler._torch import sym_multiple, symbols_of
 from tpcompiler.ir import edit
+from tpcompiler.ir.invariants import check_invariants
 from tpcompiler.ir.program import MARK, mark_of, reshard
 from tpcompiler.ir.text import op_name
+from tpcompiler.judge.sound.check import check_programs
+from tpcompiler.judge.sound.written import written
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.soundness.check import check_programs
-from tpcompiler.soundness.written import written
-from tpcompiler.verify.invariants import check_invariants
 
 REFUSALS = (
     errors.PlanError,

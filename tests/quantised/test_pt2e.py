@@ -13,8 +13,8 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from tests.quantised.layers import Mlp
 from tests.zoo.case import randomise
+from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.frontend.plain_weights import drop_replaced
-from tpcompiler.verify_files import verify_artifact
 
 pt2e: Any = pytest.importorskip("torchao.quantization.pt2e.quantize_pt2e", reason="torchao is not there")
 x86: Any = pytest.importorskip("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")

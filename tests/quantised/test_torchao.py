@@ -14,9 +14,9 @@ from torch.export import export
 import tpcompiler
 from tests.quantised.layers import Mlp
 from tests.zoo.case import hugging_face, randomise
+from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.errors import ShardingError
 from tpcompiler.frontend.plain_weights import unwrap_subclasses
-from tpcompiler.verify_files import verify_artifact
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 

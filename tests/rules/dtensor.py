@@ -14,7 +14,7 @@ from torch.distributed.tensor._op_schema import OpSchema
 from tests.rules.sample import Sample
 from tpcompiler._torch import DeviceMesh, fake_group, traced_mesh, tree_flatten, tree_unflatten
 from tpcompiler.ir.placements import format_placement
-from tpcompiler.verify.placements import Way
+from tpcompiler.judge.rules.placements import Way
 
 
 @contextlib.contextmanager

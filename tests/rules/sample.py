@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import OpOverload, tree_map
-from tpcompiler.verify import run_on_shards
+from tpcompiler.judge.rules import run_on_shards
 
 _random = torch.Generator().manual_seed(0)
 

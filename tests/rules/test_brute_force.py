@@ -14,10 +14,10 @@ from tests.rules.wrong_rules import WRONG_ON_SPACE_AND_STRUCTURE
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.judge.rules.run_on_shards import Mismatch, check, rule_from
 from tpcompiler.rules.attention import KERNELS
 from tpcompiler.rules.notation import RuleText, dim_size
 from tpcompiler.rules.registry import _RULES, rule_of
-from tpcompiler.verify.run_on_shards import Mismatch, check, rule_from
 
 aten = torch.ops.aten
 sdpa = aten.scaled_dot_product_attention.default

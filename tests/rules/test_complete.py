@@ -17,8 +17,8 @@ import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tests.rules.sample import Sample, node_of
 from tests.rules.samples import SAMPLES
 from tpcompiler.errors import RuleError
+from tpcompiler.judge.rules.check_rule import left_out
 from tpcompiler.rules.registry import _RULES, rule_of
-from tpcompiler.verify.check_rule import left_out
 
 pytestmark = pytest.mark.slow
 

@@ -27,11 +27,11 @@ from tests.rules.test_complete import NOT_RUN, read_list
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.judge.rules.check_rule import is_even, is_idle
+from tpcompiler.judge.rules.placements import Way, combinations, sound_placements
 from tpcompiler.rules.infer import Refusal, options, shardings
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.verify.check_rule import is_even, is_idle
-from tpcompiler.verify.placements import Way, combinations, sound_placements
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ from tests.zoo.case import randomise
 from tpcompiler import check_rule
 from tpcompiler._torch import OpOverload  # its module defines PT2E's ops
 from tpcompiler.errors import RuleError
+from tpcompiler.judge.rules.run_on_shards import check_variant
 from tpcompiler.rules import registry
-from tpcompiler.verify.run_on_shards import check_variant
 
 aten, pt2e = torch.ops.aten, torch.ops.quantized_decomposed
 BYTE = (-128, 127, 1e-6, torch.int8)

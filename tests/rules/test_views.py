@@ -15,10 +15,10 @@ from torch.export import Dim, export
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tests.rules.sample import call, node_of
+from tpcompiler.judge.rules.run_on_shards import check, rule_from
 from tpcompiler.rules.notation import RuleText, parse
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.rules.views import dim_groups
-from tpcompiler.verify.run_on_shards import check, rule_from
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.needs import needs
+from tpcompiler.api.packaging import refuse_static
 from tpcompiler.errors import UnsupportedError
-from tpcompiler.packaging import refuse_static
 
 
 @needs("c++")

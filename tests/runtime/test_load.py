@@ -17,9 +17,9 @@ import torch.distributed as dist
 from tests.runtime.models import PLAN, export_mlp, mlp_inputs
 from tpcompiler import load, parallelize
 from tpcompiler.errors import ArtifactError, LaunchError
+from tpcompiler.judge.compare.processes import share_gpus
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.world import own_device, warn_of_machines
-from tpcompiler.verify.processes import share_gpus
 
 
 @pytest.fixture(scope="module")

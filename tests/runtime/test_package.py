@@ -17,11 +17,12 @@ from tests.launch import fork_judged
 from tests.runtime import faults, packages
 from tests.runtime.commands import call
 from tests.test_json import wrong
-from tpcompiler import ArtifactError, InputsError, TpCompilerWarning, UnsupportedError, _inductor
-from tpcompiler.progress import listening
+from tpcompiler import ArtifactError, InputsError, TpCompilerWarning, UnsupportedError
+from tpcompiler._torch import inductor
+from tpcompiler.judge.compare import processes
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.package import read_package
-from tpcompiler.verify import processes
+from tpcompiler.terminal.progress import listening
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +81,7 @@ def test_every_kind_of_collective(tmp_path: Path) -> None:
 
 def test_a_package_that_is_wrong_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a reduction is left out of what is compiled."""
-    compile_module = _inductor.compile_module
+    compile_module = inductor.compile_module
 
     def without_reductions(module: torch.fx.GraphModule, args: Any, threads: int) -> list[Any]:
         for node in module.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default):
@@ -93,7 +94,7 @@ def test_a_package_that_is_wrong_is_deleted(tmp_path: Path, monkeypatch: pytest.
 
     packages.write_changes(tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    monkeypatch.setattr(_inductor, "compile_module", without_reductions)
+    monkeypatch.setattr(inductor, "compile_module", without_reductions)
     result = call("package", tmp_path / "out")
     assert result.exit_code == 1
     assert result.stdout.startswith("NOT EQUAL")

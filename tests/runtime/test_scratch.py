@@ -17,7 +17,8 @@ import pytest
 import tpcompiler
 from tests.runtime.interrupted import NO_ROOM, forked, found, save
 from tests.runtime.models import PLAN, export_mlp
-from tpcompiler import ArtifactError, packaging
+from tpcompiler import ArtifactError
+from tpcompiler.api import packaging
 from tpcompiler.runtime.model_file import read_model
 from tpcompiler.runtime.package import drop_package, read_package
 from tpcompiler.runtime.scratch import remove_leftovers, scratch_folder

@@ -20,9 +20,9 @@ import tpcompiler
 from tests.launch import called
 from tests.zoo.case import randomise
 from tpcompiler import ArtifactError, UnsupportedError
+from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.runtime.artifact import read_manifest, sha256, weights_file
 from tpcompiler.runtime.rank_file import read_rank
-from tpcompiler.verify_files import verify_artifact
 
 pytestmark = pytest.mark.slow
 

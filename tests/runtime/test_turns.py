@@ -10,7 +10,7 @@ from torch import nn
 
 import tpcompiler
 from tests.launch import Ended, fork_ranks
-from tpcompiler.packaging import package
+from tpcompiler.api.packaging import package
 
 WORKER = Path(__file__).parent / "thread_worker.py"
 HELP = (

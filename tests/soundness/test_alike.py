@@ -17,9 +17,9 @@ import tpcompiler
 from tests.trust.damage import Artifact, claim, inserted
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
+from tpcompiler.judge.compare.simulate import simulate
+from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.runtime.artifact import write_artifact
-from tpcompiler.soundness.check import check_programs
-from tpcompiler.verify.simulate import simulate
 
 aten = torch.ops.aten
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))

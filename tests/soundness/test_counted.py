@@ -14,7 +14,7 @@ from torch.export import Dim, export
 import tpcompiler
 from tests.soundness.cases import nodes
 from tests.trust.damage import Artifact
-from tpcompiler.soundness.check import check_programs
+from tpcompiler.judge.sound.check import check_programs
 
 Made = tuple[torch.Tensor, ...]
 

@@ -14,8 +14,8 @@ from torch.export import Dim, export
 import tpcompiler
 from tests.passes.test_apply_plan import Tied
 from tests.trust.damage import Artifact
-from tpcompiler.soundness.check import CheckReport, check_programs
-from tpcompiler.soundness.written import written
+from tpcompiler.judge.sound.check import CheckReport, check_programs
+from tpcompiler.judge.sound.written import written
 
 
 class Attend(nn.Module):

@@ -17,9 +17,9 @@ from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.runtime.poisons import Entries, entries_of
+from tpcompiler.judge.sound.written import read_ranks
 from tpcompiler.runtime.artifact import MANIFEST, rank_file, read_manifest, sha256
 from tpcompiler.runtime.rank_file import read_rank
-from tpcompiler.soundness.written import read_ranks
 
 aten = torch.ops.aten
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ import torch
 from tests.soundness import boundary_changes, changes
 from tests.soundness.cases import CASES
 from tests.trust.subjects import subject
-from tpcompiler.soundness.check import check_programs
+from tpcompiler.judge.sound.check import check_programs
 
 assert boundary_changes  # they register their cases
 assert changes

@@ -18,8 +18,8 @@ CHECK = """
 import sys, threading
 from pathlib import Path
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.compared import on_cpu
-from tpcompiler.soundness.check import check_artifact
+from tpcompiler.parallel.compared import on_cpu
+from tpcompiler.judge.sound.check import check_artifact
 
 def own():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -17,11 +17,11 @@ from torch.export import Dim, ExportedProgram, export
 import tpcompiler
 from tests.sound import findings
 from tests.trust.subjects import subject
-from tpcompiler.elastic import merge, reshard
+from tpcompiler.api.elastic import merge, reshard
 from tpcompiler.errors import ArtifactError
+from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import MANIFEST, MODEL, sha256
-from tpcompiler.soundness.check import check_programs
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 PLAN = {"up": "colwise", "down": "rowwise"}

@@ -13,7 +13,7 @@ from torch.export import Dim, export
 
 import tpcompiler
 from tests.trust.damage import Artifact
-from tpcompiler.soundness.check import check_programs
+from tpcompiler.judge.sound.check import check_programs
 
 aten = torch.ops.aten
 END = 2**63 - 1

@@ -14,9 +14,9 @@ from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.trust.damage import Artifact, claim
-from tpcompiler.soundness.check import check_programs
-from tpcompiler.soundness.written import written
-from tpcompiler.verify.simulate import simulate
+from tpcompiler.judge.compare.simulate import simulate
+from tpcompiler.judge.sound.check import check_programs
+from tpcompiler.judge.sound.written import written
 
 aten = torch.ops.aten
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

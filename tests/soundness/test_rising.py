@@ -11,10 +11,10 @@ from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
 from tests.sound import findings
+from tpcompiler.judge.sound.check import check_programs
+from tpcompiler.judge.sound.rising import counting
+from tpcompiler.judge.sound.written import written
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.soundness.check import check_programs
-from tpcompiler.soundness.rising import counting
-from tpcompiler.soundness.written import written
 
 ROWS, EXPERTS = 20, 4
 PLAN = {"up": "S(0)", "down": "S(0)"}

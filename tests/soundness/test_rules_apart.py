@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.trust.subjects import SUBJECTS, Subject, _subject
 from tpcompiler.ir import ordered
+from tpcompiler.judge.sound.check import CheckReport
 from tpcompiler.rules import infer
-from tpcompiler.soundness.check import CheckReport
 
 
 class Softmax(nn.Module):

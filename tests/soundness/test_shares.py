@@ -9,7 +9,7 @@ from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir import shares
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import read_sharding, same_bits
-from tpcompiler.soundness.shares import cut, join, local_shape, runs_of
+from tpcompiler.judge.sound.shares import cut, join, local_shape, runs_of
 
 GRID = Mesh((("dp", 2), ("tp", 4)))
 PLACEMENTS = (

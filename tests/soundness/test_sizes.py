@@ -14,10 +14,10 @@ from tests.trust import collectives
 from tests.trust.damage import Artifact, damaged
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.soundness.check import check_programs
-from tpcompiler.soundness.drawn import MULTIPLE, Sizes
-from tpcompiler.soundness.folded import Folded, folded
-from tpcompiler.soundness.sizes import change_shape, operand_shapes
+from tpcompiler.judge.sound.check import check_programs
+from tpcompiler.judge.sound.drawn import MULTIPLE, Sizes
+from tpcompiler.judge.sound.folded import Folded, folded
+from tpcompiler.judge.sound.sizes import change_shape, operand_shapes
 
 assert collectives  # it registers its kinds
 

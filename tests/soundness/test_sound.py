@@ -16,9 +16,9 @@ from tests.passes.test_shared_heads import converted as few_heads
 from tests.test_program_set import converted as program_set
 from tests.trust.subjects import subject
 from tpcompiler._torch import read_archive_state
+from tpcompiler.judge.sound.check import check_programs
+from tpcompiler.judge.sound.written import read_ranks, written
 from tpcompiler.runtime.artifact import rank_file, read_manifest, sha256
-from tpcompiler.soundness.check import check_programs
-from tpcompiler.soundness.written import read_ranks, written
 
 pytestmark = pytest.mark.slow
 

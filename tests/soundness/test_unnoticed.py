@@ -17,7 +17,7 @@ import tpcompiler
 from tests.trust.damage import Artifact, claim, inserted
 from tpcompiler.ir.calls import write_call
 from tpcompiler.ir.shares import same_bits
-from tpcompiler.soundness.check import check_programs
+from tpcompiler.judge.sound.check import check_programs
 
 aten = torch.ops.aten
 MASK = torch.full((8, 8), float("-inf")).triu(1)
@@ -258,7 +258,7 @@ def test_what_nobody_thought_of_is_a_finding(monkeypatch: pytest.MonkeyPatch) ->
     def fail(made: object, rank: int) -> None:
         raise TypeError("so be it")
 
-    monkeypatch.setattr("tpcompiler.soundness.check.check_ops", fail)
+    monkeypatch.setattr("tpcompiler.judge.sound.check.check_ops", fail)
     found, *_ = check_programs(artifact.written(), artifact.manifest).findings
     assert found == "rank_0.pt2: cannot be checked: TypeError: so be it"
 

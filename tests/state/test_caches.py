@@ -19,8 +19,8 @@ from tests.runtime.commands import right
 from tests.state.models import PLAN, WRITES, Llama, Normed, call
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
+from tpcompiler.judge.compare.compare import FLOOR, SPREAD, compare
 from tpcompiler.runtime.inputs import write_tensors
-from tpcompiler.verify.compare import FLOOR, SPREAD, compare
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ import tpcompiler
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import CLAIM, Claim, read_claim
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.judge.sound.written import Written, written
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.soundness.written import Written, written
 
 T = TypeVar("T")
 aten = torch.ops.aten

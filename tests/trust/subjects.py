@@ -18,12 +18,12 @@ from tests.trust.damage import Artifact
 from tests.zoo.case import randomise
 from tests.zoo.index import CASES
 from tpcompiler._torch import with_state
-from tpcompiler.compared import layout_of
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.shares import read_sharding
+from tpcompiler.judge.compare.compare import compare
+from tpcompiler.judge.sound.check import CheckReport, check_programs
+from tpcompiler.parallel.compared import layout_of
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.soundness.check import CheckReport, check_programs
-from tpcompiler.verify.compare import compare
 
 Call = tuple[Sequence[Any], dict[str, Any]]
 

@@ -17,7 +17,7 @@ from tests.machines import CALLS
 from tests.verify.network import PLAN, Transformer, collectives, damaged, randomised, skipped
 from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir import edit
-from tpcompiler.verify.compare import FLOOR, SPREAD, VerifyReport, compare
+from tpcompiler.judge.compare.compare import FLOOR, SPREAD, VerifyReport, compare
 
 pytestmark = pytest.mark.slow
 MACHINE = CALLS

@@ -18,12 +18,12 @@ from tests.rules.samples import SAMPLES
 from tests.rules.test_complete import NOT_RUN
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
+from tpcompiler.judge.rules.check_rule import offered
+from tpcompiler.judge.rules.discover_rule import DiscoveredRule, discover_rule
+from tpcompiler.judge.rules.placements import same, sound_placements
+from tpcompiler.judge.rules.run_on_shards import rule_from
 from tpcompiler.rules.notation import Rule, RuleText, parse
 from tpcompiler.rules.registry import _RULES, rule_of
-from tpcompiler.verify.check_rule import offered
-from tpcompiler.verify.discover_rule import DiscoveredRule, discover_rule
-from tpcompiler.verify.placements import same, sound_placements
-from tpcompiler.verify.run_on_shards import rule_from
 
 pytestmark = pytest.mark.slow
 

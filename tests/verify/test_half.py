@@ -17,7 +17,7 @@ from tests.zoo.faults import collectives_of, without_collective
 from tpcompiler import ParallelProgram
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
-from tpcompiler.verify.compare import FLOOR, VerifyReport, compare
+from tpcompiler.judge.compare.compare import FLOOR, VerifyReport, compare
 
 pytestmark = pytest.mark.slow
 

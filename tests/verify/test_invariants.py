@@ -14,9 +14,9 @@ from tests.passes.models import MEGATRON, Mlp
 from tests.passes.stages import folded, local, marked
 from tpcompiler.errors import InternalError
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
+from tpcompiler.ir.invariants import check_invariants
 from tpcompiler.ir.program import MARK, LocalProgram, LoweredProgram, MarkedProgram, Program, ReshardedProgram
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.verify.invariants import check_invariants
 
 ROWS = Sharding((DimSharding.by("tp"), WHOLE))
 HELP = "\n  help: report this with the model and the plan"

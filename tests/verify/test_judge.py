@@ -13,9 +13,9 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from tests.test_api import PLAN, Mlp, exported
 from tests.zoo.faults import collectives_of, without_collective
-from tpcompiler.verify.compare import VerifyReport, compare
-from tpcompiler.verify.judge import Layout, difference
-from tpcompiler.verify.simulate import simulate
+from tpcompiler.judge.compare.compare import VerifyReport, compare
+from tpcompiler.judge.compare.judge import Layout, difference
+from tpcompiler.judge.compare.simulate import simulate
 
 Programs = list[ExportedProgram]
 

@@ -15,8 +15,8 @@ from torch.export import Dim, export
 
 import tpcompiler
 from tests.launch import fork_code
-from tpcompiler.verify.reference import run_single
-from tpcompiler.verify.simulate import random_state
+from tpcompiler.judge.compare.reference import run_single
+from tpcompiler.judge.compare.simulate import random_state
 
 PLAN = {"up": "colwise", "down": "rowwise"}
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler
-from tpcompiler.verify.simulate import simulate
+from tpcompiler.judge.compare.simulate import simulate
 
 
 class Normed(nn.Module):

@@ -13,8 +13,8 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from tests.verify.network import collectives, damaged
 from tpcompiler.errors import InputsError, InternalError
+from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.runtime.inputs import flatten_inputs
-from tpcompiler.verify.simulate import simulate
 
 X = torch.randn(4, 6)
 

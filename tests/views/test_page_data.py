@@ -16,15 +16,15 @@ from torch import nn
 import tpcompiler
 from tests.ir.drawn import GRID, Cut, cuts
 from tests.views.artifacts import LAYERS, Cached, Mixed, Mlp, Tower, Unknown, ids, one_step, randomised, saved
+from tpcompiler.ask.again import advise_artifact
 from tpcompiler.cost.machine import Link, Machine
-from tpcompiler.explain.again import advise_artifact
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut_dim
-from tpcompiler.printed import format_bytes
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.weightless import weightless
+from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.views.page_data import page_data
 from tpcompiler.views.slices import slices_of
 from tpcompiler.views.table import artifact_text

@@ -15,7 +15,7 @@ import tpcompiler
 from tests.zoo.case import Case
 from tests.zoo.each import judge_each
 from tests.zoo.index import CASES
-from tpcompiler.elastic import merge, reshard
+from tpcompiler.api.elastic import merge, reshard
 from tpcompiler.errors import ShardingError
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.model_file import read_model

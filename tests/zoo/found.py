@@ -15,7 +15,7 @@ import tpcompiler
 from tests.zoo.each import judge_each
 from tests.zoo.index import CASES
 from tpcompiler import ParallelProgram
-from tpcompiler.explain.plan_text import plan_text
+from tpcompiler.ask.plan_text import plan_text
 from tpcompiler.frontend.plain_weights import with_plain_weights
 
 WORLDS = (2, 4)

@@ -20,15 +20,15 @@ import tpcompiler
 from tests.machines import CALLS
 from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
+from tpcompiler.artifact.report import Collective
 from tpcompiler.errors import InternalError, TpCompilerWarning
-from tpcompiler.explain.report import Collective
+from tpcompiler.judge.compare.compare import Difference, VerifyReport, compare
+from tpcompiler.judge.compare.reference import reference_of
+from tpcompiler.judge.compare.simulate import simulate
+from tpcompiler.judge.sound.check import check_programs
+from tpcompiler.judge.sound.written import written
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.inputs import flatten_inputs
-from tpcompiler.soundness.check import check_programs
-from tpcompiler.soundness.written import written
-from tpcompiler.verify.compare import Difference, VerifyReport, compare
-from tpcompiler.verify.reference import reference_of
-from tpcompiler.verify.simulate import simulate
 
 WORLDS = (2, 4)
 FALLBACK = "fallback"

@@ -8,7 +8,7 @@ import torch
 import tpcompiler
 from tests.zoo.case import randomise
 from tests.zoo.faults import collectives_of, without_collective
-from tpcompiler.verify.compare import compare
+from tpcompiler.judge.compare.compare import compare
 
 pytestmark = pytest.mark.slow
 

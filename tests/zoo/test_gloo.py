@@ -13,9 +13,9 @@ from tests.long import in_long_runs, some
 from tests.zoo.case import Case
 from tests.zoo.index import CASES
 from tests.zoo.measure import exported
+from tpcompiler.judge.compare.compare import FLOOR, SPREAD
+from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.runtime.inputs import flatten_inputs, write_tensors
-from tpcompiler.verify.compare import FLOOR, SPREAD
-from tpcompiler.verify.reference import run_single
 
 pytestmark = pytest.mark.slow
 

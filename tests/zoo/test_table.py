@@ -10,7 +10,7 @@ from tests.long import in_long_runs
 from tests.zoo import measure
 from tests.zoo.index import CASES
 from tests.zoo.table import main
-from tpcompiler.soundness.check import CheckReport
+from tpcompiler.judge.sound.check import CheckReport
 
 pytestmark = [pytest.mark.slow, in_long_runs]
 

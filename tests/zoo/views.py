@@ -15,8 +15,8 @@ import tpcompiler
 from tests.runtime.commands import call
 from tests.zoo.each import judge_each
 from tests.zoo.index import CASES
-from tpcompiler.printed import format_bytes
 from tpcompiler.runtime.artifact import Manifest, read_manifest
+from tpcompiler.terminal.printed import format_bytes
 
 WORLD = 2
 SVG = "{http://www.w3.org/2000/svg}"

@@ -21,7 +21,6 @@ from tpcompiler.checkpoint.sources import find_sources
 from tpcompiler.errors import ArtifactError, option
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut
-from tpcompiler.progress import telling
 from tpcompiler.runtime.artifact import (
     VALUES,
     Manifest,
@@ -35,6 +34,7 @@ from tpcompiler.runtime.rank_file import taken_by, with_tied
 from tpcompiler.runtime.target import CUT, reason, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import OtherContent, Writing, laid_out, read_all
+from tpcompiler.terminal.progress import telling
 
 READ_AHEAD = 1 << 28  # bytes of two tensors of which the second is read while the first is written
 Progress = Callable[[int, int], None]  # bytes done, of all

@@ -61,8 +61,8 @@ def plan(
     refuse_two_meshes(tp, mesh)
     with progress(f"reading {model}", quiet=json) as status:
         from tpcompiler.api import find_plan
+        from tpcompiler.ask.plan_text import plan_text
         from tpcompiler.cli import printing
-        from tpcompiler.explain.plan_text import plan_text
         from tpcompiler.frontend.plain_weights import with_plain_weights
         from tpcompiler.plan import Plan
         from tpcompiler.runtime.model_file import read_model
@@ -115,8 +115,8 @@ def doctor(
       tpcompiler doctor prefill.pt2 decode.pt2
     """
     with progress("reading", quiet=json) as status:
+        from tpcompiler.api.doctor import diagnose
         from tpcompiler.cli import printing
-        from tpcompiler.doctor import diagnose
 
         given = read_programs(models, imports, trust, status)
         status.update("placing it on every number of ranks")
@@ -154,7 +154,7 @@ def calibrate(
     if ranks < 2:
         raise typer.BadParameter("between fewer than 2 ranks there is no link to measure", param_hint="--ranks")
     with progress("measuring", quiet=json):
-        from tpcompiler.calibrate import machine_data, measure_machine
+        from tpcompiler.api.calibrate import machine_data, measure_machine
         from tpcompiler.cli import printing
 
         with printing.writing(out) as file:  # what cannot be written is refused before the minute that follows

@@ -24,8 +24,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from tpcompiler.printed import format_bytes, one_line
-from tpcompiler.progress import listening
+from tpcompiler.errors import one_line
+from tpcompiler.terminal.printed import format_bytes
+from tpcompiler.terminal.progress import listening
 
 # Seconds until a step has a line, and until it has another one. Who compares standard error may want none.
 PATIENCE, AGAIN = float(os.environ.get("TPCOMPILER_PATIENCE", "2")), 30.0

@@ -43,8 +43,8 @@ from tpcompiler.cli.options import (
     report,
 )
 from tpcompiler.cli.weights import Partial
-from tpcompiler.errors import TpCompilerWarning
-from tpcompiler.printed import mute_logs, one_line, printable
+from tpcompiler.errors import TpCompilerWarning, one_line, printable
+from tpcompiler.terminal.printed import mute_logs
 
 
 class _DeviceType(str, Enum):
@@ -124,7 +124,7 @@ def inspect(
         from tpcompiler.cli import printing
 
         if is_artifact:  # which needs neither torch.export nor the search
-            from tpcompiler.explain.summary import artifact_data
+            from tpcompiler.artifact.summary import artifact_data
             from tpcompiler.runtime.artifact import read_manifest
 
             data = artifact_data(read_manifest(path))
@@ -234,14 +234,14 @@ def convert(
         typer.echo("no --plan is given: the search finds one, as with --plan auto", err=True)
     with progress("reading the plan", quiet=json) as status:
         from tpcompiler.api import parallelize
+        from tpcompiler.artifact.budget import Budget
+        from tpcompiler.artifact.summary import artifact_data, summary_parts
+        from tpcompiler.artifact.writing import writer_of
         from tpcompiler.checkpoint.cut import cut_checkpoint, refuse_other_checkpoint
         from tpcompiler.cli import printing
-        from tpcompiler.explain.budget import Budget
-        from tpcompiler.explain.summary import artifact_data, summary_parts
         from tpcompiler.plan import SEARCHES, Plan
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.target import free_target
-        from tpcompiler.writing import writer_of
 
         over, allowed = read_mesh(tp, mesh), Budget.read(budget or (), max_wire_bytes, max_memory)
         asked: Any = str(plan or "auto")

@@ -9,8 +9,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from tpcompiler.api import find_plan
+from tpcompiler.ask.plan_text import modules_of, plan_text
 from tpcompiler.errors import TpCompilerError
-from tpcompiler.explain.plan_text import modules_of, plan_text
 from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir.program import Program, tied
 from tpcompiler.ir.text import DTYPES

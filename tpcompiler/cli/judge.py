@@ -70,12 +70,12 @@ def verify(
       tpcompiler verify out --checkpoint checkpoint
     """
     with progress(f"reading {against or directory}", quiet=json) as status:
+        from tpcompiler.api.verify_files import verify_artifact
         from tpcompiler.checkpoint.fill import read_original, with_weights
         from tpcompiler.cli import printing
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.inputs import read_inputs
         from tpcompiler.runtime.model_file import import_modules, read_model
-        from tpcompiler.verify_files import verify_artifact
 
         manifest = read_manifest(directory)  # its errors come before the model is read
         import_modules(imports or ())
@@ -98,7 +98,7 @@ def verify(
         typer.echo(str(report))
     if bisect is not None and not report.ok:
         with progress("converting anew, and looking for the smallest wrong piece", quiet=json):
-            from tpcompiler.bisect import bisect_artifact
+            from tpcompiler.api.bisect import bisect_artifact
 
             original = with_weights(original, directory, checkpoint, trust=trust)
             said = bisect_artifact(directory, original, *calls[0], target=bisect)

@@ -20,8 +20,8 @@ from typer.core import TyperGroup
 from tpcompiler.cli.interrupt import INTERRUPTED, was_interrupted
 from tpcompiler.cost.amounts import read_bytes
 from tpcompiler.cost.machine_file import DEFAULT, VARIABLE, shipped_machines
-from tpcompiler.errors import MeshError, TpCompilerError, naming_options
-from tpcompiler.printed import print_nowhere, printable, printed_streams
+from tpcompiler.errors import MeshError, TpCompilerError, naming_options, printable
+from tpcompiler.terminal.printed import print_nowhere, printed_streams
 
 if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh

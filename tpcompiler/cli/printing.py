@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from tpcompiler.artifact.summary import summary_parts
 from tpcompiler.checkpoint.leaves import leaves_of
-from tpcompiler.errors import ArtifactError
-from tpcompiler.explain.summary import summary_parts
+from tpcompiler.errors import ArtifactError, one_line
 from tpcompiler.plan.fold import folded, times
-from tpcompiler.printed import format_bytes, one_line
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.run import Summary
 from tpcompiler.runtime.target import replacing
-from tpcompiler.tables import Part, Table
+from tpcompiler.terminal.printed import format_bytes
+from tpcompiler.terminal.tables import Part, Table
 
 FEW = 1 << 30  # bytes of weights
 WIDTH_OF_A_FILE = 160  # rich takes a pipe for 80 columns, and folds names that programs look for
@@ -139,7 +139,7 @@ def picture(
 
         return Picture(artifact_text(directory, rank, trust=trust), file)
     if format == "html":
-        from tpcompiler.explain.again import advise_artifact
+        from tpcompiler.ask.again import advise_artifact
         from tpcompiler.views.html import artifact_html
 
         advice = advise_artifact(directory, machine, trust=trust)

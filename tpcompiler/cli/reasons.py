@@ -37,8 +37,8 @@ def explain(
       tpcompiler explain out all_reduce --json
     """
     with progress(f"reading {directory}", quiet=json) as status:
+        from tpcompiler.ask.explanation import explain_artifact
         from tpcompiler.cli import printing
-        from tpcompiler.explain.explanation import explain_artifact
         from tpcompiler.runtime.model_file import import_modules
 
         import_modules(imports or ())
@@ -74,14 +74,14 @@ def diff(
       tpcompiler diff out other --html difference.html
     """
     with progress(f"reading {first}", quiet=json):
+        from tpcompiler.ask.difference import diff_artifacts
         from tpcompiler.cli import printing
-        from tpcompiler.explain.difference import diff_artifacts
         from tpcompiler.runtime.model_file import import_modules
 
         import_modules(imports or ())
         found = diff_artifacts(first, second, machine=machine, trust=trust)
         if html is not None:
-            from tpcompiler.explain.difference_page import difference_html
+            from tpcompiler.ask.difference_page import difference_html
 
             page = difference_html(found, first, second, machine=machine, trust=trust)
             printing.write_content(html, page)
@@ -118,8 +118,8 @@ def cost(
     """
     sizes = _read_sizes(at)
     with progress(f"reading {directory}", quiet=json):
+        from tpcompiler.ask.costs import cost_artifact
         from tpcompiler.cli import printing
-        from tpcompiler.explain.costs import cost_artifact
         from tpcompiler.runtime.model_file import import_modules
 
         import_modules(imports or ())

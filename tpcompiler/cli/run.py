@@ -50,8 +50,8 @@ def package_artifact(
       torchrun --nproc-per-node 2 --no-python tpcompiler run out --compiled --inputs in.safetensors
     """
     with progress(f"reading {directory}", quiet=json) as status:
+        from tpcompiler.api.packaging import package
         from tpcompiler.cli import printing
-        from tpcompiler.packaging import package
         from tpcompiler.runtime.model_file import import_modules
 
         import_modules(imports or ())
@@ -151,11 +151,11 @@ def run(
         status.update("running")
         with contextlib.ExitStack() as stack:
             if count:
-                from tpcompiler.explain.measured import compare_counts, counts_table, watched_collectives
+                from tpcompiler.ask.measured import compare_counts, counts_table, watched_collectives
 
                 calls = stack.enter_context(watched_collectives())
             if trace is not None:
-                from tpcompiler.explain.trace import gather_traces, traced
+                from tpcompiler.ask.trace import gather_traces, traced
 
                 own = stack.enter_context(traced(module, manifest))
             shares = cut_inputs(given, manifest, dist.get_rank(), str(inputs))

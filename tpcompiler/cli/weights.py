@@ -57,7 +57,7 @@ def export(
     sizes = ""
     with progress(f"exporting {source}", quiet=json):
         from tpcompiler.cli import printing
-        from tpcompiler.exporting import export_prefill_and_decode, export_without_weights
+        from tpcompiler.frontend.exporting import export_prefill_and_decode, export_without_weights
         from tpcompiler.runtime.target import in_place_of, reason, replacing
         from tpcompiler.runtime.weightless import save_weightless, weightless_names
 
@@ -146,8 +146,8 @@ def reshard_artifact(
       tpcompiler reshard out --tp 8 -o out8
     """
     with progress(f"reading {directory}", quiet=json):
+        from tpcompiler.api.elastic import reshard
         from tpcompiler.cli import printing
-        from tpcompiler.elastic import reshard
 
         over = read_mesh(tp, mesh)
         return_freed_tensors()
@@ -178,8 +178,8 @@ def merge_artifact(
       tpcompiler merge out --safetensors -o model.safetensors
     """
     with progress(f"putting {directory} together", quiet=json):
+        from tpcompiler.api.elastic import merge
         from tpcompiler.cli import printing
-        from tpcompiler.elastic import merge
 
         return_freed_tensors()
         merge(directory, out, safetensors=safetensors, trust=trust)

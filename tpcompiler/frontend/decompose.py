@@ -31,7 +31,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.draws import DROPOUTS
 from tpcompiler.ir.local import fake_mode_of, key
 from tpcompiler.ir.rebuilt import copy_signature, rebuilt
-from tpcompiler.progress import counted
+from tpcompiler.terminal.progress import counted
 
 Values = dict[fx.Node, Any]
 DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor)

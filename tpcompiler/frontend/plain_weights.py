@@ -20,7 +20,7 @@ from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import Note, Program, tied
 from tpcompiler.ir.rebuilt import copy_signature, rebuilt
 from tpcompiler.ir.static import computed_from_leaves
-from tpcompiler.printed import format_bytes
+from tpcompiler.terminal.printed import format_bytes
 
 READ = "export.access_subclass_inner_tensor.default"
 

@@ -15,8 +15,8 @@ from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.program import BOTH, MarkedProgram, Note, PlannedProgram, mark_of, tied
 from tpcompiler.ir.text import op_name, value_text
-from tpcompiler.printed import format_bytes
 from tpcompiler.runtime.archive import has_pickled_examples
+from tpcompiler.terminal.printed import format_bytes
 
 
 def notes_of(program: MarkedProgram) -> tuple[Note, ...]:

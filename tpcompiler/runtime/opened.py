@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tpcompiler.errors import ArtifactError
-from tpcompiler.progress import measured
+from tpcompiler.terminal.progress import measured
 
 INHERITED = (Path("/dev/fd"), Path("/proc/self/fd"))
 

@@ -16,12 +16,12 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
-from tpcompiler.progress import counted
 from tpcompiler.rules.infer import is_one
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.stage import Choice, Leaf, Stage
 from tpcompiler.solver.ways import Limits, Ways, can_take, made_of, make_wanted, shared_heads, take_operands, to_cut
+from tpcompiler.terminal.progress import counted
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 
 from tpcompiler.errors import UnsupportedError
-from tpcompiler.progress import counted
+from tpcompiler.terminal.progress import counted
 
 MOST_CELLS = 1 << 25  # of one table: 256 MiB
 TOO_SLOW = 1 << 20  # from which it is worth while to look for dead ends first

@@ -13,10 +13,10 @@ from tpcompiler.cost.objective import local_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import PlannedProgram, pin, tied
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.printed import format_bytes
 from tpcompiler.runtime.in_place import IN_PLACE
 from tpcompiler.solver.domain import tensor_index
 from tpcompiler.solver.solution import Solution
+from tpcompiler.terminal.printed import format_bytes
 
 
 class Memory(NamedTuple):

@@ -9,10 +9,10 @@ from torch import fx
 
 from tpcompiler.cost.objective import Objective
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.progress import counted
 from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.search import Held, search_over
 from tpcompiler.solver.solution import Solution
+from tpcompiler.terminal.progress import counted
 
 
 class Otherwise(NamedTuple):

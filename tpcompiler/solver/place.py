@@ -14,12 +14,12 @@ from tpcompiler.errors import ShardingError
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.program import Note, PlannedProgram, Seed
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.printed import format_bytes
-from tpcompiler.progress import counted
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.search import search
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.stage import Known
+from tpcompiler.terminal.printed import format_bytes
+from tpcompiler.terminal.progress import counted
 
 MOST_TRIALS = 12  # searches for placements that fit
 STEPS = 16.0  # by which the price of a byte grows until they do
@@ -46,7 +46,7 @@ class Aim:
         gathers: without a plan, weights may be gathered and the batch may be cut.
         optimize: the fastest call, or the fewest bytes of weights on a rank and then the fastest call.
         calls: of several programs, how often each is called, or nothing: all as often.
-        forms: without a plan, other forms of the programs are tried where they may pay (`forms.py`).
+        forms: without a plan, other forms of the programs are tried where they may pay (`passes/_forms.py`).
     """
 
     machine: Machine = field(default_factory=read_machine)

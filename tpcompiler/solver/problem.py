@@ -24,7 +24,6 @@ from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import PlannedProgram, Seed, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
-from tpcompiler.progress import counted
 from tpcompiler.rules.features import feature_dims
 from tpcompiler.solver.changes import UNIT, find_common, in_units, price_changes
 from tpcompiler.solver.domain import Domain, find_domain, pin_choices, results
@@ -32,6 +31,7 @@ from tpcompiler.solver.eliminate import Tables, check_size
 from tpcompiler.solver.stage import Choice, Known, Leaf, Stage
 from tpcompiler.solver.together import combine_domains
 from tpcompiler.solver.ways import Ways
+from tpcompiler.terminal.progress import counted
 
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
 NEVER = numpy.inf

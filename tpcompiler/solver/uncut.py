@@ -13,14 +13,14 @@ from tpcompiler.cost.timeline import duration
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir.names import fold_layers, layer_of
 from tpcompiler.ir.program import PlannedProgram
-from tpcompiler.printed import format_bytes
-from tpcompiler.progress import counted
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.search import Held, search_on_any_mesh
 from tpcompiler.solver.solution import Layered, Solution
 from tpcompiler.solver.stage import Known
 from tpcompiler.solver.step_time import collectives_of, measure_step_time
+from tpcompiler.terminal.printed import format_bytes
+from tpcompiler.terminal.progress import counted
 
 MOST_GROUPS = 4  # that are searched again, those that hold most
 

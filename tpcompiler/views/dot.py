@@ -9,7 +9,8 @@ from html import escape
 
 import graphviz
 
-from tpcompiler.printed import format_bytes, one_line
+from tpcompiler.errors import one_line
+from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.views.items import Item, color_of, seen_from
 from tpcompiler.views.outline import Group, Outline, counted, legend_of, outline_of, wire
 

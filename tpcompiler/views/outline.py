@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from tpcompiler.explain.counts import counted_kinds
+from tpcompiler.artifact.counts import counted_kinds
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import Manifest, read_manifest
 from tpcompiler.runtime.rank_file import read_rank

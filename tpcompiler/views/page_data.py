@@ -11,16 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from tpcompiler.artifact.counts import held_per_rank, predict_call
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import Times
-from tpcompiler.errors import ShardingError
-from tpcompiler.explain.counts import held_per_rank, predict_call
+from tpcompiler.errors import ShardingError, one_line
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding, row_sharding
-from tpcompiler.printed import one_line
 from tpcompiler.runtime.artifact import Manifest, inside, rank_file, read_manifest
 from tpcompiler.views.items import Item, color_of, seen_from
 from tpcompiler.views.outline import Group, Outline, counted, legend_of, numbered, outline_of, sent, wire

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from tpcompiler.errors import one_line
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import row_sharding
-from tpcompiler.printed import one_line
 from tpcompiler.views.slices import Piece, pieces_of, slices_of
 
 MOST_PIECES = 32  # of a dim that are drawn

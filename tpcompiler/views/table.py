@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from tpcompiler.printed import format_bytes, one_line
+from tpcompiler.errors import one_line
+from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.views.items import Item, seen_from
 from tpcompiler.views.outline import Group, counted, outline_of, wire
 

@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import leaf_of_module
-from tpcompiler.printed import nearest_names
 from tpcompiler.runtime.artifact import Manifest, read_manifest
+from tpcompiler.terminal.printed import nearest_names
 from tpcompiler.views.slabs import WIDTH, Drawn, Slab, draw_tensors
 from tpcompiler.views.tensor_svg import svg_of
 

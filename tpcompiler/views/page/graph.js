@@ -28,7 +28,7 @@ const css = (name) => getComputedStyle(document.documentElement).getPropertyValu
 const within = (name, module) => (name === module ? "" : name.startsWith(`${module}.`) ? name.slice(module.length + 1) : name);
 const shortened = (text) => (text.length > LONGEST ? `${text.slice(0, LONGEST - 1)}…` : text);
 
-// As `format_bytes` in printed.py.
+// As `format_bytes` in terminal/printed.py.
 function bytes(count) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   const power = units.findIndex((unit, at) => Number((count / 1000 ** at).toPrecision(3)) < 1000 || at === units.length - 1);

@@ -1,0 +1,265 @@
+"""The smallest piece of a program, and the fewest placements, that still come out wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from tpcompiler.api import parallelize
+from tpcompiler.errors import ArtifactError, TpCompilerError
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.placements import format_spec
+from tpcompiler.ir.program import ORIGIN, ReshardedProgram, mark_of, reshard
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import row_sharding
+from tpcompiler.ir.text import op_name
+from tpcompiler.parallel.parallel_program import ParallelProgram
+from tpcompiler.plan import Plan
+from tpcompiler.runtime.artifact import read_manifest
+from tpcompiler.runtime.inputs import flatten_inputs
+from tpcompiler.runtime.target import reason, refuse_strange_name, replacing
+
+MOST_STEPS = 12  # ops before the first wrong one that a piece may reach back
+UNUSABLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, TpCompilerError)  # of a piece by itself
+SCRIPT = '''"""{title}"""
+
+import pathlib
+
+import torch
+
+import tpcompiler
+
+program = torch.export.load(pathlib.Path(__file__).with_name("piece.pt2"))
+made = tpcompiler.parallelize(
+    program,
+    {mesh!r},
+    {plan!r},
+    inputs={inputs!r},
+)
+print(program.graph)
+report = made.verify(*program.example_inputs)
+print(report)
+raise SystemExit(not report.ok)
+'''
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A wrong piece: its program, the placements of leaves and inputs that make it wrong, and its ops, in order."""
+
+    program: ExportedProgram
+    mesh: Mesh
+    plan: Mapping[str, Any]
+    inputs: Sequence[Any]
+    ops: tuple[str, ...]
+
+
+def bisect(
+    model: ExportedProgram,
+    mesh: int | Mapping[str, int] | Mesh,
+    plan: Plan | Mapping[str, object] | str | os.PathLike[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    outputs: Mapping[str, Any] | None = None,
+) -> Piece | None:
+    """Shrink a conversion that is wrong: ops first, then placements. None where a new conversion is right.
+
+    The first wrong value is converted by itself, with the shardings that it has in the whole, of operands that the
+    model makes from these inputs; where that is right, with the ops before it, one step more at a time. Placements
+    without which the piece is wrong all the same are left out (Zeller, "Yesterday, my program worked", 1999).
+
+    Raises:
+        TpCompilerError: the model cannot be converted, or does not run on these inputs.
+    """
+    made = parallelize(model, mesh, plan, inputs=inputs, outputs=outputs)
+    report = made.verify(args, kwargs or {})
+    if report.ok:
+        return None
+    name = re.match(r"'([^']+)'", report.first_diverging or "")
+    for piece in _pieces(made.resharded, _origin(made, name[1] if name else ""), args, kwargs or {}):
+        if _is_wrong(piece):
+            return _fewest(piece)
+    return Piece(model, made.mesh, Plan.of(plan).to_data(), [], ("the whole program",))
+
+
+def bisect_artifact(
+    directory: str | os.PathLike[str],
+    model: ExportedProgram,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: str | os.PathLike[str],
+) -> str:
+    """Convert the model anew, as the artifact says it was, and `bisect` that: what was found, in a sentence.
+
+    Raises:
+        ArtifactError: no artifact, or a damaged one.
+    """
+    manifest = read_manifest(directory)
+    if any(note["kind"] == "mesh" for note in manifest.notes):
+        return "not bisected: an axis of the mesh runs as two; call tpcompiler.api.bisect.bisect with the mesh as given"
+    mesh = Mesh.of(manifest.mesh)
+    boundary = [
+        {row["name"]: _spec(row_sharding(row, mesh), mesh) for row in rows if row["sharding"] != "R"}
+        for rows in (manifest.inputs, manifest.outputs)
+    ]
+    piece = bisect(model, mesh, manifest.plan, args, kwargs, inputs=boundary[0] or None, outputs=boundary[1] or None)
+    if piece is None:
+        return f"converted anew the model is right, so the files in {os.fspath(directory)} are not what was written"
+    return f"{', '.join(piece.ops)}: run {write_piece(piece, target)}"
+
+
+def write_piece(piece: Piece, directory: str | os.PathLike[str]) -> Path:
+    """Write `piece.pt2` and `repro.py`, which exits with 1 as long as the piece is wrong; returns the script.
+
+    Raises:
+        ArtifactError: they cannot be written there.
+    """
+    target = Path(directory)
+    refuse_strange_name(target)
+    title = f"Wrong on {piece.mesh}: {', '.join(piece.ops)}."
+    text = SCRIPT.format(title=title, mesh=dict(piece.mesh.axes), plan=dict(piece.plan), inputs=list(piece.inputs))
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with replacing(target / "piece.pt2") as temporary:
+            torch.export.save(piece.program, temporary)
+        with replacing(target / "repro.py") as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except (OSError, RuntimeError) as error:  # the second is what torch makes of the first
+        raise ArtifactError(
+            f"cannot write the piece to {target}: {reason(error)}", help="choose a directory that can be written"
+        ) from error
+    return target / "repro.py"
+
+
+def _origin(made: ParallelProgram, name: str) -> str:
+    """The single-device op that a value of the ranks' programs stands for."""
+    local = {node.name: node for node in made.partition.local_program(0).graph.nodes}
+    return str(local[name].meta.get(ORIGIN, name)) if name in local else name
+
+
+def _pieces(program: ReshardedProgram, wrong: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Piece]:
+    """The wrong op by itself, then with what lies up to so many steps before it."""
+    last = next((node for node in program.graph.nodes if node.name == wrong), None)
+    if last is None:
+        return
+    values = _values(program, args, kwargs)
+    inside, before = {last}, 0
+    for _ in range(MOST_STEPS):
+        inside |= {node for node in map(_plain, _used(inside)) if node.target is operator.getitem}
+        inside |= {_plain(node.all_input_nodes[0]) for node in inside if node.target is operator.getitem}
+        if len(inside) > before:
+            before = len(inside)
+            with contextlib.suppress(*UNUSABLE):
+                yield _piece(program, [node for node in program.graph.nodes if node in inside], last, values)
+        inside |= {node for node in map(_plain, _used(inside)) if node.op == "call_function"}
+
+
+def _used(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    return {used for node in nodes for used in node.all_input_nodes}
+
+
+def _plain(node: fx.Node) -> fx.Node:
+    """The value whose sharding is changed."""
+    while node.target is reshard:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _values(program: ReshardedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[fx.Node, Any]:
+    """What every node is on one device."""
+    feed = iter(flatten_inputs(program.source, args, kwargs))
+    env: dict[fx.Node, Any] = {}
+    for node, spec in program.inputs():
+        env[node] = next(feed) if spec.kind is InputKind.USER_INPUT else program.state(str(spec.target))
+    with torch.no_grad():
+        for node in program.graph.nodes:
+            if node.op == "call_function":
+                given, named = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
+                env[node] = node.target(*given, **named)
+    return env
+
+
+def _piece(program: ReshardedProgram, nodes: Sequence[fx.Node], last: fx.Node, values: Mapping[fx.Node, Any]) -> Piece:
+    """These ops as a program of their own: leaves keep their names, other operands are its inputs."""
+    names = dict(program.leaves())
+    graph, root = fx.Graph(), torch.nn.Module()
+    env: dict[fx.Node, Any] = {}
+    plan: dict[str, Any] = {}
+    inputs: list[fx.Node] = []
+    wants: dict[fx.Node, Sharding] = {}
+    for node in nodes:
+        for operand, want in zip(edit.operands(node), mark_of(node).wants, strict=True):
+            wants.setdefault(_plain(operand), want)
+    for used in dict.fromkeys(_plain(used) for node in nodes for used in node.all_input_nodes):
+        if used in names and edit.is_tensor(used):
+            _put(root, names[used], values[used])
+            if not (sharding := mark_of(used).settled[0]).partial:
+                plan[names[used]] = _spec(sharding, program.mesh)
+        elif used not in nodes and edit.is_tensor(used):
+            inputs.append(used)
+    for used in inputs:
+        env[used] = graph.placeholder(f"{used.name}_in")
+    for node in nodes:
+        for used in map(_plain, node.all_input_nodes):
+            if used in names and used not in env:
+                env[used] = graph.get_attr(names[used])
+        env[node] = graph.node_copy(node, lambda n: env[_plain(n)] if _plain(n) in env else values[n])
+    made = env[last]
+    graph.output(made)
+    module = fx.GraphModule(root, graph)
+    exported = torch.export.export(module, tuple(values[node] for node in inputs))
+    given = [_spec(wants[node].settled(), program.mesh) for node in inputs]
+    return Piece(exported, program.mesh, plan, given, tuple(f"{op_name(node)} ('{node.name}')" for node in nodes))
+
+
+def _put(root: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    *path, last = name.split(".")
+    for part in path:
+        if not hasattr(root, part):
+            root.add_module(part, torch.nn.Module())
+        root = getattr(root, part)
+    if isinstance(value, torch.nn.Parameter):
+        root.register_parameter(last, value)
+    else:
+        root.register_buffer(last, value)
+
+
+def _spec(sharding: Sharding, mesh: Mesh) -> Any:
+    """As a plan says it: one placement, or one for each axis."""
+    placements = dict(zip(mesh.names, sharding.placements(mesh), strict=True))
+    return format_spec(placements if len(placements) > 1 else next(iter(placements.values())))
+
+
+def _is_wrong(piece: Piece) -> bool:
+    assert piece.program.example_inputs is not None
+    try:
+        made = parallelize(piece.program, piece.mesh, dict(piece.plan), inputs=list(piece.inputs))
+        return not made.verify(*piece.program.example_inputs).ok
+    except TpCompilerError:
+        return False
+
+
+def _fewest(piece: Piece) -> Piece:
+    """Without the placements that it is wrong without."""
+    for name in piece.plan:
+        without = replace(piece, plan={n: spec for n, spec in piece.plan.items() if n != name})
+        piece = without if _is_wrong(without) else piece
+    for at in range(len(piece.inputs)):
+        without = replace(piece, inputs=[None if i == at else spec for i, spec in enumerate(piece.inputs)])
+        piece = without if _is_wrong(without) else piece
+    return piece

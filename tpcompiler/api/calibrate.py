@@ -1,0 +1,99 @@
+"""A description of the present machine, measured, in the form that the search reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tpcompiler.errors import MachineError, TpCompilerWarning
+from tpcompiler.judge.compare.processes import run_ranks
+from tpcompiler.yaml_file import compose, plain
+
+LONGEST = timedelta(minutes=5)
+NOISE = 1.2  # times by which a rate may differ from itself
+FLOORS = {
+    "product": "seconds of a matrix product on top of its bytes and FLOPs",
+    "attention": "the same of an attention",
+    "other": "the same of any other kernel",
+    "view": "the same of a view",
+}
+
+
+def measure_machine(ranks: int = 2, *, timeout: timedelta = LONGEST) -> str:
+    """The text of a machine file (docs/auto.md) for the devices and links here.
+
+    Starts `ranks` processes, with NCCL where each can have a GPU and with gloo and one thread each where not. All of
+    them multiply and copy at the same time. Collectives of 512 B to 64 MB are measured in groups of 2, 4, ... and all
+    ranks, and two links fitted to each kind. Of one that cannot be measured a warning and a comment in the file say
+    why; another warning says that the machine was busy.
+
+    Raises:
+        LaunchError: a process fails, or they do not end in time.
+        MachineError: an all_reduce cannot be measured.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        launch += ["-m", "tpcompiler.cost.measure", folder]
+        run_ranks(launch, 1, timeout, help="use fewer ranks, or an idle machine")
+        return machine_text(json.loads(Path(folder, "measured.json").read_text()), ranks)
+
+
+def machine_data(text: str) -> dict[str, Any]:
+    """Return a machine's description as plain data."""
+    root = compose(text)
+    data = None if root is None else plain(root, numbers=True)
+    assert isinstance(data, dict)
+    return data
+
+
+def machine_text(measured: dict[str, Any], ranks: int) -> str:
+    """The file; what no link says is as an all_reduce of all ranks."""
+    for name, first in measured["rates"].items():
+        if not 1 / NOISE < (again := measured["again"][name]) / first < NOISE:
+            warnings.warn(
+                f"{name} was {first:.2e}, and {again:.2e} a minute later: measure again on an idle machine",
+                TpCompilerWarning,
+                stacklevel=2,
+            )
+    links = measured["links"]
+    missing = [
+        f"{each['collective']} of {each['ranks']} ranks: not measured: {each['reason']}" for each in measured["missing"]
+    ]
+    plain = next((link for link in links if link["collective"] == "all_reduce" and link["ranks"] == ranks), None)
+    if plain is None:
+        raise MachineError(
+            f"{measured['backend']} does not do what all others are reckoned by: {'; '.join(missing)}",
+            help="measure where it does",
+        )
+    for text in missing:
+        warnings.warn(text, TpCompilerWarning, stacklevel=2)
+    notes = {"flops": "FLOP/s", "memory_bandwidth": "bytes/s", "memory": "bytes"}
+    rates = [f"{name}: {measured['rates'][name]:.2e}  # {unit}\n" for name, unit in notes.items()]
+    rates += [f"{name}: {seconds:.2e}  # {FLOORS[name]}\n" for name, seconds in measured["floors"].items()]
+    if "fuses" in measured:
+        rates.append(f"cache_bandwidth: {measured['cache_bandwidth']:.2e}  # bytes/s of what was just written\n")
+        rates.append("fuses: false  # no compiler: each op is a kernel\n")
+        rates.append("rows:  # the share of flops that products of so many rows reach\n")
+        rates += [f"  - {{rows: {each['rows']}, share: {each['share']:.2f}}}\n" for each in measured["rows"]]
+    if measured["host"]:
+        said = ", ".join(f"{name}: {seconds:.2e}" for name, seconds in measured["host"].items())
+        rates.append(f"host: {{{said}}}  # seconds to launch each, outside of a CUDA graph\n")
+    lines = [f"  - {{{_speed(link)}}}\n" for link in plain["links"]]
+    for each in links:
+        of = f"collective: {each['collective']}, ranks: {each['ranks']}"
+        lines.append(f"  # {each['collective']} of {each['ranks']} ranks: mean error {each['error']:.0%}\n")
+        lines += [f"  - {{{of}, {_speed(link)}}}\n" for link in each["links"]]
+    lines += [f"  # {text}\n" for text in missing]
+    head = f"# Measured by tpcompiler calibrate: {measured['backend']}, {ranks} ranks. Of each device, or process.\n"
+    links_of = "links:  # seconds, bytes/s that each rank sends; of several the fastest counts\n"
+    return "".join([head, *rates, links_of, *lines])
+
+
+def _speed(link: tuple[float, float]) -> str:
+    latency, bandwidth = link
+    return f"latency: {latency:.2e}, bandwidth: {bandwidth:.2e}"

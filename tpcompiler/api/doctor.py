@@ -1,0 +1,388 @@
+"""How many ranks a model may run on, what each number costs, and what stands in the way: found by the search."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import sym_hint
+from tpcompiler.api import Given, Programs, conversions_of, read_calls, read_plan
+from tpcompiler.artifact.report import Collective
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.objective import local_bytes
+from tpcompiler.cost.timeline import StepTime, duration
+from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
+from tpcompiler.ir.collector import collector_rests
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import fold_layers
+from tpcompiler.ir.program import PlannedProgram, tied
+from tpcompiler.pipeline import Conversion, solved_together
+from tpcompiler.solver.memory import Memory, measure_memory
+from tpcompiler.solver.obstacles import Obstacle, find_obstacles
+from tpcompiler.solver.place import Aim, TooLarge
+from tpcompiler.solver.solution import Solution
+from tpcompiler.terminal.printed import format_bytes
+from tpcompiler.terminal.progress import counted
+from tpcompiler.terminal.tables import Part, Shown, Table
+
+MOST = 16  # of the degrees that are tried
+FURTHEST = 1024  # where a limit on memory is not met by fewer
+AXIS = "tp"  # whose degrees are tried
+SPOKEN = ("first token", "tokens/s", "of a row")
+
+
+@dataclass(frozen=True)
+class Sends:
+    """Equal collectives of a call: how many, the wire bytes of a rank and the seconds of each."""
+
+    kind: str
+    count: int
+    wire_bytes: int
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        return f"{self.count} {self.kind} of {format_bytes(self.wire_bytes)}, {duration(self.seconds)} each"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a program: its collectives, the bytes that a rank sends, and how long it takes.
+
+    `samples`: the size of the first dim of its first input.
+    """
+
+    sends: tuple[Sends, ...]
+    seconds: StepTime
+    samples: int
+
+    @property
+    def collectives(self) -> int:
+        return sum(each.count for each in self.sends)
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(each.count * each.wire_bytes for each in self.sends)
+
+    def cells(self, alone: Call) -> tuple[str, ...]:
+        """Show its time, and the speed-up over the call on one rank."""
+        time = self.seconds
+        parts = (time.work, time.kernels, time.network, time.host, time.total)
+        times = (duration(part) if part else "-" for part in parts)
+        speedup = f"{alone.seconds.total / time.total:.2f}" if time.total else "-"
+        return str(self.collectives), *times, speedup
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON."""
+        said = {"collectives": self.collectives, "wire_bytes": self.wire_bytes, "seconds": self.seconds.to_data()}
+        return {**said, "sends": [dataclasses.asdict(each) for each in self.sends]}
+
+
+@dataclass(frozen=True)
+class Degree:
+    """What the search makes of a number of ranks.
+
+    Attributes:
+        asked: the mesh.
+        mesh: the one that it runs on: where ranks share heads, `tp` is two axes.
+        memory: bytes of the rank that holds most.
+        least: the same where a rank is to hold as little as the search can do with.
+        calls: of each program; the name of one alone is empty.
+        fits: within the limit, maybe with more sent than without one.
+        remarks: what the degree does not divide, and what uneven cuts, shared shares and layers that stay whole cost.
+    """
+
+    asked: Mesh
+    mesh: dict[str, int]
+    memory: Memory
+    least: Memory
+    calls: dict[str, Call]
+    fits: bool
+    remarks: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        return self.asked.world_size
+
+    def held(self) -> tuple[str, ...]:
+        """What is shown of its memory."""
+        each = (self.memory.weights, self.memory.caches, self.memory.activations, self.memory.total)
+        return _named(self.asked), *map(format_bytes, each)
+
+    def limits(self, name: str) -> Iterator[str]:
+        """The largest part of a call's time, and its collectives."""
+        call, ranks, of = self.calls[name], _named(self.asked), f" of {name}" if name else ""
+        time = call.seconds
+        parts = {"work": time.work, "kernels": time.kernels, "network": time.network, "host": time.host}
+        most = max(parts, key=parts.__getitem__)
+        if time.total:
+            yield f"{ranks}: {parts[most] / time.total:.0%} of a call{of} is {most}"
+        yield from (f"{ranks}: {each.text}" for each in call.sends)
+
+    def spoken(self) -> tuple[str, ...]:
+        """What is shown of a prefill and a decode: the time to the first token, then tokens of all rows and of each."""
+        prefill, decode = self.calls["prefill"], self.calls["decode"]
+        rate = 1 / decode.seconds.total if decode.seconds.total else math.inf
+        rates = (f"{rows * rate:,.0f}" for rows in (decode.samples, 1))
+        return _named(self.asked), duration(prefill.seconds.total), *rates
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON."""
+        memory = {name: getattr(self.memory, name) for name in ("weights", "caches", "activations", "total")}
+        calls = {name: call.to_data() for name, call in self.calls.items()}
+        said = {"ranks": self.ranks, "mesh": self.mesh, "bytes": memory, "calls": calls}
+        return {**said, "fits": self.fits, "remarks": list(self.remarks)}
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A mesh that is no degree, and why: no placement suits it, or it was not tried."""
+
+    asked: Mesh
+    reason: str
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"ranks": self.asked.world_size, "mesh": dict(self.asked.axes), "reason": self.reason}
+
+
+@dataclass(frozen=True)
+class Diagnosis(Shown):
+    """What each degree gives on a machine.
+
+    Attributes:
+        stopped: degrees that no placement suits.
+        untried: degrees that do not divide what is cut.
+        limit: bytes that a rank may hold.
+        least: the ranks of the smallest degree that fits.
+    """
+
+    machine: str
+    degrees: tuple[Degree, ...]
+    stopped: tuple[Stop, ...]
+    untried: tuple[Stop, ...]
+    limit: int
+    least: int
+
+    def parts(self) -> Iterator[Part]:
+        """A line for each degree; then what stops degrees, or costs."""
+        yield f"on {self.machine} a rank may hold {format_bytes(self.limit)}"
+        ranks = "ranks" if self.degrees[0].asked.names == (AXIS,) else "mesh"
+        held = (ranks, "weights", "caches", "at peak", "in all")
+        rows = [(*each.held(), "yes" if each.fits else "no") for each in self.degrees]
+        yield Table("a rank holds", (*held, "fits"), rows, right=held)
+        called = ("sends", "work", "kernels", "network", "host", "step", "speed-up")
+        for name, alone in self.degrees[0].calls.items():
+            rows = [(_named(each.asked), *each.calls[name].cells(alone)) for each in self.degrees]
+            yield Table(f"one call{f' of {name}' if name else ''}", (ranks, *called), rows, right=(ranks, *called))
+        if {"prefill", "decode"} <= self.degrees[0].calls.keys():
+            yield Table(
+                "generation", (ranks, *SPOKEN), [each.spoken() for each in self.degrees], right=(ranks, *SPOKEN)
+            )
+        yield from self._limits()
+        lines = [f"{_named(each.asked)}: {remark}" for each in self.degrees for remark in each.remarks]
+        lines += [f"{_named(stop.asked)}: not possible: {stop.reason}" for stop in self.stopped]
+        lines += _folded(self.untried)
+        yield from (*lines, "") if lines else ()
+        least = next(each.asked for each in self.degrees if each.ranks == self.least)
+        yield f"the smallest that fits: {f'--tp {self.least}' if ranks == 'ranks' else f'--mesh {_named(least)}'}"
+
+    def _limits(self) -> Iterator[str]:
+        """What takes the time on the smallest degree that fits and on the fastest, and where more ranks stop to pay."""
+        fitting = [each for each in self.degrees if each.fits]
+        for name in fitting[0].calls:
+            of = f" of {name}" if name else ""
+            fastest = min(fitting, key=lambda each: each.calls[name].seconds.total)
+            for each in [fitting[0], *([fastest] if fastest is not fitting[0] else [])]:
+                yield from each.limits(name)
+            steps = [(each, each.calls[name].seconds.total) for each in self.degrees]
+            for (each, step), (_, then) in itertools.pairwise(steps):
+                if then >= step:
+                    tp = each.asked.degree(AXIS)
+                    yield f"beyond --tp {tp} a call{of} takes no less: the network takes what is saved"
+                    break
+        if len(self.degrees) > 1 and len({each.memory.weights for each in self.degrees}) == 1:
+            yield (
+                "nothing is cut: convert says how much longer a call would take with each layer cut; "
+                "--optimize memory cuts all the same"
+            )
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON."""
+        lists = {name: [each.to_data() for each in getattr(self, name)] for name in ("degrees", "stopped", "untried")}
+        return {"machine": self.machine, "limit": self.limit, "least": self.least, **lists}
+
+
+@collector_rests()
+def diagnose(
+    exported_program: ExportedProgram | Programs,
+    *,
+    beside: Mapping[str, int] | None = None,
+    inputs: Given = None,
+    outputs: Given = None,
+    machine: str | os.PathLike[str] | None = None,
+    memory: int | None = None,
+    weights: Mapping[str, float] | None = None,
+) -> Diagnosis:
+    """Place a model on every degree that is a power of two, or divides all that two ranks cut, up to 16.
+
+    Args:
+        exported_program: one, or several that share their weights, as `parallelize` takes them.
+        beside: the other axes of the mesh, such as `{"dp": 2}`, before `tp`, whose degrees are tried.
+        inputs: as of `parallelize`, and so are `outputs`: `{"x": {"dp": "S(0)"}}`.
+        machine: whose step times are predicted: the YAML file that describes one device and its links, or "h100".
+        memory: the most bytes that a rank may hold; by default 0.9 of the machine's, less 0.4 GB for NCCL.
+        weights: how often each of several programs is called, as of `parallelize`.
+
+    Raises:
+        ShardingError: no degree fits; by how much, and the least one that does.
+        MeshError: `beside` has the axis `tp`, or no mesh.
+        MachineError, PlanError, ProgramError, UnsupportedError: as `parallelize`.
+    """
+    described = read_machine(machine)
+    limit = described.usable_memory if memory is None else memory
+    if beside and AXIS in beside:
+        raise MeshError(f"the degrees of {AXIS} are tried, and none is given", help="give the other axes, such as dp=2")
+    one = Mesh.of({**(beside or {}), AXIS: 1})
+    conversions = conversions_of(exported_program, one, read_plan("auto"), inputs, outputs)
+    examined = _Examined(conversions, described, limit, read_calls(weights, conversions))
+    degrees, stopped = {1: examined.degree(1)}, list[Stop]()
+    candidates = [2]
+    for tp in counted(candidates, "trying degrees", "degrees"):  # more of them by what two ranks cut
+        try:
+            degrees[tp] = examined.degree(tp)
+        except (ShardingError, UnsupportedError) as error:
+            stopped.append(Stop(examined.mesh(tp), error.message))
+        if tp == 2:
+            common = math.gcd(*(each.count for each in examined.obstacles))
+            candidates += [n for n in range(3, MOST + 1) if n & (n - 1) == 0 or (common and common % n == 0)]
+    fitting = [each.ranks for each in degrees.values() if each.fits]
+    if not fitting:
+        raise _too_large(examined, degrees)
+    untried = [
+        Stop(examined.mesh(tp), _undivided(examined.obstacles, tp, foremost=True))
+        for tp in range(3, MOST + 1)
+        if tp not in candidates and examined.obstacles
+    ]
+    return Diagnosis(described.name, tuple(degrees.values()), tuple(stopped), tuple(untried), limit, min(fitting))
+
+
+class _Examined:
+    """Programs that are placed on one degree after the other; of two ranks, what the others are compared with."""
+
+    def __init__(
+        self, conversions: Mapping[str, Conversion], machine: Machine, limit: int, calls: tuple[float, ...]
+    ) -> None:
+        self.conversions, self.machine, self.limit, self.calls = conversions, machine, limit, calls
+        self.pair: Solution | None = None
+        self.obstacles: Sequence[Obstacle] = ()
+
+    def mesh(self, tp: int) -> Mesh:
+        first = next(iter(self.conversions.values())).mesh
+        return Mesh(tuple((axis, tp if axis == AXIS else degree) for axis, degree in first.axes))
+
+    def degree(self, tp: int) -> Degree:
+        """Without a limit, and where that is too much, within it if that can be.
+
+        Raises:
+            ShardingError, UnsupportedError: no placement suits the degree.
+        """
+        asked = self.mesh(tp)
+        conversions = {name: dataclasses.replace(each, mesh=asked) for name, each in self.conversions.items()}
+        found, made = solved_together(conversions, Aim(self.machine, calls=self.calls))
+        least = measure_memory(found)
+        if least.total > self.limit:
+            try:
+                found, made = solved_together(conversions, Aim(self.machine, self.limit, calls=self.calls))
+                least = measure_memory(found)
+            except TooLarge as error:
+                least = error.least
+        calls = {}
+        for (name, own), program in zip(made.items(), found.programs, strict=True):
+            sends = _sends(own.collectives(), found.mesh, self.machine)
+            calls[name] = Call(sends, own.predict(self.machine).total, _samples(program))
+        if tp == 2:
+            self.pair, self.obstacles = found, find_obstacles(found)
+        notes = dict.fromkeys(note.text for own in made.values() for note in own.resharded.notes if note.kind == "cut")
+        uneven = (text for text in notes if "largest share" in text)
+        undivided = filter(None, [_undivided(self.obstacles, tp)])
+        remarks = (*undivided, *uneven, *_shared(found), *_whole(found, self.pair))
+        memory, fits = measure_memory(found), least.total <= self.limit
+        return Degree(asked, dict(found.mesh.axes), memory, least, calls, fits, remarks)
+
+
+def _sends(collectives: Sequence[Collective], mesh: Mesh, machine: Machine) -> tuple[Sends, ...]:
+    alike = Counter(
+        (each.kind, each.wire_bytes, machine.collective_seconds(each.kind, each.axis.split("."), each.wire_bytes, mesh))
+        for each in collectives
+    )
+    return tuple(Sends(kind, count, wire_bytes, seconds) for (kind, wire_bytes, seconds), count in alike.items())
+
+
+def _samples(program: PlannedProgram) -> int:
+    sizes = [node.meta["val"].shape for node in program.user_inputs()]
+    return next((sym_hint(size[0]) for size in sizes if size), 1)
+
+
+def _undivided(obstacles: Sequence[Obstacle], tp: int, foremost: bool = False) -> str:
+    """What so many ranks cannot share evenly; `foremost`: of the first kind only."""
+    found = [each for each in obstacles if each.count % tp]
+    told = [each for each in found if not foremost or each.kind == found[0].kind]
+    return f"{', '.join(map(str, told))} do not divide evenly" if told else ""
+
+
+def _folded(stops: Sequence[Stop]) -> Iterator[str]:
+    """Those of one reason on one line."""
+    alike: dict[str, list[str]] = {}
+    for stop in stops:
+        alike.setdefault(stop.reason, []).append(_named(stop.asked))
+    yield from (f"{' '.join(names)}: not tried: {reason}" for reason, names in alike.items())
+
+
+def _named(mesh: Mesh) -> str:
+    return str(mesh.world_size) if mesh.names == (AXIS,) else ",".join(f"{axis}={n}" for axis, n in mesh.axes)
+
+
+def _shared(found: Solution) -> Iterator[str]:
+    """Weights that one half of the axis alone cuts, and how much more a rank holds for it."""
+    split, more = found.mesh.size(found.model), dict[str, tuple[int, int]]()
+    for program in found.programs:
+        first_of = tied(program)
+        for node, fqn in program.leaves():
+            shares = found.mesh.size(tuple(axis for axis in found.leaves[node].cut_axes if axis in found.model))
+            if 1 < shares < split and first_of[node.name] == node.name and node.meta["val"].ndim > 1:
+                held = local_bytes(node.meta["val"], found.leaves[node], found.mesh)
+                more[fqn] = shares, held - held * shares // split
+    alike = Counter[tuple[str, int]]()
+    for fqn, (shares, count) in more.items():
+        alike[fold_layers(fqn), shares] += count
+    for (name, shares), count in alike.items():
+        yield f"{name}: {shares} shares, each on {split // shares} ranks: each rank holds {format_bytes(count)} more"
+
+
+def _whole(found: Solution, pair: Solution | None) -> Iterator[str]:
+    """Layers that two ranks cut and these do not."""
+    cut = {own.name for own in pair.layers.values() if own.dim is not None} if pair is not None else set()
+    for name in dict.fromkeys(fold_layers(o.name) for o in found.layers.values() if o.dim is None and o.name in cut):
+        yield f"{name}: whole on every rank: cutting it would cost more, or its dims are too small"
+
+
+def _too_large(examined: _Examined, degrees: Mapping[int, Degree]) -> ShardingError:
+    best, limit = min(degrees.values(), key=lambda each: each.least.total), examined.limit
+    further = (2 * MOST << power for power in itertools.count())
+    tp = next((n for n in further if n > FURTHEST or examined.degree(n).fits), FURTHEST)
+    return ShardingError(
+        f"no degree up to {MOST} fits: one of {best.ranks} ranks would hold {best.least.text}; that is "
+        f"{format_bytes(best.least.total - limit)} more than the limit of {format_bytes(limit)}",
+        help=(f"use {examined.mesh(tp).world_size} ranks, or " if tp <= FURTHEST else "use ")
+        + f"a limit of at least {best.least.total} bytes",
+    )

@@ -1,0 +1,1 @@
+"""What an artifact records, and how it is written."""

@@ -1,0 +1,135 @@
+"""What an artifact's manifest says of a converted program, as plain data."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import torch
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import guards_of
+from tpcompiler.artifact.report import Collective
+from tpcompiler.ir import edit
+from tpcompiler.ir.calling import calling_of
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import Note, ReshardedProgram, ShardedProgram, mark_of, tied
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.symm_mem import rooms_of
+from tpcompiler.ir.text import DTYPES
+from tpcompiler.plan import Plan
+from tpcompiler.rules.index_range import door_ranges
+from tpcompiler.runtime.artifact import VERSION, Manifest
+
+
+class Partitioned(Protocol):
+    """A `Partition`, as far as it is written."""
+
+    program: ReshardedProgram
+    device_type: str
+
+    @property
+    def classes(self) -> list[tuple[int, ...]]: ...
+
+    @property
+    def rank_numbers(self) -> dict[str, list[list[int]]]: ...
+
+    def collectives(self) -> list[Collective]: ...
+
+    def groups(self) -> dict[str, list[list[int]]]: ...
+
+    def rank_program(self, rank: int) -> ExportedProgram: ...
+
+    def share(self, rank: int) -> ShardedProgram: ...
+
+
+class Converted(Protocol):
+    """A `ParallelProgram`, as far as it is written."""
+
+    original: ExportedProgram
+    plan: Plan
+    asked: dict[str, Any]
+
+    @property
+    def partition(self) -> Partitioned: ...
+
+    @property
+    def notes(self) -> tuple[Note, ...]: ...
+
+
+def manifest_of(converted: Converted) -> Manifest:
+    """The manifest without the files' hashes."""
+    partition = converted.partition
+    program, mesh = partition.program, partition.program.mesh
+    ranges = door_ranges(program, {node.name: mark_of(node).shardings[0] for node in program.user_inputs()})
+    inputs: list[dict[str, Any]] = [
+        {"name": node.name, **_described(node.meta["val"], mark_of(node).shardings[0], mesh)}
+        for node in program.user_inputs()
+    ]
+    for row in inputs:
+        if row["name"] in ranges:
+            row["values"] = list(ranges[row["name"]])
+    outputs = [
+        {"name": name, **_described(value.meta["val"], mark_of(value).shardings[0], mesh)}
+        for name, value in _outputs(program)
+    ]
+    first = partition.rank_program(0)
+    return Manifest(
+        mesh=dict(mesh.axes),
+        groups=partition.groups(),
+        device_type=partition.device_type,
+        plan=converted.plan.to_data(),
+        tensors=_tensors(program),
+        inputs=inputs,
+        outputs=outputs,
+        collectives=[asdict(collective) for collective in partition.collectives()],
+        notes=[asdict(note) for note in converted.notes],
+        output_type=None,
+        versions={"tpcompiler": VERSION, "torch": torch.__version__, "python": platform.python_version()},
+        calling=calling_of(first, guards_of(first)),
+        rank_numbers=partition.rank_numbers,
+        asked=converted.asked,
+        symm_mem={name: room.group for name, room in rooms_of(first).items()},
+    )
+
+
+def shardings_of(program: ReshardedProgram) -> dict[str, Sharding]:
+    """Sharding by name, of inputs, outputs and leaves."""
+    named = [(fqn, node) for node, fqn in program.leaves()]
+    named += [(node.name, node) for node in program.user_inputs()]
+    named += [(f"output {name}", value) for name, value in _outputs(program)]
+    return {name: mark_of(node).shardings[0] for name, node in named}
+
+
+def _tensors(program: ReshardedProgram) -> list[dict[str, Any]]:
+    first_of = tied(program)
+    names = {node.name: fqn for node, fqn in program.leaves()}
+    specs = {spec.target: spec for _, spec in program.inputs()}
+    rows = []
+    for node, fqn in program.leaves():
+        described = _described(program.state(fqn), mark_of(node).shardings[0], program.mesh)
+        row = {"name": fqn, "kind": specs[fqn].kind.name.lower(), **described}
+        if specs[fqn].persistent is False:
+            row["persistent"] = False
+        if first_of[node.name] != node.name:
+            row["tied_to"] = names[first_of[node.name]]
+        rows.append(row)
+    return rows
+
+
+def _outputs(program: ReshardedProgram) -> Iterator[tuple[str, Any]]:
+    """The user's outputs that are tensors, by name."""
+    names, values = program.output_names(), list(program.output.args[0])  # type: ignore[arg-type]
+    for name, value in zip(names, values[len(values) - len(names) :], strict=True):
+        if edit.is_tensor(value):
+            yield name, value
+
+
+def _described(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> Mapping[str, Any]:
+    return {
+        "shape": [size if isinstance(size, int) else str(size) for size in value.shape],
+        "dtype": DTYPES.get(value.dtype, str(value.dtype)),
+        "sharding": sharding.text(mesh),
+    }

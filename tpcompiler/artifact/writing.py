@@ -1,0 +1,215 @@
+"""What writes an artifact's files: the ranks' programs and weights, and the model that they were made from."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import forget_index, save_program, with_state
+from tpcompiler.artifact.manifest import Converted, manifest_of
+from tpcompiler.errors import TpCompilerWarning, UnsupportedError, option
+from tpcompiler.frontend.refused import refuse_hollow, refuse_unwritable
+from tpcompiler.ir.calling import tree_text
+from tpcompiler.ir.collector import collector_rests
+from tpcompiler.ir.devices import values
+from tpcompiler.ir.plain_outputs import odd_keys, plain_outputs
+from tpcompiler.runtime.archive import has_pickled_examples, why_not_read
+from tpcompiler.runtime.artifact import Manifest, Writer
+from tpcompiler.runtime.place import leave_out, memory_of, place_state
+from tpcompiler.runtime.target import refuse_full_disk
+from tpcompiler.runtime.weightless import hollow_like, save_marked, weightless_names
+from tpcompiler.runtime.weights import Entry, lay_out, write_weights
+
+FEW, MOST_PLACES = 64, 1 << 20  # elements of a literal; of one that holds places in a dim
+NODE_BYTES, FILE_BYTES = 4_000, 1 << 16  # of a node's text, and of an archive without nodes, at most
+Files = Literal["ranks", "shared"]  # a file for each rank with all that it needs; or one for all, and weights apart
+
+
+class _Written(NamedTuple):
+    """A program on its way into files: what `writer_of` was asked for."""
+
+    converted: Converted
+    manifest: Manifest
+    own: list[str]  # the tensors that these files hold, once
+    elsewhere: Mapping[str, str]
+    plain: bool  # an output class becomes a dict
+
+
+def writer_of(
+    converted: Converted,
+    *,
+    keep_output_types: bool = False,
+    elsewhere: Mapping[str, str] | None = None,
+    layout: Files | None = None,
+) -> Writer:
+    """The manifest, and what writes the files.
+
+    Args:
+        elsewhere: leaf -> the program whose files hold it; in these files it has a shape and no values.
+        layout: "shared" by default where the model was exported without weights, else "ranks".
+
+    Raises:
+        UnsupportedError, ProgramError: what torch's file format, or this layout, cannot keep.
+    """
+    elsewhere, hollow = elsewhere or {}, weightless_names(converted.original)
+    if layout == "ranks":
+        refuse_hollow(converted.original, "written in self-contained files")
+    layout = layout or ("shared" if hollow else "ranks")
+    _refuse_unwritable(converted)
+    manifest, spec = manifest_of(converted), converted.original.call_spec.out_spec
+    replaced = plain_outputs(spec)[1] if not keep_output_types and spec is not None else None
+    tensors = [{**row, "stored_in": elsewhere.get(row["name"])} for row in manifest.tensors]
+    tensors = [{key: value for key, value in row.items() if value is not None} for row in tensors]
+    calling = manifest.calling
+    if replaced is not None and spec is not None:
+        calling = {**calling, "returns": tree_text(plain_outputs(spec)[0])}
+    manifest = replace(manifest, output_type=replaced, tensors=tensors, calling=calling)
+    own = [row["name"] for row in tensors if "tied_to" not in row and "stored_in" not in row]
+    written = _Written(converted, manifest, own, elsewhere, replaced is not None)
+    if layout == "ranks":
+        return Writer(manifest, lambda rank, path: _write_rank(written, rank, path), model=_model_writer(written))
+    count = len(converted.partition.classes)
+    names = [f"program_{i}.pt2" if count > 1 else "program.pt2" for i in range(count)]
+    manifest = replace(manifest, programs=dict(zip(names, map(list, converted.partition.classes), strict=True)))
+    return Writer(
+        manifest,
+        lambda rank, path: _write_weights(written, rank, path),
+        lambda rank, path: _write_rank(written, rank, path, shared=True),
+        (lambda path: _write_values(written, hollow, path)) if hollow else None,
+        _model_writer(written),
+    )
+
+
+def _refuse_unwritable(converted: Converted) -> None:
+    refuse_unwritable(converted.partition.program.graph)
+    outputs: Any = converted.partition.program.output.args[0]
+    names = converted.partition.program.output_names()
+    for name, value in zip(names, list(outputs)[len(outputs) - len(names) :], strict=True):
+        if isinstance(value, str):
+            raise UnsupportedError(
+                f"output '{name}' is the text {value!r}, which torch.export.load cannot read back",
+                help="return tensors and numbers only",
+            )
+    for spec in (converted.original.call_spec.in_spec, converted.original.call_spec.out_spec):
+        for key in odd_keys(spec) if spec is not None else ():
+            raise UnsupportedError(
+                f"a dict that the program takes or returns has the key {key!r}, which torch's file does not keep",
+                help="use text or numbers as keys",
+            )
+
+
+def _write_rank(written: _Written, rank: int, path: Path, *, shared: bool = False) -> None:
+    program = written.converted.partition.rank_program(rank)
+    all_of = [name for name, v in {**program.constants, **program.state_dict}.items() if _has_room(v)]
+    for fqn in all_of if shared else (*written.elsewhere, *written.manifest.symm_mem):
+        leave_out(program, fqn)
+    place_state(program, "cpu")  # a file that says cuda:0 would be read to cuda:0 by every rank
+    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    for _, value in (pair for graph in graphs for pair in values(graph)):
+        forget_index(value)
+    if written.plain:
+        signature = program.module_call_graph[0].signature
+        assert signature is not None
+        signature.out_spec = plain_outputs(signature.out_spec)[0]
+    if has_pickled_examples(program):
+        program.example_inputs = None  # so that the file is read without trust
+    refuse_full_disk(path, _bytes_in_file(program))
+    held = {**program.constants, **program.state_dict}
+    if shared:
+        _save_without_weights(program, path, all_of, held)
+    else:
+        _save(lambda: save_program(program, path))
+    if rank == 0 and (reason := why_not_read(path)):
+        warnings.warn(
+            f"these files are only read with {option('--trust', 'trust=True')}: {reason}",
+            TpCompilerWarning,
+            stacklevel=2,
+        )
+
+
+def _write_weights(written: _Written, rank: int, path: Path) -> str:
+    state = written.converted.partition.share(rank).local_state
+    names = (*written.own, *written.manifest.rank_numbers)
+    entries = lay_out(Entry(name, state[name].dtype, tuple(state[name].shape)) for name in names)
+    refuse_full_disk(path, sum(entry.nbytes for entry in entries))
+    return write_weights(path, entries, (state[entry.name] for entry in entries))
+
+
+def _write_values(written: _Written, hollow: set[str], path: Path) -> str:
+    kept = {name: written.converted.partition.program.state(name) for name in written.own if name not in hollow}
+    entries = lay_out(Entry(name, value.dtype, tuple(value.shape)) for name, value in kept.items())
+    return write_weights(path, entries, (kept[entry.name] for entry in entries))
+
+
+def _model_writer(written: _Written) -> Callable[[Path], None]:
+    """What writes the single-device program without its weights, to convert it again for another number of ranks."""
+
+    def write(path: Path) -> None:
+        original = written.converted.original
+        held = {**original.constants, **original.state_dict}
+        tied = {row["name"]: row.get("tied_to", row["name"]) for row in written.manifest.tensors}
+        # torch keeps a tied weight under all its names, also those that no input takes.
+        first = {memory_of(held[name]): taken for name, taken in tied.items()}
+        tied |= {name: first[at] for name, v in held.items() if _has_room(v) and (at := memory_of(v)) in first}
+        # Small literals are no weights, and a trace may read them.
+        literals = {row["name"] for row in written.manifest.tensors if row["kind"] == "constant_tensor"}
+        kept = {name for name in literals if held[name].numel() <= (MOST_PLACES if _has_places(held[name]) else FEW)}
+        names = {name for name, value in held.items() if name in tied.keys() - kept and _has_room(value)}
+        made = {first: hollow_like(held[first]) for first in {tied[name] for name in names}}
+        graph = original.module_call_graph
+        if written.plain:
+            signature = copy.copy(graph[0].signature)
+            assert signature is not None
+            signature.out_spec = plain_outputs(signature.out_spec)[0]
+            graph = [replace(graph[0], signature=signature), *graph[1:]]
+        program = with_state(
+            original,
+            {name: made[tied[name]] if name in names else v for name, v in original.state_dict.items() if name in tied},
+            {name: made[tied[name]] if name in names else v for name, v in original.constants.items()},
+            graph,
+            None if has_pickled_examples(original) else original.example_inputs,
+        )
+        _save_without_weights(program, path, names, {**program.constants, **program.state_dict})
+
+    return write
+
+
+@collector_rests()  # with weights it may not: other ranks' programs are garbage by now
+def _save_without_weights(program: ExportedProgram, path: Path, names: Collection[str], held: dict[str, Any]) -> None:
+    _save(lambda: save_marked(program, path, names, held))
+
+
+def _save(save: Callable[[], None]) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "No complete tensor found")  # of leaves that are left out
+            save()
+    except RuntimeError as error:  # torch's archive writer makes one of a failed write
+        raise OSError(str(error)) from error
+
+
+def _has_places(value: torch.Tensor) -> bool:
+    """True if a conversion may read it: a list of rows that are looked up is a slice where they follow one another."""
+    return value.ndim == 1 and not value.is_floating_point() and not value.is_complex()
+
+
+def _has_room(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 0
+
+
+def _bytes_in_file(program: ExportedProgram) -> int:
+    """Return what a file of it takes at most: its tensors, once each, and its graph."""
+    held = {
+        id(v): v for v in (*program.state_dict.values(), *program.constants.values()) if isinstance(v, torch.Tensor)
+    }
+    nodes = sum(len(part.graph.nodes) for part in program.graph_module.modules() if isinstance(part, fx.GraphModule))
+    tensors: int = sum(value.untyped_storage().nbytes() for value in held.values())
+    return tensors + NODE_BYTES * nodes + FILE_BYTES

@@ -1,0 +1,172 @@
+"""The search for an artifact's placements, posed again from its own files, and what other choices would cost."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import fx
+
+from tpcompiler.checkpoint.fill import read_original
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.machine_file import machine_of
+from tpcompiler.cost.objective import Objective
+from tpcompiler.errors import TpCompilerError
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
+from tpcompiler.ir.local import no_new_guards
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import layer_of
+from tpcompiler.ir.program import PlannedProgram, Seed
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.parallel.advice import held_bytes, wire_bytes
+from tpcompiler.passes.mark_placements import mark_placements
+from tpcompiler.pipeline import Conversion, asked_boundary, find_placements, finished_together
+from tpcompiler.plan import Plan, join_plans
+from tpcompiler.runtime.artifact import programs_in, read_manifest
+from tpcompiler.solver.otherwise import Otherwise, price_otherwise
+from tpcompiler.solver.place import Aim
+from tpcompiler.solver.solution import Solution
+
+
+class Price(NamedTuple):
+    """A choice over the last of `axes`, and what the whole program comes to with it.
+
+    `wire_bytes` of a call and `held_bytes` of weights, of one rank, and `seconds` as docs/auto.md counts them. None of
+    these where no placement has it, or where the one that the search finds cannot be marked: why not is `failed`.
+    """
+
+    axes: tuple[str, ...]
+    wants: tuple[Sharding, ...]
+    made: tuple[Sharding, ...]
+    wire_bytes: int | None
+    held_bytes: int | None
+    seconds: float | None
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Again:
+    """What the search finds for an artifact, with the programs beside it that share its weights.
+
+    `at`: which of the programs the artifact's is. `free`: what no plan says was for the search. `gathers`: as of `Aim`.
+    """
+
+    found: Solution
+    at: int
+    machine: Machine
+    free: bool
+    gathers: bool
+
+    @property
+    def program(self) -> PlannedProgram:
+        return self.found.programs[self.at]
+
+    def pinned_by(self, leaf: fx.Node) -> str:
+        """The entry of the plan that says what a leaf is; empty where none does."""
+        seed = self.program.seeds.get(leaf.name) or self.program.kept.get(leaf.name)
+        return seed.asked_by if seed else ""
+
+    def prices(self, value: fx.Node, layers: Collection[str]) -> list[Price]:
+        """Of every choice of a call or a leaf, all else free to follow; of these `layers` a plan says nothing then."""
+        programs = [
+            _without(program, layers) if self.free else _opened(program, self.found.model, layers)
+            for program in self.found.programs
+        ]
+        objective = Objective.of(self.machine)
+        with no_new_guards(*(program.graph for program in programs)):
+            choices = price_otherwise(replace(self.found, programs=programs), value, objective, self.free, self.gathers)
+            return [self._price(each) for each in choices]
+
+    def _price(self, choice: Otherwise) -> Price:
+        own = choice.axes, choice.wants, choice.made
+        if math.isinf(choice.solution.seconds):
+            return Price(*own, None, None, None)
+        try:
+            marked = mark_placements(choice.solution.programs[self.at], choice.solution)
+        except TpCompilerError as error:  # such as a packed style whose uses show no parts then
+            return Price(*own, None, None, None, failed=error.message)
+        return Price(*own, wire_bytes(marked, self.machine), held_bytes(marked), choice.solution.seconds)
+
+
+def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: bool = False) -> Again:
+    """Convert the program in an artifact, and those beside it, up to the placements.
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
+    """
+    conversions, at, gathers = _conversions(directory, trust)
+    found = find_placements(conversions, Aim(machine, gathers=gathers, forms=False))
+    return Again(found, at, machine, conversions[at].plan.searches, gathers)
+
+
+def advise_artifact(
+    directory: str | os.PathLike[str], machine: str | os.PathLike[str] | None = None, *, trust: bool = False
+) -> dict[str, str]:
+    """Search for the change of the plan that leaves out each fallback of an artifact, by the name of its reshard.
+
+    Nothing for an artifact without fallbacks, for one whose placements the search has chosen, and for one whose model
+    cannot be converted again.
+
+    Raises:
+        ArtifactError: no artifact, or one whose manifest is damaged.
+        MachineError: the description of the machine cannot be read.
+    """
+    manifest = read_manifest(directory)
+    described = machine_of(manifest.asked, machine)
+    if not any(record["why"] == "fallback" for record in manifest.collectives):
+        return {}
+    with contextlib.suppress(TpCompilerError):
+        conversions, at, gathers = _conversions(directory, trust)
+        named = {str(number): conversion for number, conversion in enumerate(conversions)}
+        if not conversions[at].plan.searches:
+            return finished_together(named, Aim(described, gathers=gathers))[str(at)].advice()
+    return {}
+
+
+def _conversions(directory: str | os.PathLike[str], trust: bool) -> tuple[list[Conversion], int, bool]:
+    """What the programs in an artifact, and those beside it, were asked for; which is its own; and `Aim.gathers`."""
+    path = Path(directory).resolve()
+    names = programs_in(path.parent) if path.parent != path else []
+    paths = [path.parent / name for name in names] if path.name in names else [path]
+    conversions = []
+    for each in paths:
+        manifest = read_manifest(each)
+        plan, said = Plan.of(manifest.plan), manifest.asked.get("plan", {})
+        gathers = said == "auto:free"
+        if gathers or plan.searches:  # in the manifest a plan is with what the search found
+            plan = join_plans([Plan.of({} if gathers else said).with_search(), plan.forms])
+        boundary = asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")
+        program, mesh = read_original(each, manifest, trust=trust), Mesh.of(manifest.asked.get("mesh", manifest.mesh))
+        conversions.append(Conversion.of(program, mesh, plan, boundary, manifest.device_type, None, "nccl"))
+    return conversions, paths.index(path), gathers
+
+
+def _without(program: PlannedProgram, layers: Collection[str]) -> PlannedProgram:
+    """The program without what the plan says of these layers, which are for the search then."""
+    names = {node.name for node, fqn in program.leaves() if layer_of(fqn) in layers}
+    seeds, kept = (
+        {name: seed for name, seed in own.items() if name not in names} for own in (program.seeds, program.kept)
+    )
+    return replace(program, seeds=seeds, kept=kept)
+
+
+def _opened(program: PlannedProgram, model: tuple[str, ...], layers: Collection[str]) -> PlannedProgram:
+    """The program with the weights of these layers cut along any dim, or whole; what lies beside them follows."""
+    seeds = dict[str, Seed]()
+    for node, fqn in program.leaves():
+        if (seed := program.seeds.get(node.name)) is None:
+            continue
+        ndim = node.meta["val"].ndim
+        if layer_of(fqn) not in layers:
+            seeds[node.name] = seed
+        elif ndim > 1:
+            cut = DimSharding.by(*model)
+            each = [Sharding((*(WHOLE,) * dim, cut, *(WHOLE,) * (ndim - dim - 1))) for dim in range(ndim)]
+            others = (*each, Sharding.replicated(ndim))
+            seeds[node.name] = replace(seed, others=others, loose=True, packed=False)
+    return replace(program, seeds=seeds)

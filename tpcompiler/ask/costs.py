@@ -1,0 +1,227 @@
+"""What the collectives of an artifact cost, as formulas in its dynamic sizes, and at sizes that are named."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # it ships no types
+import torch
+
+from tpcompiler._torch import sym_expr, sym_hint
+from tpcompiler.artifact.counts import predict_call, record_seconds
+from tpcompiler.artifact.report import sent_value, split_layer
+from tpcompiler.ask.written import Record, Written
+from tpcompiler.cost.collective import wire_bytes
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.machine_file import machine_of
+from tpcompiler.cost.timeline import StepTime
+from tpcompiler.errors import InputsError, option
+from tpcompiler.ir.claims import records_of
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.plan.fold import folded, times
+from tpcompiler.terminal.printed import format_bytes
+from tpcompiler.terminal.tables import Part, Shown, Table
+
+NAMES = ("batch", "sequence")  # of dims 0 and 1 of the first input that is dynamic there
+Expr = Any  # sympy.Expr, which has no types
+
+
+@dataclass(frozen=True)
+class Size:
+    """A dynamic size by name: which dim of which input it is, and what it may be.
+
+    Attributes:
+        most: None where it has no end.
+        step: what it must be a multiple of, counted from `least`.
+        value: the one that numbers are for.
+    """
+
+    name: str
+    input: str
+    dim: int
+    least: int
+    most: int | None
+    step: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Collectives of one kind in one layer.
+
+    Attributes:
+        layer: `layers.0`, or the module where none around it has a number.
+        formula: wire bytes of one call and rank, of all `count`, in the names of sizes.
+        wire_bytes: the same at the sizes' values.
+        seconds: of these on the machine, one after the other.
+    """
+
+    layer: str
+    kind: str
+    count: int
+    formula: str
+    wire_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CostTable(Shown):
+    """The collectives of one call by layer and kind, and all of them together; `machine` names whose seconds.
+
+    `step`: of the whole call, with the sizes of the artifact's example.
+    """
+
+    machine: str
+    sizes: list[Size]
+    costs: list[Cost]
+    formula: str
+    wire_bytes: int
+    seconds: float
+    step: StepTime
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**asdict(self), "step": self.step.to_data()}
+
+    def parts(self) -> Iterator[Part]:
+        sizes = []
+        for size in self.sizes:
+            ends = f"{size.least} to {'any' if size.most is None else size.most}"
+            sizes.append((size.name, size.input, str(size.dim), ends, str(size.step), str(size.value)))
+        yield Table("dynamic sizes", ("name", "input", "dim", "range", "step", "value"), sizes)
+        layers: dict[str, tuple[tuple[str, ...], ...]] = {}
+        for each in self.costs:
+            row = (
+                each.kind,
+                str(each.count),
+                each.formula,
+                format_bytes(each.wire_bytes),
+                f"{each.seconds * 1e6:,.3f}",
+            )
+            layers[each.layer] = (*layers.get(each.layer, ()), row)
+        rows = [(pattern, *row, times(names)) for pattern, names in folded(layers) for row in layers[names[0]]]
+        count = sum(each.count for each in self.costs)
+        rows.append(
+            ("in all", "", str(count), self.formula, format_bytes(self.wire_bytes), f"{self.seconds * 1e6:,.3f}", "")
+        )
+        headers = ("layer", "kind", "count", "formula", "wire bytes", "us", "")
+        yield Table(f"collectives of one call of a rank, us on {self.machine}", headers, rows)
+        yield f"one call{' with the sizes of the example' if self.sizes else ''} {self.step.text} on {self.machine}"
+
+
+def cost_artifact(
+    directory: str | os.PathLike[str],
+    at: Mapping[str, int] | None = None,
+    *,
+    machine: str | os.PathLike[str] | None = None,
+    trust: bool = False,
+) -> CostTable:
+    """Count what an artifact sends, as formulas in its dynamic sizes and as numbers.
+
+    A size is called by the input that has it: `batch` and `sequence` are dims 0 and 1 of the first input that is
+    dynamic there; any other is `INPUT.DIM`, such as `image.2`. A file does not keep the names given at export.
+
+    Args:
+        directory: what `ParallelProgram.save` or `tpcompiler convert` wrote; of several programs, one's.
+        at: the sizes that numbers are for, by name; those left out are as in the artifact's example.
+        machine: the links that seconds are for, as of `parallelize`; by default those that it was
+            converted for, if they come with the package.
+        trust: read files too that need a pickle or could run code (docs/security.md).
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, or one whose files could run code.
+        InputsError: a name of no size, or a value that it cannot have.
+        MachineError: the description of the machine cannot be read.
+    """
+    written = Written.read(directory, trust=trust)
+    return count_costs(written, at or {}, machine_of(written.manifest.asked, machine))
+
+
+def count_costs(written: Written, at: Mapping[str, int], machine: Machine) -> CostTable:
+    """As `cost_artifact`, of an artifact that was read.
+
+    Raises:
+        InputsError: as `cost_artifact`.
+    """
+    sizes, meant = _sizes(written, dict(at))
+    mesh = Mesh.of(written.manifest.mesh)
+    values = {sympy.Symbol(size.name): size.value for size in sizes}
+    found: dict[tuple[str, str], list[tuple[Expr, int, float]]] = {}
+    for node, record in records_of(written.exported.graph, written.manifest).items():
+        value: torch.Tensor = sent_value(node).meta["val"]
+        payload = math.prod(map(sym_expr, value.shape)) * value.element_size()
+        ranks, payload = record["group_size"], sympy.sympify(payload).xreplace(meant)
+        is_known = payload.free_symbols <= values.keys()  # what depends on data is as in the example
+        sent = wire_bytes(record["kind"], int(payload.xreplace(values)) if is_known else record["payload_bytes"], ranks)
+        share = payload * sympy.Rational(ranks - 1, ranks) * (2 if record["kind"] == "all_reduce" else 1)
+        seconds = record_seconds(record, sent, machine, mesh)
+        found.setdefault((layer_of_record(record), record["kind"]), []).append((share, sent, seconds))
+    costs = [Cost(layer, kind, len(each), *_summed(each)) for (layer, kind), each in found.items()]
+    summed = _summed([one for each in found.values() for one in each])
+    step = predict_call(written.exported.graph, written.manifest, machine).total
+    return CostTable(machine.name, sizes, costs, *summed, step)
+
+
+def layer_of_record(record: Record) -> str:
+    """`layers.0`, or the module where none around it has a number."""
+    split = split_layer(f"{record['module']}.")
+    return "".join(split) if split else record["module"] or "the model"
+
+
+def _summed(each: list[tuple[Expr, int, float]]) -> tuple[str, int, float]:
+    shares, sent, seconds = zip(*each, strict=True) if each else ((), (), ())
+    return str(sympy.expand(sum(shares, sympy.Integer(0)))), sum(sent), math.fsum(seconds)
+
+
+def _sizes(written: Written, at: dict[str, int]) -> tuple[list[Size], dict[Expr, Expr]]:
+    """The sizes that the user gives, and what each of the program's symbols is in their names."""
+    found, meant, mesh = list[Size](), dict[Expr, Expr](), Mesh.of(written.manifest.mesh)
+    ranges = written.manifest.calling.get("ranges", {})
+    for name, value, sharding in written.inputs():
+        for dim, size in enumerate(value.shape):
+            ranks = mesh.size(sharding.dims[dim].axes)  # each has as much of a dynamic dim
+            expr = sympy.expand(sym_expr(size) * ranks)
+            if len(expr.free_symbols) != 1 or expr.free_symbols <= meant.keys():
+                continue
+            (symbol,) = expr.free_symbols
+            step, start = expr.coeff(symbol), expr.subs(symbol, 0)
+            if expr != step * symbol + start:
+                continue
+            taken = {each.name for each in found}
+            called = NAMES[dim] if dim < len(NAMES) and NAMES[dim] not in taken else f"{name}.{dim}"
+            given = at.pop(called, None)
+            low, high = ranges.get(str(symbol), (0, None))
+            one = Size(
+                called,
+                name,
+                dim,
+                least=int(step * low + start),
+                most=None if high is None else int(step * high + start),
+                step=int(step),
+                value=sym_hint(size) * ranks if given is None else given,
+            )
+            _refuse_outside(one)
+            found.append(one)
+            meant[symbol] = (sympy.Symbol(called) - start) / step
+    if at:
+        known = ", ".join(size.name for size in found)
+        raise InputsError(
+            f"the program has no dynamic size {next(iter(at))!r}",
+            help=f"its sizes are {known}" if known else f"all of its sizes are fixed: leave {option('--at', 'at')} out",
+        )
+    return found, meant
+
+
+def _refuse_outside(size: Size) -> None:
+    ends = f"from {size.least} to {size.most}" if size.most is not None else f"from {size.least}"
+    fits = size.least <= size.value and (size.most is None or size.value <= size.most)
+    if not fits or (size.value - size.least) % size.step:
+        multiple = f" in steps of {size.step}" if size.step > 1 else ""
+        raise InputsError(
+            f"{size.name} is {size.value}, and dim {size.dim} of '{size.input}' can be {ends}{multiple}",
+            help="give such a number: " + option(f"--at {size.name}=N", f"at={{{size.name!r}: N}}"),
+        )

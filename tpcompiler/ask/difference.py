@@ -1,0 +1,236 @@
+"""What differs between two artifacts of one model."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from tpcompiler.artifact.counts import held_per_rank, predict_call, sent_seconds
+from tpcompiler.ask.written import Written
+from tpcompiler.checkpoint.fill import read_original
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.machine_file import machine_of
+from tpcompiler.cost.timeline import StepTime, duration
+from tpcompiler.errors import ArtifactError
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.text import op_name
+from tpcompiler.plan.fold import folded, times
+from tpcompiler.runtime.artifact import MODEL, Manifest, read_manifest
+from tpcompiler.terminal.printed import format_unequal_bytes
+from tpcompiler.terminal.tables import Part, Shown, Table
+
+
+class Placement(NamedTuple):
+    """A parameter, a buffer, an input or an output, and what it is in either artifact."""
+
+    name: str
+    what: str
+    first: str
+    second: str
+
+
+class Traffic(NamedTuple):
+    """Collectives of one kind and cause in a module: how many, and their wire bytes of a call and rank, in either."""
+
+    module: str
+    kind: str
+    why: str
+    first: tuple[int, int]
+    second: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ArtifactDifference(Shown):
+    """What differs between two artifacts, and what both come to.
+
+    Attributes:
+        machine: whose seconds are meant.
+        meshes: of the first and of the second, as of all pairs here.
+        device_types: "cpu" or "cuda".
+        placements: those that differ.
+        collectives: those that differ in number or bytes.
+        wire_bytes: of one call, of a rank.
+        held_bytes: of parameters, buffers and constants, by rank.
+        sent_seconds: of one call's collectives on the machine, one after the other.
+        steps: of the whole call.
+    """
+
+    machine: str
+    meshes: tuple[dict[str, int], dict[str, int]]
+    device_types: tuple[str, str]
+    placements: list[Placement]
+    collectives: list[Traffic]
+    wire_bytes: tuple[int, int]
+    held_bytes: tuple[list[int], list[int]]
+    sent_seconds: tuple[float, float]
+    steps: tuple[StepTime, StepTime]
+
+    @property
+    def equal(self) -> bool:
+        pairs = (self.meshes, self.device_types, self.held_bytes, self.wire_bytes)
+        return not self.placements and not self.collectives and all(first == second for first, second in pairs)
+
+    def totals(self) -> list[tuple[str, str, str]]:
+        """What both come to, as text: what it is, in the first, in the second."""
+        axes = [",".join(f"{axis}={degree}" for axis, degree in mesh.items()) for mesh in self.meshes]
+        held = format_unequal_bytes(*map(max, self.held_bytes))
+        sent = format_unequal_bytes(*self.wire_bytes)
+        microseconds = [f"{seconds * 1e6:,.3f}" for seconds in self.sent_seconds]
+        return [
+            ("mesh", axes[0], axes[1]),
+            ("device", *self.device_types),
+            ("held by the rank that holds most", held[0], held[1]),
+            ("sent by a rank in a call", sent[0], sent[1]),
+            (f"us of the collectives on {self.machine}", microseconds[0], microseconds[1]),
+            (f"one call on {self.machine}", duration(self.steps[0].total), duration(self.steps[1].total)),
+        ]
+
+    def placements_alike(self) -> list[tuple[str, list[str], Placement]]:
+        """Those of repeated layers in one row: the pattern of their names, these, and the first of them."""
+        named = {each.name: each for each in self.placements}
+        alike = folded({name: each[1:] for name, each in named.items()})
+        return [(pattern, names, named[names[0]]) for pattern, names in alike]
+
+    def collectives_alike(self) -> list[tuple[str, list[str], Traffic]]:
+        """The same of collectives: the pattern of their modules, these, and one of the first of them."""
+        of_module: dict[str, list[Traffic]] = defaultdict(list)
+        for each in self.collectives:
+            of_module[each.module].append(each)
+        alike = folded({module: tuple(each[1:] for each in found) for module, found in of_module.items()})
+        return [(pattern, modules, each) for pattern, modules in alike for each in of_module[modules[0]]]
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON."""
+        named = {name: [each._asdict() for each in getattr(self, name)] for name in ("placements", "collectives")}
+        return {"equal": self.equal, **asdict(self), **named, "steps": [step.to_data() for step in self.steps]}
+
+    def parts(self) -> Iterator[Part]:
+        if self.equal:
+            yield "equal: the same mesh, placements, collectives and bytes (weights are not compared)"
+            return
+        yield Table("in all", ("", "first", "second"), self.totals())
+        placed = [(pattern, *each[1:], times(names)) for pattern, names, each in self.placements_alike()]
+        yield Table("placements that differ", ("name", "kind", "first", "second", ""), placed)
+        traffic = []
+        for pattern, modules, each in self.collectives_alike():
+            (count, sent), (count_after, sent_after) = each.first, each.second
+            pairs = f"{count:,} -> {count_after:,}", " -> ".join(format_unequal_bytes(sent, sent_after))
+            traffic.append((pattern, each.kind, each.why, *pairs, times(modules)))
+        headers = ("module", "kind", "why", "count", "wire bytes", "")
+        yield Table("collectives that differ, in each module", headers, traffic)
+
+
+def diff_artifacts(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    *,
+    machine: str | os.PathLike[str] | None = None,
+    trust: bool = False,
+) -> ArtifactDifference:
+    """Compare how two artifacts of one model are placed, and what they send and hold. Weights are not compared.
+
+    Args:
+        first: what `ParallelProgram.save` or `tpcompiler convert` wrote.
+        second: another one, for the same mesh or another.
+        machine: the devices and links that seconds are for, as of `parallelize`; by default those that
+            the first one was converted for, if they come with the package.
+        trust: read files too that need a pickle or could run code (docs/security.md).
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, or artifacts of two models.
+        MachineError: the description of the machine cannot be read.
+    """
+    both = read_manifest(first), read_manifest(second)
+    name = both[0].asked.get("machine")
+    here, there = (machine_of({**each.asked, "machine": name}, machine) for each in both)
+    _refuse_other_model((first, second), both, trust)
+    a, b = both
+    placed, sent = (_placements(a), _placements(b)), (_traffic(a), _traffic(b))
+    return ArtifactDifference(
+        machine=here.name,
+        meshes=(a.mesh, b.mesh),
+        device_types=(a.device_type, b.device_type),
+        placements=[
+            Placement(name, what, placed[0][what, name], placed[1][what, name])
+            for what, name in placed[0]
+            if placed[0][what, name] != placed[1][what, name]
+        ],
+        collectives=[
+            Traffic(*key, sent[0][key], sent[1][key])
+            for key in dict.fromkeys([*sent[0], *sent[1]])
+            if sent[0][key] != sent[1][key]
+        ],
+        wire_bytes=(_wire_bytes(a), _wire_bytes(b)),
+        held_bytes=(held_per_rank(a), held_per_rank(b)),
+        sent_seconds=(
+            sent_seconds(a.collectives, here, Mesh.of(a.mesh)),
+            sent_seconds(b.collectives, there, Mesh.of(b.mesh)),
+        ),
+        steps=(_step(first, here, trust), _step(second, there, trust)),
+    )
+
+
+def _step(directory: str | os.PathLike[str], machine: Machine, trust: bool) -> StepTime:
+    written = Written.read(directory, trust=trust)
+    return predict_call(written.exported.graph, written.manifest, machine).total
+
+
+def _refuse_other_model(
+    paths: tuple[str | os.PathLike[str], ...], both: tuple[Manifest, Manifest], trust: bool
+) -> None:
+    described = [_described(manifest) for manifest in both]
+    names = [name for name in {**described[0], **described[1]} if described[0].get(name) != described[1].get(name)]
+    if not names and len({manifest.files.get(MODEL) for manifest in both}) > 1:
+        described = [_calls(path, manifest, trust) for path, manifest in zip(paths, both, strict=True)]
+        names = [name for name in {**described[0], **described[1]} if described[0].get(name) != described[1].get(name)]
+    if names:
+        said = " and ".join(
+            f"{each.get(names[0], 'none')} in {os.fspath(path)}" for each, path in zip(described, paths, strict=True)
+        )
+        raise ArtifactError(f"two models: {names[0]} is {said}", help="compare artifacts that are made of one model")
+
+
+def _described(manifest: Manifest) -> dict[str, str]:
+    """What a model takes, holds and returns; a dynamic size is `*`, for what ranks divide has another symbol."""
+    return {
+        f"{what} '{row['name']}'": f"{row['dtype']}[{', '.join(map(_size, row['shape']))}]"
+        for what, row in _rows(manifest)
+    }
+
+
+def _rows(manifest: Manifest) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Tensors, inputs and outputs, each with its kind."""
+    yield from ((row["kind"], row) for row in manifest.tensors)
+    yield from (("input", row) for row in manifest.inputs)
+    yield from (("output", row) for row in manifest.outputs)
+
+
+def _size(size: int | str) -> str:
+    return str(size) if isinstance(size, int) else "*"
+
+
+def _calls(path: str | os.PathLike[str], manifest: Manifest, trust: bool) -> dict[str, str]:
+    return {
+        f"call '{node.name}'": op_name(node) for node in edit.calls(read_original(path, manifest, trust=trust).graph)
+    }
+
+
+def _placements(manifest: Manifest) -> dict[tuple[str, str], str]:
+    return {(what, row["name"]): row["sharding"] for what, row in _rows(manifest)}
+
+
+def _traffic(manifest: Manifest) -> Mapping[tuple[str, str, str], tuple[int, int]]:
+    found: dict[tuple[str, str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for row in manifest.collectives:
+        key = row["module"], row["kind"], row["why"]
+        count, sent = found[key]
+        found[key] = count + 1, sent + row["wire_bytes"]
+    return found
+
+
+def _wire_bytes(manifest: Manifest) -> int:
+    return sum(row["wire_bytes"] for row in manifest.collectives)

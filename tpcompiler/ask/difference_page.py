@@ -1,0 +1,44 @@
+"""What differs between two artifacts, as the page of the second."""
+
+from __future__ import annotations
+
+import os
+
+from tpcompiler.ask.difference import ArtifactDifference
+from tpcompiler.views.html import html_of
+from tpcompiler.views.page_data import page_data, printable
+
+
+def difference_html(
+    found: ArtifactDifference,
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    *,
+    machine: str | os.PathLike[str] | None = None,
+    trust: bool = False,
+) -> str:
+    """The page of the second artifact, in which what differs from the first is marked, and stands in tables.
+
+    Args:
+        found: what `diff_artifacts` says of the two.
+        machine: whose times are predicted, as of `parallelize`.
+
+    Raises:
+        ArtifactError: no artifact, or a damaged one.
+        MachineError: the description of the machine cannot be read.
+    """
+    data = page_data(second, first=first, machine=machine, trust=trust)
+    data["name"] = f"{os.path.basename(os.path.abspath(first))} → {data['name']}"
+    data["difference"] = {
+        "equal": found.equal,
+        "totals": found.totals(),
+        "placements": [
+            {**each._asdict(), "pattern": pattern, "times": len(names)}
+            for pattern, names, each in found.placements_alike()
+        ],
+        "collectives": [
+            {**each._asdict(), "pattern": pattern, "times": len(modules)}
+            for pattern, modules, each in found.collectives_alike()
+        ],
+    }
+    return html_of(printable(data))

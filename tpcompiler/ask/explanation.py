@@ -1,0 +1,378 @@
+"""Why a value, a parameter or a collective of an artifact is what it is, and what else it could have been."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import sym_hint
+from tpcompiler.artifact.counts import predict_call
+from tpcompiler.ask.again import Again, Price, search_again
+from tpcompiler.ask.written import Operand, Written, read_claimed
+from tpcompiler.cost.machine_file import machine_of
+from tpcompiler.cost.timeline import duration
+from tpcompiler.errors import ArtifactError
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import layer_of, weight_of
+from tpcompiler.ir.placement_words import describe_sharding
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import cut_dim
+from tpcompiler.ir.text import op_name, value_text
+from tpcompiler.runtime.artifact import MODEL
+from tpcompiler.terminal.printed import format_bytes, nearest_names
+from tpcompiler.terminal.tables import Part, Shown, Table
+
+Kind = Literal["op", "parameter", "collective", "input"]
+MOST_RUNS = 4  # of elements that a rank holds of a dim, that are listed
+EQUAL = 1e-15  # seconds: of equals the search takes the first, by less than that
+Placed = tuple[Sharding, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What ranks hold: the local shape, and the indices of each dim (`0:128`), beside what is still to be reduced."""
+
+    ranks: tuple[int, ...]
+    shape: str
+    indices: str
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A choice and its price: the least that the whole program comes to with it, above the least of all choices.
+
+    Attributes:
+        axis: of the mesh, over which it is a choice, beside what was found over those before.
+        needs: of an op, the shardings of its operands.
+        makes: the sharding of the op's results, or of the parameter.
+        seconds: of a call on the machine, as docs/auto.md counts them. None where the plan, the boundary or the ops
+            leave no placement with this choice, or where the cheapest one cannot be carried out.
+        wire_bytes: that a rank sends in a call, above those of the artifact's choice or below.
+        held_bytes: of weights that a rank holds, likewise.
+        is_chosen: whether it is the artifact's.
+        is_tied: whether it is another one of the same seconds as the artifact's.
+        failed: why the cheapest placement with it cannot be carried out; empty where it can, or there is none.
+    """
+
+    axis: str
+    needs: tuple[str, ...]
+    makes: tuple[str, ...]
+    seconds: float | None
+    wire_bytes: int | None
+    held_bytes: int | None
+    is_chosen: bool
+    is_tied: bool
+    failed: str
+
+    def row(self) -> tuple[str, ...]:
+        """What is shown of it."""
+        notes = {(True, False): "the artifact's", (False, True): "a tie"}
+        return (
+            ", ".join(self.makes),
+            ", ".join(self.needs),
+            ("fails" if self.failed else "never") if self.seconds is None else f"{self.seconds * 1e6:+,.3f}",
+            *(
+                "" if count is None else f"{'+' * (count >= 0)}{format_bytes(count)}"
+                for count in (self.wire_bytes, self.held_bytes)
+            ),
+            notes.get((self.is_chosen, self.is_tied), ""),
+        )
+
+
+@dataclass(frozen=True)
+class Explanation(Shown):
+    """What an artifact does with one value, and why.
+
+    Attributes:
+        name: of the node of the single-device program, the parameter or the collective.
+        what: the op, or the kind of parameter or of collective.
+        type: dtype and global shape.
+        sharding: one for each result; of a collective what it changes, `P(sum) -> R`.
+        words: the same in words.
+        reason: the plan line, the rule or the search that placed it.
+        slices: which ranks hold what of the first result; sizes that are dynamic are as in the example.
+        users: of a parameter, the ops that read it.
+        collectives: those that change what it reads or makes, as in the manifest.
+        machine: whose seconds are meant.
+        seconds: that a call of the artifact is predicted to take.
+    """
+
+    name: str
+    kind: Kind
+    what: str
+    module: str
+    source: str
+    type: str
+    sharding: list[str]
+    words: str
+    reason: str
+    slices: list[Slice]
+    operands: list[Operand]
+    users: list[str]
+    collectives: list[dict[str, Any]]
+    machine: str
+    seconds: float
+    alternatives: list[Alternative]
+
+    def parts(self) -> Iterator[Part]:
+        where = "".join(filter(None, (self.module and f" of {self.module}", self.source and f" at {self.source}")))
+        yield f"{self.name}: {self.what}{where}"
+        yield f"  {self.type}: {', '.join(self.sharding)}"
+        yield from [f"  in words: {self.words}"] if self.words else []
+        yield f"  why: {self.reason}"
+        yield from [f"  read by: {', '.join(self.users)}"] if self.users else []
+        yield ""
+        slices = [(" ".join(map(str, each.ranks)), each.shape, each.indices) for each in self.slices]
+        yield Table("what ranks hold", ("ranks", "shape", "indices"), slices)
+        operands = [(each.name, each.sharding, each.needed) for each in self.operands]
+        yield Table("operands", ("name", "sharding", "needed"), operands)
+        rows = [
+            (
+                row["node"],
+                row["kind"],
+                format_bytes(row["payload_bytes"]),
+                format_bytes(row["wire_bytes"]),
+                f"{row['why']}: {row['reason']}",
+            )
+            for row in self.collectives
+        ]
+        yield Table("collectives", ("name", "kind", "bytes", "wire bytes", "why"), rows)
+        makes = "makes" if any(each.needs for each in self.alternatives) else "sharding"
+        axis = "axis" if len({each.axis for each in self.alternatives}) > 1 else ""
+        headers = (axis, makes, "needs", "us", "wire bytes", "held bytes", "")
+        call = f"a call of the artifact takes {duration(self.seconds)} on {self.machine}"
+        yield Table(
+            f"alternatives (us above the least; {call})",
+            headers,
+            [(axis and each.axis, *each.row()) for each in self.alternatives],
+        )
+        said = [f"{', '.join(each.makes)}: fails: {each.failed}" for each in self.alternatives if each.failed]
+        if any(each.seconds is None and not each.failed for each in self.alternatives):
+            said.append("never: the plan, the boundary or the ops leave no placement of the whole program with it")
+        yield from (*said, "") if said else ()
+
+
+def explain_artifact(
+    directory: str | os.PathLike[str],
+    name: str,
+    *,
+    machine: str | os.PathLike[str] | None = None,
+    trust: bool = False,
+) -> Explanation:
+    """Say why a value, a parameter or a collective of an artifact is placed as it is, and price what else it could be.
+
+    What is said of the artifact is read from its files. The prices come of the search, posed again from the `model.pt2`
+    in it with every choice of this op or parameter in turn, and everything else free to follow. What a plan pins stays
+    so, but for a layer whose weights are asked about (themselves or by their op). A price is the least total with that
+    choice, minus the least of all; that of the artifact's own is above 0 where a plan, another machine or a limit on
+    memory decided. Of a mesh of several axes every one has its choices, as they are solved: beside what was found over
+    the axes before, while those after follow.
+
+    Args:
+        directory: what `ParallelProgram.save` or `tpcompiler convert` wrote; of several programs, one's.
+        name: of a node of the single-device program (`tpcompiler show` and the reports name them), of a parameter, a
+            buffer or an input, or of a module that has one weight; or of a collective: its node's, or its kind's
+            (`all_gather`, `all_gather_1`).
+        machine: the devices and links that prices are for, as of `parallelize`; by default those that it was
+            converted for, if they come with the package.
+        trust: read files too that need a pickle or could run code (docs/security.md).
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, one of no such name, or one whose files could run code.
+        MachineError: the description of the machine cannot be read.
+    """
+    written = Written.read(directory, trust=trust)
+    described = machine_of(written.manifest.asked, machine)
+    found = written.named(name)
+    if found is None:
+        known = nearest_names(name, written.names())
+        raise ArtifactError(
+            f"{os.fspath(directory)} has no node, parameter or collective {name!r}",
+            help=f"did you mean {known}? tpcompiler show {os.fspath(directory)} shows all",
+        )
+    name = found
+    again = search_again(directory, described, trust=trust)
+    record = next((each for each in written.manifest.collectives if each["node"] == name), None)
+    if record is not None:
+        return _of_collective(written, again, record)
+    leaf = next((node for node, fqn in again.program.leaves() if fqn == name), None)
+    if leaf is not None:
+        return _of_leaf(written, again, leaf, name)
+    return _of_value(written, again, name)
+
+
+def _of_collective(written: Written, again: Again, record: Any) -> Explanation:
+    changed = written.change(record)
+    node, leaves = _node(again, changed.name), dict(again.program.leaves())
+    found = _of_leaf(written, again, node, leaves[node]) if node in leaves else _of_value(written, again, changed.name)
+    mesh, value = Mesh.of(written.manifest.mesh), node.meta["val"]
+    return replace(
+        found,
+        name=record["node"],
+        kind="collective",
+        what=f"{record['kind']} over {record['axis']}",
+        module=record["module"],
+        source=record["source"],
+        sharding=[change := f"{changed.sharding} -> {changed.needed}"],
+        words=describe_sharding(change, mesh.names),
+        reason=f"{record['why']}: {record['reason']}",
+        slices=list(_slices(value, read_claimed(changed.needed, mesh, value), mesh)),
+        operands=[changed],
+        users=[],
+        collectives=[record],
+    )
+
+
+def _of_value(written: Written, again: Again, name: str) -> Explanation:
+    mesh, node = Mesh.of(written.manifest.mesh), _node(again, name)
+    is_input = node.op == "placeholder"
+    rows = [row["sharding"] for row in written.manifest.inputs if row["name"] == name]
+    shardings, reason = (rows, "an input") if is_input else written.placed(name)
+    tensors = edit.outputs(node)
+    placed = [read_claimed(text, mesh, value) for text, value in zip(shardings, tensors, strict=False)]
+    weights = [(leaf, fqn) for leaf, fqn in again.program.leaves() if leaf in edit.operands(node)]
+    layers = {layer_of(fqn) for _, fqn in weights}
+    # Where all is planned the reason has it.
+    pins = [f"'{fqn}' is pinned by {asked}" for leaf, fqn in weights if (asked := again.pinned_by(leaf)) and again.free]
+    is_call = node in again.found.choices
+    prices = again.prices(node, layers) if is_call else []
+    wants = again.found.choices[node].wants if is_call else ()
+    reads = [operand.meta["val"] for operand in edit.operands(node)]
+    made, taken = list(zip(placed, tensors, strict=False)), list(zip(wants, reads, strict=False))
+    alternatives = _priced(prices, made, taken, again.found.mesh)
+    return Explanation(
+        name=name,
+        kind="input" if is_input else "op",
+        what="input" if is_input else op_name(node),
+        module=edit.module_path(node),
+        source=edit.source_line(node),
+        type=", ".join(map(value_text, tensors)),
+        sharding=shardings,
+        words="; ".join(dict.fromkeys(describe_sharding(text, mesh.names) for text in shardings)),
+        reason="; ".join([reason, *pins]),
+        slices=list(_slices(tensors[0], placed[0], mesh)) if placed else [],
+        operands=written.operands(name),
+        users=[],
+        collectives=[dict(record) for record in written.sent(name)],
+        machine=again.machine.name,
+        seconds=predict_call(written.exported.graph, written.manifest, again.machine).total.total,
+        alternatives=alternatives,
+    )
+
+
+def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explanation:
+    mesh, value = Mesh.of(written.manifest.mesh), node.meta["val"]
+    row = next(row for row in written.manifest.tensors if row["name"] == name)
+    placed, users = read_claimed(row["sharding"], mesh, value), written.users(name)
+    sent = {record["node"]: dict(record) for user in users for record in written.sent(user)}
+    alternatives = _priced(again.prices(node, {layer_of(name)}), [(placed, value)], [], again.found.mesh)
+    return Explanation(
+        name=name,
+        kind="parameter",
+        what=row["kind"],
+        module=layer_of(name),
+        source="",
+        type=value_text(value),
+        sharding=[row["sharding"]],
+        words=describe_sharding(row["sharding"], mesh.names),
+        reason=_why(again, node, name, users, written),
+        slices=list(_slices(value, placed, mesh)),
+        operands=[],
+        users=users,
+        collectives=list(sent.values()),
+        machine=again.machine.name,
+        seconds=predict_call(written.exported.graph, written.manifest, again.machine).total.total,
+        alternatives=alternatives,
+    )
+
+
+def _why(again: Again, node: fx.Node, name: str, users: Sequence[str], written: Written) -> str:
+    if asked_by := again.pinned_by(node):
+        return f"pinned by {asked_by}"
+    found = again.found.styles
+    style = found.get(layer_of(name)) or found.get(weight_of(name))
+    uses = "; ".join(f"{user}: {written.placed(user)[1]}" for user in users)
+    return f"the search: {style}" if style else f"as its uses want it ({uses})"
+
+
+def _node(again: Again, name: str) -> fx.Node:
+    found: fx.Node | None = next((node for node in again.program.graph.nodes if node.name == name), None)
+    if found is None:
+        raise ArtifactError(
+            f"{MODEL} has no value {name!r}, which a rank's program names", help="convert the model again"
+        )
+    return found
+
+
+def _priced(prices: Sequence[Price], made: Sequence[Placed], wants: Sequence[Placed], mesh: Mesh) -> list[Alternative]:
+    """The alternatives of each axis, the cheapest first. `made` and `wants`: of the artifact."""
+    least = min((price.seconds for price in prices if price.seconds is not None), default=None)
+    alternatives = list[Alternative]()
+    for axes in dict.fromkeys(price.axes for price in prices):
+        own_made, own_wants = (
+            tuple(sharding.within(axes, value.shape, mesh) for sharding, value in each) for each in (made, wants)
+        )
+        own = [price for price in prices if price.axes == axes]
+        alternatives += _of_axis(own, own_made, own_wants, least, mesh)
+    return alternatives
+
+
+def _of_axis(
+    prices: Sequence[Price], made: tuple[Sharding, ...], wants: tuple[Sharding, ...], least: float | None, mesh: Mesh
+) -> list[Alternative]:
+    alike = [price for price in prices if price.made == made]
+    needs = [price for price in alike if not price.wants or price.wants == wants]
+    chosen = next(iter(needs or alike), None)
+    at = chosen.seconds if chosen else None
+
+    def told(price: Price) -> Alternative:
+        is_tied = at is not None and price.seconds is not None and abs(price.seconds - at) < EQUAL
+        return Alternative(
+            price.axes[-1],
+            tuple(each.text(mesh) for each in price.wants),
+            tuple(each.text(mesh) for each in price.made),
+            None if price.seconds is None or least is None else price.seconds - least,
+            _minus(price.wire_bytes, chosen and chosen.wire_bytes),
+            _minus(price.held_bytes, chosen and chosen.held_bytes),
+            is_chosen=price is chosen,
+            is_tied=is_tied and price is not chosen,
+            failed=price.failed,
+        )
+
+    def place(price: Price) -> tuple[float, bool]:
+        return math.inf if price.seconds is None else price.seconds, price is not chosen
+
+    return [told(price) for price in sorted(prices, key=place)]
+
+
+def _minus(count: int | None, other: int | None) -> int | None:
+    return None if count is None or other is None else count - other
+
+
+def _slices(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> Iterator[Slice]:
+    held: dict[tuple[str, str], list[int]] = {}
+    for rank in range(mesh.world_size):
+        here = mesh.coordinate(rank)
+        shape = ", ".join(map(str, sharding.local_shape(value.shape, mesh, here)))
+        dims = (
+            _runs(cut_dim(torch.arange(sym_hint(size)), 0, by, mesh, here)) if by.axes else ":"
+            for size, by in zip(value.shape, sharding.dims, strict=True)
+        )
+        pending = "".join(f", a {op} pending over {axis}" for axis, op in sharding.partial)
+        held.setdefault((f"[{shape}]", f"[{', '.join(dims)}]{pending}"), []).append(rank)
+    yield from (Slice(tuple(ranks), *both) for both, ranks in held.items())
+
+
+def _runs(indices: torch.Tensor) -> str:
+    """`0:4 8:12`."""
+    ends = (indices.diff() != 1).nonzero().flatten().tolist()
+    runs = torch.tensor_split(indices, [end + 1 for end in ends])
+    told = [f"{int(run[0])}:{int(run[-1]) + 1}" for run in runs[:MOST_RUNS] if run.numel()]
+    return " ".join(told or ["none"]) + (" .." if len(runs) > MOST_RUNS else "")

@@ -1,0 +1,103 @@
+"""The collectives that a rank calls while it runs, beside those that its files say."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from tpcompiler._torch import TorchDispatchMode
+from tpcompiler.ask.costs import count_costs, layer_of_record
+from tpcompiler.ask.written import Written
+from tpcompiler.cost.collective import KIND_OF, wire_bytes
+from tpcompiler.cost.machine_file import machine_of
+from tpcompiler.plan.fold import folded, times
+from tpcompiler.terminal.printed import format_unequal_bytes
+from tpcompiler.terminal.tables import Table
+
+
+class Call(NamedTuple):
+    """One collective as it was called: the bytes of its payload, and the name of its group."""
+
+    kind: str
+    payload_bytes: int
+    group: str
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Collectives of one kind in one layer, and their wire bytes: as the files say, and as they were called."""
+
+    layer: str
+    kind: str
+    count: int
+    wire_bytes: int
+    called: int
+    called_bytes: int
+
+    @property
+    def agrees(self) -> bool:
+        return (self.count, self.wire_bytes) == (self.called, self.called_bytes)
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, calls: list[Call]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        namespace, name, _ = str(func).split(".")
+        if namespace == "_c10d_functional" and name in KIND_OF:
+            value: torch.Tensor = result if KIND_OF[name] == "all_gather" else args[0]
+            self.calls.append(Call(KIND_OF[name], value.numel() * value.element_size(), str(args[-1])))
+        return result
+
+
+@contextmanager
+def watched_collectives() -> Iterator[list[Call]]:
+    """The collectives that programs call meanwhile, in order. What runs as machine code shows none."""
+    calls: list[Call] = []
+    with _Watch(calls):
+        yield calls
+
+
+def counts_table(rows: Sequence[Counted]) -> Table:
+    """What a terminal shows of these."""
+    layers: dict[str, tuple[tuple[str, ...], ...]] = {}
+    for each in rows:
+        pair = (f"{each.count} / {each.called}", " / ".join(format_unequal_bytes(each.wire_bytes, each.called_bytes)))
+        layers[each.layer] = (*layers.get(each.layer, ()), (each.kind, *pair, "" if each.agrees else "NOT EQUAL"))
+    shown = [(pattern, *row, times(names)) for pattern, names in folded(layers) for row in layers[names[0]]]
+    headers = ("layer", "kind", "count", "wire bytes", "", "")
+    return Table("collectives of rank 0, as its files say / as it called them", headers, shown)
+
+
+def compare_counts(
+    directory: str | os.PathLike[str], calls: Sequence[Call], inputs: Mapping[str, torch.Tensor], *, trust: bool = False
+) -> list[Counted]:
+    """What rank 0 called, by layer and kind, beside what its files say of inputs of these sizes.
+
+    The n-th call is taken for the n-th collective of the manifest, which says the layer.
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
+    """
+    written = Written.read(directory, trust=trust)
+    machine = machine_of(written.manifest.asked)
+    sizes = {each.name: inputs[each.input].shape[each.dim] for each in count_costs(written, {}, machine).sizes}
+    said = {(cost.layer, cost.kind): cost for cost in count_costs(written, sizes, machine).costs}
+    records, count, sent = written.manifest.collectives, Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for at, call in enumerate(calls):
+        key = layer_of_record(records[at]) if at < len(records) else "beyond these", call.kind
+        count[key] += 1
+        sent[key] += wire_bytes(call.kind, call.payload_bytes, len(written.manifest.groups[call.group][0]))
+    return [
+        Counted(*key, *((cost.count, cost.wire_bytes) if (cost := said.get(key)) else (0, 0)), count[key], sent[key])
+        for key in dict.fromkeys([*said, *count])
+    ]

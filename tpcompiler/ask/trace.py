@@ -1,0 +1,147 @@
+"""A trace of one call for Perfetto or Chrome: what every rank did when, by the names of its graph."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from tpcompiler.artifact.report import sent_value
+from tpcompiler.ask.written import Record
+from tpcompiler.cost.collective import wire_bytes
+from tpcompiler.ir import edit
+from tpcompiler.ir.symm_mem import is_fitted
+from tpcompiler.runtime.artifact import Manifest
+
+Trace = dict[str, Any]  # as torch writes it: `traceEvents`, at microseconds after `baseTimeNanoseconds`
+
+
+class _Spans:
+    """What a program calls between its ops to tell the profiler where it is."""
+
+    def __init__(self) -> None:
+        self.around: list[record_function] = []
+        self.payload_bytes: dict[str, int] = {}
+
+    def enter(self, name: str) -> None:
+        self.around.append(record_function(name))
+        self.around[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        self.around.pop().__exit__(None, None, None)
+
+    def send(self, name: str, value: torch.Tensor) -> None:
+        self.payload_bytes[name] = value.numel() * value.element_size()
+
+
+@contextmanager
+def traced(module: fx.GraphModule, manifest: Manifest) -> Iterator[Trace]:
+    """What this rank does meanwhile: one call of what `load` returned. The trace is there in the end.
+
+    Beside torch's own events it has a span around the ops of each module, and one around each collective and its wait,
+    with what the manifest says of it and the bytes that were sent.
+    """
+    spans, records, trace = _Spans(), _records(module.graph, manifest), Trace()
+    _insert_spans(module, records, spans)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities) as profiler:
+        try:
+            yield trace
+        finally:
+            while spans.around:  # it has failed
+                spans.leave()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        trace.update(json.loads(file.read_text(encoding="utf-8")))
+    told = {_label(record): _told(record, spans.payload_bytes) for record in records.values()}
+    for event in trace["traceEvents"]:
+        if event["name"] in told:
+            record = told[event["name"]]
+            event |= {"name": f"{record['kind']} {record['module']}".strip(), "args": record}
+
+
+def gather_traces(own: Trace) -> Trace | None:
+    """The traces of all ranks as one, on rank 0; None on the others."""
+    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, found)
+    return None if found is None else merge_traces(found)
+
+
+def merge_traces(traces: Sequence[Trace]) -> Trace:
+    """One trace with a process for each rank, from its first event on; clocks of several hosts are taken as they are.
+
+    Perfetto drops an event that ends a nanosecond after the one around it, so times are added as whole nanoseconds.
+    """
+    # Numbers are of a process or a device; texts are for what the profiler says of itself.
+    kept = [
+        (rank, trace["baseTimeNanoseconds"] + round(event["ts"] * 1000), event)
+        for rank, trace in enumerate(traces)
+        for event in trace["traceEvents"]
+        if isinstance(event["pid"], int) and not event["name"].startswith("process_")
+    ]
+    first = min(at for _, at, _ in kept)
+    events: list[Any] = [
+        {"ph": "M", "name": f"process_{name}", "pid": rank, "args": {name: said}}
+        for rank in range(len(traces))
+        for name, said in (("name", f"rank {rank}"), ("sort_index", rank))
+    ]
+    for rank, at, event in kept:
+        events.append({**event, "pid": rank, "ts": (at - first) / 1000})
+        if "id" in event:  # of an arrow between two events
+            events[-1]["id"] = event["id"] * len(traces) + rank
+    return {"displayTimeUnit": "ms", "baseTimeNanoseconds": first, "traceEvents": events}
+
+
+def _records(graph: fx.Graph, manifest: Manifest) -> dict[fx.Node, Record]:
+    """The manifest's record of each collective; an op over symmetric memory stands for one."""
+    nodes = [node for node in edit.calls(graph) if edit.is_collective(node) or is_fitted(node)]
+    return dict(zip(nodes, manifest.collectives, strict=True))
+
+
+def _insert_spans(module: fx.GraphModule, records: Mapping[fx.Node, Record], spans: _Spans) -> None:
+    """Let the program say when it enters and leaves a module, or a collective with the wait that follows at once."""
+    graph: fx.Graph = module.graph
+    around: list[str] = []
+    (output,) = graph.find_nodes(op="output")
+    for node in [*edit.calls(graph), output]:
+        is_told = "nn_module_stack" in node.meta and not edit.is_wait(node)
+        inside = [] if node is output else edit.module_paths(node) if is_told else around
+        pairs = zip(around, inside, strict=False)
+        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        with graph.inserting_before(node):
+            for _ in around[shared:]:
+                graph.call_function(spans.leave)
+            for path in inside[shared:]:
+                graph.call_function(spans.enter, (path,))
+            if node in records:
+                graph.call_function(spans.enter, (_label(records[node]),))
+        around = inside
+        if node in records:
+            last = node.next if edit.is_wait(node.next) else node
+            with graph.inserting_after(last):
+                graph.call_function(spans.leave)
+                if edit.is_collective(node):
+                    graph.call_function(spans.send, (_label(records[node]), sent_value(node)))
+    module.recompile()
+
+
+def _label(record: Record) -> str:
+    """The name of a collective's span until the trace is read back."""
+    return f"tpcompiler {record['node']}"
+
+
+def _told(record: Record, sent: Mapping[str, int]) -> dict[str, Any]:
+    """What the manifest says of a collective, at the sizes that it had."""
+    payload = sent.get(_label(record), record["payload_bytes"])
+    wire = wire_bytes(record["kind"], payload, record["group_size"])
+    return {**record, "payload_bytes": payload, "wire_bytes": wire}

@@ -1,0 +1,1 @@
+"""Judges of what the compiler made, which know none of its passes."""

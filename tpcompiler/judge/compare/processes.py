@@ -1,0 +1,100 @@
+"""Run an artifact's ranks in processes of their own, as a deployment does, and collect what each returns and writes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpcompiler.errors import LaunchError, one_line
+from tpcompiler.judge.compare.simulate import RankResult
+from tpcompiler.terminal.progress import measured
+
+LONGEST = timedelta(minutes=30)
+
+
+def answers_of_ranks(
+    directory: str | os.PathLike[str],
+    calls: Sequence[tuple[str, Sequence[Sequence[Any]]]],
+    checkpoint: str | os.PathLike[str] | None = None,
+    trust: bool = False,
+    threads: int = 1,
+    timeout: timedelta = LONGEST,
+) -> list[list[RankResult]]:
+    """What all ranks make of each call with the artifact's package.
+
+    Args:
+        calls: of which program, and the flat inputs of every rank.
+        threads: of each process.
+
+    Raises:
+        LaunchError: a rank that fails, or does not end in time.
+    """
+    world = len(calls[0][1])
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(world):
+            torch.save([(name, list(shares[rank])) for name, shares in calls], Path(folder) / f"{rank}.calls")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        command += [
+            "-m",
+            "tpcompiler.judge.compare.rank_process",
+            os.fspath(directory),
+            folder,
+            "trust" if trust else "",
+        ]
+        command += [os.fspath(checkpoint)] if checkpoint is not None else []
+        help = "run it by itself for all of it: torchrun ... tpcompiler run --compiled"
+        with measured("running the ranks in processes", "ranks", world):
+            run_ranks(command, threads, timeout, help=help)
+        answers = [torch.load(Path(folder) / f"{rank}.answers", weights_only=True) for rank in range(world)]
+    return [[RankResult(*of_rank[at]) for of_rank in answers] for at in range(len(calls))]
+
+
+def share_gpus() -> None:
+    """Let processes share the GPUs where there are fewer than ranks: each gives itself out as a machine of its own.
+
+    NCCL refuses two ranks of one machine on one GPU. Those of two machines send over sockets, to one another here.
+    """
+    if torch.cuda.is_available() and torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
+        os.environ |= {"NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+
+
+def run_ranks(command: Sequence[str], threads: int, timeout: timedelta, *, help: str) -> None:
+    """Run what torchrun starts, and end all processes where they take too long.
+
+    Args:
+        help: what to do where a rank fails.
+
+    Raises:
+        LaunchError: they do, or one fails.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    try:
+        said, _ = process.communicate(timeout=timeout.total_seconds())
+    except BaseException as error:  # whatever it is, such as Ctrl-C: no rank is left behind
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise LaunchError(
+            f"the ranks did not end within {timeout.total_seconds():g} s", help="give them longer, or fewer inputs"
+        ) from error
+    if process.returncode:
+        lines = [line.partition("]: ")[2] or line for line in said.splitlines()]
+        errors = [line for line in lines if "Error: " in line and "ChildFailed" not in line]
+        raise LaunchError(
+            f"a rank has failed: {one_line((errors or lines or ['no output'])[0].strip())}",
+            help=help,
+        )

@@ -1,0 +1,199 @@
+"""A program in another floating-point dtype, for the judge: more exact, or the same on all machines."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import HigherOrderOperator, OpOverload, aten, tree_flatten, tree_map
+from tpcompiler.frontend.written_back import find_written
+from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import change_bodies, read_bodies, root_of
+from tpcompiler.ir.draws import DROPOUTS, draws
+from tpcompiler.judge.compare.bits import keep_bits_in_step
+
+
+class _State(Mapping[str, Any]):
+    """What a program holds, in another dtype, made when it is asked for: of a large model it is not held twice."""
+
+    def __init__(self, held: Mapping[str, Any], dtype: torch.dtype) -> None:
+        self._held, self._dtype = held, dtype
+
+    def __getitem__(self, name: str) -> Any:
+        return promoted(self._held[name], self._dtype)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+class Promoted:
+    """A program with all floating-point (and complex) state and dtype arguments in one dtype, as far as `simulate`
+    reads it.
+
+    It writes in place as the program itself does: memory that is apart in the exported dtypes is so here, too.
+    """
+
+    def __init__(self, program: Any, dtype: torch.dtype) -> None:
+        self.graph_signature = program.graph_signature
+        self.state_dict: Mapping[str, Any] = _State(program.state_dict, dtype)
+        self.constants: Mapping[str, Any] = _State(program.constants, dtype)
+        self.written: set[str] = program.written if isinstance(program, Promoted) else find_written(program)
+        self.graph = edit.copy_graph(program.graph)
+        read_bodies(self.graph, program.graph_module)
+        change_bodies(self.graph, functools.partial(_widen, dtype))
+        self.graph_module = root_of(self.graph)
+        keep_bits_in_step(self.graph)
+        for node in list(self.graph.nodes):
+            _widen(dtype, node)
+
+
+def _widen(dtype: torch.dtype, node: fx.Node) -> None:
+    target = node.target.target if isinstance(node.target, _Widened) else node.target
+    if target is aten._assert_tensor_metadata.default:
+        edit.erase(node)  # it states the dtype that was exported
+    elif isinstance(target, HigherOrderOperator) and str(target) == "wrap_with_autocast":
+        node.target = _without_autocast
+    elif isinstance(target, OpOverload) and target.namespace != "_c10d_functional":
+        node.target = _Widened(node, target, dtype)
+
+
+def _without_autocast(device: str, dtype: Any, enabled: bool, cached: Any, body: Any, *operands: Any) -> Any:
+    """Run the body by itself: autocast would choose other dtypes than the exported ones, or none."""
+    return body(*operands)
+
+
+ATTENTION = aten.scaled_dot_product_attention.default
+SCALED = (aten.native_dropout.default, aten.dropout.default, aten.dropout_.default)
+READS_BITS = (aten.view.dtype,)  # another dtype has other bits, and maybe more of them
+
+
+class _Widened:
+    """An op in another dtype; where it has no such kernel, as exported, with operands rounded and results widened.
+
+    Such an op rounds in every run, so their difference would not show it. In float64, the most exact run, each of its
+    results is moved by half a unit in the last place, up or down.
+    """
+
+    def __init__(self, node: fx.Node, target: OpOverload, dtype: torch.dtype) -> None:
+        self.target = target
+        self.__name__ = "widened"  # for the code that fx writes of a body
+        self.exported = [operand.meta["val"].dtype for operand in edit.operands(node)]
+        self.made = [value.dtype for value in edit.outputs(node)]
+        self.dtype = dtype
+        dtypes = {*self.exported, *self.made}
+        self.mixed = len(dtypes) > 1 and len({each.is_complex for each in dtypes}) == 1
+        before = node.target
+        drawing: bool = before.draws if isinstance(before, _Widened) else draws(node)
+        # In another dtype other numbers are drawn; but these have their masks from `bernoulli`, which has no dtype.
+        masked = target is ATTENTION or (target.overloadpacket in DROPOUTS and target not in SCALED)
+        self.draws: bool = drawing and not masked
+
+    def __str__(self) -> str:
+        return str(self.target)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.draws and self.target in SCALED:
+            made = self._run((torch.ones_like(args[0]), *args[1:]), kwargs)
+            factor, *mask = made if isinstance(made, tuple) else (made,)
+            scaled = args[0].mul_(factor) if self.target._schema.is_mutable else args[0] * factor
+            return (scaled, *mask) if mask else scaled
+        if self.draws or self.target in READS_BITS:
+            return self._run(args, kwargs)
+        widened = tree_map(lambda a: _float(a, self.dtype), (args, kwargs))
+        try:
+            made = self.target(*widened[0], **widened[1])
+        except Exception:  # whatever the op raises at a dtype that it does not know
+            return self._in_less(args, kwargs)
+        return self._apart(made, args, kwargs) if self.mixed else made
+
+    def _in_less(self, args: Any, kwargs: Any) -> Any:
+        """In float32 where the op knows that, else as exported: in the most exact way that there is."""
+        made, eps = None, torch.finfo(torch.float32).eps
+        if self.dtype == torch.float64:
+            with contextlib.suppress(Exception):  # as above
+                given = tree_map(lambda a: _float(a, torch.float32), (args, kwargs))
+                made = self._run(given[0], given[1], torch.float32)
+        if made is None:
+            made = self._run(args, kwargs)
+            eps = max((torch.finfo(each).eps for each in self.made if each.is_floating_point), default=0.0)
+        if self.dtype != torch.float64 or self.target._schema.is_mutable:
+            return made
+        return tree_map(lambda value: _moved(value, eps), made)
+
+    def _run(self, args: Any, kwargs: Any, dtype: torch.dtype | None = None) -> Any:
+        """Run the op on operands in their exported dtypes, or all floating-point ones in this dtype."""
+        exported = iter(self.exported)
+        taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def rounded(argument: Any) -> Any:
+            if not isinstance(argument, torch.Tensor):
+                return argument
+            to = next(exported)
+            taken.append((argument, argument.to(to if dtype is None else _float(to, dtype))))
+            return taken[-1][1]
+
+        def wide(value: Any) -> Any:
+            return next((argument for argument, given in taken if given is value), promoted(value, self.dtype))
+
+        given = tree_map(rounded, (args, kwargs))
+        made = self.target(*given[0], **given[1])
+        if self.target._schema.is_mutable:
+            for argument, narrow in taken:
+                if narrow is not argument and narrow._version:
+                    argument.copy_(narrow)
+            return tree_map(wide, made)
+        return tree_map(lambda value: promoted(value, self.dtype), made)
+
+    def _apart(self, made: Any, args: Any, kwargs: Any) -> Any:
+        """Copy results that share memory only because both have one dtype now: `wide = x.double(); wide.mul_(3)`."""
+        exported, recorded = iter(self.exported), iter(self.made)
+        lies_in = dict[int, torch.dtype]()
+        for value in tree_flatten((args, kwargs))[0]:
+            if isinstance(value, torch.Tensor):
+                lies_in[_memory(value)] = next(exported)
+
+        def own(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            dtype = next(recorded)
+            return value.clone() if lies_in.get(_memory(value), dtype) != dtype else value
+
+        return tree_map(own, made)
+
+
+def _memory(value: torch.Tensor) -> int:
+    """Identify the memory of a tensor; one that vmap maps, in which nothing is written in place, hides it."""
+    try:
+        return int(value.untyped_storage()._cdata)
+    except NotImplementedError:
+        return id(value)
+
+
+def _moved(value: Any, eps: float) -> Any:
+    """Up or down by half a unit in the last place, at random, the same in every run."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    signs = torch.randint(0, 2, value.shape, generator=torch.Generator().manual_seed(0)).to(value) * 2 - 1
+    return value * (1 + signs * eps / 2)
+
+
+def promoted(value: Any, dtype: torch.dtype) -> Any:
+    """A floating-point (complex) tensor in this dtype (the complex one of its size); anything else as it is."""
+    return value.to(_float(value.dtype, dtype)) if isinstance(value, torch.Tensor) else value
+
+
+def _float(argument: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(argument, torch.dtype):
+        return argument
+    return dtype if argument.is_floating_point else dtype.to_complex() if argument.is_complex else argument

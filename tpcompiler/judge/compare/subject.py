@@ -1,0 +1,89 @@
+"""What is compared: a program beside its ranks' programs, and the inputs dealt out to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from tpcompiler.errors import InputsError
+from tpcompiler.ir import edit
+from tpcompiler.judge.compare.judge import Layout
+from tpcompiler.judge.compare.simulate import RankResult
+from tpcompiler.runtime.inputs import flatten_inputs
+
+Run = Callable[[Sequence[Sequence[Any]]], Sequence[RankResult]]  # of all ranks, on the flat inputs of each
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A single-device program, its ranks' programs, and what `compare` wants to know of them.
+
+    `indices`: rows of the manifest's inputs, for the values that `load` compares before it runs a rank.
+    `run` runs these as they are in one call after another, in the place of `simulate`; it keeps what they write.
+    """
+
+    reference: ExportedProgram
+    programs: Sequence[ExportedProgram]
+    layout: Layout
+    input_names: Sequence[str]
+    output_names: Sequence[str]
+    intermediate: ExportedProgram | None = None
+    run: Run | None = None
+    indices: Sequence[Mapping[str, Any]] = ()
+
+
+def shares_of(subject: Subject, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
+    """Return every rank's part of the inputs, flat, on the rank's device.
+
+    Raises:
+        InputsError: arguments that the program does not take, or a size that the ranks do not divide.
+    """
+    return deal(flatten_inputs(subject.reference, args, kwargs), subject)
+
+
+def deal(flat: Sequence[Any], subject: Subject) -> list[list[Any]]:
+    """Return every rank's part of flat inputs, on the rank's device.
+
+    Raises:
+        InputsError: a size of a dynamic dim that is cut and that the ranks do not divide.
+    """
+    programs, layout, names = subject.programs, subject.layout, subject.input_names
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    cut: list[list[torch.Tensor]] = [[] for _ in programs]
+    takes = [_tensor_inputs(program) for program in programs]
+    for position, (name, value) in enumerate(zip(names, tensors, strict=True)):
+        parts = [layout.cut(name, value, rank).to(take[position].device.type) for rank, take in enumerate(takes)]
+        for dim, size in enumerate(takes[0][position].shape):
+            held = [part.shape[dim] for part in parts]
+            if not isinstance(size, int) and len(set(held)) > 1:
+                degree = _degree(layout, name, value, dim, len(programs))
+                raise InputsError(
+                    f"input '{name}' has {value.shape[dim]} on dim {dim}, which is cut by {degree} ranks",
+                    help=f"give a multiple of {degree}",
+                )
+        for own, part in zip(cut, parts, strict=True):
+            own.append(part)
+    feeds = [iter(own) for own in cut]
+    return [[next(feed) if isinstance(value, torch.Tensor) else value for value in flat] for feed in feeds]
+
+
+def _degree(layout: Layout, name: str, value: torch.Tensor, dim: int, ranks: int) -> int:
+    """Return by how many ranks a dim is cut: of as many elements as there are ranks, each has as many."""
+    shape = [ranks if at == dim else size for at, size in enumerate(value.shape)]
+    return ranks // layout.cut(name, torch.empty(shape, device="meta"), 0).shape[dim]
+
+
+def _tensor_inputs(program: ExportedProgram) -> list[torch.Tensor]:
+    """Return the fake values of the user's tensors, in order."""
+    placeholders = (node for node in program.graph.nodes if node.op == "placeholder")
+    specs = program.graph_signature.input_specs
+    return [
+        node.meta["val"]
+        for node, spec in zip(placeholders, specs, strict=True)
+        if spec.kind is InputKind.USER_INPUT and edit.is_tensor(node)
+    ]

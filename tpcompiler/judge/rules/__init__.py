@@ -1,0 +1,1 @@
+"""Judges of rules, by brute force on small shards."""

@@ -1,0 +1,182 @@
+"""Whether the body that a rank runs for its share of an op is the one that the op's rule has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import OpOverload, enable_python_dispatcher, trace_ops
+from tpcompiler.ir import edit
+from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.local import key
+from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.judge.sound.folded import VIEWS, Folded
+from tpcompiler.judge.sound.region import Region
+from tpcompiler.judge.sound.unsound import Unsound
+from tpcompiler.rules.index_range import ASSERT, PositionCheck, is_needed, position_checks, with_checks
+from tpcompiler.rules.infer import Refusal, follow, merge
+from tpcompiler.rules.notation import Rule, ShardRange
+from tpcompiler.rules.registry import rule_of
+
+
+def check_body(made: Folded, region: Region, rule: Rule, rank: int, row: Sequence[int]) -> None:
+    """Trace the rule's body for what the rank holds, and compare it with the region op by op, argument by argument.
+
+    What the body asks of the rank, where its part begins, must be what the region reads of its row of numbers.
+
+    So a body is right on all values and at all sizes, as the rule's is (brute force), and not only on those tried. An
+    assertion that positions are in the whole dim may stand before it, and must where nothing else refuses others.
+
+    Raises:
+        Unsound: the two differ.
+    """
+    call: fx.Node = region.call
+    # A value is there under as many shardings as it is changed to: what the region takes is one of them.
+    nodes = {made.whole[node]: node for node in (*made.whole, *region.inputs) if node not in region.nodes}
+    held = {used: nodes[used] for used in call.all_input_nodes}
+    cuts = _cuts(made, call, rule, held)
+    (body,) = {rule.local[factor] for factor in cuts}
+    checks = position_checks(call, rule, cuts)
+    shard = ShardRange.of([(cut, rule.extent[f]) for f, cut in cuts.items()], made.mesh, made.mesh.coordinate(rank))
+    parts: list[Any] = [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]
+    known = (
+        "body",
+        id(made.mode),
+        call.target,
+        key(_given(call, held)),
+        key(list(vars(shard).values())),
+        checks,
+        *cuts,
+        *parts,
+    )
+    if known not in made.results:
+        made.results[known] = _traced(made, call, held, with_checks(body, checks), shard, parts)
+    traced: fx.Graph = made.results[known]
+    table = _Table()
+    offset, *inputs = (node for node in traced.nodes if node.op == "placeholder")
+    wanted = {node: table.number(("input", used.name)) for node, used in zip(inputs, held, strict=True)}
+    wanted[offset] = table.number(("number", key(shard.offset)))
+    found = {node: table.number(("input", used.name)) for used, node in held.items()}
+    found.update({node: table.number(("number", key(row[made.numbers.read[node]]))) for node in region.numbers})
+    ends: Any = traced.output_node().args[0]
+    for node, end in zip(region.outputs, ends, strict=True):
+        if table.of(node, found) != table.of(end, wanted):
+            raise Unsound(
+                node, f"is the end of {region.name}, which is not what the rule of {call.target} does on a share"
+            )
+    may = [table.of(node.args[0], wanted) for node in traced.nodes if node.target is ASSERT]
+    done = {table.of(node.args[0], found) for node in region.nodes if node.target is ASSERT}  # type: ignore[arg-type]
+    needed = needed_checks(made, call)
+    for check, number in zip(checks, may, strict=True):
+        if check in needed and number not in done:
+            raise Unsound(
+                region.outputs[0],
+                f"is the end of {region.name}, which must assert that positions are in [{check.least}, {check.most}]",
+            )
+    for node in region.nodes:  # it may draw, or stop the rank
+        is_check = node.target is ASSERT and found[node.args[0]] in may  # type: ignore[index]
+        if node not in found and isinstance(node.target, OpOverload) and not _is_size(node) and not is_check:
+            raise Unsound(node, f"is in {region.name}, and nothing that this makes depends on it")
+
+
+def needed_checks(made: Folded, call: fx.Node) -> list[PositionCheck]:
+    """What ranks must assert of the positions of a call, whichever of the dims that these count is cut."""
+    rule = rule_of(call)
+    if rule is None or made.at_door is None:
+        return []
+    return [check for check in position_checks(call, rule, rule.local) if is_needed(check, call, made.at_door)]
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (int, torch.SymInt))
+
+
+def _given(call: fx.Node, held: Mapping[fx.Node, fx.Node]) -> Any:
+    return fx.node.map_arg([call.args, dict(call.kwargs)], lambda used: held[used].meta["val"])
+
+
+def _cuts(made: Folded, call: fx.Node, rule: Rule, held: Mapping[fx.Node, fx.Node]) -> dict[str, DimSharding]:
+    """The factors that need a body, and how they are cut."""
+    found = []
+    for term, operand in zip(rule.pattern.inputs, edit.operands(call), strict=True):
+        followed = follow(rule, term, made.shardings[held[operand]][0].settled(), made.mesh)
+        if not isinstance(followed, Refusal):
+            found.append(followed)
+    option = merge(found)
+    cuts = {} if option is None else {f: cut for f, cut in option.cuts.items() if f in rule.local}
+    if not cuts:
+        raise Unsound(
+            held[call.all_input_nodes[0]], f"is given to a body of {call.target}, and not cut where that needs one"
+        )
+    return cuts
+
+
+def _traced(
+    made: Folded,
+    call: fx.Node,
+    held: Mapping[fx.Node, fx.Node],
+    body: Any,
+    shard: ShardRange,
+    parts: Sequence[int | None],
+) -> fx.Graph:
+    def run(offset: torch.Tensor, *values: Any) -> list[Any]:
+        given = dict(zip(held, values, strict=True))
+        args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), lambda used: given[used])
+        result = body(*args, shard=replace(shard, offset=offset), **kwargs)
+        return [result if part is None else result[part] for part in parts]
+
+    with made.mode, torch.no_grad(), enable_python_dispatcher():
+        values = [torch.empty_like(n.meta["val"]) if edit.is_tensor(n) else n.meta["val"] for n in held.values()]
+        return trace_ops(run, torch.empty((), dtype=torch.int64), *values)
+
+
+class _Table:
+    """A number for everything that is computed: the same for the same op of the same arguments."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+        self.sizes: list[Any] = []
+
+    def number(self, what: Any) -> int:
+        return self.numbers.setdefault(what, len(self.numbers))
+
+    def of(self, node: fx.Node, known: dict[fx.Node, int]) -> int:
+        if node not in known:
+            known[node] = self.number(self._call(node, known))
+        return known[node]
+
+    def _call(self, node: fx.Node, known: dict[fx.Node, int]) -> Any:
+        value = node.meta.get("val")
+        if isinstance(value, (int, float, torch.SymInt)) and not isinstance(value, bool):
+            return self._size(value)
+        target: Any = node.target
+        if isinstance(target, OpOverload):
+            arguments = list(edit.bound(node).values())
+            target = "view" if target in VIEWS else str(target)
+        else:
+            arguments = [*node.args, *node.kwargs.values()]
+        return target, self._text(arguments, known)
+
+    def _text(self, value: Any, known: dict[fx.Node, int]) -> Any:
+        if isinstance(value, fx.Node):
+            number = value.meta.get("val")
+            return self._size(number) if isinstance(number, torch.SymInt) else ("node", self.of(value, known))
+        if isinstance(value, (list, tuple)):
+            return tuple(self._text(each, known) for each in value)
+        if isinstance(value, torch.device):
+            return "device"
+        return type(value).__name__, repr(value)
+
+    def _size(self, value: Any) -> Any:
+        """Equal in every run; a literal is what it is."""
+        if not isinstance(value, torch.SymInt):
+            return type(value).__name__, repr(value)
+        for at, other in enumerate(self.sizes):
+            if statically_equal(value, other):
+                return "size", at
+        self.sizes.append(value)
+        return "size", len(self.sizes) - 1

@@ -1,0 +1,341 @@
+"""Whether what goes in, what comes out and what is kept are as the manifest says, and the weights' shares one whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from tpcompiler._torch import FakeTensor, TreeSpec, tree_names
+from tpcompiler.frontend.written_back import find_overwritten
+from tpcompiler.ir import edit
+from tpcompiler.ir.calling import calling_of
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.plain_outputs import plain_outputs
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import same_bits
+from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.judge.sound.folded import Folded, dtype_name, read_claimed
+from tpcompiler.judge.sound.shares import cut, join
+from tpcompiler.judge.sound.unsound import Unsound
+from tpcompiler.judge.sound.written import Written
+from tpcompiler.runtime.artifact import Manifest, lacks_weights
+from tpcompiler.runtime.rank_file import strides_of, taken_by
+
+KINDS = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant_tensor",
+}
+
+
+CALLING = {
+    "takes": "takes",
+    "returns": "returns",
+    "names": "calls its arguments",
+    "ranges": "takes the sizes",
+    "asserted": "asserts of its inputs",
+    "constants": "takes the constants",
+}
+
+
+def check_outputs(made: Folded, manifest: Manifest) -> None:
+    """Outputs have the manifest's shardings, and what is written back keeps that of its buffer.
+
+    Raises:
+        Unsound: an output in another sharding, or one that the manifest does not name.
+    """
+    program, rows = made.program, iter(manifest.outputs)
+    signature = program.module_call_graph[0].signature
+    assert signature is not None
+    names = iter(tree_names(signature.out_spec))
+    values: Any = program.graph.output_node().args[0]
+    owners = {
+        str(spec.target): node
+        for node, spec in zip(_placeholders(program), program.graph_signature.input_specs, strict=True)
+        if spec.target is not None
+    }
+    by_name = {node.name: node for node in _placeholders(program)}
+    for _, lost, buffer in find_overwritten(program):
+        raise Unsound(lost, f"lies in the memory of {buffer!r}, which is written before it is returned")
+    for spec, value in zip(program.graph_signature.output_specs, values, strict=True):
+        name = next(names, None) if spec.kind is OutputKind.USER_OUTPUT else None
+        if not edit.is_tensor(value):
+            continue
+        found = made.shardings[value][0]
+        if spec.kind is OutputKind.USER_OUTPUT:
+            row = next(rows, None)
+            if row is None or row["name"] != name:
+                raise Unsound(value, f"is output {name!r}, and the manifest says {row and row['name']!r}")
+            if found != read_claimed(value, row["sharding"], made.mesh, found.ndim):
+                raise Unsound(
+                    value,
+                    f"is {found.text(made.mesh)}, and the manifest says output {row['name']!r} is {row['sharding']}",
+                )
+            whole = edit.outputs(made.whole[value])[0].shape
+            dtype = dtype_name(value.meta["val"].dtype)
+            if dtype != row["dtype"] or not _has_shape(whole, row["shape"]):
+                raise Unsound(
+                    value,
+                    f"is {dtype} {list(whole)}, "
+                    f"and the manifest says output {row['name']!r} is {row['dtype']} {row['shape']}",
+                )
+        else:
+            owner = owners.get(str(spec.target)) or by_name[str(spec.target)]
+            new, old = (edit.outputs(made.whole[each])[0] for each in (value, owner))
+            if new.dtype != old.dtype or not _has_shape(new.shape, old.shape):
+                said = [f"{dtype_name(each.dtype)} {list(each.shape)}" for each in (new, old)]
+                raise Unsound(value, f"is written back as {said[0]}, and {spec.target!r} is {said[1]}")
+            if found != made.shardings[owner][0]:
+                raise Unsound(
+                    value,
+                    f"is written back to {spec.target!r} as {found.text(made.mesh)}, "
+                    f"and that is {made.shardings[owner][0].text(made.mesh)}",
+                )
+    if left := next(rows, None):
+        raise Unsound(None, f"the manifest names an output {left['name']!r}, and there is none")
+
+
+def _has_shape(shape: Sequence[Any], said: Sequence[Any]) -> bool:
+    """As far as it is known: a symbol may be called otherwise."""
+    return len(shape) == len(said) and all(
+        not isinstance(named, int) or statically_equal(size, named) for size, named in zip(shape, said, strict=True)
+    )
+
+
+def check_calls(ranks: Sequence[Written], manifest: Manifest, originals: Sequence[ExportedProgram]) -> None:
+    """All ranks are called as the manifest says, and as each of the originals is called, at sizes that it takes.
+
+    Raises:
+        Unsound: a rank in which keys are others, or in another order; sizes of another range; other assertions.
+    """
+    for rank, each in enumerate(ranks):
+        found = calling_of(each.program, each.guards)
+        for what, said in CALLING.items():
+            if found[what] != (wanted := manifest.calling.get(what)):
+                raise Unsound(None, f"rank {rank} {said} {found[what]}, and the manifest says {wanted}")
+    for original in originals:
+        compare_calling(ranks[0].program, original)
+
+
+def compare_calling(program: ExportedProgram, original: ExportedProgram) -> None:
+    """A rank takes its arguments and gives its results in the structure of the original's.
+
+    Raises:
+        Unsound: keys are others, or in another order.
+    """
+    theirs, ours = original.call_spec, program.call_spec
+    takes, gives = ours.in_spec, ours.out_spec
+    if takes != theirs.in_spec:
+        raise Unsound(None, f"the ranks take {_arguments(takes)}, and the original {_arguments(theirs.in_spec)}")
+    if gives not in (theirs.out_spec, theirs.out_spec and plain_outputs(theirs.out_spec)[0]):
+        raise Unsound(None, f"the ranks return {_names(gives)}, and the original {_names(theirs.out_spec)}")
+
+
+def _arguments(spec: TreeSpec | None) -> str:
+    """Of a tree of (args, kwargs)."""
+    names = tree_names(spec) if spec is not None else []
+    return ", ".join(f"args{name[1:]}" if name.startswith("0.") else name[2:] for name in names) or "nothing"
+
+
+def _names(spec: TreeSpec | None) -> str:
+    return ", ".join(tree_names(spec)) if spec is not None else "nothing"
+
+
+def _placeholders(program: ExportedProgram) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if node.op == "placeholder"]
+
+
+def check_state(
+    ranks: Sequence[Written],
+    manifest: Manifest,
+    mesh: Mesh,
+    originals: Sequence[ExportedProgram],
+    beside: Mapping[str, Manifest],
+) -> None:
+    """Every rank holds its share of every tensor of the manifest and nothing else; replicas are equal bit for bit.
+
+    The shares, put together, must be the tensors of the originals bit for bit. What the files of another program hold
+    is checked with that; it must be `beside` this one and have the same tensor. Where weights are still to be cut, it
+    is checked that all are named.
+
+    Raises:
+        Unsound: a tensor too many or missing, of another shape or dtype, or of other content.
+    """
+    rows = {row["name"]: row for row in manifest.tensors}
+    for rank, each in enumerate(ranks):
+        for spec in each.program.graph_signature.input_specs:
+            kind, row = KINDS.get(spec.kind), rows.get(str(spec.target))
+            if spec.kind is InputKind.CONSTANT_TENSOR and spec.target in manifest.rank_numbers:
+                continue
+            if kind and (row is None or row["kind"] != kind):
+                there = f"calls it a {row['kind']}" if row else "does not"
+                raise Unsound(None, f"rank {rank} has the {kind} {spec.target!r}, and the manifest {there}")
+        known = {*rows, *manifest.symm_mem, *(str(spec.target) for spec in each.program.graph_signature.input_specs)}
+        if more := sorted(each.state.keys() - known):
+            raise Unsound(None, f"rank {rank} holds {more[0]!r}, which nothing takes")
+        elsewhere = {name for name, row in rows.items() if "stored_in" in row}
+        if lacks_weights(manifest):
+            continue
+        _check_layout(each, rank, elsewhere)
+        _check_memory(each, rank, elsewhere)
+    if lacks_weights(manifest):
+        return
+    _check_offsets(ranks)
+    held = [{**original.constants, **original.state_dict} for original in originals]
+    for original, theirs in zip(originals, held, strict=True):
+        named = {name for name, row in rows.items() if row["kind"] != "constant_tensor"}
+        if more := sorted(named - theirs.keys()):
+            raise Unsound(None, f"the original has no tensor {more[0]!r}: it is another model")
+        takes = {str(spec.target) for spec in original.graph_signature.input_specs if spec.kind in KINDS}
+        if lacking := sorted(takes & theirs.keys() - rows.keys()):
+            raise Unsound(None, f"no rank holds the original's tensor {lacking[0]!r}")
+    for name, row in rows.items():
+        if "stored_in" in row:
+            _check_elsewhere(row, manifest, beside)
+            continue
+        wholes = _wholes(row, ranks, mesh)
+        if _as_held(row, mesh).partial:
+            _check_terms(row, wholes[0], ranks, mesh)
+        for whole in wholes[1:]:
+            if not same_bits(whole, wholes[0]):
+                raise Unsound(None, f"{name!r} is not the same on ranks that share it")
+        if "tied_to" in row:
+            _check_tied(row, wholes[0], rows, ranks, mesh)
+        values = (theirs[name].detach() for theirs in held if name in theirs)
+        if not all(isinstance(value, FakeTensor) or same_bits(wholes[0], value) for value in values):
+            raise Unsound(None, f"{name!r}: the ranks' shares do not make the original's tensor")
+
+
+def _check_offsets(ranks: Sequence[Written]) -> None:
+    """A share begins at one place of its memory on all ranks that have as much of it: ops may speak of places there."""
+    known: dict[tuple[str, torch.Size], tuple[int, int]] = {}
+    for rank, each in enumerate(ranks):
+        for name, value in each.state.items():
+            if _has_memory(value):
+                other, offset = known.setdefault((name, value.shape), (rank, value.storage_offset()))
+                if value.storage_offset() != offset:
+                    both = f"{offset} on rank {other} and at {value.storage_offset()} on rank {rank}"
+                    raise Unsound(None, f"{name!r} begins in its memory at {both}")
+
+
+def _check_terms(row: Mapping[str, Any], whole: torch.Tensor, ranks: Sequence[Written], mesh: Mesh) -> None:
+    """One rank holds what is pending and the others nothing: other terms that make the same sum may be large."""
+    sharding = _as_held(row, mesh)
+    for rank, each in enumerate(ranks):
+        if not same_bits(each.state[row["name"]].detach(), cut(whole, sharding, mesh, rank)):
+            raise Unsound(None, f"{row['name']!r} is not the term of rank {rank} for {row['sharding']}")
+
+
+def _check_memory(each: Written, rank: int, elsewhere: Set[str]) -> None:
+    """What a program writes into a buffer or a parameter is in no other tensor, and in no place twice."""
+    written = {spec.target for spec in each.program.graph_signature.output_specs if spec.target is not None}
+    begins = {name: value.data_ptr() for name, value in each.state.items() if _has_memory(value)}
+    last, until = "", 0
+    for name, begin in sorted(begins.items(), key=lambda item: item[1]):
+        value = each.state[name]
+        if name in written - elsewhere and _may_overlap_itself(value):
+            raise Unsound(None, f"rank {rank} writes to {name!r}, of which several elements may lie in one place")
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        if begin < until and not written.isdisjoint((name, last)):
+            raise Unsound(None, f"rank {rank} writes to {name!r} and {last!r}, which lie in the same memory")
+        if begin + extent * value.element_size() > until:
+            last, until = name, begin + extent * value.element_size()
+
+
+def _may_overlap_itself(value: torch.Tensor) -> bool:
+    """Whether no order of its dims has each step beyond all that the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def check_shared(programs: Mapping[str, Sequence[Written]], manifests: Mapping[str, Manifest]) -> None:
+    """A tensor lies in memory as every program of the set says that shares it.
+
+    Raises:
+        Unsound: one that says other strides than the program whose files it is in.
+    """
+    for name, ranks in programs.items():
+        elsewhere = {row["name"]: row["stored_in"] for row in manifests[name].tensors if "stored_in" in row}
+        for rank, each in enumerate(ranks):
+            ours = taken_by(each.program)
+            for tensor, other in elsewhere.items():
+                theirs = taken_by(programs[other][rank].program) if other in programs else {}
+                if tensor in ours and tensor in theirs and strides_of(ours[tensor]) != strides_of(theirs[tensor]):
+                    both = f"{strides_of(ours[tensor])} to {name!r} on rank {rank}, and {strides_of(theirs[tensor])}"
+                    raise Unsound(None, f"{tensor!r} has the strides {both} to {other!r}")
+
+
+def _check_layout(each: Written, rank: int, elsewhere: Set[str]) -> None:
+    """A tensor lies in memory as its program says, but for those that lie in another program's files."""
+    for name, value in taken_by(each.program).items():
+        held = each.state.get(name)
+        if not isinstance(held, torch.Tensor) or name in elsewhere:
+            continue
+        if held.shape == value.shape and (found := strides_of(held)) != (said := strides_of(value)):
+            raise Unsound(None, f"{name!r} has the strides {found} on rank {rank}, and its program says {said}")
+
+
+def _has_memory(value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        return False
+    return value.layout is torch.strided and value.numel() > 0
+
+
+def _wholes(row: Mapping[str, Any], ranks: Sequence[Written], mesh: Mesh) -> list[torch.Tensor]:
+    """What the ranks' shares of a tensor make, as often as they have all of it."""
+    name, held = row["name"], []
+    for rank, each in enumerate(ranks):
+        value = each.state.get(name)
+        if not isinstance(value, torch.Tensor):
+            raise Unsound(None, f"rank {rank} has no tensor {name!r}, and the manifest has")
+        if dtype_name(value.dtype) != row["dtype"]:
+            raise Unsound(None, f"{name!r} is of {value.dtype} on rank {rank}, and the manifest says {row['dtype']}")
+        held.append(value.detach())
+    try:
+        return join(held, _as_held(row, mesh), mesh, row["shape"])
+    except ValueError as error:
+        raise Unsound(None, f"{name!r}: {error}") from error
+
+
+def _as_held(row: Mapping[str, Any], mesh: Mesh) -> Sharding:
+    """The sharding of a tensor as ranks hold it: of a pending average or extremum all hold the whole."""
+    try:
+        sharding = read_claimed(None, row["sharding"], mesh, len(row["shape"]))
+    except Unsound as error:
+        raise Unsound(None, f"{row['name']!r}: {error}") from error
+    return Sharding(sharding.dims, tuple((axis, op) for axis, op in sharding.partial if op in ("sum", "product")))
+
+
+def _check_tied(
+    row: Mapping[str, Any],
+    whole: torch.Tensor,
+    rows: Mapping[str, Mapping[str, Any]],
+    ranks: Sequence[Written],
+    mesh: Mesh,
+) -> None:
+    other = rows.get(row["tied_to"])
+    if other is None or ("stored_in" not in other and not same_bits(whole, _wholes(other, ranks, mesh)[0])):
+        raise Unsound(None, f"{row['name']!r} is not {row['tied_to']!r}, to which it is tied by the manifest")
+
+
+def _check_elsewhere(row: Mapping[str, Any], manifest: Manifest, beside: Mapping[str, Manifest]) -> None:
+    there = beside.get(row["stored_in"])
+    theirs = next((other for other in there.tensors if other["name"] == row["name"]), None) if there else None
+    if there is None or theirs is None or "stored_in" in theirs:
+        raise Unsound(None, f"{row['name']!r} is said to lie in the files of {row['stored_in']!r}, and does not")
+    if there.mesh != manifest.mesh:
+        raise Unsound(None, f"the mesh is {manifest.mesh}, and that of {row['stored_in']!r} is {there.mesh}")
+    for key in ("shape", "dtype", "sharding"):
+        if theirs[key] != row[key]:
+            raise Unsound(
+                None, f"{row['name']!r} is {row[key]}, and in the files of {row['stored_in']!r} it is {theirs[key]}"
+            )

@@ -1,0 +1,284 @@
+"""Translation validation of written programs: each is folded back into the single-device program it claims to share."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import fx
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import quiet_torch
+from tpcompiler.checkpoint.fill import read_original
+from tpcompiler.errors import ArtifactError, one_line
+from tpcompiler.ir import edit
+from tpcompiler.ir.collector import collector_rests
+from tpcompiler.ir.local import no_new_guards
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import CanonicalProgram
+from tpcompiler.judge.sound.alike import check_alike
+from tpcompiler.judge.sound.boundary import check_calls, check_outputs, check_shared, check_state
+from tpcompiler.judge.sound.collectives import check_collectives
+from tpcompiler.judge.sound.folded import Folded, Results, folded
+from tpcompiler.judge.sound.model import check_model
+from tpcompiler.judge.sound.moves import check_changes
+from tpcompiler.judge.sound.numbers import check_numbers, row_of
+from tpcompiler.judge.sound.ops import check_ops
+from tpcompiler.judge.sound.regions import Done, check_region
+from tpcompiler.judge.sound.symmetric import check_symmetric
+from tpcompiler.judge.sound.unsound import Unsound
+from tpcompiler.judge.sound.whole_text import cuts_of, whole_text
+from tpcompiler.judge.sound.written import Written, read_ranks
+from tpcompiler.runtime.artifact import (
+    MODEL,
+    VALUES,
+    Manifest,
+    lacks_weights,
+    open_values,
+    programs_in,
+    rank_file,
+    read_manifest,
+)
+from tpcompiler.runtime.beside import manifests_beside, misfit_of
+from tpcompiler.runtime.package import refuse_other_package
+from tpcompiler.terminal.tables import Shown
+
+
+@dataclass(frozen=True)
+class CheckReport(Shown):
+    """The verdict: how much was checked, and what does not hold (`findings`, the first of each kind of check)."""
+
+    ok: bool
+    counts: Mapping[str, int]
+    findings: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        checked = ", ".join(f"{count} {what}" for what, count in self.counts.items())
+        return "\n".join(
+            [f"{'sound' if self.ok else 'NOT SOUND'}: {checked}", *(f"  {one_line(each)}" for each in self.findings)]
+        )
+
+
+@collector_rests()
+def check_artifact(
+    directory: str | os.PathLike[str],
+    *,
+    original: ExportedProgram | None = None,
+    prepare: Callable[[ExportedProgram], ExportedProgram],
+    canonical: Callable[[ExportedProgram], CanonicalProgram],
+    trust: bool = False,
+) -> CheckReport:
+    """Check the files of an artifact, or of each in a directory of several, each of which the original may be of.
+
+    `prepare` makes of a program one whose ops can be evaluated here: whatever device it is for. `canonical` brings the
+    model that the artifact keeps into the form that ranks fold to.
+
+    Raises:
+        ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
+    """
+    names = programs_in(directory)
+    refuse_other_package(directory)
+
+    def model_of(folder: Path, manifest: Manifest) -> CanonicalProgram | None:
+        if VALUES in manifest.files:
+            open_values(folder, manifest).close()
+        return canonical(read_original(folder, manifest, trust=trust)) if MODEL in manifest.files else None
+
+    if not names:
+        manifest = read_manifest(directory)
+        beside, model = manifests_beside(directory, manifest), model_of(Path(directory), manifest)
+        return check_programs(read_ranks(directory, manifest, prepare, trust=trust), manifest, original, beside, model)
+    manifests = {name: read_manifest(Path(directory) / name) for name in names}
+    programs, reports = {}, {}
+    for name, manifest in manifests.items():
+        beside = manifests_beside(Path(directory) / name, manifest)
+        programs[name] = read_ranks(Path(directory) / name, manifest, prepare, trust=trust)
+        model = model_of(Path(directory) / name, manifest)
+        reports[name] = check_programs(programs[name], manifest, original, beside, model)
+    findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
+    if misfit := misfit_of(manifests):
+        findings.append(misfit)
+    else:
+        with _noting(findings, None):
+            check_shared(programs, manifests)
+    counts = sum((Counter(report.counts) for report in reports.values()), Counter())
+    return CheckReport(not findings, dict(counts), findings)
+
+
+def read_proved_model(
+    directory: str | os.PathLike[str],
+    manifest: Manifest,
+    *,
+    prepare: Callable[[ExportedProgram], ExportedProgram],
+    canonical: Callable[[ExportedProgram], CanonicalProgram],
+    trust: bool = False,
+) -> ExportedProgram:
+    """Read the model that an artifact keeps, if it is the program that all ranks fold to.
+
+    Raises:
+        ArtifactError: as `check_artifact`; it is another one, or the ranks fold to none.
+    """
+    original = read_original(directory, manifest, trust=trust)
+    ranks = read_ranks(directory, manifest, prepare, trust=trust)
+    findings: list[str] = []
+    with quiet_torch():
+        _check_folds(ranks, manifest, canonical(original), findings, Counter())
+    if findings:
+        raise ArtifactError(
+            f"{os.fspath(directory)}: {MODEL} is not what the ranks run: {findings[0]}",
+            help="copy the artifact again, or convert the model again",
+        )
+    return original
+
+
+def check_programs(
+    ranks: Sequence[Written],
+    manifest: Manifest,
+    original: ExportedProgram | None = None,
+    beside: Mapping[str, Manifest] | None = None,
+    model: CanonicalProgram | None = None,
+) -> CheckReport:
+    """Check the programs of all ranks against their claims and the manifest.
+
+    Each rank's graph is folded back: its changes of sharding left out, and the calls that do a share of one replaced by
+    that one. All ranks must fold to the same program. That a rank does its share of it follows from the ops' rules;
+    what is no op by itself, changes and bodies, is run. Source of the idea: Pnueli, Siegel and Singerman, "Translation
+    validation", TACAS 1998.
+
+    Args:
+        original: the single-device program, whose weights are compared with the ranks' shares.
+        beside: the manifests of other programs, whose files hold tensors of this one.
+        model: the model that the artifact keeps, in canonical form: what all ranks must fold to.
+    """
+    mesh = Mesh.of(manifest.mesh)
+    findings: list[str] = []
+    counts = Counter({"ranks": len(ranks), "graphs": len({id(each.program) for each in ranks})})
+    if len(ranks) != mesh.world_size:
+        return CheckReport(False, dict(counts), [f"there are {len(ranks)} programs for {mesh.world_size} ranks"])
+    with quiet_torch():  # it logs what does not run, which is a finding here
+        _check_folds(ranks, manifest, model, findings, counts)
+    with _noting(findings, None):
+        check_collectives([each.program for each in ranks], manifest)
+        counts.update(collectives=sum(edit.is_collective(node) for node in ranks[0].program.graph.nodes))
+    kept = model.source if model is not None else None
+    models = [each for each in (original, kept) if each is not None]
+    with _noting(findings, None):
+        check_calls(ranks, manifest, models)
+    with _noting(findings, None):
+        if not lacks_weights(manifest):
+            check_numbers(ranks, manifest)
+    with _noting(findings, None):
+        check_symmetric(ranks, manifest)
+    with _noting(findings, None):
+        check_state(ranks, manifest, mesh, models, beside or {})
+        counts["tensors without values" if lacks_weights(manifest) else "tensors"] = len(manifest.tensors)
+    return CheckReport(not findings, dict(counts), findings)
+
+
+def _check_folds(
+    ranks: Sequence[Written],
+    manifest: Manifest,
+    model: CanonicalProgram | None,
+    findings: list[str],
+    counts: Counter[str],
+) -> None:
+    """Every rank's program is a share of one program, and that is the model."""
+    made = _folded(ranks, manifest, Mesh.of(manifest.mesh), findings, counts)
+    if len(made) < len(ranks):
+        return
+    with _noting(findings, None):
+        _check_agreement(made, [row_of(manifest, rank) for rank in range(len(ranks))], findings, counts)
+    counts.update(ops=len(made[0].ops))
+    if not findings:
+        with _noting(findings, None):
+            check_alike(made)
+    if model is not None and not findings:
+        with _noting(findings, None, made):
+            if believed := check_model(made[0], model):
+                counts["pieces that cannot be compared here"] = believed
+
+
+def _folded(
+    ranks: Sequence[Written], manifest: Manifest, mesh: Mesh, findings: list[str], counts: Counter[str]
+) -> list[Folded]:
+    """Every rank's program folded back, and checked op by op; one that several ranks have, once."""
+    known: dict[int, Folded] = {}
+    results: Results = {}
+    found = []
+    for rank, each in enumerate(ranks):
+        with _noting(findings, rank):
+            made = known.get(id(each.program))
+            if made is None:
+                made = folded(each.program, manifest, mesh, results)
+                check_changes(made)
+                check_outputs(made, manifest)
+            if id(each.program) not in known or not made.is_even:
+                with no_new_guards(each.program.graph):
+                    if believed := check_ops(made, rank):
+                        counts["ops that cannot be run here"] = max(believed, counts["ops that cannot be run here"])
+            known[id(each.program)] = made
+            found.append(made)
+    return found
+
+
+def _check_agreement(
+    ranks: Sequence[Folded], rows: Sequence[Sequence[int]], findings: list[str], counts: Counter[str]
+) -> None:
+    """All ranks fold to one program, and what they do together, each with its own row of numbers, is what it claims."""
+    own = {id(each): (rank, each) for rank, each in reversed(list(enumerate(ranks)))}  # what several have, once
+    first = whole_text(ranks[0])
+    for rank, each in reversed(own.values()):
+        text = whole_text(each)
+        apart = [(a, b) for a, b in zip(first, text, strict=False) if a != b]
+        if apart or len(first) != len(text):
+            a, b = apart[0] if apart else (f"{len(first)} values", f"{len(text)} values")
+            findings.append(f"ranks 0 and {rank} have shares of different programs: {a}, and {b}")
+            return
+    taken: dict[tuple[str, ...], tuple[int, set[str]]] = {}
+    for rank, each in reversed(own.values()):
+        for key, here in cuts_of(each).items():
+            other, there = taken.setdefault(key, (rank, here))
+            if there != here:
+                one, two = (" and ".join(sorted(found)) for found in (there, here))
+                findings.append(f"ranks {other} and {rank} take '{key[-1]}' for '{key[0]}' as {one}, and as {two}")
+                return
+    done: Done = set()
+    for name in dict.fromkeys(name for each in ranks for name in each.regions):
+        if not all(name in each.regions for each in ranks):
+            findings.append(f"not all ranks have {name}")
+            continue
+        with _noting(findings, None, ranks):
+            check_region(name, ranks, rows, done)
+            counts.update(regions=1)
+
+
+class _noting:
+    """Keep what is unsound as a finding, with file, node and source line."""
+
+    def __init__(self, findings: list[str], rank: int | None, ranks: Sequence[Folded] = ()) -> None:
+        """`ranks`: of which one has the node."""
+        self.findings, self.rank, self.ranks = findings, rank, ranks
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Unsound):
+            graph = error.node.graph if error.node is not None else None
+            whose = [rank for rank, each in enumerate(self.ranks) if each.program.graph is graph]
+            self.findings.append(_where(error.node, whose[0] if whose else self.rank) + error.text)
+        elif isinstance(error, Exception):  # of a damage that nobody thought of
+            line = (str(error).strip() or "no text").splitlines()[0]
+            self.findings.append(f"{_where(None, self.rank)}cannot be checked: {type(error).__name__}: {line}")
+        return isinstance(error, Exception)
+
+
+def _where(node: fx.Node | None, rank: int | None) -> str:
+    words = [] if rank is None else [rank_file(rank)]
+    if node is not None:
+        line = edit.source_line(node)
+        words.append(f"'{node.name}' ({node.target}{', ' + line if line else ''})")
+    return ": ".join(words) + (" " if node is not None else ": " if words else "")

@@ -1,0 +1,137 @@
+"""Whether all ranks issue the same collectives in an order in which they can meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+from torch.export import ExportedProgram
+
+from tpcompiler.artifact.report import traffic
+from tpcompiler.ir import edit
+from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.judge.sound.unsound import Unsound
+from tpcompiler.runtime.artifact import Manifest
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A collective of one rank: what the others of its group must issue too, and for which change; where it stands."""
+
+    group: str
+    what: str
+    change: str
+    node: fx.Node
+
+
+def check_collectives(programs: Sequence[ExportedProgram], manifest: Manifest) -> None:
+    """Check starts and waits of each rank, and play all ranks' sequences against each other.
+
+    Raises:
+        Unsound: a collective without its one wait, over a group that the manifest does not have, or one at which
+            others of its group wait for something else: on real devices that hangs, or mixes data up.
+    """
+    mesh = Mesh.of(manifest.mesh)
+    for name, groups in manifest.groups.items():
+        axes = mesh.axes_of(name)
+        if not set(axes) <= set(mesh.names) or [list(ranks) for ranks in mesh.groups(axes)] != groups:
+            raise Unsound(None, f"the manifest says that group {name!r} has the ranks {groups}")
+    queues = [_sequence(program, manifest, rank) for rank, program in enumerate(programs)]
+    _check_list(queues[0], manifest, mesh)
+    at = [0] * len(queues)
+    while True:
+        heads = [queue[i] if i < len(queue) else None for queue, i in zip(queues, at, strict=True)]
+        if not any(heads):
+            return
+        moved = False
+        for rank, head in enumerate(heads):
+            if head is None:
+                continue
+            ranks = next(ranks for ranks in manifest.groups[head.group] if rank in ranks)
+            met = [heads[other] for other in ranks]
+            if rank == ranks[0] and all(o is not None and _alike(o, head) for o in met):
+                for other in ranks:
+                    at[other] += 1
+                moved = True
+        if not moved:
+            _refuse(heads, manifest)
+
+
+def _check_list(calls: Sequence[_Call], manifest: Manifest, mesh: Mesh) -> None:
+    """The manifest lists what a rank calls, in order."""
+    said = [(row["kind"], mesh.group_name(row["axis"].split("."))) for row in manifest.collectives]
+    for number, call in enumerate(calls):
+        if number >= len(said) or not call.what.startswith(said[number][0]) or call.group != said[number][1]:
+            listed = " over ".join(said[number]) if number < len(said) else "nothing"
+            raise Unsound(call.node, f"is collective {number + 1}, {_said(call)}, and the manifest lists {listed}")
+        row = manifest.collectives[number]
+        known = all(isinstance(size, int) for value in edit.outputs(call.node) for size in value.shape)
+        sent = traffic(call.node, mesh) if known else {"group_size": mesh.size(mesh.axes_of(call.group))}
+        if apart := [key for key, value in sent.items() if row[key] != value]:
+            both = f"has {apart[0]}={sent[apart[0]]}, and the manifest says {row[apart[0]]}"
+            raise Unsound(call.node, f"is collective {number + 1}: it {both}")
+    if len(said) > len(calls):
+        raise Unsound(None, f"the manifest lists {len(said)} collectives, and the programs have {len(calls)}")
+
+
+def _refuse(heads: Sequence[_Call | None], manifest: Manifest) -> None:
+    for rank, head in enumerate(heads):
+        if head is None:
+            continue
+        for other in next(ranks for ranks in manifest.groups[head.group] if rank in ranks):
+            theirs = heads[other]
+            if theirs is None or not _alike(theirs, head):
+                there = "at its end" if theirs is None else f"at {_said(theirs)} ('{theirs.node.name}')"
+                raise Unsound(head.node, f"is {_said(head)} on rank {rank}, and rank {other} is {there}")
+
+
+def _alike(one: _Call, other: _Call) -> bool:
+    return (one.group, one.what, one.change) == (other.group, other.what, other.change)
+
+
+def _said(call: _Call) -> str:
+    return f"{call.what} over {call.group} for {call.change}"
+
+
+def _sequence(program: ExportedProgram, manifest: Manifest, rank: int) -> list[_Call]:
+    found = []
+    for node in edit.calls(program.graph):
+        if edit.is_wait(node):
+            (started,) = node.args
+            if not (isinstance(started, fx.Node) and edit.is_collective(started)):
+                raise Unsound(node, "waits for what is no collective")
+        if not edit.is_collective(node):
+            continue
+        users = list(node.users)
+        if len(users) != 1 or not edit.is_wait(users[0]):
+            raise Unsound(node, f"has {len(users)} users where it needs one, its wait")
+        group = str(node.args[-1])
+        if not any(rank in ranks for ranks in manifest.groups.get(group, ())):
+            raise Unsound(node, f"runs over {group!r}, and the manifest has no such group with rank {rank}")
+        ranks = next(ranks for ranks in manifest.groups[group] if rank in ranks)
+        if (said := _ranks_said(node)) - {len(ranks)}:
+            raise Unsound(node, f"is for {sorted(said)} ranks, and {group!r} has {len(ranks)}")
+        claim = read_claim(node)
+        found.append(_Call(group, _what(node), claim.get("reshard") or claim.get("body") or "no change", node))
+    return found
+
+
+def _ranks_said(node: fx.Node) -> set[int]:
+    """How many ranks its arguments are for: a number of its own, or sizes for each of them."""
+    kind = str(node.target).split(".")[1]
+    if kind == "all_to_all_single":
+        return {len(sizes) for sizes in node.args[1:-1]}  # type: ignore[arg-type]
+    return {node.args[-2]} if kind in ("all_gather_into_tensor", "reduce_scatter_tensor") else set()  # type: ignore[arg-type]
+
+
+def _what(node: fx.Node) -> str:
+    """What the ranks of a group must agree on; the sizes of an all_to_all are each rank's own."""
+    kind = str(node.target).split(".")[1]
+    if not (operands := edit.operands(node)):
+        raise Unsound(node, "takes what has no recorded value")
+    value = edit.outputs(operands[0])[0]
+    sizes = "" if kind == "all_to_all_single" else f" {list(value.shape)}"
+    details = [] if kind == "all_to_all_single" else [str(arg) for arg in node.args[1:-1]]
+    return f"{kind}({', '.join([f'{value.dtype}{sizes}', *details])})"

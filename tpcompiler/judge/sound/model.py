@@ -1,0 +1,276 @@
+"""Whether the program that all ranks fold to is the model that the artifact keeps (`model.pt2`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import ConstantArgument
+
+from tpcompiler._torch import OpOverload, sym_expr
+from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import is_cond
+from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.draws import draws
+from tpcompiler.ir.program import BOTH, CanonicalProgram
+from tpcompiler.judge.sound.branches import with_both_branches
+from tpcompiler.judge.sound.folded import VIEWS, Folded, dtype_name
+from tpcompiler.judge.sound.origins import check_origins
+from tpcompiler.judge.sound.pieces import Pieces
+from tpcompiler.judge.sound.unsound import Unsound
+from tpcompiler.judge.sound.whole_text import body_text
+from tpcompiler.runtime.artifact import MODEL
+
+# Arguments that are the machine's own, and the text of an assertion, which names symbols: no part of the model.
+OF_THE_PLACE = ("device", "pin_memory", "layout", "assert_msg")
+
+
+def check_model(made: Folded, model: CanonicalProgram) -> int:
+    """Compare the program that a rank's claims fold to with the model, in canonical form.
+
+    Both are numbered value by value: the same op on the same values has the same number. Where the compiler has written
+    something else for a piece of the model (a variant, experts dealt out to the ranks), both pieces are run on random
+    values. A cond of which the ranks compute both branches is written out first. Each value must claim as its origin
+    the name that the model has for it.
+
+    Returns the number of pieces that are too large to be run here, or need sizes that were not found.
+
+    Raises:
+        Unsound: the two differ: in their inputs or outputs, their sizes, or the first value that differs.
+    """
+    _check_signature(made, model)
+    _check_sizes(made, model)
+    conds = {node.name for node in edit.calls(made.graph) if is_cond(node)}
+    return _Comparison(made, with_both_branches(model, conds)).run()
+
+
+def _check_signature(made: Folded, model: CanonicalProgram) -> None:
+    """Inputs, leaves and outputs are the model's, in order."""
+    numbers = made.numbers.nodes
+    placeholders = (node for node in made.program.graph.nodes if node.op == "placeholder")
+    specs = zip(placeholders, made.program.graph_signature.input_specs, strict=True)
+    ours = [_described(spec) for node, spec in specs if node not in numbers]
+    signature = model.source.graph_signature
+    for what, found, wanted in (
+        ("input", ours, list(map(_described, signature.input_specs))),
+        (
+            "output",
+            [_returned(spec) for spec in made.program.graph_signature.output_specs],
+            [_returned(spec) for spec in signature.output_specs],
+        ),
+    ):
+        for at in range(max(len(found), len(wanted))):
+            one, other = (each[at] if at < len(each) else "none" for each in (found, wanted))
+            if one != other:
+                raise Unsound(None, f"{what} {at} of the ranks is {one}, and that of {MODEL} is {other}")
+
+
+def _described(spec: Any) -> str:
+    value = f"={spec.arg.value!r}" if isinstance(spec.arg, ConstantArgument) else ""
+    kept = " that no state dict has" if spec.persistent is False else ""
+    return f"{spec.kind.name.lower()} {spec.arg.name}{value} of {spec.target}{kept}"
+
+
+def _returned(spec: Any) -> str:
+    value = f" {spec.arg.value!r}" if isinstance(spec.arg, ConstantArgument) else ""
+    return f"{spec.kind.name.lower()}{value} of {spec.target}"
+
+
+def _check_sizes(made: Folded, model: CanonicalProgram) -> None:
+    """Every input has the model's dtype and sizes; a dynamic one may be a multiple of what it was, in its range."""
+    standing: dict[Any, Any] = {}
+    theirs = {node.name: node.meta.get("val") for node, _ in model.inputs()}
+    for node in made.whole.values():
+        if node.op != "placeholder" or not isinstance(value := node.meta.get("val"), torch.Tensor):
+            continue
+        wanted = theirs[node.name]
+        same = isinstance(wanted, torch.Tensor) and (value.dtype, value.ndim) == (wanted.dtype, wanted.ndim)
+        sizes = zip(value.shape, wanted.shape, strict=True) if same else ()  # type: ignore[union-attr]
+        if not same or not all(_stands_for(*ends, standing) for ends in sizes):
+            said = " and ".join(_layout(each) for each in (value, wanted))
+            raise Unsound(None, f"'{node.name}' of the ranks and of {MODEL} are {said}")
+    ours, ranges = made.program.range_constraints, model.source.range_constraints
+    for symbol, size in standing.items():
+        count, own = size.as_coeff_Mul()
+        if symbol not in ranges or own not in ours:
+            continue
+        for end, wanted in ((ours[own].lower, ranges[symbol].lower), (ours[own].upper, ranges[symbol].upper)):
+            found = count * end
+            if found != wanted and not (found.is_Integer and wanted.is_Integer and abs(found - wanted) < count):
+                raise Unsound(None, f"size {symbol} of {MODEL} ends at {wanted}, and that of the ranks at {found}")
+
+
+def _layout(value: Any) -> str:
+    return f"{dtype_name(value.dtype)} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _stands_for(ours: Any, theirs: Any, standing: dict[Any, Any]) -> bool:
+    expr, wanted = sym_expr(ours), sym_expr(theirs)  # torch may have found that a dynamic size is one number
+    if expr.is_number or wanted.is_number:
+        return bool(expr == wanted)
+    if wanted.is_Symbol:
+        return bool(standing.setdefault(wanted, expr) == expr)
+    return bool(not wanted.free_symbols <= standing.keys() or wanted.xreplace(standing) == expr)
+
+
+class Numbering:
+    """A number for every value of two graphs: the same for the same op of the same values."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+
+    def number(self, node: fx.Node, known: Mapping[fx.Node, int], drawn: int) -> int:
+        """Of a node whose operands are known; `drawn`: how many ops before it drew random numbers."""
+        what: tuple[Any, ...]
+        if node.op in ("placeholder", "get_attr"):
+            what = (node.op, node.name if node.op == "placeholder" else body_text(node))
+        else:
+            head, arguments = self.call(node)
+            what = (head, self._text(arguments, known), drawn if _draws(node) else 0)
+        return self.numbers.setdefault(what, len(self.numbers))
+
+    def call(self, node: fx.Node) -> tuple[str, list[Any]]:
+        """What is called, and with what: defaults filled in, and without the machine's own arguments."""
+        target: Any = node.target
+        if not isinstance(target, OpOverload):
+            return str(target), [*node.args, *(pair for pair in node.kwargs.items())]
+        bound = edit.bound(node)
+        if target in VIEWS:
+            return "view", list(bound.values())
+        return str(target), [(name, value) for name, value in bound.items() if name not in OF_THE_PLACE]
+
+    def _text(self, value: Any, known: Mapping[fx.Node, int]) -> Any:
+        if isinstance(value, fx.Node):
+            return "node", known[value]
+        if isinstance(value, (list, tuple)):
+            return tuple(self._text(each, known) for each in value)
+        return type(value).__name__, repr(value)
+
+
+def _draws(node: fx.Node) -> bool:
+    return node.op == "call_function" and draws(node)
+
+
+class _Comparison:
+    """The folded program (ours) beside the model (theirs)."""
+
+    def __init__(self, made: Folded, model: CanonicalProgram) -> None:
+        self.made, self.model = made, model
+        self.numbering = Numbering()
+        self.theirs: dict[fx.Node, int] = {}
+        self.named: dict[str, fx.Node] = {}
+        drawn = 0
+        for node in model.graph.nodes:
+            self.theirs[node] = self.numbering.number(node, self.theirs, drawn)
+            self.named[node.name] = node
+            drawn += _draws(node)
+        self.names: dict[int, set[str]] = {}
+        for node, number in self.theirs.items():
+            self.names.setdefault(number, set()).add(node.name)
+        self.ours: dict[fx.Node, int] = {}
+        self.pieces = Pieces(made, model, self.ours, self.theirs)
+        self.owner = {whole: node for node, whole in reversed(made.whole.items())}
+
+    def run(self) -> int:
+        """Number all of ours, and compare what cannot be numbered alike.
+
+        A program that torch traces as a whole may get other names when it is read from a file. So values of one name
+        that differ are a finding only if the outputs differ too.
+        """
+        drawn, first = 0, None
+        for node in self.made.graph.nodes:
+            self._number(node, drawn)
+            same = self._namesake(node) if first is None or node.op == "output" else None
+            if self.ours[node] not in self.names and same is not None:
+                try:
+                    self._compare(node, same, drawn)
+                except Unsound as error:
+                    if node.op == "output":
+                        raise first or error from None
+                    first = error
+            drawn += _draws(node)
+        check_origins(self.made, self.ours, self.names, _shown)
+        self._check_effects()
+        return self.pieces.believed
+
+    def _compare(self, ours: fx.Node, theirs: fx.Node, drawn: int) -> None:
+        self._equate(ours, theirs)
+        self._number(ours, drawn)
+        if self.ours[ours] not in self.names:
+            self._run(ours, theirs)
+
+    def _number(self, node: fx.Node, drawn: int) -> None:
+        self.ours[node] = self.numbering.number(node, self.ours, drawn)
+
+    def _namesake(self, node: fx.Node) -> fx.Node | None:
+        """The node of the model that a value is said to be."""
+        if node.op == "output":
+            return self.model.graph.output_node()
+        return self.named.get(self._origin(node) or "")
+
+    def _origin(self, whole: fx.Node) -> str | None:
+        """What is claimed of a value; of getitems torch keeps no claim."""
+        node = self.owner.get(whole)
+        if node is None or node.op != "call_function" or str(node.target) == "<built-in function getitem>":
+            return None
+        return read_claim(node).get("origin") if edit.outputs(node) else None
+
+    def _equate(self, ours: fx.Node, theirs: fx.Node) -> None:
+        """Of two calls alike, run what they are given."""
+        if (head := self.numbering.call(ours))[0] != (other := self.numbering.call(theirs))[0]:
+            return
+        for one, two in _pairs(head[1], other[1]) or ():
+            if isinstance(one, fx.Node) and isinstance(two, fx.Node) and self.ours[one] != self.theirs[two]:
+                self._run(one, two)
+
+    def _run(self, ours: fx.Node, theirs: fx.Node) -> None:
+        if ours.op == "output":
+            raise Unsound(None, f"the ranks return {ours.args[0]}, and {MODEL} {theirs.args[0]}")
+        if difference := self.pieces.compare(ours, theirs):
+            raise Unsound(
+                self.owner.get(ours),
+                f"is {_shown(ours)}, and {MODEL} has '{theirs.name}' = {_shown(theirs)} there: {difference}",
+            )
+        self.ours[ours] = self.theirs[theirs]
+
+    def _check_effects(self) -> None:
+        """What the model asserts, draws and chooses the ranks do too."""
+        found = set(self.ours.values())
+        silent = [node for node in self.ours if _is_silent(node)]
+        for node, number in self.theirs.items():
+            if number in found or not (_is_silent(node) or _draws(node) or BOTH in node.meta):
+                continue
+            if not any(self._is_same(each, node) for each in silent):
+                raise Unsound(None, f"{MODEL} calls '{node.name}' = {_shown(node)}, and the ranks do not")
+
+    def _is_same(self, ours: fx.Node, theirs: fx.Node) -> bool:
+        """True if two calls that return nothing take equal values, in whichever way these are computed."""
+        try:
+            self._equate(ours, theirs)
+        except Unsound:
+            return False
+        return self.numbering.number(ours, self.ours, 0) == self.theirs[theirs]
+
+
+def _is_silent(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and not node.target._schema.returns
+
+
+def _pairs(ours: Any, theirs: Any) -> list[tuple[Any, Any]] | None:
+    """The arguments of two calls side by side; None where one is not built as the other."""
+    if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
+        if len(ours) != len(theirs):
+            return None
+        parts = [_pairs(one, two) for one, two in zip(ours, theirs, strict=True)]
+        return None if any(part is None for part in parts) else [pair for part in parts for pair in part or ()]
+    return [(ours, theirs)]
+
+
+def _shown(node: fx.Node) -> str:
+    return f"{node.target}({', '.join(map(str, _flat(node)))})"
+
+
+def _flat(node: fx.Node) -> Sequence[Any]:
+    return [*node.args, *(f"{name}={value}" for name, value in node.kwargs.items())]

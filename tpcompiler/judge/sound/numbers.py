@@ -1,0 +1,68 @@
+"""The numbers of the rank that a program reads: the one way in which ranks with one graph may do different things."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import aten
+from tpcompiler.ir.claims import read_claim
+from tpcompiler.judge.sound.unsound import Unsound
+from tpcompiler.judge.sound.written import Written
+from tpcompiler.runtime.artifact import Manifest
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """`read`: node -> which number it reads; `nodes`: these and what leads to them, which are no part of the whole."""
+
+    read: Mapping[fx.Node, int] = field(default_factory=dict)
+    nodes: frozenset[fx.Node] = frozenset()
+
+
+def find_numbers(program: ExportedProgram, manifest: Manifest) -> Numbers:
+    """Find the tensor with the rank's row of numbers, and what looks one of them up.
+
+    Raises:
+        Unsound: the row is used for something else, or is claimed to be something else.
+    """
+    placeholders = (node for node in program.graph.nodes if node.op == "placeholder")
+    inputs = zip(placeholders, program.graph_signature.input_specs, strict=True)
+    rows = [node for node, spec in inputs if spec.target in manifest.rank_numbers]
+    own = [user for node in rows for user in node.users]
+    read: dict[fx.Node, int] = {}
+    for node in own:
+        if not (node.target is aten.select.int and node.args[1:] == (0, 0)):
+            raise Unsound(node, "takes the numbers of the rank for a tensor of the program")
+        for user in node.users:
+            index = user.args[2] if user.target is aten.select.int and len(user.args) == 3 else None
+            if type(index) is not int or user.args[:2] != (node, 0) or index < 0:
+                raise Unsound(user, "takes the numbers of the rank for a tensor of the program")
+            read[user] = index
+    for node in (*own, *read):
+        if read_claim(node).get("origin") not in manifest.rank_numbers:
+            raise Unsound(node, f"reads the rank's numbers, and claims to stand for {read_claim(node).get('origin')!r}")
+    return Numbers(read, frozenset([*rows, *own, *read]))
+
+
+def check_numbers(ranks: Sequence[Written], manifest: Manifest) -> None:
+    """Every rank holds the numbers that the manifest says.
+
+    Raises:
+        Unsound: a rank that holds other ones.
+    """
+    for name, rows in manifest.rank_numbers.items():
+        for rank, each in enumerate(ranks):
+            held = each.state.get(name)
+            found = held.tolist() if isinstance(held, torch.Tensor) and held.dtype == torch.int64 else held
+            if found != [rows[rank]]:
+                raise Unsound(None, f"rank {rank} holds the numbers {found}, and the manifest says {[rows[rank]]}")
+
+
+def row_of(manifest: Manifest, rank: int) -> list[int]:
+    """The numbers of a rank."""
+    return next((rows[rank] for rows in manifest.rank_numbers.values()), [])

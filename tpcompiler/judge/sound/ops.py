@@ -1,0 +1,351 @@
+"""Whether a rank's call of an op does its share of the call on the whole, by the op's rule."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import FakeTensorMode, OpOverload, aten, enable_python_dispatcher, symbols_of, tree_map
+from tpcompiler.errors import RuleError
+from tpcompiler.ir import edit
+from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.dim_sharding import WHOLE, Size
+from tpcompiler.ir.local import key
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.judge.sound.counted import read_names
+from tpcompiler.judge.sound.drawn import Sizes
+from tpcompiler.judge.sound.folded import LAYOUT, VIEWS, Folded, Shardings, first_line, reads_data
+from tpcompiler.judge.sound.shares import local_shape, local_size
+from tpcompiler.judge.sound.sizes import plain
+from tpcompiler.judge.sound.unsound import Unsound
+from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
+from tpcompiler.rules.notation import Rule
+from tpcompiler.rules.registry import rule_of
+from tpcompiler.terminal.progress import counted
+
+DRAWS = 4  # of sizes at which an op may agree with what is said of it
+
+
+def check_ops(made: Folded, rank: int) -> int:
+    """Check every call of the rank outside of regions, and every value's shape.
+
+    Returns how many calls could not be run, and are believed: every rank calls what the single device does.
+
+    Raises:
+        Unsound: shardings that the op's rule does not give, an argument that is not the rank's own size, a local value
+            of another shape or dtype than claimed or than the call makes.
+    """
+    here = made.mesh.coordinate(rank)
+    believed = 0
+    for node in counted(list(made.program.graph.nodes), "checking the ops", "ops"):
+        if node.op == "call_function":
+            believed += not _check_value(made, node)
+        if node in made.whole and node.op != "output":
+            _check_shapes(made, node, here)
+    for node in made.ops:
+        _check_op(made, node, made.mesh, here)
+    return believed
+
+
+def _check_shapes(made: Folded, node: fx.Node, here: Mapping[str, int]) -> None:
+    """Local shapes follow from the claims."""
+    wholes = edit.outputs(made.whole[node])
+    if not edit.outputs(node):
+        return
+    if [whole.ndim for whole in wholes] != [local.ndim for local in edit.outputs(node)]:
+        raise Unsound(node, f"makes {_shapes(edit.outputs(node))}, and the whole {_shapes(wholes)}")
+    for whole, sharding, local in zip(wholes, made.shardings[node], edit.outputs(node), strict=True):
+        claimed = local_shape(sharding, whole.shape, made.mesh, here)
+        if not all(map(statically_equal, claimed, local.shape)):
+            raise Unsound(
+                node,
+                f"is {list(local.shape)}, and {sharding.text(made.mesh)} of {list(whole.shape)} is {list(claimed)}",
+            )
+        if whole.dtype != local.dtype:
+            raise Unsound(node, f"is of {local.dtype}, and the whole of {whole.dtype}")
+
+
+def _shapes(values: Sequence[torch.Tensor]) -> str:
+    return ", ".join(str(list(value.shape)) for value in values)
+
+
+def _check_value(made: Folded, node: fx.Node) -> bool:
+    """The recorded value is what the call makes of its operands' recorded values; whether the call could be run."""
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    if isinstance(node.meta.get("val"), (int, torch.SymInt)):
+        _check_number(made, node, args, kwargs)
+    if not isinstance(node.target, OpOverload) or not edit.outputs(node):
+        return True
+    try:
+        found = made.run(node.target, args, kwargs)
+    except Exception as error:  # whatever torch makes of arguments that do not fit
+        if _is_the_whole_call(made, node):
+            return False  # of dynamic sizes that the export has compared, and a file does not say so
+        if _has_dynamic_sizes(node) and _holds_at_numbers(made, node, args, kwargs):
+            return True
+        raise Unsound(node, f"cannot be run: {first_line(error)}") from error
+    every = [v for v in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(v, torch.Tensor)]
+    shapes, known = read_names(made, node, every)
+    # Of a list as long as a dynamic size, the example's says how many there are.
+    few = len(every) != len(edit.outputs(node)) and _has_dynamic_sizes(node)
+    for value, shape, said in zip(every, shapes, edit.outputs(node), strict=not few):
+        kind = value.ndim == said.ndim and value.dtype == said.dtype
+        apart = [ends for ends in zip(shape, said.shape, strict=False) if not statically_equal(*ends)]
+        dynamic = kind and not any(isinstance(a, int) and isinstance(b, int) for a, b in apart)
+        if apart and dynamic and _is_the_whole_call(made, node) and _agree_somewhere(made, apart):
+            return False  # the export took a dynamic size for a number that it is in the example
+        if apart or not kind:
+            raise Unsound(
+                node,
+                f"makes {value.dtype} {list(value.shape)}, and is said to make {said.dtype} {list(said.shape)}",
+            )
+        if any(found != recorded for found, recorded in _known_strides(value, said)):
+            raise Unsound(node, f"makes the strides {value.stride()}, and is said to make {said.stride()}")
+    return known and not few
+
+
+def _holds_at_numbers(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> bool:
+    """Whether the call makes what is recorded where numbers stand for sizes: torch cannot compare all symbols."""
+    for _ in range(DRAWS):
+        made.sizes = Sizes(made.sizes.chosen, fits=True)
+        try:
+            with FakeTensorMode(), torch.no_grad(), enable_python_dispatcher():
+                given = tree_map(lambda value: _in_numbers(value, made), (args, kwargs))
+                found = node.target(*given[0], **given[1])  # type: ignore[operator]
+        except Exception:  # they do not fit
+            continue
+        every = [v for v in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(v, torch.Tensor)]
+        said = [([plain(size, made) for size in each.shape], each.dtype) for each in edit.outputs(node)]
+        return said == [(list(value.shape), value.dtype) for value in every]
+    return False
+
+
+def _in_numbers(value: Any, made: Folded) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return plain(value, made)
+    sizes, strides = ([plain(each, made) for each in layout] for layout in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+
+
+def _known_strides(one: torch.Tensor, other: torch.Tensor) -> list[tuple[int, int]]:
+    """Of dims that have more than one element, as far as sizes are known."""
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return []
+    every = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return [
+        (a, b) for size, a, b in every if isinstance(a, int) and isinstance(b, int) and not statically_equal(size, 1)
+    ]
+
+
+def _agree_somewhere(made: Folded, apart: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether sizes that look different are equal at some that an export may have found: multiples of many numbers."""
+    symbolic = [ends for ends in apart if not any(isinstance(size, int) for size in ends)]
+    for _ in range(DRAWS):
+        made.sizes = Sizes(fits=True)
+        if all(plain(one, made) == plain(other, made) for one, other in symbolic):
+            return True
+    return False
+
+
+def _is_the_whole_call(made: Folded, node: fx.Node) -> bool:
+    """Whether every rank calls what the single device does, on the same, and sizes are known only when it runs."""
+    shardings = [made.shardings.get(each) for each in (node, *edit.operands(node))]
+    whole = all(found is not None and all(each.is_replicated for each in found) for found in shardings)
+    dynamic = _has_dynamic_sizes(node) or bool(node.meta.get("unbacked_bindings"))
+    return whole and "call" not in read_claim(node) and dynamic
+
+
+def _has_dynamic_sizes(node: fx.Node) -> bool:
+    sizes = [size for operand in edit.operands(node) for value in edit.outputs(operand) for size in value.shape]
+    return not all(isinstance(size, int) for size in sizes)
+
+
+def _check_number(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> None:
+    """The same of a size. A number that the data decide has a name that nothing else has, and no known value."""
+    if isinstance(node.target, OpOverload) and node.target not in LAYOUT:
+        names = symbols_of([node.meta["val"]])
+        if edit.operands(node) and (not names or names & made.input_symbols()):
+            raise Unsound(node, f"makes a number that the data decide, and is said to make {node.meta['val']}")
+        return
+    found = args[0].shape[args[1]] if node.target is aten.sym_size.int else node.target(*args, **kwargs)  # type: ignore[operator]
+    if not statically_equal(found, node.meta["val"]) and not _is_asserted(node):
+        raise Unsound(node, f"makes {found}, and is said to make {node.meta['val']}")
+
+
+def _is_asserted(node: fx.Node) -> bool:
+    """Whether a run stops where the number is not what is recorded: the export has found that it must be."""
+    equal = [user for user in node.users if user.target is operator.eq and user.args == (node, node.meta["val"])]
+    return any(user.target is aten._assert_scalar.default for each in equal for user in each.users)
+
+
+def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) -> None:
+    gives, whole = made.shardings[node], made.whole[node]
+    operands = edit.operands(node)
+    if node.target is aten.full.default and statically_equal(edit.outputs(node)[0].numel(), 0):
+        operands = made.named.get(node, operands)  # of an empty share nothing can be wrong but its shape
+    elif [made.whole.get(operand) for operand in operands] != edit.operands(whole):
+        raise Unsound(node, f"is given {operands}, and the whole {edit.operands(whole)}")
+    wants = tuple(made.shardings[operand][0] for operand in operands)
+    if all(sharding.is_replicated for sharding in (*wants, *gives)):
+        _check_arguments(made, node, {})
+        return
+    values = fx.node.map_arg((whole.args, dict(whole.kwargs)), lambda n: n.meta["val"])
+    known = ("rule", id(made.mode), whole.target, key(values), wants, gives)
+    if known not in made.results:
+        made.results[known] = _ruled(node, whole, wants, gives, mesh)
+    rule, option = made.results[known]
+    if operands == edit.operands(node):
+        _check_arguments(made, node, _own_arguments(rule, option, node, made, here))
+
+
+def _ruled(node: fx.Node, whole: fx.Node, wants: Shardings, gives: Shardings, mesh: Mesh) -> tuple[Rule, Option]:
+    """The op's rule, and the one way by it that takes and makes these shardings."""
+    rule = _rule(node, whole)
+    if rule is None:
+        raise Unsound(node, "has no rule, and is run on shares")
+    option = _option(rule, node, wants, gives, mesh)
+    both = shardings(rule, option, mesh)
+    if isinstance(both, Refusal):
+        raise Unsound(node, f"cannot be run so: {both.text}")
+    if both != (wants, gives):
+        said = [", ".join(s.text(mesh) for s in each) for each in (*both, wants, gives)]
+        raise Unsound(node, f"takes {said[0]} and makes {said[1]} by its rule, and claims {said[2]} and {said[3]}")
+    if rule.local.keys() & option.cuts.keys():
+        raise Unsound(node, "is run as it is, and would be wrong on a share")
+    _check_pending(node, rule, option, wants, gives)
+    return rule, option
+
+
+def _check_pending(node: fx.Node, rule: Rule, option: Option, wants: Shardings, gives: Shardings) -> None:
+    """Check by the rule's text alone, without the algorithm that the compiler uses too, what is left pending.
+
+    Raises:
+        Unsound: a cut factor that must be whole, an axis that cuts a reduced factor and is not pending in an addend or
+            an output, a pending operand in which the op is not linear.
+    """
+    if rule.pattern.whole & option.cuts.keys():
+        raise Unsound(node, "is cut in a dim that its rule needs whole")
+    reduced = {axis: rule.reduce for factor in rule.reduced & option.cuts.keys() for axis in option.cuts[factor].axes}
+    taken = [dict(sharding.partial) for sharding in wants]
+    passed = {axis: op for each in taken for axis, op in each.items() if axis not in reduced}
+    for axis, op in reduced.items():
+        terms = {index for index, each in enumerate(taken) if each.get(axis) == op}
+        if terms != set(rule.pattern.addends):
+            raise Unsound(node, f"reduces over {axis!r}, and its addends alone must be pending there")
+    for axis, op in passed.items():
+        terms = {index for index, each in enumerate(taken) if axis in each}
+        if terms not in map(set, rule.linear) or any(taken[index][axis] != op for index in terms):
+            raise Unsound(node, f"is not linear in what it is given pending over {axis!r}")
+    for sharding in gives:
+        if dict(sharding.partial) != {**reduced, **passed}:
+            raise Unsound(node, f"leaves { ({**reduced, **passed}) } pending by its rule, and claims {sharding}")
+
+
+def _rule(node: fx.Node, whole: fx.Node) -> Rule | None:
+    try:
+        return rule_of(whole)
+    except RuleError as error:
+        raise Unsound(node, f"does not fit its op's rule: {error.message}") from error
+
+
+def _option(rule: Rule, node: fx.Node, wants: Shardings, gives: Shardings, mesh: Mesh) -> Option:
+    """The one way to run the op that these shardings speak of."""
+    found: list[Option] = []
+    for term, sharding in zip((*rule.pattern.inputs, *rule.pattern.outputs), (*wants, *gives), strict=True):
+        followed = follow(rule, term, sharding.settled(), mesh)
+        if isinstance(followed, Refusal):
+            raise Unsound(node, f"cannot be run on {sharding.text(mesh)}: {followed.text}")
+        found.append(followed)
+    cuts = merge(found)
+    if cuts is None:
+        raise Unsound(node, "has operands that are cut differently")
+    pending = {axis for f, cut in cuts.cuts.items() if f in rule.reduced for axis in cut.axes}
+    for index, sharding in enumerate(wants):
+        for axis, op in sharding.partial:
+            if axis in pending and index in rule.pattern.addends:
+                continue
+            through = pass_through(rule, index, axis, op)
+            if isinstance(through, Refusal):
+                raise Unsound(node, f"cannot be run so: {through.text}")
+            found.append(through)
+    both = merge(found)
+    if both is None:
+        raise Unsound(node, "has operands that wait for different reductions")
+    return both
+
+
+def _own_arguments(
+    rule: Rule, option: Option, node: fx.Node, made: Folded, here: Mapping[str, int]
+) -> dict[str, list[Size | None]]:
+    """What the rule says of size arguments: the rank's own sizes; None where the whole's entry stands."""
+    mesh, (sharding, *_), out = made.mesh, made.shardings[node], rule.pattern.outputs[0]
+    shape = local_shape(sharding, edit.outputs(made.whole[node])[0].shape, mesh, here)
+    own: dict[str, list[Size | None]] = {}
+    for name, term in rule.sizes.items():
+        positions = [out.index(dim) if dim else -1 for dim in term]
+        own[name] = [shape[at] if at >= 0 and sharding.dims[at].axes else None for at in positions]
+    for name, groups in rule.counts.items():
+        if any(f in option.cuts for group in groups for f in group):
+            own[name] = [
+                sum(local_size(option.cuts.get(f, WHOLE), rule.extent[f], mesh, here) for f in group)
+                for group in groups
+            ]
+    return own
+
+
+def _check_arguments(made: Folded, node: fx.Node, own: Mapping[str, list[Size | None]]) -> None:
+    """All arguments are the whole call's but for those that the rule names."""
+    whole = made.whole[node]
+    if not isinstance(node.target, OpOverload):
+        return
+    theirs, mine = edit.bound(whole), edit.bound(node)
+    if node.target in VIEWS and whole.target in VIEWS:
+        mine = dict(zip(theirs, mine.values(), strict=True))  # reshape calls its size a shape
+    elif node.target != whole.target:
+        raise Unsound(node, f"calls {node.target} for a share of {whole.target}")
+    for name, value in mine.items():
+        wanted = theirs[name]
+        if name not in own:
+            if not _equal(value, wanted, made):
+                raise Unsound(node, f"is given {name}={value}, and the whole {name}={wanted}")
+            continue
+        entries, wanted = _as_list(value), _as_list(wanted)
+        for entry, entry_of_whole, size in zip(entries, wanted, own[name], strict=True):
+            if size is None:
+                fits = _equal(entry, entry_of_whole, made) or entry_of_whole == -1
+            else:
+                if isinstance(entry, fx.Node) and reads_data(entry):
+                    raise Unsound(node, f"is given {name}={value}, of which '{entry.name}' is read from data")
+                fits = statically_equal(_number(entry), size) or entry == -1
+            if not fits:
+                raise Unsound(node, f"is given {name}={value}, where its share of {wanted} has {size}")
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _number(value: Any) -> Any:
+    return value.meta["val"] if isinstance(value, fx.Node) else value
+
+
+def _equal(value: Any, wanted: Any, made: Folded) -> bool:
+    """The same argument: a node that stands for the other, or an equal constant; devices are the programs' own."""
+    if isinstance(value, (list, tuple)):
+        return (
+            isinstance(wanted, (list, tuple))
+            and len(value) == len(wanted)
+            and all(_equal(a, b, made) for a, b in zip(value, wanted, strict=True))
+        )
+    if isinstance(value, fx.Node):
+        return value in made.whole and made.whole[value] is wanted
+    if isinstance(value, torch.device):
+        return isinstance(wanted, torch.device)
+    if isinstance(value, float | complex):
+        return type(value) is type(wanted) and repr(value) == repr(wanted)  # -0.0 is not 0.0, and NaN is NaN
+    return type(value) is type(wanted) and bool(value == wanted)

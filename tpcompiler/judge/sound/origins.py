@@ -1,0 +1,117 @@
+"""Compare each claimed origin with the name that the model gives to the value."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Set
+
+from torch import fx
+
+from tpcompiler.ir import edit
+from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.text import op_name
+from tpcompiler.judge.sound.folded import Folded
+from tpcompiler.judge.sound.region import Region
+from tpcompiler.judge.sound.unsound import Unsound
+from tpcompiler.runtime.artifact import MODEL
+
+
+def check_origins(
+    made: Folded, ours: Mapping[fx.Node, int], names: Mapping[int, Set[str]], shown: Callable[[fx.Node], str]
+) -> None:
+    """Compare the origin of every claim with the names that the model has for the value.
+
+    They are equal but for the numbers behind them: read from a file, a program that torch traces as a whole may be
+    numbered in another way (`mul`, `mul_1` for `mul_7`, `mul_85`), but in the same order. Inside of a piece that the
+    compiler has written in another way, a value that the model lacks has a name that no other value has. Such a value
+    may happen to be one of the model's too, and then that one is claimed as well. In a region all claims name the value
+    that it changes, or the op that it does a share of.
+
+    Args:
+        ours: the number of each value of the folded program.
+        names: by number, the names of the model's values.
+
+    Raises:
+        Unsound: a claim without an origin, or with one that is not true.
+    """
+    owners: dict[str, int] = {}
+    right: dict[int, set[str]] = {}
+    numbered: dict[str, dict[tuple[int, int], fx.Node]] = {}
+    foreign: list[fx.Node] = []
+    for node, whole in made.whole.items():
+        if node.op == "placeholder":
+            right.setdefault(ours[whole], set()).add(node.name)
+    for node, origin in _claims(made):
+        number = ours[made.whole[node]]
+        have = names.get(number, set())
+        stem, claimed = _parts(origin)
+        same = {at for other, at in map(_parts, have) if other == stem}
+        if owners.setdefault(origin, number) != number:
+            raise _untrue(node, origin, have, shown(made.whole[node]))
+        if same:
+            numbered.setdefault(stem, {})[claimed if claimed in same else min(same), claimed] = node
+            right.setdefault(number, set()).update({origin} if node not in made.changed else ())
+        elif have and stem != op_name(_changed(made, node)):  # experts dealt out end in an op that names its value
+            foreign.append(node)
+    for found in numbered.values():
+        for (before, one), (after, other) in itertools.pairwise(sorted(found)):
+            if before < after and one > other:
+                node = found[after, other]
+                raise _untrue(node, read_claim(node)["origin"], names[ours[made.whole[node]]], shown(made.whole[node]))
+    for node in foreign:
+        number = ours[made.whole[node]]
+        if len(right.get(number, ())) < len(names[number]):
+            raise _untrue(node, read_claim(node)["origin"], names[number], shown(made.whole[node]))
+    for region in made.regions.values():
+        _check_region(made, region, ours, names)
+
+
+def _changed(made: Folded, node: fx.Node) -> fx.Node:
+    """The node whose value this one is, with another sharding."""
+    while node in made.changed:
+        (node,) = made.changed[node]
+    return node
+
+
+def _parts(name: str) -> tuple[str, int]:
+    """The name of an op and the number behind it, of `mul_85`."""
+    stem, _, number = name.rpartition("_")
+    return (stem, int(number)) if stem and number.isdecimal() else (name, 0)
+
+
+def _claims(made: Folded) -> Iterator[tuple[fx.Node, str]]:
+    """Every node that stands for tensors, and its origin; a getitem outside of regions has none in a file."""
+    ends = {node for region in made.regions.values() for node in region.outputs}
+    for node in made.whole:
+        if node.op != "call_function" or (node.target is operator.getitem and node not in ends):
+            continue
+        if edit.outputs(node):
+            claim = read_claim(node)
+            if "origin" not in claim:
+                raise Unsound(node, "claims no origin")
+            yield node, claim["origin"]
+
+
+def _check_region(made: Folded, region: Region, ours: Mapping[fx.Node, int], names: Mapping[int, Set[str]]) -> None:
+    """Inside, all nodes have the region's origin; what is changed has one already."""
+    last = region.nodes[-1]
+    if region.call is None:
+        wanted = read_claim(last)["origin"]
+        (operand,) = made.changed[last]
+        before = read_claim(operand).get("origin") if operand.op == "call_function" else operand.name
+        if operand.target is not operator.getitem and before != wanted:
+            raise Unsound(last, f"claims to change '{wanted}', and '{operand.name}' stands for '{before}'")
+    else:
+        wanted = read_claim(last)["body"]
+        have = names.get(ours[region.call], set())
+        if have and _parts(wanted)[0] not in {_parts(name)[0] for name in have}:
+            raise _untrue(last, wanted, have, str(region.call.target))
+    for node in region.nodes:
+        if node not in made.whole and (origin := read_claim(node).get("origin")) != wanted:
+            raise Unsound(node, f"is in {region.name} of '{wanted}', and claims to stand for '{origin}'")
+
+
+def _untrue(node: fx.Node, origin: str, names: Set[str], shown: str) -> Unsound:
+    has = f"'{min(names)}'" if names else "no such value"
+    return Unsound(node, f"claims to stand for '{origin}' of the model, and {MODEL} has {has} for {shown}")

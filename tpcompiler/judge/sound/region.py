@@ -1,0 +1,50 @@
+"""Regions: nodes of a rank's program that stand for one thing of the single-device program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from tpcompiler.ir import edit
+from tpcompiler.ir.claims import read_claim
+from tpcompiler.judge.sound.numbers import Numbers
+from tpcompiler.judge.sound.ordered import Ordered, find_ordered
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes that ranks run for one change of sharding, or (`call`) for a share of one op.
+
+    `inputs`: the nodes outside that they use, `outputs`: those of them that others use; `numbers`: of the rank that
+    runs them. `ordered`: floats written as integers of the same order, and back (`ir/ordered.py`).
+    """
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    numbers: tuple[fx.Node, ...] = ()
+    call: Any = None
+    ordered: tuple[Ordered, ...] = ()
+
+
+def find_regions(graph: fx.Graph, numbers: Numbers) -> dict[str, Region]:
+    """All of a graph, by what their claims call them."""
+    members: dict[str, list[fx.Node]] = {}
+    for node in edit.calls(graph):
+        claim = read_claim(node)
+        if name := claim.get("reshard") or claim.get("body"):
+            members.setdefault(f"{'reshard' if 'reshard' in claim else 'body'} {name}", []).append(node)
+    found = {}
+    for name, nodes in members.items():
+        own = set(nodes)
+        used = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in own)
+        inputs = tuple(node for node in used if node not in numbers.read)
+        read = tuple(node for node in used if node in numbers.read)
+        # A rank with an empty share of what is made next may need nothing of it.
+        outputs = tuple(node for node in nodes if any(user not in own for user in node.users)) or (nodes[-1],)
+        ordered = tuple(find_ordered(nodes)) if name.startswith("reshard") else ()
+        found[name] = Region(name, tuple(nodes), inputs, outputs, read, ordered=ordered)
+    return found

@@ -1,0 +1,384 @@
+"""What ranks do together for a change of sharding, or for shares of one op, is run and compared with what it claims."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompiler._torch import tree_map
+from tpcompiler.errors import InternalError
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.judge.compare.simulate import Waiting, lock_step, run_call
+from tpcompiler.judge.sound.bodies import check_body, needed_checks
+from tpcompiler.judge.sound.drawn import LONGER, SHORT, Sizes
+from tpcompiler.judge.sound.folded import Folded
+from tpcompiler.judge.sound.region import Region
+from tpcompiler.judge.sound.rising import find_rising, is_integer
+from tpcompiler.judge.sound.shares import cut, join, runs_of
+from tpcompiler.judge.sound.sizes import operand_shapes, plain, region_shapes, whole_shape
+from tpcompiler.judge.sound.unsound import DoesNotRun, Unsound
+from tpcompiler.rules.index_range import ASSERT
+from tpcompiler.rules.notation import Rule
+from tpcompiler.rules.registry import rule_of
+
+Done = set[Any]
+Rows = Sequence[Sequence[int]]  # of every rank the numbers that it may read
+# Of an op's share, between sums of another order, in float32 or (so many epsilons) in half precision; a wrong share
+# differs by about the size of the values.
+TOLERANCE, EPSILONS = 1e-3, 8
+MANY = 2**22  # elements
+TRIALS, DRAWS = 2, 8  # how often dynamic sizes are tried, and how often drawn for each time
+Check = Callable[[Sequence[Folded], Sequence[Region], Rows], None]
+
+
+def check_region(name: str, ranks: Sequence[Folded], rows: Rows, done: Done) -> None:
+    """Run one region of all ranks in lock step.
+
+    A change moves elements, so it is run on their numbers, in float64, and what comes out must be the very same whole.
+    The share of an op is run on random values, and compared with the op on the whole.
+
+    `done`: regions that were found right, by all that they depend on.
+
+    Raises:
+        Unsound: some rank does not get what the region claims to make.
+    """
+    regions = [each.regions[name] for each in ranks]
+    texts = {id(each): _described(each, region) for each, region in zip(ranks, regions, strict=True)}
+    for rank, region in enumerate(regions):
+        _check_numbers(ranks[rank], region, rows[rank])
+    read = ([row[each.numbers.read[n]] for n in r.numbers] for each, r, row in zip(ranks, regions, rows, strict=True))
+    known = tuple((texts[id(each)], *numbers) for each, numbers in zip(ranks, read, strict=True))
+    if known in done:
+        return
+    check = _check_change if regions[0].call is None else _check_body
+    sizes = Sizes()
+    for _ in range(TRIALS) if ranks[0].program.range_constraints else (0,):
+        sizes = _check_at_some_sizes(check, ranks, regions, rows, sizes)
+    if regions[0].call is not None:
+        for rank, (each, region) in enumerate(zip(ranks, regions, strict=True)):
+            check_body(each, region, _rule(region), rank, rows[rank])
+    done.add(known)
+
+
+def _check_numbers(made: Folded, region: Region, row: Sequence[int]) -> None:
+    for node in region.numbers:
+        if made.numbers.read[node] >= len(row):
+            raise Unsound(node, f"reads number {made.numbers.read[node]} of a rank that has {len(row)}")
+
+
+def _check_at_some_sizes(
+    check: Check, ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows, before: Sizes
+) -> Sizes:
+    """Run regions at sizes drawn at random; at others where they do not run at these.
+
+    The export may have found of sizes what a file does not say: that one is a multiple of 4, or no more than another.
+    """
+    for left in reversed(range(DRAWS)):
+        sizes = _draw(ranks, Sizes(before.chosen, fits=left == 0))
+        try:
+            if left and max(map(math.prod, region_shapes(ranks[0], regions)), default=0) > MANY:
+                fits = left <= DRAWS // 2
+                sizes = _draw(ranks, Sizes(before.chosen, fits, *(LONGER if fits else SHORT)))
+            check(ranks, regions, rows)
+        except Unsound as error:
+            if left and sizes.chosen and isinstance(error, DoesNotRun):
+                continue
+            at = f", at {sizes}" if sizes.chosen else ""
+            raise Unsound(error.node, f"{error.text}{at}") from error
+        break
+    return sizes
+
+
+def _draw(ranks: Sequence[Folded], sizes: Sizes) -> Sizes:
+    for each in ranks:
+        each.sizes = sizes
+    return sizes
+
+
+def _check_change(ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows) -> None:
+    first, mesh = ranks[0], ranks[0].mesh
+    (operand,), last = _tensors(regions[0]), regions[0].nodes[-1]
+    (shape,) = region_shapes(first, regions)
+    source, target = first.shardings[operand][0], first.shardings[last][0]
+    whole = _numbers(shape, mesh.world_size)
+    shares = _shares(whole, source, mesh)
+    feeds = [dict.fromkeys(_tensors(region), shares[rank]) for rank, region in enumerate(regions)]
+    outs = [out for (out,) in _run(ranks, regions, rows, feeds)]
+    _compare(last, whole, outs, target, mesh, exact=True)
+
+
+def _numbers(shape: Sequence[int], world: int) -> torch.Tensor:
+    """Fractions of either sign in no order, no two alike and none of them 0, which any reduction of zeros would make.
+
+    Odd multiples of the number of ranks, halved some times: of them sums over ranks are exact, and shares of a sum too.
+    Of many, in 2 bytes each, not more than the model's own take; so few digits that this holds for these as well.
+    """
+    count = torch.Size(shape).numel()
+    unit = world / 2 ** (world.bit_length() + 4)
+    if count > MANY:
+        odd = world // (world & -world)
+        most = max(1, 1023 // (world * odd))
+        few: torch.Tensor = torch.randint(-most, most, tuple(shape), dtype=torch.int16, generator=_at_random())
+        return few.mul_(2).add_(1).to(torch.float16).mul_(unit)
+    order = torch.randperm(count, generator=_at_random()).to(torch.float64)
+    return order.mul_(2).sub_(count | 1).mul_(unit).view(tuple(shape))
+
+
+def _at_random() -> torch.Generator:
+    """What it draws depends on nothing that is known before."""
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+
+def _shares(whole: torch.Tensor, sharding: Sharding, mesh: Mesh) -> list[torch.Tensor]:
+    """Of every rank; what waits for a reduction is spread so that no other reduction gives the same."""
+    shares = [cut(whole, Sharding(sharding.dims), mesh, rank).clone() for rank in range(mesh.world_size)]
+    for axis, op in sharding.partial:
+        degree = mesh.degree(axis)
+        for rank, share in enumerate(shares):
+            here = mesh.coordinate(rank)[axis]
+            turn = ((torch.arange(share.numel()) + here) % degree).view(share.shape).to(share.dtype)
+            apart = ((turn == 0) * 7.0 - (turn == 1) * 7.0).to(share.dtype) * (degree > 1)
+            if op == "sum":
+                share += apart - share * (turn != degree - 1)
+            elif op == "avg":
+                share += apart
+            elif op == "product":
+                share.copy_(torch.where(turn == 0, share, 1.0))
+            else:
+                share += turn * (-5.0 if op == "max" else 5.0)
+    return shares
+
+
+def _check_body(ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows) -> None:
+    first, mesh, region = ranks[0], ranks[0].mesh, regions[0]
+    call = region.call
+    _rule(region)
+    used = {node.name: node for node in call.all_input_nodes if edit.is_tensor(node)}
+    cuts: dict[str, set[Sharding]] = {name: set() for name in used}
+    for node in _tensors(region):
+        cuts.setdefault(first.whole[node].name, set()).add(first.shardings[node][0])
+    for each, other in zip(ranks, regions, strict=True):
+        for node in _tensors(other):
+            if each.whole[node].name not in used:
+                raise Unsound(other.nodes[-1], f"is the end of {other.name}, which uses '{node.name}' beside its call")
+            here, there = cuts[each.whole[node].name], each.shardings[node][0]
+            if here and there not in here:
+                raise Unsound(
+                    other.nodes[-1],
+                    f"is the end of {other.name}, which takes '{node.name}' as {there.text(mesh)} on some ranks only",
+                )
+            here.add(there)  # where the first rank's share is empty and needs nothing of it
+    generator = _at_random()
+    shapes = operand_shapes(first, region)
+    ran = False
+    rising = find_rising(call)
+    integers = [
+        name
+        for name, node in used.items()
+        if is_integer(edit.outputs(node)[0].dtype) and (rising is None or node is not rising.places)
+    ]
+    trials = _trials(first, region, [shapes[name] for name in integers])
+    # Integers may be places in other integers, which ids at random are not.
+    for edges, in_order in itertools.product(trials, itertools.product((False, True), repeat=len(integers))):
+        given = {name: None if it else edges for name, it in zip(integers, in_order, strict=True)}
+        wholes = {
+            name: _random(edit.outputs(node)[0], shapes[name], given.get(name), generator)
+            for name, node in used.items()
+            if rising is None or node is not rising.places
+        }
+        if rising is not None:
+            name, size = rising.places.name, wholes[rising.of.name].shape[rising.dim]
+            wholes[name] = rising.draw(edit.outputs(rising.places)[0], shapes[name], size, generator)
+        try:
+            made = _on_the_whole(first, call, wholes)
+        except (RuntimeError, IndexError):  # what is cut so is not what these ids are looked up in
+            continue
+        ran = True
+        feeds = [
+            {node: cut(wholes[each.whole[node].name], each.shardings[node][0], mesh, rank) for node in _tensors(other)}
+            for rank, (each, other) in enumerate(zip(ranks, regions, strict=True))
+        ]
+        outs = list(_run(ranks, regions, rows, feeds))
+        for index, node in enumerate(region.outputs):
+            part = first.whole[node]
+            expected = made if part is call else made[part.args[1]]
+            _compare(node, expected, [out[index] for out in outs], first.shardings[node][0], mesh, exact=False)
+    if not ran:
+        raise DoesNotRun(region.nodes[-1], f"is the end of {region.name}, whose call cannot be run")
+
+
+def _rule(region: Region) -> Rule:
+    rule = rule_of(region.call)
+    if rule is None or not rule.local:
+        raise Unsound(region.nodes[-1], f"is the end of {region.name}, and {region.call.target} is run as it is")
+    return rule
+
+
+def _on_the_whole(made: Folded, call: fx.Node, wholes: Mapping[str, torch.Tensor]) -> Any:
+    def given(node: fx.Node) -> Any:
+        return wholes[node.name] if node.name in wholes else plain(node.meta["val"], made)
+
+    args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), given)
+    return call.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _trials(made: Folded, region: Region, ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The ids to look up in each run: few ids may be less than there are edges of shares, which takes several."""
+    if not ids:
+        return [[0]]
+    step = max(1, min(map(math.prod, ids)))
+    return [edges[at : at + step] for edges in _edges(made, region) for at in range(0, len(edges), step)]
+
+
+def _edges(made: Folded, region: Region) -> list[list[int]]:
+    """Where shares begin and end, for each size that is cut: ids that must be looked up, counted from either side."""
+    found = []
+    for node in (*_tensors(region), *region.outputs):
+        for size, by in zip(whole_shape(made, made.whole[node]), made.shardings[node][0].dims, strict=True):
+            if by.axes and (size, by) not in found:
+                found.append((size, by))
+    edges = []
+    for size, by in sorted(found, key=lambda each: each[0]):
+        shares = [runs_of(by, size, made.mesh, made.mesh.coordinate(rank)) for rank in range(made.mesh.world_size)]
+        ends = sorted({end for runs in shares if runs for end in (runs[0][0], runs[-1][-1])})
+        edges += [ends, [end - size for end in ends]]
+    return edges or [[0, 1]]
+
+
+def _tensors(region: Region) -> list[fx.Node]:
+    return [node for node in region.inputs if edit.is_tensor(node)]
+
+
+def _random(
+    value: torch.Tensor, shape: Sequence[int], edges: Sequence[int] | None, generator: torch.Generator
+) -> torch.Tensor:
+    """Random values; integers are ids of what is cut, those at the edges of shares among them, or else 0, 1, 2."""
+    if value.dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if value.is_floating_point() or value.is_complex():
+        # Around 1, so that no mean of many is next to nothing.
+        return torch.randn(shape, generator=generator).add_(1).to(value.dtype)
+    if edges is None:
+        return torch.arange(math.prod(shape)).view(tuple(shape)).to(value.dtype)
+    ids = torch.randint(min(0, *edges), max(0, *edges) + 1, tuple(shape), generator=generator).view(-1)
+    places = torch.randperm(len(ids), generator=generator)[: len(edges)]
+    ids[places] = torch.tensor(edges[: len(places)], dtype=ids.dtype)
+    return ids.view(shape).to(value.dtype)
+
+
+def _run(
+    ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows, feeds: Sequence[Mapping[fx.Node, torch.Tensor]]
+) -> list[list[Any]]:
+    runs: list[Any] = []
+    known: dict[str, Any] = {}
+    for each, region, row, feed in zip(ranks, regions, rows, feeds, strict=True):
+        sizes = {node: plain(node.meta["val"], each) for node in region.inputs if node not in feed}
+        numbers = {node: torch.tensor(row[each.numbers.read[node]]) for node in region.numbers}
+        runs.append(_one(region, {**feed, **sizes, **numbers}, known))
+    try:
+        return lock_step(runs)
+    except InternalError as error:
+        raise Unsound(regions[0].nodes[-1], f"is the end of {regions[0].name}: {error.message}") from error
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:  # an op on shapes that do not fit
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DoesNotRun(
+            regions[0].nodes[-1], f"is the end of {regions[0].name}, which does not run: {line}"
+        ) from error
+
+
+def _one(region: Region, env: dict[fx.Node, Any], known: dict[str, Any]) -> Generator[Waiting, Any, list[Any]]:
+    """Run one rank's. `known`: what ranks have made, and of what; it is large, and often one tensor for all of them.
+
+    Integers that stand for floats in their order move and are reduced as the floats: these go on as they are.
+    """
+    same_as = {node: each.source for each in region.ordered for node in each.nodes}
+    for node in region.nodes:
+        if node in same_as:
+            env[node] = env[same_as[node]]
+            continue
+        if edit.is_collective(node):
+            env[node] = yield from run_call(node, env)
+            continue
+        same = f"{node.target} {fx.node.map_arg((node.args, node.kwargs), lambda n: _address(env[n]))}"
+        if same not in known:
+            made = yield from run_call(node, env)
+            known[same] = made, [env[used] for used in node.all_input_nodes]  # so that these addresses stay theirs
+        env[node] = known[same][0]
+    return [env[node] for node in region.outputs]
+
+
+def _address(value: Any) -> Any:
+    return tree_map(lambda each: f"<{id(each)}>" if isinstance(each, torch.Tensor) else each, value)
+
+
+def _compare(
+    node: fx.Node, whole: torch.Tensor, outs: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, exact: bool
+) -> None:
+    try:
+        found = join(outs, sharding, mesh, whole.shape)
+    except ValueError as error:
+        raise Unsound(node, f"is not what its region claims: {error}") from error
+    for replica in {id(replica): replica for replica in found}.values():
+        if exact or not (whole.is_floating_point() or whole.is_complex()):
+            same = torch.equal(replica, whole)
+        else:
+            scale = float(whole.abs().nan_to_num(0, 0, 0).amax()) if whole.numel() else 1.0
+            limit = scale * max(TOLERANCE, EPSILONS * torch.finfo(whole.dtype).eps)
+            wide = torch.complex128 if whole.is_complex() else torch.float64
+            same = torch.allclose(replica.to(wide), whole.to(wide), rtol=0, atol=limit, equal_nan=True)
+        if not same:
+            raise Unsound(node, f"does not become {sharding.text(mesh)} of the whole in its region")
+
+
+def _described(made: Folded, region: Region) -> Any:
+    """All that the result depends on: the nodes as a text with numbers for names, what goes in and what comes out."""
+    number: dict[Any, str] = {node: f"i{i}" for i, node in enumerate(region.inputs)}
+    number.update({node: f"n{i}" for i, node in enumerate(region.nodes)})
+    number.update({node: f"r{i}" for i, node in enumerate(region.numbers)})
+    lines = [
+        f"{number[node]} = {node.target}({_text(args, number)}, {_text(node.kwargs, number)})"
+        for node in region.nodes
+        for args in [node.args[:1] if node.target is ASSERT else node.args]  # its message names a line
+    ]
+    ends = [
+        (number[node], *(sharding.text(made.mesh) for sharding in made.shardings.get(node, ())), *_sizes(made, node))
+        for node in (*region.inputs, *region.outputs)
+    ]
+    call = region.call
+    parts: list[Any] = []
+    if call is not None:
+        # Which operand is which input, and which of its results each output is.
+        values = {node: f"{at}: {_layout(node.meta['val'])}" for at, node in enumerate(call.all_input_nodes)}
+        parts = [values[made.whole[node]] for node in region.inputs if made.whole.get(node) in values]
+        parts += [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]
+        parts += needed_checks(made, call)
+        call = f"{call.target}({_text(call.args, values)}, {_text(call.kwargs, values)})"
+    return tuple(lines), tuple(ends), call, tuple(parts)
+
+
+def _text(value: Any, names: Mapping[Any, str]) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_text(each, names) for each in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_text(each, names)}' for name, each in value.items())}}}"
+    return names[value] if isinstance(value, fx.Node) else repr(value)
+
+
+def _layout(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else str(value)
+
+
+def _sizes(made: Folded, node: fx.Node) -> tuple[Any, ...]:
+    if not edit.is_tensor(node):
+        return (str(node.meta.get("val")),)
+    value = edit.outputs(made.whole[node])[0]
+    return tuple(map(str, value.shape)), value.dtype

@@ -1,0 +1,105 @@
+"""The single-device program that a rank claims to share, as lines that all ranks must have alike."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import ConstantArgument
+
+from tpcompiler._torch import OpOverload
+from tpcompiler.ir import edit
+from tpcompiler.judge.sound.folded import VIEWS, Folded, reads_data
+
+
+def whole_text(made: Folded) -> list[str]:
+    """The whole program with its shardings and changes, a line each.
+
+    Numbers stand where they are used: a rank may need one for its own share alone.
+    """
+    signature = made.program.graph_signature
+    lines = [f"input {spec.kind.name} {spec.arg} is {spec.target!r}" for spec in signature.input_specs]
+    for spec in signature.output_specs:
+        number = f" {spec.arg.value!r}" if isinstance(spec.arg, ConstantArgument) else ""
+        lines.append(f"output {spec.kind.name} is {spec.target!r}{number}")
+    lines += [f"{symbol} in {sizes}" for symbol, sizes in made.program.range_constraints.items()]
+    for node, whole in made.whole.items():
+        if _is_number(whole):
+            # What nothing is made of, what is read from data and what may raise is the same on all ranks.
+            of_all = isinstance(whole.target, OpOverload) and (not whole.target._schema.returns or reads_data(whole))
+            if of_all or _may_raise(whole):
+                lines.append(_call_text(whole))
+            continue
+        if whole.op == "placeholder":
+            value = whole.meta.get("val")
+            known = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            lines.append(f"{whole.name} is {known}")
+        shown = ", ".join(sharding.text(made.mesh) for sharding in made.shardings.get(node, ()))
+        call = body_text(node) if node.op == "get_attr" else _call_text(whole)
+        lines.append(f"{whole.name}: {shown} = {call}")
+    return lines
+
+
+def cuts_of(made: Folded) -> dict[tuple[str, ...], set[str]]:
+    """How each op and change has what it takes cut: an op's result may have one sharding by several others' means.
+
+    A rank with an empty share of a result may take nothing for it. Of what is pending it matters too what has made it:
+    terms of two sums for one value add up to nothing.
+    """
+    found: dict[tuple[str, ...], set[str]] = {}
+    makers = {node: name for name, region in made.regions.items() for node in region.outputs if region.call is None}
+    for whole, shown, operands in _takers(made):
+        again: Counter[str] = Counter()
+        for used in operands:
+            for sharding in made.shardings.get(used, ()):
+                by = f" by {makers.get(used, 'the op')}" if sharding.partial else ""
+                name = made.whole[used].name
+                key = (whole.name, shown, str(again[name]), name)
+                found.setdefault(key, set()).add(sharding.text(made.mesh) + by)
+                again[name] += 1
+    return found
+
+
+def _takers(made: Folded) -> Iterator[tuple[fx.Node, str, Sequence[fx.Node]]]:
+    """(what is made of the whole, of which sharding, of what) of every op, change and body, and of the outputs."""
+    names = {region.nodes[-1]: region.name for region in made.regions.values()}
+    for node, whole in made.whole.items():
+        if node in made.changed:
+            yield whole, f"{made.shardings[node][0].text(made.mesh)} in {names[node]}", made.changed[node]
+        elif node.op in ("call_function", "output"):
+            yield whole, "its result", edit.operands(node)
+    for region in made.regions.values():
+        if region.call is not None:
+            yield region.call, "its result", region.inputs
+
+
+def _is_number(whole: fx.Node) -> bool:
+    return whole.op == "call_function" and not edit.outputs(whole)
+
+
+def _may_raise(whole: fx.Node) -> bool:
+    return whole.target in (operator.floordiv, operator.mod, operator.truediv) and not isinstance(whole.args[1], int)
+
+
+def _call_text(whole: fx.Node) -> str:
+    def shown(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return _call_text(value) if _is_number(value) else value.name
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(shown, value))}]"
+        return str(value)
+
+    words = [*map(shown, whole.args), *(f"{name}={shown(value)}" for name, value in whole.kwargs.items())]
+    return f"{VIEWS[0] if whole.target in VIEWS else whole.target}({', '.join(words)})"
+
+
+def body_text(node: fx.Node) -> str:
+    """A name for what a body of control flow does."""
+    named = node.meta["val"].named_modules()
+    parts = [f"{name}: {part.graph}" for name, part in named if isinstance(part, fx.GraphModule)]
+    return f"body {hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:12]}"

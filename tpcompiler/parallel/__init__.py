@@ -1,0 +1,1 @@
+"""The programs of all ranks, in memory."""

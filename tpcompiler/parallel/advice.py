@@ -1,0 +1,243 @@
+"""The cheapest change of a plan that does without a gather, or that an op can take: a search that leaves it open."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.objective import Objective
+from tpcompiler.cost.program import changes
+from tpcompiler.errors import ShardingError, TpCompilerError
+from tpcompiler.ir import edit
+from tpcompiler.ir.local import no_new_guards
+from tpcompiler.ir.program import MarkedProgram, PlannedProgram, Seed, mark_of
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.passes.mark_placements import mark_placements
+from tpcompiler.plan import Plan, PlanEntry
+from tpcompiler.plan.styles import STYLES, read_style
+from tpcompiler.solver.place import Aim, place
+from tpcompiler.solver.search import search
+from tpcompiler.terminal.printed import format_bytes
+
+MOST_CHANGED = 2  # entries that one advice changes
+
+
+class Advice(NamedTuple):
+    """A change of the plan in words, and the program that it gives."""
+
+    text: str
+    made: MarkedProgram
+
+
+@dataclass
+class Adviser:
+    """`planned` applies another plan to a program and leaves those that share its weights as they are."""
+
+    plan: Plan
+    planned: Callable[[Plan], Sequence[PlannedProgram]]
+    at: int  # which of them the program is
+    aim: Aim
+    known: dict[Any, Advice | None] = field(default_factory=dict)
+
+    def advise_error(self, error: ShardingError) -> ShardingError:
+        """The error with the cheapest change of the plan that avoids it as its help; itself where there is none."""
+        found = self._styled(error.leaves) or self._best(_concerning(self.plan, error.leaves))
+        if found is None:
+            return error
+        said = f"{found.text} ({format_bytes(self._sent(found.made))} sent per rank and call)"
+        degree, _, other = error.help.partition(", or ")
+        facts = {name.replace(" ", "_"): text for name, text in error.facts.items()}
+        return ShardingError(error.message, help=f"{degree}, or {said}" if other else said, **facts)
+
+    def advise_gather(self, value: str, program: MarkedProgram) -> str:
+        """The change that leaves out the fallback gathers of a value and saves most, in words, or nothing."""
+        now = self._sent(program)
+        behind = planned_behind(program, value)
+        nearest, near = (_concerning(self.plan, leaves) for leaves in (behind[:1], behind))
+        far = _concerning(self.plan, planned_behind(program, value, far=True))
+        tried = (self._best(nearest, alone=True), self._best(near), self._best(far)) if near else ()
+        found = [
+            advice for advice in tried if advice is not None and value not in _gathered(advice.made, self.aim.machine)
+        ]
+        best = min(found, key=lambda advice: self._sent(advice.made), default=None)
+        if best is None or self._sent(best.made) >= now:
+            return ""
+        more = held_bytes(best.made) - held_bytes(program)
+        price = f"; each rank holds {format_bytes(more)} more" if more > 0 else ""
+        return f"{best.text} (each rank sends {format_bytes(now - self._sent(best.made))} less per call{price})"
+
+    def _sent(self, program: MarkedProgram) -> int:
+        return wire_bytes(program, self.aim.machine)
+
+    def _styled(self, leaves: Sequence[str]) -> Advice | None:
+        """The style that cuts the dim that a placement does, but where the uses allow it, such as in whole groups."""
+        for entry in _concerning(self.plan, leaves):
+            for style in ("colwise", "rowwise") if entry.style.placement is not None else ():
+                with contextlib.suppress(TpCompilerError):
+                    now, other = self.planned(self.plan), self.planned(_changed(self.plan, {entry: style}))
+                    with no_new_guards(*(program.graph for program in other)):
+                        if found := self._restyled(entry, style, now, other, leaves):
+                            return found
+        return None
+
+    def _restyled(
+        self,
+        entry: PlanEntry,
+        style: str,
+        now: Sequence[PlannedProgram],
+        other: Sequence[PlannedProgram],
+        leaves: Sequence[str],
+    ) -> Advice | None:
+        cut, instead = ([_asked_dims(program, entry) for program in both] for both in (now, other))
+        if cut != instead:
+            return None
+        programs, solution = place(other, False, self.aim)
+        node, fqn = next((node, fqn) for node, fqn in programs[self.at].leaves() if fqn in leaves)
+        levels = [level for dim in solution.leaves[node].dims for level in dim.levels]
+        how = f"'{fqn}' as {solution.leaves[node].text(now[0].mesh)}"
+        for level in levels:
+            how = f"whole groups of {level.unit}" if level.unit > 1 else how
+            how = f"each of its groups of {level.block} by itself" if level.block else how
+        said = f"change '{entry.pattern}' from {entry.style.to_data()} to {style}, which cuts {how}"
+        return Advice(said, mark_placements(programs[self.at], solution))
+
+    def _best(self, entries: tuple[PlanEntry, ...], alone: bool = False) -> Advice | None:
+        """What the search makes of these entries, where that is one change in a few words: as it is then compiled.
+
+        A byte of weights counts as one that is sent, for layers that are whole send nothing; not at all if `alone`.
+        """
+        if (known := (entries, alone)) not in self.known:
+            try:
+                with no_new_guards(*(program.graph for program in self.planned(self.plan))):
+                    self.known[known] = self._sought(*known)
+            except TpCompilerError:
+                self.known[known] = None
+        return self.known[known]
+
+    def _sought(self, entries: Sequence[PlanEntry], alone: bool) -> Advice | None:
+        now, other = self.planned(self.plan), self._otherwise(entries)
+        opened = [_opened(*both, entries) for both in zip(now, other, strict=True)]
+        machine = self.aim.machine
+        found = search(opened, Objective.of(machine, None if alone else 1 / machine.bandwidth))
+        if math.isinf(found.seconds):
+            return None
+        then = {fqn: _cut_dims(found.leaves[node]) for program in found.programs for node, fqn in program.leaves()}
+        styles, pins = dict[PlanEntry, str](), dict[str, PlanEntry]()
+        for entry in entries:
+            changed = {
+                fqn: node.meta["val"].ndim
+                for program in now
+                for node, fqn in program.leaves()
+                if (seed := program.seeds.get(node.name)) and _asks(entry, seed)
+                if _cut_dims(seed.sharding) != then[fqn]
+            }
+            if entry.style.cut is not None and any(ndim > 1 for ndim in changed.values()):
+                styles[entry] = _opposite(entry) if any(then[fqn] for fqn in changed) else "replicate"
+            else:
+                pins |= {_named(entry, fqn): entry for fqn in changed}
+        if not 0 < len(styles) + len(pins) <= MOST_CHANGED:
+            return None
+        words = " and ".join(f"'{e.pattern}' from {e.style.name} to {style}" for e, style in styles.items())
+        said = [*([f"change {words}"] if words else []), *(f"pin '{name}' to R" for name in pins)]
+        programs, solution = place(self.planned(_changed(self.plan, styles, pins)), False, self.aim)
+        return Advice(" and ".join(said), mark_placements(programs[self.at], solution))
+
+    def _otherwise(self, entries: Sequence[PlanEntry]) -> Sequence[PlannedProgram]:
+        """The programs with the other cut of each layer that these entries name, or where it has none, without them."""
+        cutting = {entry: _opposite(entry) for entry in entries if entry.style.cut is not None}
+        nothing: dict[PlanEntry, str | None] = dict.fromkeys(entries)
+        try:
+            return self.planned(_changed(self.plan, nothing | cutting))
+        except TpCompilerError:
+            return self.planned(_changed(self.plan, nothing))
+
+
+def _opened(now: PlannedProgram, other: PlannedProgram, entries: Sequence[PlanEntry]) -> PlannedProgram:
+    """The program with every leaf that these entries name cut as they say, or otherwise, or whole."""
+    seeds = {name: seed for name, seed in other.seeds.items() if not any(_asks(entry, seed) for entry in entries)}
+    for node, _ in now.leaves():
+        if (seed := now.seeds.get(node.name)) and any(_asks(entry, seed) for entry in entries):
+            cut = [other.seeds[node.name].sharding] if node.name in other.seeds else []
+            seeds[node.name] = replace(seed, others=(*cut, Sharding.replicated(node.meta["val"].ndim)))
+    return replace(other, seeds=seeds)
+
+
+def _asks(entry: PlanEntry, seed: Seed) -> bool:
+    return seed.asked_by == entry.where
+
+
+def _cut_dims(sharding: Sharding) -> list[int]:
+    """Also of one that is pending, which counts as cut."""
+    return [dim for dim, cut in enumerate(sharding.dims) if cut.axes] + [-1] * bool(sharding.partial)
+
+
+def _asked_dims(program: PlannedProgram, entry: PlanEntry) -> dict[str, list[int]]:
+    """Which dims an entry cuts, by leaf."""
+    cut = {name: _cut_dims(seed.sharding) for name, seed in program.seeds.items() if _asks(entry, seed)}
+    return {name: dims for name, dims in cut.items() if dims}
+
+
+def _named(entry: PlanEntry, fqn: str) -> str:
+    """What a plan calls a leaf of all that the entry stands for."""
+    return entry.pattern if entry.matches(fqn) else f"{entry.pattern}.{fqn.rpartition('.')[2]}"
+
+
+def _changed(
+    plan: Plan, styles: Mapping[PlanEntry, str | None], pins: Mapping[str, PlanEntry] = MappingProxyType({})
+) -> Plan:
+    """The plan with other styles for these entries, or without them, and with these leaves whole."""
+    kept = [entry for entry in plan.entries if entry not in styles and entry.pattern not in pins]
+    changed = [PlanEntry(entry.pattern, STYLES[style], entry.where) for entry, style in styles.items() if style]
+    whole = [PlanEntry(name, read_style("R", where=entry.where), entry.where) for name, entry in pins.items()]
+    return replace(plan, entries=(*kept, *changed, *whole))
+
+
+def _opposite(entry: PlanEntry) -> str:
+    return "rowwise" if entry.style.cut == "out" else "colwise"
+
+
+def _concerning(plan: Plan, leaves: Iterable[str]) -> tuple[PlanEntry, ...]:
+    """The entries that name these leaves, or modules around them, in order."""
+    parts = [leaf.split(".") for leaf in leaves]
+    names = {".".join(each[:count]) for each in parts for count in range(1, len(each) + 1)}
+    return tuple(entry for entry in plan.entries if any(entry.matches(name) for name in names))
+
+
+def wire_bytes(program: MarkedProgram, machine: Machine) -> int:
+    """Of one call, where a value that several uses want alike is changed once."""
+    once = {(change.value, change.to): change.wire_bytes for change in changes(program, machine) if change.wire_bytes}
+    return sum(once.values())
+
+
+def held_bytes(program: MarkedProgram) -> int:
+    """Of the weights of one rank, the first."""
+    total = 0
+    for node, _ in program.leaves():
+        value, mesh = node.meta["val"], program.mesh
+        shape = mark_of(node).shardings[0].local_shape(value.shape, mesh, mesh.coordinate(0))
+        total += torch.Size(shape).numel() * value.element_size()
+    return total
+
+
+def planned_behind(program: MarkedProgram, value: str, far: bool = False) -> list[str]:
+    """The leaves that the plan cut and because of which the value is cut, nearest first; far: all that it comes of."""
+    names = dict(program.leaves())
+    queue = [node for node in program.graph.nodes if node.name == value]
+    seen: dict[fx.Node, None] = {}
+    for node in queue:  # it grows
+        if node not in seen and (far or not mark_of(node).shardings[0].is_replicated):
+            seen[node] = None
+            queue += [o for o in edit.operands(node) if mark_of(o).shardings]
+    return [names[node] for node in seen if node in names and mark_of(node).reason.startswith("plan: ")]
+
+
+def _gathered(program: MarkedProgram, machine: Machine) -> set[str]:
+    return {change.value.name for change in changes(program, machine) if change.why == "fallback" and change.wire_bytes}

@@ -1,0 +1,55 @@
+"""Runs of converted programs beside the single device's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from tpcompiler.ir.devices import device_types
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import cut, join, read_sharding
+from tpcompiler.ir.symm_mem import expand_collectives
+from tpcompiler.judge.compare.compare import VerifyReport, compare_calls
+from tpcompiler.judge.compare.judge import Layout
+from tpcompiler.judge.compare.subject import Subject
+from tpcompiler.passes.move_device import move_device
+from tpcompiler.runtime.place import place_state
+
+
+def on_cpu(program: ExportedProgram) -> ExportedProgram:
+    """The program as it would be for a CPU, where its ops can be evaluated on any machine."""
+    return expand_collectives(move_device(program, "cpu"))
+
+
+def layout_of(shardings: Mapping[str, Sharding], mesh: Mesh) -> Layout:
+    """A `Layout` over named shardings."""
+
+    def joined(name: str, parts: Sequence[torch.Tensor], shape: torch.Size) -> list[torch.Tensor]:
+        if name.startswith("="):
+            return join(parts, read_sharding(name[1:], mesh, len(shape)), mesh, shape)
+        return join(parts, shardings[name], mesh, shape)
+
+    return Layout(lambda name, value, rank: cut(value, shardings[name], mesh, rank), joined)
+
+
+def compared_calls(
+    subjects: Mapping[str, Subject], calls: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]]
+) -> VerifyReport:
+    """`compare_calls`, with the programs moved to where the originals' tensors are."""
+    notes, moved = [], {}
+    for name, subject in subjects.items():
+        there = next((kind for kind in device_types(subject.reference.graph) if kind != "cpu"), "cpu")
+        programs = [expand_collectives(move_device(program, there)) for program in subject.programs]
+        for program in programs:
+            place_state(program, there)
+        moved[name] = replace(subject, programs=programs)
+        made_for = {kind for program in subject.programs for kind in device_types(program.graph)} - {there}
+        if made_for:
+            notes.append(f"run on {there}: the same graphs as those for {made_for.pop()}, with the device renamed")
+    report = compare_calls(moved, calls)
+    return replace(report, note=notes[0]) if notes else report

@@ -1,0 +1,234 @@
+"""What the user holds after `parallelize`: the program of every rank, its costs, its proof."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from tpcompiler.artifact.counts import counted_kinds
+from tpcompiler.artifact.manifest import manifest_of, shardings_of
+from tpcompiler.artifact.report import Collective, report_text
+from tpcompiler.artifact.summary import artifact_data, summary_parts
+from tpcompiler.artifact.writing import Files, writer_of
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.timeline import Times, predict_times
+from tpcompiler.errors import InternalError
+from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.program import RESHARD, Note, ReshardedProgram, mark_of, reshard, tied
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.judge.compare.compare import Call, VerifyReport, read_call
+from tpcompiler.judge.compare.judge import Layout
+from tpcompiler.judge.compare.subject import Subject
+from tpcompiler.judge.sound.check import check_artifact
+from tpcompiler.parallel.compared import compared_calls, layout_of, on_cpu
+from tpcompiler.parallel.partition import Partition
+from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.plan import Plan
+from tpcompiler.runtime.artifact import Manifest, write_artifact
+from tpcompiler.terminal.printed import format_bytes
+from tpcompiler.terminal.tables import Part, Report, Shown
+
+
+class ParallelProgram(Shown):
+    """The tensor-parallel programs of one exported program, made by `tpcompiler.parallelize`."""
+
+    def __init__(
+        self,
+        original: ExportedProgram,
+        partition: Partition,
+        plan: Plan,
+        asked: dict[str, Any],
+        advice: Callable[[str], str],
+        remarks: Callable[[ParallelProgram], Iterable[Note]],
+    ) -> None:
+        """`asked`: what the caller gave beside the plan, as `Manifest.asked`.
+
+        `advice` names the change of the plan that leaves out the gathers of a value, or nothing. `remarks` makes the
+        notes that take a search or the finished program.
+        """
+        self.original = original
+        self.partition = partition
+        self.plan = plan
+        self.asked = asked
+        self._advice = advice
+        self._remarks = remarks
+
+    def __repr__(self) -> str:
+        whole, per_rank = self.parameter_bytes()
+        sent = self.collectives()
+        return (
+            f"ParallelProgram(mesh {self.mesh} on {self.device_type}: {format_bytes(max(per_rank))} of "
+            f"{format_bytes(whole)} of weights on a rank; {counted_kinds(each.kind for each in sent)}, "
+            f"{format_bytes(sum(each.wire_bytes for each in sent))} sent per rank and call)"
+        )
+
+    @property
+    def resharded(self) -> ReshardedProgram:
+        """The one program for all ranks, every change of sharding a node of it."""
+        return self.partition.program
+
+    @property
+    def device_type(self) -> str:
+        return self.partition.device_type
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.resharded.mesh
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    def rank_program(self, rank: int) -> ExportedProgram:
+        """The ordinary exported program of one rank, with that rank's share of the weights.
+
+        The program runs on `device_type`; the weights are where the original's are (`save` writes them from the CPU,
+        `tpcompiler.load` puts them on the rank's own device).
+
+        Raises:
+            MeshError: `rank` is outside the world.
+        """
+        return self.partition.rank_program(rank)
+
+    def collectives(self) -> list[Collective]:
+        """Every collective that a rank's program calls, in order, read off the program of rank 0."""
+        return self.partition.collectives()
+
+    def parameter_bytes(self) -> tuple[int, list[int]]:
+        """(bytes of all leaves on one device, bytes of the leaves of each rank); a tied tensor counts once."""
+        first_of = tied(self.resharded)
+        whole, per_rank = 0, [0] * self.world_size
+        for node, fqn in self.resharded.leaves():
+            if first_of[node.name] == node.name:
+                value = self.resharded.state(fqn)
+                whole += value.numel() * value.element_size()
+                for rank in range(self.world_size):
+                    shape = mark_of(node).shardings[0].local_shape(value.shape, self.mesh, self.mesh.coordinate(rank))
+                    per_rank[rank] += torch.Size(shape).numel() * value.element_size()
+        return whole, per_rank
+
+    def advice(self) -> dict[str, str]:
+        """Search for the change of the plan that leaves out each fallback, by the name of its reshard."""
+        return {
+            node.meta[RESHARD].name: self._advice(edit.operands(node)[0].name)
+            for node in edit.calls(self.resharded.graph)
+            if node.target is reshard and node.meta[RESHARD].why == "fallback"
+        }
+
+    def report(self) -> Report:
+        """Parameters and bytes per rank, collectives, fallbacks with their bytes, what no rule touches: as text."""
+        text = report_text(self.mesh, *self.parameter_bytes(), self.collectives(), self.notes, self.advice())
+        return Report(text)
+
+    def parts(self) -> Iterator[Part]:
+        """What a notebook shows: the same as `tpcompiler convert` prints."""
+        return summary_parts(artifact_data(self.manifest()))
+
+    @cached_property
+    def notes(self) -> tuple[Note, ...]:
+        """What the compiler declined, could not use, or did otherwise than by default."""
+        notes = (*self._remarks(self), *self.resharded.notes)
+        if self.partition.fitted == "nccl":
+            return notes
+        return (*notes, Note("collectives", self.partition.fitted_text()))
+
+    def predict(self, machine: Machine) -> Times:
+        """Predict how long a call of rank 0, which does most, takes on a machine, with the sizes of the example."""
+        sent = {
+            each.node: machine.collective_seconds(each.kind, each.axis.split("."), each.wire_bytes, self.mesh)
+            for each in self.collectives()
+        }
+        return predict_times(self.partition.local_program(0).graph, sent, machine, self.mesh)
+
+    def manifest(self) -> Manifest:
+        """The plain-data description that `save` writes (without the files' hashes)."""
+        return manifest_of(self)
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        force: bool = False,
+        keep_output_types: bool = False,
+        layout: Files | None = None,
+    ) -> None:
+        """Write an artifact, all or nothing: `manifest.json` and one `rank_N.pt2` per rank, which torch alone can load.
+
+        With `layout="shared"` the program is written once, for all ranks that run the same graph, and the weights of
+        every rank as `rank_N.safetensors`, which `tpcompiler.load` maps into memory. So is a model that was exported
+        without weights, whose weights are cut from a checkpoint afterwards (`tpcompiler.cut_checkpoint`).
+
+        An output class that is not plain Python (HF's ModelOutput) is written as a dict and named in the manifest, so
+        that the files need torch alone; `keep_output_types` keeps it.
+
+        Raises:
+            ArtifactError: the directory exists (without `force`), or cannot be written.
+            UnsupportedError: an output is text, or a dict's key a tuple, which torch's file format does not keep; or a
+                weight is of a dtype that safetensors lacks.
+            ProgramError: the program was exported without weights.
+            InternalError: the written programs, read back and checked, are not sound.
+        """
+        writer = writer_of(self, keep_output_types=keep_output_types, layout=layout)
+        write_artifact(directory, *writer, force=force, inspect=self.inspect)
+
+    def inspect(self, directory: Path) -> None:
+        """Check what was written, as files (`tpcompiler.check`).
+
+        Raises:
+            InternalError: it is not sound.
+        """
+        report = check_artifact(directory, original=self.original, prepare=on_cpu, canonical=canonicalize, trust=True)
+        if not report.ok:
+            raise InternalError(
+                f"the written programs are not sound: {report.findings[0]}", help="report this with the model and plan"
+            )
+
+    def verify(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        then: Sequence[Call] = (),
+    ) -> VerifyReport:
+        """Run all ranks in lock step in this process and compare them with the single-device program.
+
+        They run where the original's tensors are. Programs for another kind of device are renamed back for it
+        (`passes/move_device.py`), which the report says.
+
+        Args:
+            args: global inputs, as the original program takes them.
+            kwargs: those by name.
+            then: args, or (args, kwargs), of further calls, each on the buffers (a cache, statistics) that those before
+                wrote.
+
+        Raises:
+            InputsError: arguments that the program does not take.
+        """
+        return compared_calls({"": self.subject()}, [("", args, kwargs or {}), *(("", *read_call(c)) for c in then)])
+
+    def subject(self) -> Subject:
+        """The programs of all ranks beside the single device's, to be compared."""
+        return Subject(
+            self.original,
+            [self.rank_program(rank) for rank in range(self.world_size)],
+            self.layout(),
+            [node.name for node in self.resharded.user_inputs()],
+            self.resharded.output_names(),
+            self.resharded.source,
+            indices=self.manifest().inputs,
+        )
+
+    def layout(self) -> Layout:
+        """How tensors at the boundary, by name, and values with a claim (`=text`) are cut and joined."""
+        return layout_of(self.manifest_shardings(), self.mesh)
+
+    def manifest_shardings(self) -> dict[str, Sharding]:
+        """Sharding by name, of inputs, outputs and leaves."""
+        return shardings_of(self.resharded)

@@ -1,0 +1,109 @@
+"""The program for all ranks, lowered and cut for each of them when it is asked for."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from os.path import basename
+from typing import Any
+
+from torch import fx
+from torch.export import ExportedProgram
+
+from tpcompiler.artifact.report import Collective, collectives_of, traffic
+from tpcompiler.cost.collective import Collectives
+from tpcompiler.cost.machine import Machine
+from tpcompiler.ir.collector import collector_rests
+from tpcompiler.ir.local import no_new_guards
+from tpcompiler.ir.program import LocalProgram, ReshardedProgram, ShardedProgram
+from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
+from tpcompiler.ir.symm_mem import fitted_text
+from tpcompiler.passes._alike import ranks_alike
+from tpcompiler.passes.build_rank_program import Built, build_rank_program
+from tpcompiler.passes.fit_collectives import Fit, fit_collectives
+from tpcompiler.passes.localize_shapes import localize_shapes
+from tpcompiler.passes.lower_reshards import lower_reshards
+from tpcompiler.passes.move_device import move_device
+from tpcompiler.passes.shard_state import Hollow, shard_state
+from tpcompiler.terminal.printed import format_bytes
+
+
+class Partition:
+    """The programs of all ranks: what is the same for several is made once."""
+
+    def __init__(self, program: ReshardedProgram, device_type: str, fitted: Collectives, machine: Machine) -> None:
+        """`machine`: by which `fitted` "auto" takes what is faster."""
+        self.program = program
+        self.machine = machine
+        self.device_type = device_type
+        self.fitted = fitted
+        self._traces: dict[Any, Any] = {}
+        self._results: dict[Any, Any] = {}
+        self._built: Built = {}
+        self._hollow: Hollow = {}
+        self._local: dict[tuple[int, ...], LocalProgram] = {}
+
+    @cached_property
+    def classes(self) -> list[tuple[int, ...]]:
+        """The ranks that run one graph, which are those of equal local shapes: all of them, where all cuts are even."""
+        return ranks_alike(self.program)
+
+    @collector_rests()
+    def local_program(self, rank: int) -> LocalProgram:
+        """The program of a rank and all that are like it, its weights not cut yet."""
+        self.program.mesh.coordinate(rank)
+        ranks = next(ranks for ranks in self.classes if rank in ranks)
+        if ranks not in self._local:
+            with no_new_guards(self.program.graph):
+                lowered = lower_reshards(self.program, ranks, self._traces)
+                self._local[ranks] = localize_shapes(lowered, self._results)
+        return self._local[ranks]
+
+    @cached_property
+    def rank_numbers(self) -> dict[str, list[list[int]]]:
+        """What every rank reads of itself: rows of one length, which has the class that reads most."""
+        own = [numbers_of_rank(self.local_program(rank), rank) for rank in range(self.program.mesh.world_size)]
+        width = max(map(len, own))
+        return {name_rank_numbers(self.program): [row + [0] * (width - len(row)) for row in own]} if width else {}
+
+    def share(self, rank: int) -> ShardedProgram:
+        """The program of a rank with its share of the weights, before it is built."""
+        numbers = {name: rows[rank] for name, rows in self.rank_numbers.items()}
+        return shard_state(self.local_program(rank), rank, numbers, self._hollow)
+
+    @collector_rests()
+    def rank_program(self, rank: int) -> ExportedProgram:
+        """The ordinary exported program of one rank."""
+        return build_rank_program(self.share(rank), self._built, self._finished)
+
+    def _finished(self, built: ExportedProgram) -> ExportedProgram:
+        if self.fitted != "nccl":
+            sizes = {name: len(ranks[0]) for name, ranks in self.groups().items()}
+            built = fit_collectives(built, Fit(sizes, self._is_wanted))
+        return move_device(built, self.device_type)
+
+    def _is_wanted(self, collective: fx.Node) -> bool:
+        """True if a collective is to be over symmetric memory, where that can do it."""
+        sent = traffic(collective, self.program.mesh)
+        asked = sent["kind"], sent["axis"].split("."), sent["payload_bytes"], self.program.mesh
+        return self.fitted == "symm_mem" or self.machine.prefers_symm_mem(*asked)
+
+    def fitted_text(self) -> str:
+        """Return how many collectives are over symmetric memory, and up to which size the machine is faster so."""
+        text = fitted_text(self.rank_program(0).graph)
+        if self.fitted != "auto":
+            return text
+        said = []
+        for kind, axis in dict.fromkeys((each.kind, each.axis) for each in self.collectives()):
+            most = self.machine.most_by_symm_mem(kind, axis.split("."), self.program.mesh)
+            said.append(f"{f'up to {format_bytes(most)}' if most else 'never'} for {kind} over {axis}")
+        return f"{text}; faster so on {basename(self.machine.name)}: {', '.join(said) or 'nothing'}"
+
+    def collectives(self) -> list[Collective]:
+        """Every collective that a rank's program calls, in order, read off the program of rank 0."""
+        return collectives_of(self.local_program(0))
+
+    def groups(self) -> dict[str, list[list[int]]]:
+        """The ranks of every group by its name: those over single axes, and those over several that are used."""
+        mesh = self.program.mesh
+        used = [(axis,) for axis in mesh.names] + [tuple(c.axis.split(".")) for c in self.collectives()]
+        return {mesh.group_name(axes): [list(ranks) for ranks in mesh.groups(axes)] for axes in used}

@@ -1,0 +1,124 @@
+"""What of a text may reach a terminal: files choose their own names, and a terminal obeys control characters."""
+
+from __future__ import annotations
+
+import decimal
+import difflib
+import io
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, TextIO
+
+from tpcompiler.errors import printable
+
+UNITS = ("B", "kB", "MB", "GB", "TB")
+DIGITS = 3
+
+
+def format_bytes(count: int, digits: int = DIGITS) -> str:
+    """Write an amount of memory in decimal units, rounded to so many digits: `384 B`, `1.15 kB`.
+
+    The page has the same function (`views/page/graph.js`).
+    """
+    context = decimal.Context(prec=digits, rounding=decimal.ROUND_HALF_UP)
+    for power, unit in enumerate(UNITS):
+        amount = context.create_decimal_from_float(count / 1000**power)
+        if abs(amount) < 1000 or unit == UNITS[-1]:
+            break
+    return f"{amount.normalize():f} {unit}"
+
+
+def format_unequal_bytes(*counts: int) -> list[str]:
+    """Write amounts that are to be compared, with enough digits to tell unequal ones apart."""
+    written = ([format_bytes(count, digits) for count in counts] for digits in range(DIGITS, 20))
+    return next(texts for texts in written if len(set(texts)) == len(set(counts)))
+
+
+def mute_logs() -> None:
+    """Keep what libraries log below errors off the terminal, in this process.
+
+    torch adds its handlers when it is imported, which is later: so their class is changed.
+    """
+    emit = logging.StreamHandler.emit
+
+    def emit_errors(self: logging.StreamHandler[Any], record: logging.LogRecord) -> None:
+        if record.levelno >= logging.ERROR or isinstance(self, logging.FileHandler):
+            emit(self, record)
+
+    logging.StreamHandler.emit = emit_errors  # type: ignore[assignment]
+
+
+def nearest_names(name: str, known: Sequence[str]) -> str:
+    """Up to three of the names that there are, for one that is not."""
+    return ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3])
+
+
+class Printed(io.TextIOBase):
+    """A text stream that lets through what is printable, in its encoding."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        encoding = self.encoding
+        with self._going_on():
+            self._stream.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding or "utf-8"
+
+    @property
+    def errors(self) -> str:  # type: ignore[override]
+        return self._stream.errors or "strict"
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def flush(self) -> None:
+        if not self._stream.closed:  # by then, when this is cleared away
+            with self._going_on():
+                self._stream.flush()
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Where nobody reads any more, what is left is printed to nowhere, and the command ends as it would."""
+        try:
+            yield
+        except BrokenPipeError:
+            print_nowhere(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def print_nowhere(stream: TextIO) -> None:
+    """Let what a stream still holds, and is given, disappear."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+@contextmanager
+def printed_streams(out: TextIO | None, error: TextIO | None) -> Iterator[None]:
+    """Filter everything that the block prints; a stream that is closed takes nothing.
+
+    Raises:
+        OSError: standard output cannot be written.
+    """
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        shown = Printed(out or nowhere)
+        with redirect_stdout(shown), redirect_stderr(Printed(error or nowhere)):
+            try:
+                yield
+            finally:
+                shown.flush()
