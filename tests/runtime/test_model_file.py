@@ -218,7 +218,7 @@ print(spec.type.__name__, "transformers" in sys.modules, "tpcompiler" in sys.mod
 @pytest.mark.parametrize("longest", [expressions.LONGEST, 10])
 def test_saving_says_what_is_only_read_on_trust(longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expressions, "LONGEST", longest)
-    expressions.lines_to_read.cache_clear()
+    expressions.count_terms.cache_clear()
     rows = {"x": {0: torch.export.Dim.DYNAMIC}, "shift": None}
     program = tpcompiler.parallelize(
         torch.export.export(Mlp(), tuple(mlp_inputs().values()), dynamic_shapes=rows), 2, PLAN
@@ -232,7 +232,7 @@ def test_saving_says_what_is_only_read_on_trust(longest: int, tmp_path: Path, mo
         assert warning.startswith("these files are only read with trust=True: its entry models/")
         with pytest.raises(tpcompiler.TpCompilerError, match="is no plain expression"):
             read_model(tmp_path / "out" / "rank_0.pt2")
-        expressions.lines_to_read.cache_clear()
+        expressions.count_terms.cache_clear()
     else:
         assert not ours
         read_model(tmp_path / "out" / "rank_0.pt2")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import cProfile
 import enum
 import json
 import sys
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tpcompiler.runtime import expressions
 from tpcompiler.runtime.program_text import Unsafe, check_keys, check_program
 
 TAKEN = {
@@ -242,46 +238,3 @@ def test_keys_of_inputs() -> None:
     for value in ({"it's": 1}, [{"a": ({"a\nb": 1},)}], {("a",): 1}):
         with pytest.raises(Unsafe):
             check_keys(value)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_what_is_dropped_while_a_generator_is_cleared_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python ignores what is raised there, and counts no more: reading has to end all the same."""
-    cleared = []
-
-    def generator() -> Iterator[int]:
-        try:
-            yield 1
-        finally:
-            cleared.append(True)
-            for _ in range(100):  # the limit is reached here
-                pass
-
-    def endless(text: str) -> None:
-        started = generator()
-        next(started)
-        del started
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            pass
-        raise AssertionError("nothing ended it")
-
-    monkeypatch.setattr(expressions, "read_size", endless)
-    monkeypatch.setattr(expressions, "LINES", 60)
-    began = time.monotonic()
-    assert expressions.lines_to_read("s0 + 76543") is None
-    assert time.monotonic() - began < 10
-    assert cleared
-
-
-def test_a_profiler_goes_on() -> None:
-    def what_follows() -> None: ...
-
-    profiler = cProfile.Profile()
-    profiler.enable()
-    try:
-        assert expressions.lines_to_read("s0 + 4711")
-        what_follows()
-    finally:
-        profiler.disable()
-    assert what_follows.__code__ in {each.code for each in profiler.getstats()}

@@ -7,27 +7,21 @@ every part of them is one that torch writes.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import math
 import re
-import sys
-import threading
-import time
-import types
 import warnings
 from collections.abc import Callable
 
 import torch
-
-from tpcompiler._torch import read_size
 
 LONGEST = 20_000  # characters
 PARTS = 4_000
 BITS = 4_096  # of the largest number that evaluating it can make
 SIZE_BITS = 64  # of a size that is not known yet
 FLOAT_BITS = 128  # of a float's whole part, where it has no large exponent
-LINES = 5_000_000  # of Python that sympy may run for a size: about a second, and a few while they are counted
-SECONDS = 6
+TERMS = 10_000  # of a size when it is multiplied out; those of real models have fewer than ten
 LARGEST_EXPONENT = 64  # of a power, and the places of a shift
 
 SYMPY = re.compile(
@@ -39,6 +33,7 @@ SYMPY = re.compile(
 )
 SYMPY_POWERS = ("Pow", "PowByNatural", "FloatPow", "LShift")
 SYMPY_BOUNDED = ("PowByNatural", "FloatPow")  # torch makes infinity of what would be large
+PLAIN = ("Add", "Sub", "USub", "Symbol", "Integer", "Float", "Rational", "ToFloat")  # no functions
 SYMPY_LEAVES = re.compile(r"oo|pi|E|true|false|int_oo|[a-z]+\d+")
 SYMPY_TEXTS = {"Symbol": r"[A-Za-z_]\w*", "Float": r"[-+]?[\d.]+(e[-+]?\d{1,3})?|-?inf|nan"}
 SYMPY_KEYWORDS = re.compile("precision|integer|real|finite|(non)?(zero|positive|negative)|even|odd")
@@ -56,65 +51,46 @@ class Strange(Exception):
     """A part that is not among those that torch writes."""
 
 
-class _Endless(BaseException):
-    """No `Exception`, which sympy catches here and there."""
-
-
 Leaf = Callable[[ast.expr], int]  # bits of what is neither a number nor an operator; raises Strange
 
 
-def is_size(text: str) -> bool:
-    """Whether sympy makes nothing but arithmetic of symbols and numbers of it, and not for long."""
-    return lines_to_read(text) is not None
-
-
 @functools.lru_cache(maxsize=4096)
-def lines_to_read(text: str) -> int | None:
-    """How many lines of Python torch runs each time that it reads a size; None if it is none.
+def count_terms(text: str) -> float | None:
+    """Bound the work that sympy has with a size by the number of terms that it has when it is multiplied out.
 
-    What sympy does to prove that something grows, or to find a common divisor, can take any time, and no bound on the
-    form of an expression tells which will. So it is read, for so many lines, which are the same on every machine. The
-    clock is for lines that work on numbers of a million digits.
+    Returns:
+        None if sympy would make something else than arithmetic of symbols and numbers of it, or too many terms.
     """
     # sympy takes 1e9999 for a whole number, which Python does not; nobody writes 1_000.
     if re.search(r"[^\w ,.='+*/%<>!&|~()-]|[\d.]e[-+]?\d{3}|\d_", text, re.I) or not _is_small(text, _size_leaf):
         return None
-    left = LINES
+    with contextlib.suppress(OverflowError):
+        if (terms := _terms(ast.parse(text.strip(), mode="eval").body)) <= TERMS:
+            return terms
+    return None
 
-    def read() -> None:
-        nonlocal left
-        end, here = time.thread_time() + SECONDS, sys._getframe()
 
-        def count(*_: object) -> object:
-            nonlocal left
-            left -= 1
-            if left < 0 or (left % 64 == 0 and time.thread_time() > end):
-                left = -1
-                raise _Endless
-            return count
+def _terms(node: ast.expr) -> float:
+    """Count the terms of an expanded expression; a function of it counts double, for sympy proves its bounds."""
+    if isinstance(node, ast.Call):
+        kind, parts = node.func.id if isinstance(node.func, ast.Name) else "", node.args
+    else:
+        kind = type(node.op).__name__ if isinstance(node, (ast.BinOp, ast.UnaryOp)) else ""
+        parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+    terms = list(map(_terms, parts))
+    if kind in ("Pow", "FloatPow"):
+        return float(max(2.0, terms[0]) ** _degree(parts[1]))
+    if kind in ("Mul", "Mult"):
+        return math.prod(terms)
+    if not parts or kind in PLAIN:
+        return max(1.0, sum(terms))
+    return 2 * sum(terms) if len(parts) < 3 else sum(terms) ** 2  # which are compared in pairs
 
-        def count_again(frame: types.FrameType | None, *_: object) -> None:
-            """Python counts no more once this has raised, and drops what is raised while it clears a generator away."""
-            if left < 0 and sys.gettrace() is None:
-                sys.settrace(count)  # type: ignore[arg-type]
-                while frame is not None and frame is not here:
-                    frame.f_trace, frame = count, frame.f_back
 
-        sys.setprofile(count_again)
-        sys.settrace(count)  # type: ignore[arg-type]
-        try:
-            read_size(text)
-        except (_Endless, Exception):  # it takes too long; or torch cannot read it either
-            left = -1
-        finally:
-            sys.setprofile(None)
-            sys.settrace(None)
-
-    # In a thread of its own, which has no profiler and no debugger: Python could not give them back.
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    thread.join()
-    return LINES - left if left >= 0 else None
+def _degree(exponent: ast.expr) -> float:
+    """Return a number that is written out; of a fraction the product of both its parts, as a root is a power too."""
+    parts = exponent.args if isinstance(exponent, ast.Call) and len(exponent.args) > 1 else [exponent]
+    return min(math.prod(abs(_number(part)) for part in parts), LARGEST_EXPONENT)
 
 
 @functools.lru_cache(maxsize=4096)
