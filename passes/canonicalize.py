@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tpcompiler._torch import FakeTensor, OpOverload, aten, decomposed, decomposing
-from tpcompiler.errors import ProgramError
+from tpcompiler.errors import ProgramError, reason
 from tpcompiler.frontend.decompose import NotSimple, decompose_calls
 from tpcompiler.frontend.draws_in_place import AS_DRAWN, refuse_dynamic_gaps
 from tpcompiler.frontend.refused import refuse_calls, refuse_values
@@ -51,7 +51,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
     try:
         source = _decomposed(exported_program)
     except Exception as error:
-        said = str(error).strip().splitlines()[0]
+        said = reason(error)
         help = "check that it runs: exported_program.run_decompositions() fails in the same way"
         if re.search(NO_BUFFER, said):
             help = (

@@ -24,6 +24,12 @@ def one_line(text: str) -> str:
     return printable(text, frozenset())
 
 
+def reason(error: BaseException) -> str:
+    """Return the first line of an exception's message, without the number and the file of an OSError; or its class."""
+    message = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return str(message).splitlines()[0].partition(" This is an internal miniz error.")[0]  # which torch adds to all
+
+
 @contextmanager
 def naming_options() -> Iterator[None]:
     """Let the errors that are made in the block name options of the command line, not arguments of Python functions."""

@@ -14,7 +14,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree
 
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, reason
 
 
 def record_reader(file: IO[bytes] | io.RawIOBase) -> Any:
@@ -153,7 +153,7 @@ def read_archive_state(path: Path, file: IO[bytes] | io.RawIOBase | None = None)
                     raise ValueError(f"{both[0]!r} is in the state and in the constants")
                 found.update(made)
     except Exception as error:  # torch raises what the layer that fails happens to raise
-        line = (str(error).strip() or type(error).__name__).splitlines()[0].partition(" This is an internal")[0]
+        line = reason(error)
         raise ArtifactError(
             f"the tensors of {path} cannot be read: {line}", help="copy the artifact again, or convert the model again"
         ) from error

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tpcompiler.api import parallelize
-from tpcompiler.errors import ArtifactError, TpCompilerError
+from tpcompiler.errors import ArtifactError, TpCompilerError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_spec
@@ -29,7 +29,7 @@ from tpcompiler.parallel.parallel_program import ParallelProgram
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import flatten_inputs
-from tpcompiler.runtime.target import reason, refuse_strange_name, replacing
+from tpcompiler.runtime.target import refuse_strange_name, replacing
 
 MOST_STEPS = 12  # ops before the first wrong one that a piece may reach back
 UNUSABLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, TpCompilerError)  # of a piece by itself

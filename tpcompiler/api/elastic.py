@@ -18,7 +18,7 @@ from tpcompiler.checkpoint.cut import TELL, Progress, cut_checkpoint
 from tpcompiler.checkpoint.fill import fill_weights
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.cost.machine_file import machine_of
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, reason
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import same_bits
 from tpcompiler.judge.sound.check import read_proved_model
@@ -28,7 +28,7 @@ from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.pipeline import asked_boundary, finished_together
 from tpcompiler.plan import Plan, join_plans
 from tpcompiler.runtime.artifact import MODEL, Manifest, programs_in, read_manifest
-from tpcompiler.runtime.target import free_target, in_place_of, reason, refuse_full_disk, replacing
+from tpcompiler.runtime.target import free_target, in_place_of, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import Entry, lay_out, write_weights
 from tpcompiler.solver.place import Aim

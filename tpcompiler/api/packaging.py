@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import aten, fake_group, group_is_registered, sym_hint, tree_flatten, with_graph
 from tpcompiler.api.verify_files import verify_package
-from tpcompiler.errors import ArtifactError, UnsupportedError
+from tpcompiler.errors import ArtifactError, UnsupportedError, reason
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.runtime.artifact import (
     Manifest,
@@ -33,7 +33,7 @@ from tpcompiler.runtime.package import Package, called_file, drop_package, find_
 from tpcompiler.runtime.place import leave_out
 from tpcompiler.runtime.rank_file import load_rank, open_rank, taken_by
 from tpcompiler.runtime.scratch import scratch_folder
-from tpcompiler.runtime.target import COMPILED, RUNNER, reason
+from tpcompiler.runtime.target import COMPILED, RUNNER
 from tpcompiler.runtime.weightless import save_marked, weightless_names
 from tpcompiler.terminal.progress import counted, measured
 

@@ -18,7 +18,7 @@ from tpcompiler.checkpoint.conversion import Recipe
 from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of, wanted_leaves
 from tpcompiler.checkpoint.ranks import Source, open_source
 from tpcompiler.checkpoint.sources import find_sources
-from tpcompiler.errors import ArtifactError, option
+from tpcompiler.errors import ArtifactError, option, reason
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut
 from tpcompiler.runtime.artifact import (
@@ -31,7 +31,7 @@ from tpcompiler.runtime.artifact import (
     weights_file,
 )
 from tpcompiler.runtime.rank_file import taken_by, with_tied
-from tpcompiler.runtime.target import CUT, reason, refuse_full_disk, replacing
+from tpcompiler.runtime.target import CUT, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import OtherContent, Writing, laid_out, read_all
 from tpcompiler.terminal.progress import telling

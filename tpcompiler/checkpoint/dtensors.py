@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of
 from tpcompiler.checkpoint.ranks import RankShares
-from tpcompiler.errors import ArtifactError, MeshError, TpCompilerWarning
+from tpcompiler.errors import ArtifactError, MeshError, TpCompilerWarning, reason
 from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut
 from tpcompiler.runtime.artifact import Manifest, read_manifest, say_files, weights_file
-from tpcompiler.runtime.target import reason, refuse_full_disk
+from tpcompiler.runtime.target import refuse_full_disk
 from tpcompiler.runtime.weights import write_weights
 
 SHOWN = 3

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, reason
 from tpcompiler.runtime.hub import download_help
 from tpcompiler.runtime.opened import Opened, read_text
-from tpcompiler.runtime.target import reason
 from tpcompiler.runtime.weights import NAMES
 
 INDEX = "model.safetensors.index.json"

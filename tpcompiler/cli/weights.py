@@ -11,7 +11,7 @@ import typer
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.memory import return_freed_tensors
 from tpcompiler.cli.options import Artifact, Json, MeshOption, Tp, Trust, app, read_mesh
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, reason
 
 Checkpoint = Annotated[
     Path, typer.Option("--checkpoint", metavar="DIR", help="The model's *.safetensors files, as Hugging Face has them.")
@@ -58,7 +58,7 @@ def export(
     with progress(f"exporting {source}", quiet=json):
         from tpcompiler.cli import printing
         from tpcompiler.frontend.exporting import export_prefill_and_decode, export_without_weights
-        from tpcompiler.runtime.target import in_place_of, reason, replacing
+        from tpcompiler.runtime.target import in_place_of, replacing
         from tpcompiler.runtime.weightless import save_weightless, weightless_names
 
         if prefill_decode:

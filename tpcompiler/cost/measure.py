@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tpcompiler._torch import aten, c10d_functional
 from tpcompiler.cost.collective import KINDS, wire_bytes
-from tpcompiler.runtime.target import reason
+from tpcompiler.errors import reason
 
 ROUNDS = 7  # of each measurement, of which the median counts
 LONGEST = timedelta(minutes=1)  # of one collective

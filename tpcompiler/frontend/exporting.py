@@ -21,14 +21,13 @@ from safetensors import SafetensorError, safe_open
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import quiet_torch, tree_map
-from tpcompiler.errors import ArtifactError, ProgramError
+from tpcompiler.errors import ArtifactError, ProgramError, reason
 from tpcompiler.frontend.dynamic_sizes import Sizes
 from tpcompiler.frontend.example_inputs import Example, build_example, configs_of, takes_only
 from tpcompiler.frontend.prefill_decode import build_steps
 from tpcompiler.runtime.hub import download_help
 from tpcompiler.runtime.model_file import import_modules
 from tpcompiler.runtime.opened import read_text
-from tpcompiler.runtime.target import reason
 from tpcompiler.runtime.weightless import weightless
 
 MOST_TOKENS, MOST_SAMPLES = 8192, 1 << 20
@@ -295,4 +294,4 @@ def _stored_names(directory: Path) -> set[str]:
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"
+    return f"{type(error).__name__}: {reason(error)}"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tpcompiler._torch import default_store
-from tpcompiler.errors import LaunchError, TpCompilerError
+from tpcompiler.errors import LaunchError, TpCompilerError, reason
 from tpcompiler.runtime.artifact import VERSION, Manifest
 from tpcompiler.runtime.manifest_form import is_whole
 
@@ -131,7 +131,7 @@ def named_failures(groups: Mapping[str, Sequence[Sequence[int]]]) -> Iterator[No
     try:
         yield
     except RuntimeError as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        line = reason(error)
         unsaid = "API call failed" in line  # what a package says before torch 2.13, whatever has failed in it
         if not unsaid and not any(w in line.lower() for w in ("gloo", "nccl", "connection", "timed out", "timeout")):
             raise

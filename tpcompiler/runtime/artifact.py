@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpcompiler.errors import ArtifactError, option
+from tpcompiler.errors import ArtifactError, option, reason
 from tpcompiler.runtime.manifest_form import malformed, malformed_set
 from tpcompiler.runtime.opened import Opened, read_text
-from tpcompiler.runtime.target import CUT, MANIFEST, PARTS, SET, free_target, in_place_of, reason, replacing
+from tpcompiler.runtime.target import CUT, MANIFEST, PARTS, SET, free_target, in_place_of, replacing
 from tpcompiler.terminal.progress import counted
 
 VERSION = "0.1.0"

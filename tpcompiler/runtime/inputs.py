@@ -18,9 +18,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 
 from tpcompiler._torch import TreeSpec, aten, tree_flatten, tree_unflatten
-from tpcompiler.errors import ArtifactError, InputsError
+from tpcompiler.errors import ArtifactError, InputsError, reason
 from tpcompiler.runtime.opened import Opened
-from tpcompiler.runtime.target import reason, refuse_full_disk, replacing
+from tpcompiler.runtime.target import refuse_full_disk, replacing
 
 LARGEST_HEADER = 10_000_000  # bytes: every tensor in it is made before it is looked at
 
@@ -146,7 +146,7 @@ def _in_order(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str
         flat: list[Any] = spec.flatten_up_to((tuple(args), dict(kwargs)))  # by key, whatever the order in a dict
     except ValueError as error:
         raise InputsError(
-            f"the arguments have another structure than the program takes: {str(error).splitlines()[0]}",
+            f"the arguments have another structure than the program takes: {reason(error)}",
             help="pass what it was exported with",
         ) from error
     return flat

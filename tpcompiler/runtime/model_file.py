@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from tpcompiler._torch import FakeTensor, is_registered_class, quick_files, quiet_torch, tree_flatten
-from tpcompiler.errors import ArtifactError, option
+from tpcompiler.errors import ArtifactError, option, reason
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
 from tpcompiler.runtime.hub import download_help
 from tpcompiler.runtime.inputs import keywords_of
@@ -52,7 +52,7 @@ def import_modules(names: Sequence[str]) -> None:
                 importlib.import_module(name)
         except (Exception, SystemExit) as error:  # whatever the module's own code raises
             raise ArtifactError(
-                f"cannot import {name}: {type(error).__name__}: {_first_line(error)}",
+                f"cannot import {name}: {type(error).__name__}: {reason(error)}",
                 help="give the dotted name of a module that python can import here",
             ) from error
 
@@ -332,7 +332,7 @@ def _load_error(file: Path, cause: BaseException) -> ArtifactError:
             + option("--device cuda", 'device_type="cuda"'),
         )
     return ArtifactError(
-        f"{file} cannot be read by torch {torch.__version__}: {_first_line(cause)}",
+        f"{file} cannot be read by torch {torch.__version__}: {reason(cause)}",
         help="copy the file again, or export the model again with this version of torch",
     )
 
@@ -341,9 +341,3 @@ def _innermost(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of a message, without the advice that torch adds to every unreadable archive."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return line.partition(" This is an internal miniz error.")[0]

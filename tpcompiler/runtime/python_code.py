@@ -24,6 +24,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from tpcompiler._torch import LEAF_KINDS, NAMED_BY_TORCH, WRAPPERS, WRITTEN_KINDS, OpOverload, aten, tree_unflatten
+from tpcompiler.errors import reason
 
 WRITE = "give what is named so another name in the model, or write the constant in another way, and export again"
 GUARDS = "_guards_fn"  # the attribute in which torch puts a module of its own
@@ -77,7 +78,7 @@ def find_difference(program: ExportedProgram) -> str:
     try:
         module = program.module()
     except Exception as error:  # whatever Python's compiler or torch raises at such names
-        return f"torch cannot make a module of it: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+        return f"torch cannot make a module of it: {reason(error)}"
     try:
         _read_state(program, module)
         for part in module.modules():

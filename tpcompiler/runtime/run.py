@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tpcompiler._torch import tree_flatten
-from tpcompiler.errors import InputsError
+from tpcompiler.errors import InputsError, reason
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.inputs import arrange_inputs, read_tensors
 
@@ -41,7 +41,7 @@ def call_on(module: Any, given: Mapping[str, torch.Tensor], where: str) -> Any:
         with torch.no_grad():
             return module(*args, **kwargs)
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:  # of a guard, or of an op
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        line = reason(error)
         raise InputsError(f"{where}: the program does not run: {line}", help="check the sizes and values") from error
 
 

@@ -13,13 +13,13 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, reason
 from tpcompiler.runtime.artifact import Manifest, open_known
 from tpcompiler.runtime.inputs import check_tensor
 from tpcompiler.runtime.model_file import looked_into
 from tpcompiler.runtime.package import AGAIN, Package, called_file
 from tpcompiler.runtime.rank_file import Weights, fill_rank, load_rank, read_rank
-from tpcompiler.runtime.target import COMPILED, RUNNER, reason
+from tpcompiler.runtime.target import COMPILED, RUNNER
 
 _loaded: list[Path] = []
 

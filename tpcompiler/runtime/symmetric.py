@@ -6,7 +6,7 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import map_symmetric
-from tpcompiler.errors import LaunchError, option
+from tpcompiler.errors import LaunchError, option, reason
 from tpcompiler.runtime.artifact import Manifest
 
 
@@ -23,7 +23,7 @@ def map_buffers(program: ExportedProgram, manifest: Manifest, device: torch.devi
         try:
             program.constants[name] = map_symmetric(value.shape, value.dtype, device, group)
         except RuntimeError as error:
-            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            line = reason(error)
             raise LaunchError(
                 f"the GPUs of the group {group!r} cannot map each other's memory: {line}",
                 help="run its ranks on one machine whose GPUs are linked (NVLink), or convert with "

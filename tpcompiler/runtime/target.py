@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tpcompiler.errors import ArtifactError, option
+from tpcompiler.errors import ArtifactError, option, reason
 from tpcompiler.runtime.opened import read_text
 from tpcompiler.runtime.scratch import scratch_folder
 
@@ -146,11 +146,6 @@ def refuse_full_disk(file: Path, size: int) -> None:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(file))
     if shutil.disk_usage(file.parent).free < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(file))
-
-
-def reason(error: Exception) -> str:
-    """Without the number and the name of a file that is temporary, or named already."""
-    return ((getattr(error, "strerror", None) or str(error)) or type(error).__name__).splitlines()[0]
 
 
 def _is_replaceable(file: Path) -> bool:

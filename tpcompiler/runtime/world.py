@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tpcompiler._torch import group_is_registered, register_group, resolve_group
-from tpcompiler.errors import LaunchError, TpCompilerWarning, option
+from tpcompiler.errors import LaunchError, TpCompilerWarning, option, reason
 from tpcompiler.runtime.agree import RESTART
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.leave import destroy_at_exit, release_default_group
@@ -111,7 +111,7 @@ def _join(manifest: Manifest, timeout: timedelta, backend: str | None) -> None:
             dist.init_process_group(backend, timeout=timeout)
         except dist.DistError as error:
             raise LaunchError(
-                f"not all of {manifest.world_size} ranks came within {timeout.total_seconds():g} s: {_line(error)}",
+                f"not all of {manifest.world_size} ranks came within {timeout.total_seconds():g} s: {reason(error)}",
                 help=RESTART,
             ) from error
         assert dist.group.WORLD is not None
@@ -126,10 +126,6 @@ def _number(name: str, otherwise: int = 0) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise LaunchError(f"{name} is {text!r}, which is no number", help="start it with torchrun, which sets it")
     return int(text)
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _same_world(size: int, manifest: Manifest) -> None:
@@ -199,7 +195,7 @@ def greet_groups(manifest: Manifest, device: torch.device, timeout: timedelta) -
             dist.all_reduce(ones, group=resolve_group(name))
             said = f"counts {ones.item():g} ranks"
         except RuntimeError as error:
-            said = _line(error)
+            said = reason(error)
         if said != f"counts {len(own)} ranks":
             raise LaunchError(
                 f"the group {name!r} of the ranks {own} did not answer within {timeout.total_seconds():g} s: {said}",

@@ -12,7 +12,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler.errors import InputsError, MeshError, one_line
+from tpcompiler.errors import InputsError, MeshError, one_line, reason
 from tpcompiler.frontend.refused import refuse_hollow
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.judge.compare.judge import (
@@ -270,7 +270,7 @@ class _Trial:
 
         A rank whose part is right may answer, if nothing that it returns waits for the rank that raises.
         """
-        line = _first_line(error)
+        line = reason(error)
         failed: dict[int, Exception] = {}
         if self.run is None:
             try:
@@ -281,7 +281,7 @@ class _Trial:
             if not failed:
                 return _OneRaises(f"the single-device program raises ({line}), and no rank does")
         who = "all ranks raise" if len(failed) == len(self.programs) else f"rank {min(failed, default=0)} raises"
-        also = f"; {who} too: {_first_line(failed[min(failed)])}" if failed else ""
+        also = f"; {who} too: {reason(failed[min(failed)])}" if failed else ""
         return InputsError(
             f"the single-device program does not run on these inputs: {line}{also}", help="check shapes and values"
         )
@@ -392,7 +392,3 @@ def _claimed(graph: fx.Graph) -> dict[fx.Node, Any]:
             found[node] = (*said, seen[said])
             seen[said] += 1
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

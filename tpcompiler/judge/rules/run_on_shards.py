@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import OpOverload, tree_map
-from tpcompiler.errors import RuleError
+from tpcompiler.errors import RuleError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
@@ -102,7 +102,7 @@ def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
             parts = [edit_outputs(value) for value in _run(node, rule, option, *both, mesh)]
             fault = _fault(parts, both[1], edit.outputs(node), mesh)
         except Exception as error:  # whatever the op says of shards that it cannot take
-            fault = f"it fails on shards: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            fault = f"it fails on shards: {type(error).__name__}: {reason(error)}"
         if fault:
             wants, made = (", ".join(sharding.text(mesh) for sharding in each) for each in both)
             raise Mismatch(

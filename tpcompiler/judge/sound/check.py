@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import quiet_torch
 from tpcompiler.checkpoint.fill import read_original
-from tpcompiler.errors import ArtifactError, one_line
+from tpcompiler.errors import ArtifactError, one_line, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.local import no_new_guards
@@ -271,7 +271,7 @@ class _noting:
             whose = [rank for rank, each in enumerate(self.ranks) if each.program.graph is graph]
             self.findings.append(_where(error.node, whose[0] if whose else self.rank) + error.text)
         elif isinstance(error, Exception):  # of a damage that nobody thought of
-            line = (str(error).strip() or "no text").splitlines()[0]
+            line = reason(error)
             self.findings.append(f"{_where(None, self.rank)}cannot be checked: {type(error).__name__}: {line}")
         return isinstance(error, Exception)
 

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
 from tpcompiler._torch import FakeTensorMode, OpOverload, aten, enable_python_dispatcher, symbols_of
-from tpcompiler.errors import TpCompilerError
+from tpcompiler.errors import TpCompilerError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, read_bodies
 from tpcompiler.ir.calls import read_call
@@ -37,11 +37,6 @@ LAYOUT = (aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.s
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 Shardings = tuple[Sharding, ...]
 Results = dict[Any, Any]
-
-
-def first_line(error: Exception) -> str:
-    """Of its text, or its name where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @dataclass
@@ -371,7 +366,7 @@ def _whole_call(
     try:
         new.meta["val"] = made.run(target, given, named)
     except Exception as error:  # whatever torch makes of arguments that do not fit
-        raise Unsound(node, f"cannot be run on the whole: {first_line(error)}") from error
+        raise Unsound(node, f"cannot be run on the whole: {reason(error)}") from error
     value = new.meta["val"]
     if isinstance(value, torch.Tensor) and symbols_of([value]) - symbols_of([given, named]):
         # A size that the data decide has got a new name, and keeps the one that the file knows.

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import FakeTensorMode, OpOverload, aten, enable_python_dispatcher, symbols_of, tree_map
-from tpcompiler.errors import RuleError
+from tpcompiler.errors import RuleError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.dim_sharding import WHOLE, Size
@@ -19,7 +19,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.judge.sound.counted import read_names
 from tpcompiler.judge.sound.drawn import Sizes
-from tpcompiler.judge.sound.folded import LAYOUT, VIEWS, Folded, Shardings, first_line, reads_data
+from tpcompiler.judge.sound.folded import LAYOUT, VIEWS, Folded, Shardings, reads_data
 from tpcompiler.judge.sound.shares import local_shape, local_size
 from tpcompiler.judge.sound.sizes import plain
 from tpcompiler.judge.sound.unsound import Unsound
@@ -88,7 +88,7 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
             return False  # of dynamic sizes that the export has compared, and a file does not say so
         if _has_dynamic_sizes(node) and _holds_at_numbers(made, node, args, kwargs):
             return True
-        raise Unsound(node, f"cannot be run: {first_line(error)}") from error
+        raise Unsound(node, f"cannot be run: {reason(error)}") from error
     every = [v for v in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(v, torch.Tensor)]
     shapes, known = read_names(made, node, every)
     # Of a list as long as a dynamic size, the example's says how many there are.

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import FakeTensor, tree_map
+from tpcompiler.errors import reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import BOTH, CanonicalProgram
 from tpcompiler.judge.sound.drawn import Sizes
@@ -108,7 +109,7 @@ class Pieces:
             try:
                 two = self._value(theirs, self.theirs, given)
             except Exception as error:  # of what the ranks can compute
-                return f"it does not run on the same values ({str(error).strip().splitlines()[0]})"
+                return f"it does not run on the same values ({reason(error)})"
             return _difference(one, two)
         return None
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import tree_map
-from tpcompiler.errors import InternalError
+from tpcompiler.errors import InternalError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
@@ -289,7 +289,7 @@ def _run(
     except InternalError as error:
         raise Unsound(regions[0].nodes[-1], f"is the end of {regions[0].name}: {error.message}") from error
     except (RuntimeError, IndexError, ValueError, TypeError) as error:  # an op on shapes that do not fit
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        line = reason(error)
         raise DoesNotRun(
             regions[0].nodes[-1], f"is the end of {regions[0].name}, which does not run: {line}"
         ) from error
