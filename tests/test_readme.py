@@ -1,35 +1,39 @@
-"""The README's Python example runs as it stands, and its commands exist."""
+"""The README's example and the scripts of docs/run.md run as they stand, and the README's commands exist."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import tpcompiler
 from tests.launch import fork_code, fork_ranks, torchrun
+from tpcompiler import cli
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+README, RUN = ROOT / "README.md", ROOT / "docs" / "run.md"
 
 needs_readme = pytest.mark.skipif(not README.exists(), reason="an installed wheel has no README beside the tests")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 @needs_readme
 @pytest.mark.slow
 @pytest.mark.guide
 def test_the_example_and_its_serving_script_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example, serve, alone, *_ = blocks("python")
+    (example,), (output,) = blocks(README, "python"), blocks(README, "text")
+    serve, alone = blocks(RUN, "python")
     assert len([line for line in example.splitlines() if line]) <= 10
     monkeypatch.chdir(tmp_path)
     done = fork_code(example, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "inherent collectives: 1" in done.stdout
+    assert done.stdout == output
     lines = [line for line in alone.splitlines() if "device" not in line or "print" in line]
     (tmp_path / "serve.py").write_text(serve.replace(', device="cuda"', ""))
     (tmp_path / "alone.py").write_text("\n".join(lines).replace('"nccl"', '"gloo"').replace(', device="cuda"', ""))
@@ -42,8 +46,12 @@ def test_the_example_and_its_serving_script_run(tmp_path: Path, monkeypatch: pyt
 
 @needs_readme
 def test_the_named_commands_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\S+)", README.read_text(), re.MULTILINE):
-        assert f"\n{target}:" in makefile
+    makefile, text = (ROOT / "Makefile").read_text(encoding="utf-8"), README.read_text(encoding="utf-8")
+    targets = re.findall(r"`make (\S+)`", text)
+    assert targets[:2] == ["demo", "test"]
+    assert all(f"\n{target}:" in makefile for target in targets)
+    commands: Any = typer.main.get_command(cli.app)
+    listed = re.findall(r"^\| `tpcompiler (\w+)", text, re.MULTILINE)
+    assert sorted(listed) == sorted(name for name, command in commands.commands.items() if not command.hidden)
     name = "register_process_group"
-    assert f'{name}("{tpcompiler.Mesh.of(2).group_name(("tp",))}"' in README.read_text()
+    assert f'{name}("{tpcompiler.Mesh.of(2).group_name(("tp",))}"' in RUN.read_text(encoding="utf-8")
