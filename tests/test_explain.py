@@ -36,12 +36,12 @@ from tpcompiler.solver.stage import Stage
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
-PAGE = Path(__file__).parents[1] / "docs" / "auto.md"
+PAGE = Path(__file__).parents[1] / "docs" / "search.md"
 
 
 @pytest.fixture(scope="module")
 def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The layer of docs/auto.md, with a plan and without."""
+    """The layer of docs/search.md, with a plan and without."""
     path = tmp_path_factory.mktemp("by_hand")
     tpcompiler.parallelize(mlp(), 2, "auto").save(path / "auto")
     tpcompiler.parallelize(mlp(), 2, {"up": "colwise", "down": "rowwise"}).save(path / "plan")

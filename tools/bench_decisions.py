@@ -3,8 +3,9 @@
 Every model is built from its dimensions without weights and with two layers: layers alike are placed alike, so that
 more of them repeat what these cost, and the embedding and the head count once. For each call, number of ranks and
 machine: the predicted time of `auto` over that of Megatron's plan, the collectives of a layer, and the same search with
-every latency halved and doubled. The first table is that of docs/auto.md; then follow the cells where `auto` is slower
-than Megatron's plan, where a decode of 8 sends more often than it, and where a latency changes the plan of a decode.
+every latency halved and doubled. The first table is that of docs/decisions.md; then follow the cells where `auto` is
+slower than Megatron's plan, where a decode of 8 sends more often than it, and where a latency changes the plan of a
+decode.
 """
 
 from __future__ import annotations

@@ -168,21 +168,27 @@ def groups(steps: Sequence[tuple[Row, float]]) -> Iterator[tuple[str, Sequence[t
 PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
 HEAD = """# How good the predicted seconds are
 
-Published steps of decoders under tensor parallelism, and what is predicted for them.
+The tables compare predicted steps of decoders under tensor parallelism with published ones. The first one gives the
+median of predicted over published time, and the number of rows within 15 % and 25 %; then the same for speed-ups.
 
 {line}
 
-Every model is built from its dimensions without weights, placed by Megatron's plan, and priced for the machine file of
-its GPU ([auto.md](auto.md)). Nothing is fitted to these rows, and none were held out: floors, rates and links come from
-timings of kernels and collectives, which the machine files name. `auto` is the predicted step of what the search finds.
-A speed-up is over the least ranks of the same run.
+Every model is built from its dimensions without weights, placed by Megatron's plan, and priced with the machine file
+of its GPU ([machines.md](machines.md)). Nothing is fitted to these rows, and no rows were held out: floors, rates and
+links come from timings of kernels and collectives, which the machine files cite. `auto` is the predicted step with the
+plan that the search finds. A speed-up is relative to the fewest ranks of the same run.
 
-Where rows miss: a serving engine adds 0.5 to 2 ms a step for scheduling and sampling, which is in its figures and not
-in the prediction. FasterTransformer has no CUDA graphs, and its collectives wait for the slowest rank: they take
-about 2.5 times as long as in a loop. Rows of one byte a weight are int8 on A100 and fp8 elsewhere: fp8 weights are
-read as bytes, but multiply at bfloat16's FLOP/s in the prediction and at fp8's in the measurement. Left out are rows of
-GPUs without a machine file (MI300X, RTX 4090), and those of text-generation-inference, whose host takes 28 ms a step
-whatever the ranks.
+Known causes of errors:
+
+- A serving engine adds 0.5 to 2 ms a step for scheduling and sampling. The published figure includes it, the
+  prediction does not.
+- FasterTransformer has no CUDA graphs, and its collectives wait for the slowest rank: they take about 2.5 times as long
+  as in a loop.
+- Rows with one byte a weight are int8 on A100 and fp8 elsewhere. The prediction reads fp8 weights as bytes, but
+  multiplies at bfloat16's FLOP/s; the measurement multiplies at fp8's.
+
+Left out are rows of GPUs without a machine file (MI300X, RTX 4090), and those of text-generation-inference, whose host
+takes 28 ms a step for any number of ranks.
 
 """
 

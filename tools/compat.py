@@ -41,10 +41,10 @@ HEAD = """\
 
 {line}
 
-tpcompiler runs on torch 2.11 to 2.15 and Python 3.10 or newer. A newer torch is a warning, and goes on. `make compat`
-writes this page: the fast tests (`make test-fast`) on each version that can be had without CUDA's packages. With
-stubs for CUDA's libraries the plain wheel of torch runs on a machine without them; that is no CPU build, and no GPU.
-All of it on Linux, x86_64. A row is of its date: later ones have more tests.
+tpcompiler runs on torch 2.11 to 2.15 and Python 3.10 or newer. With a newer torch it prints a warning and continues.
+`make compat` writes this page: it runs the fast tests (`make test-fast`) on each version that is available without
+CUDA's packages, on Linux, x86_64. With stubs for CUDA's libraries, the plain wheel of torch runs on a machine without
+them; that is neither a CPU build nor a GPU. The number of tests depends on the date of the row.
 
 | torch | Python | build | what ran | result | on |
 |---|---|---|---|---|---|

@@ -47,14 +47,15 @@ ON_RANKS = (
 )
 HEAD = """# Hugging Face architectures
 
-{count} architectures of transformers were tried, from a directory to two ranks by the command line alone; {right} are
-equal to the model on one device.
+{count} architectures of transformers were converted from a directory to two ranks, with the command line alone. {right}
+of them are equal to the model on one device.
 
 {line}
 
-transformers is {transformers}. With the names of some architectures the tool leaves the other rows as they are.
+transformers is {transformers}. Given names of architectures, the tool measures only these rows.
 
-Each is a config with one layer or two and random weights (`tools/hf_models.py`), written by `save_pretrained`. Then:
+Each architecture is a config with one or two layers and random weights (`tools/hf_models.py`), written by
+`save_pretrained`. Then:
 
 ```
 tpcompiler export DIR -o model.pt2
@@ -62,8 +63,8 @@ tpcompiler convert model.pt2 --tp 2 --plan DIR/config.json --checkpoint DIR -o o
 tpcompiler verify out --checkpoint DIR
 ```
 
-The plan is the config's own, or `--plan auto` where transformers has none. `export` is the line that the command
-prints: which sizes of the inputs are dynamic, and which are fixed as in the example. A row that fails shows the step
+The plan is the config's own, or `--plan auto` if transformers has none. The column `export` is the line that the
+command prints: which input sizes are dynamic, and which are fixed as in the example. A row that fails shows the step
 and its error.
 
 | architecture | kind | export | plan | result |
@@ -75,7 +76,7 @@ RANKS_HEAD = """
 
 {count} architectures of {kinds} kinds were also run, {right} of them with transformers' own results, on {day} with
 tpcompiler {own}, transformers {transformers} and torch {torch}: `python -m tools.hf_table --ranks --write`. Two
-gloo processes, started by torchrun, run what these commands have made. Models that generate are exported as one set:
+gloo processes, started by torchrun, run the artifact of these commands. Models that generate are exported as one set:
 
 ```
 tpcompiler export DIR --prefill-decode --batch 2 --max-length 48 -o models
@@ -84,8 +85,8 @@ tpcompiler verify out/prefill --checkpoint DIR                                  
 torchrun --nproc-per-node 2 --no-python tpcompiler generate out --inputs prompt.safetensors --tokens 18
 ```
 
-Their tokens are compared with those of transformers' greedy `generate` on one device; of other models,
-`tpcompiler run` gives the outputs, which are compared with the model's.
+Their tokens are compared with those of transformers' greedy `generate` on one device. Other models are run by
+`tpcompiler run`, and their outputs are compared with the model's.
 
 | architecture | kind | programs | plan | verify | two ranks |
 |---|---|---|---|---|---|

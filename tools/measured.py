@@ -58,17 +58,17 @@ def _architectures() -> Mapping[str, Any]:
     return {row.model_type: [row.head, row.sizes, version] for row in ROWS}
 
 
-def _auto() -> Mapping[str, Any]:
-    from tools.bench_cost import NAMES
-    from tools.bench_decisions import subject
-
-    return {"bench_auto": None, "bench_cost": NAMES, "bench_decisions": subject()}
-
-
 def _compat() -> Mapping[str, Any]:
     from tools.compat import cases
 
     return {case.part: None for case in cases()}
+
+
+def _decisions() -> Mapping[str, Any]:
+    from tools.bench_cost import NAMES
+    from tools.bench_decisions import subject
+
+    return {"bench_auto": None, "bench_cost": NAMES, "bench_decisions": subject()}
 
 
 def _gpu() -> Mapping[str, Any]:
@@ -102,8 +102,8 @@ def _trust() -> Mapping[str, Any]:
 PAGES = {
     "accuracy.md": Page("python -m tools.bench_published --auto --write", _accuracy),
     "architectures.md": Page("python -m tools.hf_table --write", _architectures),
-    "auto.md": Page("python -m tools.bench_auto", _auto),
     "compat.md": Page("make compat", _compat),
+    "decisions.md": Page("python -m tools.bench_auto", _decisions),
     "gpu.md": Page("make gpu-check", _gpu),
     "ops.md": Page("make ops", _ops),
     "scale.md": Page("python -m tools.scale", _scale),

@@ -70,9 +70,9 @@ HEAD = """\
 
 ## From the config alone
 
-Exported without weights, converted by the config's own plan, and checked; no checkpoint is read. Seconds are those of
-the clock, on two cores that had other work too; memory is all that is resident. The last column has the parameters of
-one rank in bfloat16.
+Each model is exported without weights, converted by the config's own plan, and checked; no checkpoint is read. Seconds
+are wall-clock time on two cores that had other work too; memory is everything resident. The last column has the
+parameters of one rank in bfloat16.
 
 | model | parameters | ranks | export | convert | check | peak memory | artifact | on a rank |
 |---|---|---|---|---|---|---|---|---|
@@ -81,9 +81,9 @@ MEMORY = """
 ## Memory on the way of a checkpoint
 
 `python -m tools.bench_cut --write` measures each command on a Llama of 0.6 GiB (hidden size 1,024, a vocabulary of
-32,000) for 4 ranks, resharded to 3. RssAnon is the memory that maps no file, sampled every 10 ms; the rest of a peak is
-mapped files, which the system takes back when it needs the memory. Here no command but `verify`, which runs the model
-and all ranks at once, holds more than 600 MB and the largest tensor. A program of more layers is itself larger (above).
+32,000) for 4 ranks, resharded to 3. RssAnon is memory without a file behind it, sampled every 10 ms; the rest of a peak
+is mapped files, which the system drops when it needs the memory. Only `verify`, which runs the model and all ranks at
+once, holds more than 600 MB and the largest tensor. A program with more layers is itself larger (above).
 
 """
 

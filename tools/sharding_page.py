@@ -20,24 +20,25 @@ TOP = """# Shardings, drawn
 
 Written by `python -m tools.sharding_page`; do not edit.
 
-A tensor of 4 rows and 8 columns. Every cell names the ranks that hold the element; `0+1` is a pending reduction, of
-which ranks 0 and 1 each hold a share. Ranks are counted in row-major order over the mesh: on `dp=2,tp=2` ranks 0 and 1
-have `dp` 0, ranks 0 and 2 have `tp` 0. `S(0)`, `R` and `P(sum)` are torch's placements, one for each mesh axis; what
-torch cannot say stands behind the dim. The manifest and every claim in a saved program use this form, and a
-plan may be written in it: `S(1, parts 4 2 2)`, or `{dp: S(0), tp: "S(1, unit 2)"}` where there are several axes.
+This page draws every kind of sharding on a tensor of 4 rows and 8 columns. Each cell names the ranks that hold the
+element; `0+1` is a pending reduction, where ranks 0 and 1 each hold one term. Ranks are numbered row by row over the
+mesh: on `dp=2,tp=2` ranks 0 and 1 have `dp` 0, ranks 0 and 2 have `tp` 0. `S(0)`, `R` and `P(sum)` are torch's
+placements, one per mesh axis; details that torch cannot express follow the dim. Plans, the manifest and saved programs
+use this text: `S(1, parts 4 2 2)`, or `{dp: S(0), tp: "S(1, unit 2)"}` for several axes. [Five words](concepts.md)
+introduces the terms.
 """
 
 DRAWN: list[tuple[str, list[tuple[str, str, str]]]] = [
     (
         "One axis",
         [
-            ("tp=2", "R", "Replicated: every rank holds all of it."),
-            ("tp=2", "S(0)", "The rows are cut."),
-            ("tp=2", "S(1)", "The columns are cut."),
+            ("tp=2", "R", "Replicated: every rank holds the whole tensor."),
+            ("tp=2", "S(0)", "The rows are sharded."),
+            ("tp=2", "S(1)", "The columns are sharded."),
             (
                 "tp=2",
                 "P(sum)",
-                "A pending sum: what a row-wise layer leaves, reduced by an all_reduce or a reduce_scatter.",
+                "A pending sum, the output of a row-wise layer; an all_reduce or a reduce_scatter adds it up.",
             ),
         ],
     ),
@@ -47,10 +48,10 @@ DRAWN: list[tuple[str, list[tuple[str, str, str]]]] = [
             (
                 "tp=3",
                 "S(0)",
-                "As `torch.chunk` deals: the first ranks have more, the last may have nothing (4 rows: 2, 2, 0).",
+                "As in `torch.chunk`: the first ranks have more, the last may have nothing (4 rows: 2, 2, 0).",
             ),
             ("tp=3", "S(1)", "8 columns: 3, 3, 2."),
-            ("tp=3", "S(1, unit 2)", "Whole heads of 2 columns are dealt, 2, 2 and none."),
+            ("tp=3", "S(1, unit 2)", "Whole heads of 2 columns: 2, 2 and none."),
         ],
     ),
     (
@@ -59,31 +60,32 @@ DRAWN: list[tuple[str, list[tuple[str, str, str]]]] = [
             (
                 "tp=2",
                 "S(1, block 4)",
-                "Each block of 4 columns is cut by itself. Gate and up in one matrix, and equal queries, keys and "
-                "values, lie so; "
-                "so does the inner factor of a merged dim of batch * heads.",
+                "Each block of 4 columns is sharded by itself: for gate and up in one matrix, for equal queries, keys "
+                "and values, and for the inner factor of a merged dim of batch * heads.",
             ),
             (
                 "tp=2",
                 "S(1, parts 4 2 2)",
-                "Packed queries, keys and values of different sizes: each part is cut by itself, and a split gives "
-                "its parts "
-                "without a gather.",
+                "Packed queries, keys and values of different sizes: each part is sharded by itself, and a split needs "
+                "no gather.",
             ),
             (
                 "tp=2",
                 "S(1, parts 4 2r 2r)",
-                "`r`: the axis leaves the part whole. One kv head for all queries: every rank has its queries and "
-                "all of the "
-                "keys and values.",
+                "`r`: this part is replicated. One kv head for all queries: each rank has its own queries and all keys "
+                "and values.",
             ),
-            ("tp=2", "S(1, parts 6u2 2)", "A part in units: 3 heads of 2 columns, and 2 columns that are cut plainly."),
+            (
+                "tp=2",
+                "S(1, parts 6u2 2)",
+                "The first part in units, 3 heads of 2 columns; then 2 columns without units.",
+            ),
         ],
     ),
     (
         "Several axes",
         [
-            ("dp=2,tp=2", "[S(0), R]", "The batch over `dp`; ranks that differ in `tp` alone hold the same rows."),
+            ("dp=2,tp=2", "[S(0), R]", "The batch over `dp`; ranks that differ only in `tp` hold the same rows."),
             ("dp=2,tp=2", "[S(0), S(1)]", "Rows over `dp`, columns over `tp`."),
             ("dp=2,tp=2", "[S(0), P(sum)]", "The rows over `dp`, each pending over `tp`."),
             (
@@ -91,12 +93,16 @@ DRAWN: list[tuple[str, list[tuple[str, str, str]]]] = [
                 "[P(sum), P(sum)]",
                 "Pending over both: one all_reduce over the flattened group of all four.",
             ),
-            ("dp=2,tp=2", "[S(1), S(1)]", "One dim by two axes: `dp` cuts it first, `tp` cuts what `dp` has left."),
-            ("dp=2,tp=2", "[S(1), S(1, outside dp)]", "The same dim the other way round (torch's `_StridedShard`)."),
+            ("dp=2,tp=2", "[S(1), S(1)]", "One dim over two axes: first over `dp`, then each shard over `tp`."),
+            (
+                "dp=2,tp=2",
+                "[S(1), S(1, outside dp)]",
+                "The same dim, first over `tp`, then over `dp` (torch's `_StridedShard`).",
+            ),
             (
                 "dp=2,tp=2",
                 "[S(1), S(1, block 2)]",
-                "`dp` cuts the merged dim's outer factor, `tp` each block of 2 of the inner one.",
+                "A merged dim: its outer factor over `dp`, each block of 2 of its inner factor over `tp`.",
             ),
         ],
     ),
@@ -106,9 +112,8 @@ DRAWN: list[tuple[str, list[tuple[str, str, str]]]] = [
             (
                 "tp_0=2,tp_1=2",
                 "[S(1), R]",
-                "`tp=4` with 2 kv heads runs as two axes: `tp_0` cuts the heads of keys and values, which the ranks"
-                " of `tp_1` "
-                "share. No collective is added for it.",
+                "`tp=4` with 2 kv heads runs as two axes: the heads of keys and values are sharded over `tp_0`, and "
+                "the ranks of `tp_1` share them. This adds no collective.",
             ),
             (
                 "tp_0=2,tp_1=2",
@@ -133,17 +138,17 @@ program = tpcompiler.parallelize(model, 4, {"weight": "S(0)"})
 print(tpcompiler.visualize_sharding(program, "weight"))
 """
 
-OWN = """## Of your own program
+OWN = """## Your own program
 
-`tpcompiler.visualize_sharding` draws the tensors of a program, or of an artifact's files; `format="svg"` makes a
+`tpcompiler.visualize_sharding` draws the tensors of a program or of an artifact's files. `format="svg"` makes a
 picture, and so does `tpcompiler show OUT --tensor weight -o weight.svg`. Pieces that the same ranks hold are one cell.
 """
 
-BOTTOM = """## From one to another
+BOTTOM = """## Reshards
 
-A change of sharding takes the fastest collectives: a shortest path over shardings, each step one collective over one
-axis or over several as one group, weighed by a machine's seconds ([auto.md](auto.md)). Where bytes on the wire alone
-count, these are, as torch prints its own, for the tensor above in float32:
+A reshard takes the fastest collectives: a shortest path over shardings. Each step is one collective over one axis, or
+over several axes as one group, and costs a machine's predicted seconds ([search.md](search.md)). If only bytes on the
+wire count, these are the paths for the tensor above in float32, in torch's notation:
 
 | from | to | path | wire bytes |
 |---|---|---|---|

@@ -48,13 +48,13 @@ TABLE: dict[str, list[Row]] = {
 
 TOP = """# Bad input
 
-Written by `python -m tests.bad_input.table`; do not edit. Each row is a test (`tests/bad_input/test_table.py`): the message is
-all that is said, no traceback is shown, and no file is written or changed.
+Written by `python -m tests.bad_input.table`; do not edit. Each row is a test (`tests/bad_input/test_table.py`): the command
+prints the message and nothing else, shows no traceback, and writes or changes no file.
 
-Exit codes: 0 a note, and the command goes on; 1 not equal (`verify`) or not sound (`check`); 2 bad input or over a budget.
-Under torchrun the message of the first rank that failed stands at the end of torchrun's own text. From Python the same messages are exceptions, here by their
-names. `<torch>` and `<tpcompiler>` are versions, `<hash>` is the beginning of a SHA-256,
-`<reason>` what the library says that reads the file.
+Exit codes: 0 a note, and the command continues; 1 not equal (`verify`) or not sound (`check`); 2 bad input or over a budget.
+Under torchrun, the message of the first rank that failed is at the end of torchrun's own text. In Python the same messages are exceptions,
+listed here by name. `<torch>` and `<tpcompiler>` are versions, `<hash>` is the beginning of a SHA-256,
+`<reason>` is the message of the library that reads the file.
 """
 
 

@@ -149,21 +149,21 @@ def page(results: Mapping[str, Any]) -> str:
 {front_line("ops.md")}
 
 Written by `make ops` from the rules and from runs over torch {results["torch"]}'s own op database, which holds sample inputs
-of every op that torch tests. [architecture.md](architecture.md) says what a rule is; the notation is that of
-`tpcompiler/rules/notation.py`. An op without a rule is right too: its operands are gathered, and the report says so.
+of every op that torch tests. [write-a-rule.md](write-a-rule.md) explains rules and their notation. An op without a rule
+is correct too: its operands are gathered, and the report says so.
 
 - **The rules by themselves**: {judged:,} distinct calls that have a rule were run on the shards of 2 and 3 ranks in every way
   that the rule offers: {calls["right"]:,} right, {calls["wrong"]} wrong, {calls["crash"]} crashes. {calls["no rule"]:,} calls have no rule.
-- **Through the whole compiler**: samples exported, one dim of one input cut over 2 ranks, converted, run, compared:
+- **Through the whole compiler**: samples exported, one dim of one input sharded over 2 ranks, converted, run, compared:
   {whole["right"]:,} right without a fallback, {whole["gathered"]:,} right with a reported one, {whole["refused"]} refused by name, {whole["wrong"]} wrong, {whole["crash"]} crashes.
-- **What can be cut**: {lines["shardable"]:,} dims of operands can be cut by the evidence of execution in every sample
+- **Dims that can be sharded**: {lines["shardable"]:,} dims of operands can be sharded, by execution of every sample
   (`tests/op_db/shardable.txt`); the rules offer {lines["offered"]:,} of them ({_percent(lines)}).
   Counted by call, {cuts["offered"]:,} of {cuts["shardable"]:,} ({_percent(cuts)}).
 
-Beside the ops below, the overloads that torch tags as pointwise share one rule ({results["pointwise"]} of them are among the calls):
-operands broadcast, every dim may be cut.
-The last column counts the dims of operands that the rule offers, of those that can be cut: nothing where torch has no sample,
-`?` where the rule is another one by now.
+Besides the ops below, the overloads that torch tags as pointwise share one rule ({results["pointwise"]} of them are among the calls):
+operands broadcast, every dim may be sharded.
+The last column counts the dims of operands that the rule offers, of those that can be sharded. It is empty if torch has no
+sample, and `?` if the rule has changed since the measurement.
 
 | op | rule, as its samples show it | shards | besides | offered |
 |---|---|---|---|---|

@@ -68,7 +68,7 @@ def mlp() -> ExportedProgram:
 
 
 def test_a_layer_by_hand() -> None:
-    """The sums of docs/auto.md."""
+    """The sums of docs/search.md."""
     program = apply_plan(canonicalize(mlp()), Plan(), Mesh.of(2))
     objective = Objective.of(read_machine())
     found = search([program], objective, free=True)

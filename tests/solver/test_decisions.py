@@ -63,14 +63,14 @@ def test_never_slower_than_megatron(dims: Dims, name: str, tp: int, call: tuple[
 
 @pytest.mark.slow
 def test_the_table_of_decisions() -> None:
-    """A line of docs/auto.md, on every machine. If not: python -m tools.bench_decisions"""
+    """A line of docs/decisions.md, on every machine. If not: python -m tools.bench_decisions"""
     (call,) = (call for call in find_calls() if (call.model, call.name) == ("Llama 8B", "decode, batch 8"))
     cells = list(decide_call(call))
     assert len({cell.machine for cell in cells}) == 11  # nodes of eight are one node to eight ranks
     assert [cell for cell in cells if cell.ratio > EVEN] == []
     assert {cell.machine for cell in cells if cell.sends > 2} == {"ideal"}
     *_, line = render_table(cells)
-    assert line in (ROOT / "docs" / "auto.md").read_text(encoding="utf-8").splitlines()
+    assert line in (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.slow
