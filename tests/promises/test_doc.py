@@ -42,4 +42,4 @@ def test_every_section_is_held_by_a_test_or_promises_nothing() -> None:
     assert len(sections) > 5
     for section in sections:
         title = section.partition("\n")[0]
-        assert "::test_" in section or title in ("What it asks of you", "Threads that convert: not promised")
+        assert "::test_" in section or title in ("What you must do", "Converting in several threads: not promised")
