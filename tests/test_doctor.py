@@ -66,7 +66,7 @@ def test_each_degree_is_what_its_conversion_has() -> None:
 
 
 def test_a_step_by_hand() -> None:
-    """The rooflines of docs/auto.md, with 192 features between: of two ranks, each reads and writes half of them."""
+    """The rooflines of docs/search.md, with 192 features between: of two ranks, each reads and writes half of them."""
     machine, two = read_machine(), tpcompiler.diagnose(mlp()).degrees[1].calls[""].seconds
     moved = 2 * (16 * 64 + 96 * 64 + 16 * 96) * 4
     relu = 2 * 16 * 96 * 4
