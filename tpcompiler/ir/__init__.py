@@ -1,1 +1,1 @@
-"""The nouns: mesh, placements, sharding, the stage types, graph edits, and the one printer."""
+"""The compiler's nouns: mesh, placements, sharding, the stage types, graph edits, and the text form."""

@@ -1,7 +1,7 @@
 """Bodies of control flow (`torch.cond`, `while_loop`, `scan`, ...): graphs that one node of a graph calls.
 
-A body stands in `meta["val"]` of the `get_attr` node that names it. All its operands are replicated, so it is the same
-on every rank and holds no collective.
+A body is the `meta["val"]` of the `get_attr` node that names it. All its operands are replicated, so it is the same on
+every rank and contains no collective.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ TAKEN = ("cond", "while_loop", "scan", "map_impl", "associative_scan", "flex_att
 
 
 def has_bodies(node: fx.Node) -> bool:
-    """Whether the node is a call of control flow that every rank runs whole."""
+    """Return True if the node calls control flow that every rank runs whole."""
     return isinstance(node.target, HigherOrderOperator) and str(node.target) in TAKEN
 
 
 def is_cond(node: fx.Node) -> bool:
-    """True if the node calls one of two bodies: `cond(predicate, true, false, operands)`."""
+    """Return True if the node calls one of two bodies: `cond(predicate, true, false, operands)`."""
     return isinstance(node.target, HigherOrderOperator) and str(node.target) == "cond"
 
 
@@ -36,7 +36,7 @@ def read_bodies(graph: fx.Graph, root: torch.nn.Module) -> None:
 
 
 def root_of(graph: fx.Graph) -> torch.nn.Module:
-    """A module that holds what the graph's `get_attr` nodes name, bodies and ops, and nothing else."""
+    """Return a module that holds only what the graph's `get_attr` nodes name, bodies and ops."""
     root = torch.nn.Module()
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -45,16 +45,16 @@ def root_of(graph: fx.Graph) -> torch.nn.Module:
 
 
 def changed(body: fx.GraphModule, change: Callable[[fx.Node], None]) -> fx.GraphModule:
-    """A copy of a body, and of the bodies in it, with `change` done to every node."""
+    """Return a copy of a body, and of the bodies in it, with `change` applied to every node."""
     graph = edit.copy_graph(body.graph)
     read_bodies(graph, body)
     change_bodies(graph, change)
     root = root_of(graph)
     for node in list(graph.nodes):
         change(node)
-    made = fx.GraphModule(root, graph)
-    made.meta = dict(body.meta)
-    return made
+    copy = fx.GraphModule(root, graph)
+    copy.meta = dict(body.meta)
+    return copy
 
 
 def change_bodies(graph: fx.Graph, change: Callable[[fx.Node], None]) -> None:
@@ -65,7 +65,7 @@ def change_bodies(graph: fx.Graph, change: Callable[[fx.Node], None]) -> None:
 
 
 def all_calls(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The call nodes of the graph and of all bodies in it."""
+    """Yield the call nodes of the graph and of all bodies in it."""
     yield from edit.calls(graph)
     for node in graph.nodes:
         if node.op == "get_attr" and isinstance(body := node.meta["val"], fx.GraphModule):

@@ -1,4 +1,4 @@
-"""How a program is called, as plain data: what of it no graph says."""
+"""A program's calling convention as plain data: the facts that no graph records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tpcompiler.runtime.manifest_form import LARGEST
 
 
 def calling_of(program: ExportedProgram, guards: Sequence[str]) -> dict[str, Any]:
-    """The pytrees that it takes and returns, its arguments' names, the ranges of sizes, what it asserts of inputs."""
+    """Return a program's pytrees, argument names, ranges of sizes, assertions on inputs, and constant inputs."""
     signature = program.module_call_graph[0].signature
     assert signature is not None
     assertions = [node for node in program.graph.nodes if node.op == "call_function" and "_assert" in str(node.target)]
@@ -22,8 +22,8 @@ def calling_of(program: ExportedProgram, guards: Sequence[str]) -> dict[str, Any
         "returns": tree_text(signature.out_spec),
         "names": list(signature.forward_arg_names or ()),
         "ranges": {
-            str(symbol): [_end(known.lower), _end(known.upper)]
-            for symbol, known in sorted(program.range_constraints.items(), key=str)
+            str(symbol): [_end(bounds.lower), _end(bounds.upper)]
+            for symbol, bounds in sorted(program.range_constraints.items(), key=str)
         },
         "asserted": sorted({*guards, *map(_assertion, assertions)}),
         "constants": [
@@ -35,15 +35,15 @@ def calling_of(program: ExportedProgram, guards: Sequence[str]) -> dict[str, Any
 
 
 def tree_text(spec: Any) -> str:
-    """The types, keys and leaves of a pytree, in order."""
+    """Return the types, keys and leaves of a pytree, in order, as one line."""
     return " ".join(str(spec).split())
 
 
 def _assertion(node: fx.Node) -> str:
-    """An assertion in the graph, by what it says when it fails."""
+    """Describe an assertion in the graph by its failure message."""
     return f"{node.target}: {' '.join(arg for arg in node.args if isinstance(arg, str))}"
 
 
 def _end(size: Any) -> int | None:
-    """None where there is none: infinity, of either sign, or more than there can be."""
+    """Return a bound of a range; None if it is infinite or too large to matter."""
     return int(size) if size.is_Integer and 0 <= size < LARGEST else None

@@ -1,4 +1,4 @@
-"""One call of an op as plain data: what a rank's program does a share of, said in the claim of what does it."""
+"""One call of an op as plain data: a claim records the whole op whose share a rank's program computes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NAMED = (torch.dtype, torch.layout, torch.memory_format)  # printed as `torch.x`
 
 
 def write_call(node: fx.Node) -> dict[str, Any]:
-    """The op and all its arguments as JSON holds them, nodes by name."""
+    """Return the op and all its arguments in a JSON-compatible form, nodes by name."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    kwargs = {name: _written(value) for name, value in node.kwargs.items()}
+    kwargs = {name: _to_json(value) for name, value in node.kwargs.items()}
     return {
         "op": f"{node.target._schema.name}.{node.target._overloadname}",
-        "args": [_written(value) for value in node.args],
+        "args": [_to_json(value) for value in node.args],
         "kwargs": kwargs,
     }
 
@@ -28,38 +28,41 @@ def write_call(node: fx.Node) -> dict[str, Any]:
 def read_call(
     call: Any, value: Callable[[str], Any], device: torch.device
 ) -> tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]:
-    """(op, args, kwargs) of what `write_call` wrote, with nodes replaced by `value(name)` and devices by `device`.
+    """Read back a call that `write_call` wrote, with nodes replaced by `value(name)` and devices by `device`.
+
+    Returns:
+        (op, args, kwargs)
 
     Raises:
-        ValueError: it is no such call.
+        ValueError: `call` is no such call.
     """
     op = op_overload(call.get("op")) if isinstance(call, dict) and isinstance(call.get("op"), str) else None
     if op is None or not isinstance(call.get("args"), list) or not isinstance(call.get("kwargs"), dict):
         raise ValueError(f"{call!r} is no call of an op that torch has here")
 
-    def read(written: Any) -> Any:
-        if isinstance(written, list):
-            return [read(each) for each in written]
-        if not isinstance(written, dict):
-            return written
-        ((kind, text),) = written.items()
+    def read(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [read(each) for each in argument]
+        if not isinstance(argument, dict):
+            return argument
+        ((kind, text),) = argument.items()
         if kind == "node":
             return value(text)
         if kind == "device":
             return device
-        found = getattr(torch, str(text), None) if kind == "torch" else float(text) if kind == "float" else None
-        if kind not in ("torch", "float") or (kind == "torch" and not isinstance(found, NAMED)):
-            raise ValueError(f"{written!r} is no argument of a call")
-        return found
+        constant = getattr(torch, str(text), None) if kind == "torch" else float(text) if kind == "float" else None
+        if kind not in ("torch", "float") or (kind == "torch" and not isinstance(constant, NAMED)):
+            raise ValueError(f"{argument!r} is no argument of a call")
+        return constant
 
     return op, tuple(map(read, call["args"])), {name: read(each) for name, each in call["kwargs"].items()}
 
 
-def _written(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, fx.Node):
         return {"node": value.name}
     if isinstance(value, (list, tuple)):
-        return [_written(each) for each in value]
+        return [_to_json(each) for each in value]
     if isinstance(value, NAMED):
         return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):

@@ -1,4 +1,4 @@
-"""Python's collector of cycles rests while graphs are built: they are full of cycles, and none of them is garbage."""
+"""A pause for Python's cycle collector: graphs under construction are full of cycles, and none of them is garbage."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_rests() -> Iterator[None]:
-    """No search for garbage in this block; what is not part of a cycle is freed as ever.
+    """Turn off the cycle collector in this block; reference counting works as usual.
 
-    What is left at its end counts as old, as it would had the collector looked at it in vain all along.
+    Afterwards the surviving objects count as old, as if the collector had examined them in vain.
     """
     was_on = gc.isenabled()
     gc.disable()

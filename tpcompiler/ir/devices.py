@@ -1,4 +1,4 @@
-"""Where the tensors of a program are, and whether they can be elsewhere."""
+"""The devices of a program's tensors, and whether the program can move to another device."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from tpcompiler.ir.local import is_contiguous
 from tpcompiler.ir.program import Program
 
 MOVABLE = ("cpu", "cuda")
-# Named after the one kind of device, or the one library, that has a kernel for them.
+# Ops named after the one kind of device, or the one library, that has a kernel for them.
 _OF_ONE_DEVICE = re.compile(r"_for_cpu|mkl|onednn|cudnn|miopen|_(flash|efficient|cudnn)_attention")
 
 
 def values(graph: fx.Graph) -> Iterator[tuple[fx.Node, torch.Tensor]]:
-    """Every fake tensor of the graph beside the node that makes it."""
+    """Yield every fake tensor of the graph, after the node that makes it."""
     for node in graph.nodes:
         yield from ((node, value) for value in edit.outputs(node))
 
 
 def device_types(graph: fx.Graph) -> list[str]:
-    """The types of device that the graph's tensors are on, sorted."""
+    """Return the types of device that the graph's tensors are on, sorted."""
     return sorted({value.device.type for _, value in values(graph)})
 
 
 def device_type_for(program: Program, wanted: str | None) -> str:
-    """The one type of device that the program's ranks will run on: the wanted one, or where its tensors are.
+    """Return the type of device that the program's ranks will run on: the wanted one, or that of its tensors.
 
     Raises:
-        UnsupportedError: no such type; tensors on several devices and none wanted; tensors, or an op, that cannot move.
+        UnsupportedError: an unknown type; tensors on several devices and none wanted; a tensor or an op that cannot
+            move.
     """
     if wanted is not None and wanted not in MOVABLE:
         indexed = torch.device(wanted).index is not None if re.fullmatch(r"(cpu|cuda):\d+", wanted) else False
@@ -53,7 +54,7 @@ def device_type_for(program: Program, wanted: str | None) -> str:
             f"{_several(meta)} on the meta device, which is no place to run: its tensors have no values",
             help="export the model on the CPU; one that is too large for that, under FakeTensorMode",
         )
-    found = next((device.type for device in on), wanted or "cpu")
+    current = next((device.type for device in on), wanted or "cpu")
     if wanted is None and len(on) > 1:
         where = "; ".join(f"{_several(on[device])} on {device}" for device in sorted(on, key=str))
         raise UnsupportedError(
@@ -62,7 +63,7 @@ def device_type_for(program: Program, wanted: str | None) -> str:
         )
     if wanted is not None and set(on) - {torch.device(wanted)}:
         _refuse_ops_of_one_device(program, wanted)
-    return wanted or found
+    return wanted or current
 
 
 def _refuse_ops_of_one_device(program: Program, wanted: str) -> None:
@@ -84,7 +85,7 @@ def _refuse_ops_of_one_device(program: Program, wanted: str) -> None:
 
 
 def _several(names: Sequence[str]) -> str:
-    """`'a', 'b', 'c' and 4 more are`."""
+    """Return `'a', 'b', 'c' and 4 more are`."""
     names = list(dict.fromkeys(names))
     shown = ", ".join(repr(name) for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

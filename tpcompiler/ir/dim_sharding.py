@@ -1,4 +1,4 @@
-"""How one tensor dim is cut: by which axes, in which unit, in which blocks, or piece by piece in parts."""
+"""The layout of one tensor dim: the axes that shard it, in which unit, in which blocks, or piece by piece in parts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sizes import sym_quotient
 
-Size = Any  # int or torch.SymInt; torch's own stubs do not unite them
+Size = Any  # int or torch.SymInt, which torch's stubs do not relate
 
 
 def chunk(size: Size, degree: int, index: int, unit: int = 1) -> tuple[Size, Size]:
-    """Offset and size of chunk `index` when `size` elements are dealt in whole units, the first ranks first.
+    """Return offset and size of chunk `index` when `size` elements are dealt out in whole units, first ranks first.
 
-    Follows `torch.chunk`: every chunk has ceil(units / degree) units until they run out, so the last ones may be
-    smaller or empty. A symbolic size is one that `degree` units divide (`divides`).
+    Follows `torch.chunk`: every chunk has ceil(units / degree) units until they run out, so the last chunks may be
+    smaller or empty. A symbolic size must be divisible by `degree` units (`divides`).
     """
     if not isinstance(size, int):
         return size // degree * index, size // degree
@@ -28,15 +28,15 @@ def chunk(size: Size, degree: int, index: int, unit: int = 1) -> tuple[Size, Siz
 
 
 def divides(size: Size, pieces: int) -> bool:
-    """Whether a size is a multiple of `pieces` in every run."""
+    """Return True if a size is a multiple of `pieces` in every run."""
     return sym_quotient(size, pieces) is not None
 
 
 class Level(NamedTuple):
-    """One axis that cuts a dim between units of `unit` elements.
+    """One axis that shards a dim between units of `unit` elements.
 
-    With a block it cuts every block of that many elements; with 0 it cuts the piece that the axis before it has left,
-    the first axis all of the dim.
+    With a block, it shards every block of that many elements. With 0, it shards the piece that the previous axis left,
+    or the whole dim if it is the first axis.
     """
 
     axis: str
@@ -46,32 +46,32 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class DimSharding:
-    """How one tensor dim is cut: by the axes of its levels, outermost first.
+    """The axes that shard one tensor dim, outermost first.
 
-    A dim in `parts` has no levels: it is pieces one after the other, each of so many elements and cut in its own way.
+    A dim in `parts` has no levels: it consists of pieces in a row, each with its size and its own `DimSharding`.
     """
 
     levels: tuple[Level, ...] = ()
     parts: tuple[tuple[int, DimSharding], ...] = ()
 
     def __hash__(self) -> int:  # the search looks up the same few shardings all the time
-        known = self.__dict__
-        if "hash" not in known:
-            known["hash"] = hash((self.levels, self.parts))
-        return known["hash"]  # type: ignore[no-any-return]
+        cache = self.__dict__
+        if "hash" not in cache:
+            cache["hash"] = hash((self.levels, self.parts))
+        return cache["hash"]  # type: ignore[no-any-return]
 
-    def __reduce__(self) -> Any:  # hashes differ from process to process
+    def __reduce__(self) -> Any:  # hashes differ between processes, so the cached one must not be pickled
         return DimSharding, (self.levels, self.parts)
 
     @classmethod
     def by(cls, *axes: str, block: int = 0, unit: int = 1) -> DimSharding:
-        """Cut by these axes, nested, all of them between such units; the first in such blocks."""
+        """Shard by these nested axes, all with the same unit; only the first has blocks."""
         return cls(tuple(Level(axis, 0 if i else block, unit) for i, axis in enumerate(axes)))
 
     @classmethod
     def of_parts(cls, parts: Sequence[tuple[int, DimSharding]]) -> DimSharding:
-        """The cut of a dim of these pieces in a row, simplified: alike ones are blocks, empty ones left out."""
-        runs: list[tuple[int, DimSharding, int]] = []  # size, how it is cut, its block
+        """Return the simplest cut of a dim that consists of these pieces: equal pieces become blocks, empty ones go."""
+        runs: list[tuple[int, DimSharding, int]] = []  # size, cut, block
         for size, cut in (piece for length, whole in parts if length for piece in (whole.parts or ((length, whole),))):
             block = cut.block or size
             before, how, its = runs[-1] if runs else (0, cut, 0)
@@ -81,72 +81,72 @@ class DimSharding:
                 runs[-1] = (before + size, how, its)
             else:
                 runs.append((size, cut, block))
-        made = [(size, cut.of_block(block if block < size else 0)) for size, cut, block in runs]
-        return cls(parts=tuple(made)) if len(made) > 1 else made[0][1] if made else WHOLE
+        pieces = [(size, cut.of_block(block if block < size else 0)) for size, cut, block in runs]
+        return cls(parts=tuple(pieces)) if len(pieces) > 1 else pieces[0][1] if pieces else WHOLE
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Of all levels, and of all parts."""
+        """The axes of all levels and of all parts."""
         inside = (axis for _, cut in self.parts for axis in cut.axes)
         return tuple(level.axis for level in self.levels) + tuple(dict.fromkeys(inside))
 
     @property
     def block(self) -> int:
-        """Of the outermost axis."""
+        """The block of the outermost axis."""
         return self.levels[0].block if self.levels else 0
 
     def level(self, axis: str) -> Level:
         return next(level for level in self.levels if level.axis == axis)
 
     def of_block(self, block: int) -> DimSharding:
-        """The same cut with this block for the outermost axis."""
+        """Return the same cut with this block for the outermost axis."""
         return replace(self, levels=(self.levels[0]._replace(block=block), *self.levels[1:])) if self.levels else self
 
     def between(self, start: int, stop: int, size: int) -> DimSharding | None:
-        """How the elements from `start` to `stop` of a dim of `size` are cut; None where that is no cut of its own."""
+        """Return the cut of the elements from `start` to `stop` of a dim of `size`; None if no cut expresses it."""
         if not self.axes or start == stop:
             return WHOLE
         if self.parts:
-            found, at = [], 0
+            pieces, at = [], 0
             for length, cut in self.parts:
                 low, high = max(start, at), min(stop, at + length)
                 if low < high:
                     piece = cut.between(low - at, high - at, length)
                     if piece is None:
                         return None
-                    found.append((high - low, piece))
+                    pieces.append((high - low, piece))
                 at += length
-            return DimSharding.of_parts(found)
+            return DimSharding.of_parts(pieces)
         block = self.block or size
         if start % block or stop % block:
             return None
         return self.of_block(block if stop - start > block else 0)
 
     def scaled(self, times: int, size: int, mesh: Mesh) -> DimSharding:
-        """The cut of a dim of `size` elements when every element is `times` elements in a row."""
+        """Return the cut of a dim of `size` elements after each element becomes `times` elements in a row."""
         if self.parts:
             return DimSharding.of_parts([(n * times, cut.scaled(times, n, mesh)) for n, cut in self.parts])
         unit = 1 if self.is_even(size, mesh) else times
         return DimSharding(tuple(Level(a, block * times, own * unit) for a, block, own in self.levels))
 
     def divided(self, by: int, size: int, mesh: Mesh) -> DimSharding | None:
-        """What `scaled` gives this cut; None where a cut lies inside of such a run of elements."""
+        """Invert `scaled`: return the cut that it scales to this one; None if this cut splits such a run."""
         if self.parts:
             parts = [(n // by, cut.divided(by, n, mesh)) for n, cut in self.parts]
             if any(n % by for n, _ in self.parts) or any(cut is None for _, cut in parts):
                 return None
             return DimSharding.of_parts([(n, cut) for n, cut in parts if cut is not None])
-        made = DimSharding(tuple(Level(a, block // by, max(unit // by, 1)) for a, block, unit in self.levels))
-        return made if size % by == 0 and made.scaled(by, size // by, mesh) == self else None
+        candidate = DimSharding(tuple(Level(a, block // by, max(unit // by, 1)) for a, block, unit in self.levels))
+        return candidate if size % by == 0 and candidate.scaled(by, size // by, mesh) == self else None
 
     def without(self, axis: str) -> DimSharding:
-        """What the other axes cut."""
+        """Return the cut of all axes except `axis`."""
         parts = [(size, cut.without(axis)) for size, cut in self.parts]
-        kept = DimSharding(tuple(level for level in self.levels if level.axis != axis))
-        return DimSharding.of_parts(parts) if parts else kept
+        remainder = DimSharding(tuple(level for level in self.levels if level.axis != axis))
+        return DimSharding.of_parts(parts) if parts else remainder
 
     def within(self, axes: Collection[str], size: Size, mesh: Mesh) -> DimSharding:
-        """What these axes cut of a dim of `size`: inside of pieces that another axis cuts, in blocks of such pieces."""
+        """Return the cut of `axes` alone, for a dim of `size`; pieces of the other axes become blocks."""
         if self.parts:
             return DimSharding.of_parts([(length, cut.within(axes, length, mesh)) for length, cut in self.parts])
         levels, left = list[Level](), 0
@@ -162,13 +162,13 @@ class DimSharding:
         return DimSharding(tuple(levels))
 
     def only(self, axis: str) -> DimSharding:
-        """What this axis cuts."""
+        """Return the cut of `axis` alone."""
         parts = [(size, cut.only(axis)) for size, cut in self.parts]
-        kept = DimSharding(tuple(level for level in self.levels if level.axis == axis))
-        return DimSharding.of_parts(parts) if parts else kept
+        remainder = DimSharding(tuple(level for level in self.levels if level.axis == axis))
+        return DimSharding.of_parts(parts) if parts else remainder
 
     def over(self, axis: str, both: tuple[str, str]) -> DimSharding:
-        """The same cut on a mesh of which the axis is two, one inside of the other."""
+        """Return the same cut on a mesh that has the two axes `both`, nested, instead of `axis`."""
         levels: list[Level] = []
         for level in self.levels:
             inner = Level(both[1], 0, level.unit)
@@ -176,7 +176,7 @@ class DimSharding:
         return DimSharding(tuple(levels), tuple((size, cut.over(axis, both)) for size, cut in self.parts))
 
     def inside(self, inner: DimSharding) -> DimSharding:
-        """This cut, each piece of which is cut by the axes of `inner` in turn; this one where its parts are others."""
+        """Return this cut with `inner` nested in each piece; unchanged if the two have different parts."""
         if not self.axes:
             return inner
         if self.parts or inner.parts:
@@ -184,12 +184,13 @@ class DimSharding:
                 return self
             pairs = zip(self.parts, inner.parts, strict=True)
             return DimSharding.of_parts([(size, cut.inside(by)) for (size, cut), (_, by) in pairs])
-        same = bool(self.block) and inner.block == self.block  # what is left of each block is a piece
+        same = bool(self.block) and inner.block == self.block  # each block's remainder is a piece
         return DimSharding((*self.levels, *(inner.of_block(0) if same else inner).levels))
 
     def find_misfit(self, size: Size, mesh: Mesh) -> str:
-        """Return why a dim of `size` elements cannot be cut so, or "" if it can: on every rank, every piece
-        that a level cuts must be whole blocks and whole units.
+        """Return why a dim of `size` elements cannot have this cut, or "" if it can.
+
+        On every rank, every piece that a level cuts must be whole blocks and whole units.
         """
         if self.parts:
             inside = (cut.find_misfit(length, mesh) for length, cut in self.parts)
@@ -209,7 +210,7 @@ class DimSharding:
         return ""
 
     def pieces(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> Iterator[tuple[Level, Size, Size]]:
-        """Level by level, how many blocks there are, and the size of the piece of each that lies at `coordinate`."""
+        """Yield for each level the number of blocks and the size of the piece of each block at `coordinate`."""
         count, piece = 1, size
         for level in self.levels:
             if level.block:
@@ -218,7 +219,7 @@ class DimSharding:
             yield level, count, piece
 
     def share(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[Size, Size]:
-        """(offset, size) of the shard at `coordinate`, of a dim that is cut in one piece."""
+        """Return (offset, size) of the shard at `coordinate`, for a dim without parts and blocks."""
         assert not self.parts
         offset: Size = 0
         for axis, block, unit in self.levels:
@@ -235,7 +236,7 @@ class DimSharding:
         return size
 
     def is_even(self, size: Size, mesh: Mesh) -> bool:
-        """Whether every rank holds equally many elements."""
+        """Return True if every rank holds the same number of elements."""
         if self.parts:
             return all(cut.is_even(length, mesh) for length, cut in self.parts)
         for axis, block, unit in self.levels:

@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 from tpcompiler._torch import copy_graph as copy_graph
 
 FRAME = re.compile(r'^[ \t]*File "?(?P<path>[^"\n]*)"?, line (?P<line>\d+)(?P<where>, in [^,\n]*)?', re.MULTILINE)
-NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # what torch.export writes for an op outside of modules
+NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # torch.export's entry for an op outside of any module
 KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
 
@@ -22,7 +22,7 @@ def is_tensor(node: object) -> bool:
 
 
 def outputs(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """The fake tensors that a node makes (none for numbers)."""
+    """Return the fake tensors that a node produces (none for numbers)."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return (value,)
@@ -32,18 +32,18 @@ def outputs(node: fx.Node) -> tuple[torch.Tensor, ...]:
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The tensor operands, positional first, repeated ones repeated (`mul(x, x)` has two)."""
-    found: list[fx.Node] = []
+    """Return the tensor operands, positional first; repeated operands repeat (`mul(x, x)` has two)."""
+    tensors: list[fx.Node] = []
     for argument in (*node.args, *node.kwargs.values()):
         if isinstance(argument, (list, tuple, dict, slice)):
-            fx.node.map_arg(argument, lambda inner: found.append(inner) if is_tensor(inner) else None)
+            fx.node.map_arg(argument, lambda inner: tensors.append(inner) if is_tensor(inner) else None)
         elif is_tensor(argument):
-            found.append(argument)  # type: ignore[arg-type]
-    return found
+            tensors.append(argument)  # type: ignore[arg-type]
+    return tensors
 
 
 def map_operands(node: fx.Node, change: Callable[[int, fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`(args, kwargs)` of the node with every tensor operand replaced by `change(index, operand)`."""
+    """Return `(args, kwargs)` of the node with every tensor operand replaced by `change(index, operand)`."""
     index = -1
 
     def visit(arg: Any) -> Any:
@@ -63,15 +63,15 @@ def replace_operand(node: fx.Node, index: int, new: fx.Node) -> None:
 
 
 def bound(node: fx.Node) -> dict[str, Any]:
-    """The node's arguments by schema name, defaults filled in."""
+    """Return the node's arguments by schema name, with defaults filled in."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    found = {}
+    arguments = {}
     for position, argument in enumerate(node.target._schema.arguments):
         if position < len(node.args) and not argument.kwarg_only:
-            found[argument.name] = node.args[position]
+            arguments[argument.name] = node.args[position]
         else:
-            found[argument.name] = node.kwargs.get(argument.name, argument.default_value)
-    return found
+            arguments[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return arguments
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
@@ -86,36 +86,36 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 
 
 def inherit_meta(node: fx.Node, origin: fx.Node) -> None:
-    """Give an inserted node the module and the source line of the node that it serves."""
+    """Give an inserted node the module and source line of the node that it serves."""
     for key in KEPT_META:
         if key in origin.meta and key not in node.meta:
             node.meta[key] = origin.meta[key]
 
 
 def insert_after(node: fx.Node, target: Callable[..., Any], args: Sequence[Any], name: str) -> fx.Node:
-    """A new call right after `node` (after all placeholders, if it is one), with its meta inherited."""
+    """Insert a call right after `node` (after all placeholders, if it is one); the call inherits its meta."""
     place = node
     while place.op == "placeholder" and place.next.op == "placeholder":
         place = place.next
     graph = node.graph
     with graph.inserting_after(place):
-        made = graph.create_node("call_function", target, tuple(args), name=name)
-    inherit_meta(made, node)
-    return made
+        call = graph.create_node("call_function", target, tuple(args), name=name)
+    inherit_meta(call, node)
+    return call
 
 
 def insert_before(node: fx.Node, target: Callable[..., Any], args: Sequence[Any], name: str) -> fx.Node:
     graph = node.graph
     with graph.inserting_before(node):
-        made = graph.create_node("call_function", target, tuple(args), name=name)
-    inherit_meta(made, node)
-    return made
+        call = graph.create_node("call_function", target, tuple(args), name=name)
+    inherit_meta(call, node)
+    return call
 
 
 def replace_uses(node: fx.Node, new: fx.Node, keep: Iterable[fx.Node] = ()) -> None:
-    """Let every user of `node` but those in `keep` use `new`."""
-    kept = set(keep)
-    node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in kept)
+    """Make every user of `node` use `new`, except the users in `keep`."""
+    exempt = set(keep)
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in exempt)
 
 
 def erase(node: fx.Node) -> None:
@@ -123,43 +123,43 @@ def erase(node: fx.Node) -> None:
 
 
 def graft(node: fx.Node, body: fx.Graph, inputs: Sequence[Any], meta: Mapping[str, Any]) -> list[fx.Node]:
-    """Replace `node` by the nodes of `body`; its placeholders become `inputs`. Returns the inserted nodes.
+    """Replace `node` by the nodes of `body`, whose placeholders become `inputs`. Return the inserted nodes.
 
-    A body of several outputs has one for every user of the node, and stands in for these users (a getitem each).
+    A body with several outputs needs one user of `node` (a getitem) per output; these users are replaced too.
     """
-    return _grafted(node, body, inputs, meta)[0]
+    return _graft(node, body, inputs, meta)[0]
 
 
 def rewrite(node: fx.Node, body: fx.Graph, inputs: Sequence[Any]) -> list[fx.Node]:
-    """Do as `graft`, and give the results the names of the values that they replace: they are the same values."""
-    made, results = _grafted(node, body, inputs, {})
+    """Graft, and give each result the name of the value that it replaces: they are the same values."""
+    inserted, results = _graft(node, body, inputs, {})
     for name, result in results.items():
-        if result in made:
+        if result in inserted:
             result.name = name
-    return made
+    return inserted
 
 
-def _grafted(
+def _graft(
     node: fx.Node, body: fx.Graph, inputs: Sequence[Any], meta: Mapping[str, Any]
 ) -> tuple[list[fx.Node], dict[str, Any]]:
-    """Graft, and return the inserted nodes, and by the name of each value that was replaced its replacement."""
-    seen: dict[fx.Node, Any] = {}
-    made: list[fx.Node] = []
+    """Graft; return the inserted nodes, and the replacement of each replaced value by that value's name."""
+    copies: dict[fx.Node, Any] = {}
+    inserted: list[fx.Node] = []
     feed = iter(inputs)
     graph = node.graph
     result: Any = None
     with graph.inserting_before(node):
         for inner in body.nodes:
             if inner.op == "placeholder":
-                seen[inner] = next(feed)
+                copies[inner] = next(feed)
             elif inner.op == "output":
-                result = fx.node.map_arg(inner.args[0], lambda old: seen[old])
+                result = fx.node.map_arg(inner.args[0], lambda old: copies[old])
             else:
-                new = graph.node_copy(inner, lambda old: seen[old])
+                new = graph.node_copy(inner, lambda old: copies[old])
                 new.meta = {"val": inner.meta.get("val"), **meta}
                 inherit_meta(new, node)
-                seen[inner] = new
-                made.append(new)
+                copies[inner] = new
+                inserted.append(new)
     if isinstance(result, (list, tuple)):
         replaced = dict(zip(list(node.users), result, strict=True))
         for user, part in replaced.items():
@@ -169,18 +169,18 @@ def _grafted(
         replaced = {node: result}
         replace_uses(node, result)
     erase(node)
-    return made, {old.name: new for old, new in replaced.items()}
+    return inserted, {old.name: new for old, new in replaced.items()}
 
 
 def calls(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The call nodes, in order; safe while the current one is replaced."""
+    """Yield the call nodes in order; safe while the current one is replaced."""
     for node in list(graph.nodes):
         if node.op == "call_function":
             yield node
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node starts a collective (its wait does not count)."""
+    """Return True if a node starts a collective (its wait does not count)."""
     name = str(node.target)
     return node.op == "call_function" and name.startswith("_c10d_functional.") and "wait_tensor" not in name
 
@@ -190,23 +190,23 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def source_line(node: fx.Node) -> str:
-    """`model.py:31, in forward` of the user's code that made the node (torch's own layers skipped), or nothing."""
+    """Return `model.py:31, in forward` for the user's code that made the node (torch's own frames skipped), or ""."""
     trace = str(node.meta.get("stack_trace") or "")
-    lines = [found for found in FRAME.finditer(trace) if "<eval_with" not in found["path"]]
+    lines = [frame for frame in FRAME.finditer(trace) if "<eval_with" not in frame["path"]]
     if not lines:
         return ""
-    outside = [found for found in lines if "/torch/" not in found["path"]]
+    outside = [frame for frame in lines if "/torch/" not in frame["path"]]
     last = (outside or lines)[-1]
     return f"{last['path'].rsplit('/', 1)[-1]}:{last['line']}{last['where'] or ''}"
 
 
 def module_path(node: fx.Node) -> str:
-    """The FQN of the innermost module that the node came from, or nothing."""
+    """Return the FQN of the innermost module that the node came from, or ""."""
     paths = module_paths(node)
     return paths[-1] if paths else ""
 
 
 def module_paths(node: fx.Node) -> list[str]:
-    """The FQNs of all modules around the node, outermost first, without the root's empty name."""
+    """Return the FQNs of all modules around the node, outermost first, without the root's empty name."""
     paths = [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
     return [path for path in paths if path and path != NO_MODULE]

@@ -1,4 +1,4 @@
-"""A grouped matmul of which every rank does the groups that it holds."""
+"""Grouped matmul in blocks: every rank computes the groups that it holds."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from tpcompiler._torch import define_op, find_op
 
 
 def multiply_blocks(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, kernel: str) -> torch.Tensor:
-    """A grouped matmul for each block; rows behind a block's last group are zeros.
+    """Run a grouped matmul per block; rows after a block's last group are zeros.
 
     Args:
         x: [blocks, rows, k], each block's rows in the order of its groups.
         weight: [blocks x groups, k, n].
-        ends: [blocks, groups], int32: where in its block a group ends.
-        kernel: the op that does one block.
+        ends: [blocks, groups], int32: the end of each group in its block.
+        kernel: the op that computes one block.
     """
     own = weight.reshape(*ends.shape, *weight.shape[1:])
-    rows = torch.ones_like(x[0, :, 0], dtype=torch.int32).cumsum(0)  # from 1; of a dynamic number
-    made = [find_op(kernel)(x[block], own[block], ends[block]) for block in range(ends.shape[0])]
-    kept = [part.masked_fill((rows > ends[block, -1]).unsqueeze(-1), 0) for block, part in enumerate(made)]
-    return torch.stack(kept)
+    rows = torch.ones_like(x[0, :, 0], dtype=torch.int32).cumsum(0)  # from 1; their number is dynamic
+    results = [find_op(kernel)(x[block], own[block], ends[block]) for block in range(ends.shape[0])]
+    masked = [part.masked_fill((rows > ends[block, -1]).unsqueeze(-1), 0) for block, part in enumerate(results)]
+    return torch.stack(masked)
 
 
 def multiply_own_blocks(
     x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, kernel: str, *, shard: Any
 ) -> torch.Tensor:
-    """What a rank does for the blocks that it holds."""
+    """Compute the blocks that this rank holds."""
     return multiply_blocks(x, weight, ends, kernel)
 
 

@@ -1,4 +1,4 @@
-"""Fake local values: what one rank's share of a global value looks like to the tracer."""
+"""Fake local values: a rank's share of a global value, as the tracer sees it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal
 
-KEY = "tpcompiler_key"  # in a node's meta: its value, and the key of that
+KEY = "tpcompiler_key"  # in a node's meta: its value and that value's key
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
-    """The fake mode that the program's values live in, with its shape environment.
+    """Return the fake mode that the program's values live in, with its shape environment.
 
-    It runs what has no kernel for fake values, such as `fake_quantize_per_tensor_affine`, on zeros, as the mode of a
-    fresh export does. torch gives a program that it reads from a file a mode that refuses these.
+    It runs ops that have no kernel for fake values, such as `fake_quantize_per_tensor_affine`, on zeros, as the mode of
+    a fresh export does. torch gives a program read from a file a mode that refuses these ops.
     """
     values = (node.meta.get("val") for node in graph.nodes)
     mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
@@ -33,11 +33,11 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
 
 @contextlib.contextmanager
 def no_new_guards(*graphs: fx.Graph) -> Iterator[None]:
-    """Keep the shape environments of programs as they are: they are the user's too, and a guard makes a size less
-    general.
+    """Keep the programs' shape environments unchanged.
 
-    Questions about sizes are answered as in the example and not written down; a value that such an answer made
-    static does not have its claimed shape, which `localize_shapes` notices.
+    The user's programs share these environments, and a guard would specialise a size. Questions about sizes are
+    answered from the example and not recorded. A value that such an answer made static does not have its claimed shape,
+    which `localize_shapes` notices.
 
     Raises:
         InternalError: the shape environment learnt something about a size all the same.
@@ -56,7 +56,7 @@ def no_new_guards(*graphs: fx.Graph) -> Iterator[None]:
 
 
 def is_contiguous(value: torch.Tensor) -> bool:
-    """Row-major and dense, decided without adding a guard."""
+    """Return True if the value is row-major and dense; adds no guard."""
     expected: Size = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if not (isinstance(size, int) and size == 1):
@@ -67,7 +67,7 @@ def is_contiguous(value: torch.Tensor) -> bool:
 
 
 def memory_order(value: torch.Tensor) -> list[int]:
-    """The dims of `value` as they lie in memory, outermost first; in their own order where it is expanded."""
+    """Return the dims of `value` in memory order, outermost first; in their own order if it is expanded."""
     for size, stride in zip(value.shape, value.stride(), strict=True):
         if statically_equal(stride, 0) and not statically_equal(size, 1):
             return list(range(value.ndim))
@@ -75,7 +75,7 @@ def memory_order(value: torch.Tensor) -> list[int]:
 
 
 def local_strides(value: torch.Tensor, shape: Sequence[Size]) -> list[Size]:
-    """Dense strides for `shape` in the dim order in which `value` lies in memory."""
+    """Return dense strides for `shape` in the memory order of `value`."""
     strides: list[Size] = [0] * value.ndim
     step: Size = 1
     for dim in reversed(memory_order(value)):
@@ -87,7 +87,7 @@ def local_strides(value: torch.Tensor, shape: Sequence[Size]) -> list[Size]:
 def local_value(
     value: torch.Tensor, sharding: Sharding, mesh: Mesh, coordinate: Mapping[str, int], mode: FakeTensorMode
 ) -> torch.Tensor:
-    """A fake tensor of the local shape at `coordinate`, laid out in memory as the global value is."""
+    """Return a fake tensor of the local shape at `coordinate`, with the memory order of the global value."""
     shape = sharding.local_shape(value.shape, mesh, coordinate)
     if sharding.is_replicated:
         return value
@@ -96,7 +96,7 @@ def local_value(
 
 
 def key(value: Any) -> Any:
-    """A hashable description of an argument: tensors by layout, sizes by expression, nodes by their values."""
+    """Return a hashable description of an argument: tensors by layout, sizes by expression, nodes by their values."""
     if isinstance(value, fx.Node):
         return _key_of(value)
     if value is None or isinstance(value, (int, str)):
@@ -113,17 +113,17 @@ def key(value: Any) -> Any:
     if isinstance(value, dict):
         return ("d", *((k, key(v)) for k, v in value.items()))
     if isinstance(value, (float, complex)):
-        return (type(value).__name__, repr(value))  # 0.0 is no -0.0
+        return (type(value).__name__, repr(value))  # 0.0 differs from -0.0
     return (type(value).__name__, value)
 
 
 def _key_of(node: fx.Node) -> Any:
-    """The key of a node's value, which the node keeps: all passes ask for it."""
+    """Return the key of a node's value, cached on the node because all passes use it."""
     value = node.meta.get("val")
-    known = node.meta.get(KEY)
-    if known is None or known[0] is not value:
-        known = node.meta[KEY] = value, key(value)
-    return known[1]
+    cache = node.meta.get(KEY)
+    if cache is None or cache[0] is not value:
+        cache = node.meta[KEY] = value, key(value)
+    return cache[1]
 
 
 def _sizes(sizes: Sequence[Size]) -> tuple[Any, ...]:

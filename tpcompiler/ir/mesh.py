@@ -10,15 +10,15 @@ from functools import lru_cache
 
 from tpcompiler.errors import MeshError, UnsupportedError, option
 
-MAX_AXES = 64  # torch's tensors have as many dims
-MAX_RANKS = 1 << 16  # more than any group has; a slip such as a hidden size in place of a degree would run for hours
+MAX_AXES = 64  # torch's own limit on the dims of a tensor
+MAX_RANKS = 1 << 16  # more than any machine has; a hidden size passed as a degree by mistake would run for hours
 
 
 @dataclass(frozen=True)
 class Mesh:
     """Named axes and their degrees, e.g. `Mesh((("dp", 2), ("tp", 4)))`; rank = row-major index.
 
-    `group_of_world` names an existing process group that a mesh of one axis runs over, instead of a logical name.
+    `group_of_world` names an existing process group that a mesh of one axis uses instead of a logical name.
 
     Raises:
         MeshError: no axes, a repeated or unreadable name, a degree below 1, more axes than `MAX_AXES`, or more ranks
@@ -53,7 +53,7 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: Mesh | int | Mapping[str, int]) -> Mesh:
-        """Read a mesh as users write it: an int is one axis named `tp`."""
+        """Return the mesh that a user wrote as a `Mesh`, a mapping, or an int (one axis named `tp`)."""
         if isinstance(mesh, Mesh):
             return mesh
         return cls(tuple(mesh.items()) if isinstance(mesh, Mapping) else (("tp", mesh),))
@@ -71,14 +71,14 @@ class Mesh:
 
     @property
     def model_axis(self) -> str:
-        """The axis over which a plan's styles cut layers: `tp`, or else the last one."""
+        """The axis over which a plan's styles shard layers: `tp`, or the last axis if there is no `tp`."""
         return "tp" if "tp" in self.names else self.names[-1]
 
     def degree(self, axis: str) -> int:
         return dict(self.axes)[axis]
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The position of `rank` on each axis.
+        """Return the position of `rank` on each axis.
 
         Raises:
             MeshError: `rank` is outside the mesh.
@@ -94,45 +94,45 @@ class Mesh:
         return {name: position[name] for name in self.names}
 
     def split(self, axis: str, outer: int) -> Mesh:
-        """The same ranks with an axis as two: `tp=8` as `tp_0=2,tp_1=4`."""
+        """Return the mesh with `axis` replaced by two axes: `tp=8` becomes `tp_0=2,tp_1=4`."""
         axes = []
         for name, degree in self.axes:
             axes += [(f"{name}_0", outer), (f"{name}_1", degree // outer)] if name == axis else [(name, degree)]
         return Mesh(tuple(axes), self.group_of_world)
 
     def ordered(self, axes: Collection[str]) -> tuple[str, ...]:
-        """These axes in the mesh's order."""
+        """Return `axes` in the mesh's order."""
         return tuple(name for name in self.names if name in axes)
 
     def index(self, axes: Sequence[str], rank: int) -> int:
-        """The place of `rank` among the ranks of its group over these axes, the last axis running fastest."""
+        """Return the position of `rank` in its group over these axes; the last axis runs fastest."""
         here, place = self.coordinate(rank), 0
         for axis in axes:
             place = place * self.degree(axis) + here[axis]
         return place
 
     def size(self, axes: Sequence[str]) -> int:
-        """How many ranks a group over these axes has."""
+        """Return the number of ranks in a group over these axes."""
         return math.prod(self.degree(axis) for axis in axes)
 
     @lru_cache(maxsize=1 << 10)  # noqa: B019  # a mesh is small, and there are few
     def crosses(self, axes: tuple[str, ...], ranks_per_node: int) -> bool:
-        """True if a group over these axes has ranks on several nodes of so many ranks each."""
+        """Return True if a group over these axes spans several nodes of `ranks_per_node` ranks each."""
         groups = (self.group(axes, rank) for rank in range(self.world_size))
         return any(len({rank // ranks_per_node for rank in group}) > 1 for group in groups)
 
     def group(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
-        """The ranks that share every coordinate of `rank` but those on `axes`, in order."""
+        """Return the ranks that share every coordinate of `rank` except those on `axes`, in order."""
         here = self.coordinate(rank)
         return tuple(map(self._rank, self._places({name: at for name, at in here.items() if name not in axes})))
 
     def groups(self, axes: Collection[str]) -> tuple[tuple[int, ...], ...]:
-        """All groups over these axes."""
+        """Return all groups over these axes."""
         firsts = self._places(dict.fromkeys(self.ordered(axes), 0))
         return tuple(self.group(axes, self._rank(first)) for first in firsts)
 
     def _places(self, fixed: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
-        """The positions with these coordinates, in the order of their ranks."""
+        """Yield the positions with these coordinates, in rank order."""
         return itertools.product(*([fixed[name]] if name in fixed else range(degree) for name, degree in self.axes))
 
     def _rank(self, place: Iterable[int]) -> int:
@@ -142,10 +142,10 @@ class Mesh:
         return rank
 
     def group_name(self, axes: Sequence[str]) -> str:
-        """The logical process-group name in the graphs; it tells apart meshes that live in one process.
+        """Return the group's logical process-group name in the graphs, unique among meshes that live in one process.
 
         Raises:
-            UnsupportedError: a part of the running group, which nobody has made a group of.
+            UnsupportedError: the group is a part of the running process group, and nobody made a group of that part.
         """
         if self.group_of_world is None:
             return f"{self}:{'.'.join(axes)}"
@@ -157,7 +157,7 @@ class Mesh:
         return self.group_of_world
 
     def axes_of(self, group_name: str) -> tuple[str, ...]:
-        """The axes of a group that `group_name` named."""
+        """Return the axes of a group, given a name that `group_name` returned."""
         if group_name == self.group_of_world:
             return self.names
         return tuple(group_name.rpartition(":")[2].split("."))
@@ -168,7 +168,7 @@ class Mesh:
 
 @lru_cache
 def groups_named(name: str) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks that bear a name which `Mesh.group_name` made; none for another name."""
+    """Return the groups of ranks with a name that `Mesh.group_name` returned; () for any other name."""
     text, _, axes = name.rpartition(":")
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(axis.isidentifier() and degree.isdecimal() for axis, _, degree in pairs):

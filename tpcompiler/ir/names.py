@@ -1,4 +1,4 @@
-"""What a leaf belongs to, by its FQN: parametrizations, subclasses such as torchao's and adapters split weights."""
+"""FQNs of leaves and the layers they belong to; parametrizations, torchao and adapters split a weight into leaves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 
 @cache
 def layer_of(fqn: str) -> str:
-    """The layer of a leaf, also of a part of a parameter, or of one that an adapter wraps.
+    """Return the layer of a leaf, also for a part of a parameter or for a layer wrapped by an adapter.
 
     "up.parametrizations.weight.original0" and "up.base_layer.weight" belong to "up".
     """
@@ -18,18 +18,18 @@ def layer_of(fqn: str) -> str:
 
 @cache
 def weight_of(fqn: str) -> str:
-    """The parameter that a leaf is, or is a part of: "up.parametrizations.weight.original0" is of "up.weight"."""
+    """Return the parameter that a leaf is or is part of: "up.weight" for "up.parametrizations.weight.original0"."""
     return re.sub(r"(^|\.)parametrizations\.([^.]+)\.original\d*$", r"\1\2", fqn)
 
 
 def leaf_of_module(name: str, leaves: Collection[str]) -> str | None:
-    """Return the weight of the module of this name, or its only leaf."""
+    """Return the weight of the module with this name, or its only leaf."""
     own = [leaf for leaf in leaves if layer_of(leaf) == name]
     weights = [leaf for leaf in own if weight_of(leaf) == f"{name}.weight" or leaf.endswith(".weight")]
-    found = weights or own
-    return found[0] if len(found) == 1 else None
+    candidates = weights or own
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def fold_layers(name: str) -> str:
-    """Write `*` for the numbers in a name: `layers.*.up` for `layers.0.up`, `key_cache_*` for `key_cache_3`."""
+    """Replace the numbers in a name by `*`: `layers.*.up` for `layers.0.up`, `key_cache_*` for `key_cache_3`."""
     return re.sub(r"(?<=[._])\d+(?=\.|$)", "*", name)

@@ -1,4 +1,4 @@
-"""What the report says of a marked program besides its collectives."""
+"""Notes of the report about a marked program, apart from its collectives."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ from tpcompiler.terminal.printed import format_bytes
 
 
 def notes_of(program: MarkedProgram) -> tuple[Note, ...]:
-    """Axes that cut nothing, ops that draw random numbers, conds of which both branches are computed, leaves that are
-    cut in a way of their own or unevenly, and what is not written.
+    """Return the notes that follow from the marks and the source program.
+
+    They report idle axes, random ops, conds with both branches computed, leaves sharded unevenly or in a special way,
+    and example inputs that are not written.
     """
     both = (Note("both", node.meta[BOTH]) for node in program.graph.nodes if BOTH in node.meta)
     return (*_idle(program), *_random(program.graph), *both, *_cuts(program), *_examples(program.source))
 
 
 def _idle(program: MarkedProgram) -> tuple[Note, ...]:
-    """Axes over which no value of the program is cut or pending, and how a batch is cut over them."""
+    """Note the axes over which no value is sharded or pending, and how to shard a batch over them."""
     mesh = program.mesh
     marks = (mark_of(node) for node in program.graph.nodes if node.op != "output")
     used = {axis for mark in marks for each in (*mark.shardings, *mark.wants) for axis in each.axes}
     batch = next((node.name for node in program.user_inputs() if node.meta["val"].ndim), None)
-    said = []
+    texts = []
     for axis in mesh.names:
         if mesh.degree(axis) > 1 and axis not in used:
             alike = f"ranks that differ in {axis} alone compute the same"
             how = f'; to cut the batch, inputs={{"{batch}": {{"{axis}": "S(0)"}}}}, or --input {batch}={axis}:S(0)'
             cuts_batch = batch is not None and axis != mesh.model_axis
-            said.append(f"{axis}={mesh.degree(axis)}: {alike}{how if cuts_batch else ''}")
-    return tuple(Note("idle", text) for text in said)
+            texts.append(f"{axis}={mesh.degree(axis)}: {alike}{how if cuts_batch else ''}")
+    return tuple(Note("idle", text) for text in texts)
 
 
 def _random(graph: fx.Graph) -> tuple[Note, ...]:
-    """What the ranks must do so that they draw the same numbers."""
+    """Note how the ranks must be seeded to draw the same numbers."""
     drawing = Counter(op_name(node) for node in all_calls(graph) if draws(node))
     ops = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in drawing.items())
     return (Note("random", f"{ops}: seed every rank alike, torch.manual_seed"),) if drawing else ()
@@ -57,51 +59,51 @@ def _examples(source: ExportedProgram) -> tuple[Note, ...]:
 
 
 def _cuts(program: MarkedProgram) -> tuple[Note, ...]:
-    """Leaves in parts, blocks or units, and what an uneven cut costs the rank that holds most; `*` for repeated."""
+    """Note leaves in parts, blocks or units, and the excess of an uneven cut's largest share; layers fold to `*`."""
     mesh, first_of = program.mesh, tied(program)
-    folded: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
         sharding, shape = mark_of(leaf).settled[0], leaf.meta["val"].shape
         if first_of[leaf.name] != leaf.name:
             continue
-        said = []
+        phrases = []
         if any(_is_special(cut) for cut in sharding.dims):
             text = sharding.text(mesh)
-            said.append(f"{text} ({describe_sharding(text, mesh.names)})")
+            phrases.append(f"{text} ({describe_sharding(text, mesh.names)})")
         if shape.numel() and not sharding.is_even(shape, mesh):
-            held = [
+            sizes = [
                 torch.Size(sharding.local_shape(shape, mesh, mesh.coordinate(rank))).numel()
                 for rank in range(mesh.world_size)
             ]
-            said.append(f"the largest share is {max(held) * len(held) / sum(held):.2f} times an even one")
-        if said:
-            folded[f"{fold_layers(fqn)}: {', '.join(said)}"] += 1
-    return tuple(Note("cut", f"{text} (x {count})" if count > 1 else text) for text, count in folded.items())
+            phrases.append(f"the largest share is {max(sizes) * len(sizes) / sum(sizes):.2f} times an even one")
+        if phrases:
+            counts[f"{fold_layers(fqn)}: {', '.join(phrases)}"] += 1
+    return tuple(Note("cut", f"{text} (x {count})" if count > 1 else text) for text, count in counts.items())
 
 
 def shared_leaves(asked: PlannedProgram, program: MarkedProgram) -> tuple[Note, ...]:
-    """Planned leaves that fewer ranks cut than the plan asked: the others hold the same shares."""
-    folded: Counter[str] = Counter()
+    """Note planned leaves that fewer ranks shard than the plan requested: the remaining ranks hold copies."""
+    counts: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
         if leaf.name in asked.seeds:
-            wanted = asked.mesh.size(asked.seeds[leaf.name].sharding.cut_axes)
-            times = wanted // program.mesh.size(mark_of(leaf).settled[0].cut_axes)
+            requested = asked.mesh.size(asked.seeds[leaf.name].sharding.cut_axes)
+            times = requested // program.mesh.size(mark_of(leaf).settled[0].cut_axes)
             if times > 1:
-                folded[f"{fold_layers(fqn)}: {times} ranks hold the same share"] += 1
-    return tuple(Note("shared", f"{text} (x {count})" if count > 1 else text) for text, count in folded.items())
+                counts[f"{fold_layers(fqn)}: {times} ranks hold the same share"] += 1
+    return tuple(Note("shared", f"{text} (x {count})" if count > 1 else text) for text, count in counts.items())
 
 
 def whole_leaves(asked: PlannedProgram, program: MarkedProgram) -> tuple[Note, ...]:
-    """Matrices that are whole in layers that a style cuts, such as scales that are looked up by their group."""
-    folded: Counter[str] = Counter()
+    """Note matrices that stay whole in layers that a style shards, such as scales looked up by group."""
+    counts: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
         value = leaf.meta["val"]
         is_matrix = sum(size != 1 for size in value.shape) > 1 and leaf.users
         if leaf.name in asked.unseeded and is_matrix and mark_of(leaf).settled[0].is_replicated:
-            folded[
+            counts[
                 f"{fold_layers(fqn)}: {value_text(value)}, {format_bytes(value.numel() * value.element_size())}"
             ] += 1
-    return tuple(Note("whole", f"{text} (x {count})" if count > 1 else text) for text, count in folded.items())
+    return tuple(Note("whole", f"{text} (x {count})" if count > 1 else text) for text, count in counts.items())
 
 
 def _is_special(cut: DimSharding) -> bool:

@@ -1,4 +1,4 @@
-"""Shardings in words, to stand next to their notation."""
+"""Shardings in plain words, printed next to their notation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ WHOLE = "whole on every rank"
 
 
 def describe_sharding(text: str, axes: Sequence[str]) -> str:
-    """Put a sharding, or a change of one, into words: `S(0)` is "dim 0 cut over tp".
+    """Describe a sharding, or a change of one, in words: `S(0)` is "dim 0 cut over tp".
 
-    Empty for a text that is no sharding over these axes.
+    Return "" for any other text.
     """
     sides = [_describe(side, axes) for side in text.split(" -> ")]
     return " -> ".join(sides) if all(sides) else ""
@@ -28,14 +28,14 @@ def _describe(text: str, axes: Sequence[str]) -> str:
     if len(texts) != len(axes) or not all(texts):
         return ""
     try:
-        said = [phrase for each, axis in zip(texts, axes, strict=True) for phrase in _over(each, axis)]
+        phrases = [phrase for each, axis in zip(texts, axes, strict=True) for phrase in _over(each, axis)]
     except PlanError:
         return ""
-    return ", ".join(said) or WHOLE
+    return ", ".join(phrases) or WHOLE
 
 
 def _over(text: str, axis: str) -> Iterator[str]:
-    """The words for one axis; none where the value is whole over it."""
+    """Yield the words for one axis; nothing if the value is whole over it."""
     placement = parse_placement(text)
     if isinstance(placement, Partial):
         yield f"a partial {placement.reduce_op} on each rank of {axis}"

@@ -14,29 +14,29 @@ from tpcompiler.errors import PlanError
 _N = r"[1-9]\d{0,17}"  # a size
 REDUCE_OPS = ("sum", "avg", "product", "max", "min")
 
-# As a user gives it: one placement (a mesh of one axis), or {axis: placement}; absent axes are replicated.
+# One placement (a mesh of one axis), or {axis: placement} with absent axes replicated.
 PlacementSpec = Placement | Mapping[str, Placement]
 
 
 class Piece(NamedTuple):
-    """How an axis cuts one piece of a dim, or all of it (size 0): between units, in blocks, or not at all."""
+    """One piece of a dim, or the whole dim (size 0), and how an axis shards it: by units, in blocks, or not at all."""
 
     size: int = 0
     cut: bool = True
     unit: int = 1
     block: int = 0
-    outside: str = ""  # the axis that cuts what this one has left, though the mesh names it first
+    outside: str = ""  # a later level's axis that the mesh nevertheless names first
 
 
 @dataclass(frozen=True, repr=False)
 class Cut(Placement):
-    """A cut of a dim of which torch's `Shard` does not say where it lies: `S(0, parts 16 8 8r)`."""
+    """A shard of a dim whose position torch's `Shard` cannot express: `S(0, parts 16 8 8r)`."""
 
     dim: int
     pieces: tuple[Piece, ...]
 
     def __post_init__(self) -> None:
-        super().__init__()  # torch 2.11 asks for it
+        super().__init__()  # torch 2.11 requires it
 
     def __repr__(self) -> str:
         return format_placement(self)
@@ -45,20 +45,20 @@ class Cut(Placement):
 
 
 def parse_placement(text: str) -> Placement:
-    """Read `R`, `S(1)`, `S(-1)`, `P(sum)` (also torch's long names `Replicate()`, `Shard(1)`), and what a `Cut` prints.
+    """Read `R`, `S(1)`, `S(-1)`, `P(sum)` (also torch's long names `Replicate()`, `Shard(1)`), and the text of a `Cut`.
 
     Raises:
-        PlanError: the text is none of these.
+        PlanError: any other text.
     """
     compact = re.sub(r"\s+", "", text)
     if re.fullmatch(r"R|Replicate(\(\))?", compact):
         return Replicate()
-    if found := re.fullmatch(r"(?:S|Shard)\((?:dim=)?(-?[0-9]{1,4})\)", compact):
-        return Shard(int(found[1]))
-    if (found := re.fullmatch(r"(?:P|Partial)\(['\"]?(\w*)['\"]?\)", compact)) and (found[1] or "sum") in REDUCE_OPS:
-        return Partial(found[1] or "sum")
-    if found := re.fullmatch(r"S\(\s*(-?[0-9]{1,4})\s*,(.+)\)", text.strip(), re.DOTALL):
-        return Cut(int(found[1]), _pieces(found[2], text))
+    if match := re.fullmatch(r"(?:S|Shard)\((?:dim=)?(-?[0-9]{1,4})\)", compact):
+        return Shard(int(match[1]))
+    if (match := re.fullmatch(r"(?:P|Partial)\(['\"]?(\w*)['\"]?\)", compact)) and (match[1] or "sum") in REDUCE_OPS:
+        return Partial(match[1] or "sum")
+    if match := re.fullmatch(r"S\(\s*(-?[0-9]{1,4})\s*,(.+)\)", text.strip(), re.DOTALL):
+        return Cut(int(match[1]), _pieces(match[2], text))
     raise PlanError(
         f"{text!r} is not a placement",
         help=f"write R, S(dim) such as S(0) or S(-1), or P(op) with op one of {', '.join(REDUCE_OPS)}",
@@ -66,17 +66,19 @@ def parse_placement(text: str) -> Placement:
 
 
 def _pieces(words: str, text: str) -> tuple[Piece, ...]:
-    """What follows the dim of a cut; only what `_words` prints so is taken."""
-    said = [" ".join(word.split()) for word in words.split(",")]
-    if said[0].startswith("parts "):
-        each = [re.fullmatch(rf"({_N})(r?)(?:u({_N}))?(?:b({_N}))?(?:<(\w+))?", word) for word in said[0].split()[1:]]
+    """Read the text after the dim of a cut; only text that `_words` prints is accepted."""
+    phrases = [" ".join(word.split()) for word in words.split(",")]
+    if phrases[0].startswith("parts "):
+        each = [
+            re.fullmatch(rf"({_N})(r?)(?:u({_N}))?(?:b({_N}))?(?:<(\w+))?", word) for word in phrases[0].split()[1:]
+        ]
         pieces = [Piece(int(p[1]), not p[2], int(p[3] or 1), int(p[4] or 0), p[5] or "") for p in each if p]
     else:
-        named = (re.search(rf"\b{name} (\w+)", ", ".join(said)) for name in ("unit", "block", "outside"))
-        unit, block, outside = (found[1] if found else "" for found in named)
+        matches = (re.search(rf"\b{name} (\w+)", ", ".join(phrases)) for name in ("unit", "block", "outside"))
+        unit, block, outside = (match[1] if match else "" for match in matches)
         numbers = [int(value) if re.fullmatch(_N, value) else 0 for value in (unit, block)]
         pieces = [Piece(0, True, numbers[0] or 1, numbers[1], outside)]
-    if pieces and sorted(_words(pieces)) == sorted(said):
+    if pieces and sorted(_words(pieces)) == sorted(phrases):
         return tuple(pieces)
     raise PlanError(
         f"{text!r} is not a placement",
@@ -85,7 +87,7 @@ def _pieces(words: str, text: str) -> tuple[Piece, ...]:
 
 
 def _words(pieces: Sequence[Piece]) -> list[str]:
-    """What torch's `S(dim)` leaves unsaid."""
+    """Return the details that torch's `S(dim)` cannot express."""
     if any(piece.size for piece in pieces):
         return [f"parts {' '.join(map(_part, pieces))}"]
     _, _, unit, block, outside = pieces[0]
@@ -102,7 +104,7 @@ def _part(piece: Piece) -> str:
 
 
 def format_placement(placement: Placement) -> str:
-    """The short text of a placement: `R`, `S(1)`, `P(sum)`, `S(2, unit 4, block 24)`."""
+    """Return the short text of a placement: `R`, `S(1)`, `P(sum)`, `S(2, unit 4, block 24)`."""
     if isinstance(placement, Shard):
         return f"S({placement.dim})"
     if isinstance(placement, Cut):
@@ -113,7 +115,7 @@ def format_placement(placement: Placement) -> str:
 
 
 def format_spec(spec: PlacementSpec) -> str | dict[str, str]:
-    """The text of a spec as plain data, for a plan file or the manifest."""
+    """Return the text of a spec as plain data, for a plan file or the manifest."""
     if isinstance(spec, Mapping):
         return {axis: format_placement(placement) for axis, placement in spec.items()}
     return format_placement(spec)

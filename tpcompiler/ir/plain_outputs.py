@@ -1,4 +1,4 @@
-"""Pytrees that need nothing but torch to load, or that no file keeps."""
+"""Output pytrees that load with torch alone, and keys that no file preserves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLAIN = (tuple, list, dict, OrderedDict)
 
 
 def plain_outputs(spec: TreeSpec) -> tuple[TreeSpec, str | None]:
-    """The spec with every container class that is not plain Python turned into a dict; and the first such class."""
+    """Replace every container class that is not plain Python by a dict; return the spec and the first such class."""
     if spec.is_leaf() or spec.type is None:
         return spec, None
     children, replaced = [], None
@@ -22,14 +22,14 @@ def plain_outputs(spec: TreeSpec) -> tuple[TreeSpec, str | None]:
         replaced = replaced or inner
     if spec.type in PLAIN:
         return TreeSpec(spec.type, spec.context, children), replaced
-    kind = spec.context if isinstance(spec.context, type) else spec.type  # the class of a namedtuple is its context
+    kind = spec.context if isinstance(spec.context, type) else spec.type  # a namedtuple's class is its context
     replaced = f"{kind.__module__}.{kind.__qualname__}"
     keys = _keys(spec, len(children))
     return TreeSpec(dict, keys, children), replaced
 
 
 def odd_keys(spec: TreeSpec) -> Iterator[object]:
-    """Keys of dicts that JSON, as which torch writes them, makes something else of: `(1, 2)` comes back as a list."""
+    """Yield dict keys that torch's JSON does not preserve: `(1, 2)` comes back as a list."""
     if spec.type in (dict, OrderedDict):
         yield from (key for key in spec.context if not isinstance(key, str | int | float | None))
     for index in range(spec.num_children):
@@ -37,7 +37,7 @@ def odd_keys(spec: TreeSpec) -> Iterator[object]:
 
 
 def _keys(spec: TreeSpec, count: int) -> list[Any]:
-    """The field names of a registered class, where its pytree context tells them."""
+    """Return the field names of a registered class if its pytree context has them, else numbers."""
     context = spec.context
     parts = context if isinstance(context, (list, tuple)) else ()
     for candidate in (context, *parts, getattr(context, "_fields", None)):

@@ -1,7 +1,7 @@
 """The stage types. A pass takes one and returns the next, so a program cannot be at two stages at once.
 
 Every stage keeps `source`, the canonical exported program (signature, state, pytrees, ranges), and its own `graph`.
-Facts about one node lie in `node.meta` under the keys below, so that they survive a copy of the graph.
+Facts about a node are stored in `node.meta` under the keys below, so that they survive a copy of the graph.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MARK = "tpcompiler_mark"
 ORIGIN = "tpcompiler_origin"
 RESHARD = "tpcompiler_reshard"
 PIN = "tpcompiler_pin"
-IN_TURNS = "tpcompiler_in_turns"  # of attention that is to gather its keys so
-BOTH = "tpcompiler_both"  # of a value chosen from both branches of a cond, which are computed: why
-UNCUT = "tpcompiler_uncut"  # of control flow that takes a planned weight: why its bodies stay whole
-CALL = "tpcompiler_call"  # the call of the whole, as data, where a rank runs another one for its share
-BODY = "tpcompiler_body"  # the op that a node does a share of, where its rule's body has taken its place
-GLOBAL = "tpcompiler_global"  # the global fake value of a node whose "val" is local already
+IN_TURNS = "tpcompiler_in_turns"  # on attention that gathers its keys in turns
+BOTH = "tpcompiler_both"  # on a value chosen from both computed branches of a cond: the reason
+UNCUT = "tpcompiler_uncut"  # on control flow that takes a planned weight: the reason why its bodies stay whole
+CALL = "tpcompiler_call"  # the single-device call as data, if a rank calls something else for its share
+BODY = "tpcompiler_body"  # the op whose share a node computes, if its rule's body replaced it
+GLOBAL = "tpcompiler_global"  # the global fake value of a node whose "val" is already local
 
 Why = Literal["inherent", "plan-demanded", "fallback"]
 
@@ -39,7 +39,7 @@ Counts = Mapping[str, tuple[tuple[tuple[Size, DimSharding], ...], ...]]
 
 @dataclass(frozen=True)
 class LocalShare:
-    """A body that computes one shard's share, and the factors, with their sizes, that it needs the range of."""
+    """A body that computes one shard's share, and the factors, with sizes, whose ranges it needs."""
 
     body: Callable[..., Any]
     cuts: tuple[tuple[DimSharding, Size], ...]
@@ -47,18 +47,18 @@ class LocalShare:
 
 @dataclass(frozen=True)
 class Mark:
-    """What is decided about one node.
+    """The decisions about one node.
 
     Attributes:
-        shardings: what its rule makes, one per tensor output.
-        settled: what its users see: prompt reductions done.
-        wants: what it needs of each tensor operand, in the order of `edit.operands`.
-        reason: why, for people.
+        shardings: the shardings that its rule produces, one per tensor output.
+        settled: the shardings that its users see: `shardings` after prompt reductions.
+        wants: the sharding required of each tensor operand, in the order of `edit.operands`.
+        reason: the reason, for people.
         why: the kind of the changes of sharding that its operands need.
-        sizes: size argument -> for each of its entries the dim of the first output that it counts.
-        local: set when a plain local run of the op would be wrong.
-        skips_empty: an empty share of what it makes is made without it.
-        counts: argument -> for each of its entries the factors that it counts together, with their sizes and cuts.
+        sizes: size argument -> for each entry, the dim of the first output that it counts.
+        local: set if a plain local run of the op would be wrong.
+        skips_empty: True if an empty share of its output is made without running it.
+        counts: argument -> for each entry, the factors that it counts together, with their sizes and cuts.
     """
 
     shardings: tuple[Sharding, ...]
@@ -74,9 +74,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Reshard:
-    """One change of sharding: `reshard` nodes carry it, and so does everything that one is lowered to.
+    """One change of sharding, carried by a `reshard` node and by every node it is lowered to.
 
-    `via`: what the value is on the way, after each step but the last (`choose_paths`).
+    `via`: the shardings after each step except the last (`choose_paths`).
     """
 
     name: str
@@ -93,11 +93,13 @@ class Reshard:
 
 @dataclass(frozen=True)
 class Seed:
-    """A placement that the user gave, to a leaf (`PlannedProgram.seeds`) or to a value (meta[PIN] of a `pin` node).
+    """A placement that the user gave to a leaf (`PlannedProgram.seeds`) or to a value (meta[PIN] of a `pin` node).
 
-    `axes`: those that it speaks of (none: all of them); over the others a value stays as it is. `loose`: a style's,
-    which names the dim that is cut; where in it the cuts lie is for its uses to say. `packed`: they must show parts.
-    `others`: what the leaf may be instead, where a change of the plan is sought.
+    Attributes:
+        axes: the axes that it constrains (all if empty); over the others a value stays as it is.
+        loose: True for a style, which names the dim to shard but leaves units, blocks and parts to the leaf's uses.
+        packed: True if the uses must reveal parts.
+        others: the alternatives for the leaf when a change of the plan is searched for.
     """
 
     sharding: Sharding
@@ -108,19 +110,19 @@ class Seed:
     others: tuple[Sharding, ...] = ()
 
     def over(self, have: Sharding) -> Sharding:
-        """What a value that is placed as `have` is to become.
+        """Return the target sharding of a value that is placed as `have`.
 
         Raises:
-            ShardingError: reductions that wait over other axes do not commute with its own.
+            ShardingError: reductions pending over other axes do not commute with its own.
         """
-        made = self.sharding.beside(have, self.axes) if self.axes else self.sharding
-        refuse_mixed(made.partial, "a value", self.asked_by)
-        return made
+        target = self.sharding.beside(have, self.axes) if self.axes else self.sharding
+        refuse_mixed(target.partial, "a value", self.asked_by)
+        return target
 
 
 @dataclass(frozen=True)
 class InTurns:
-    """That attention cuts its steps over an axis, and gathers keys and values a part at a time (`attend_in_turns`)."""
+    """A request that attention shards its steps over `axis` and gathers keys and values in turns (`attend_in_turns`)."""
 
     axis: str
     asked_by: str
@@ -128,7 +130,7 @@ class InTurns:
 
 @dataclass(frozen=True)
 class Note:
-    """What a pass declined, gave up or could not use, for the report."""
+    """A message of a pass for the report: something declined, given up or not usable."""
 
     kind: Literal[
         "plan",
@@ -152,12 +154,12 @@ class Note:
 
 
 def pin(value: Any) -> Any:
-    """Graph marker: here the plan or the boundary asks for one sharding. Gone after `insert_reshards`."""
+    """Mark in the graph that the plan or the boundary requests a sharding here. Gone after `insert_reshards`."""
     return value
 
 
 def reshard(value: Any) -> Any:
-    """Graph marker: here the sharding changes (meta[RESHARD]). Gone after `lower_reshards`."""
+    """Mark in the graph that the sharding changes here (meta[RESHARD]). Gone after `lower_reshards`."""
     return value
 
 
@@ -167,27 +169,29 @@ fx.wrap("reshard")
 
 @dataclass(frozen=True)
 class Program:
+    """A graph and the single-device program that it came from."""
+
     source: ExportedProgram
     graph: fx.Graph
 
     def inputs(self) -> Iterator[tuple[fx.Node, InputSpec]]:
-        """Placeholders beside what the signature says of them, in order."""
+        """Yield each placeholder with its entry in the signature, in order."""
         placeholders = (node for node in self.graph.nodes if node.op == "placeholder")
         yield from zip(placeholders, self.source.graph_signature.input_specs, strict=True)
 
     def leaves(self) -> Iterator[tuple[fx.Node, str]]:
-        """Placeholders of parameters, buffers and constants, with their FQN."""
+        """Yield the placeholders of parameters, buffers and constants, with their FQN."""
         for node, spec in self.inputs():
             if spec.kind in LEAF_KINDS and spec.target is not None:
                 yield node, spec.target
 
     def output_names(self) -> list[str]:
-        """A name for every user output: its path in the output's pytree, such as `logits` or `0`."""
+        """Return a name for every user output: its path in the output's pytree, such as `logits` or `0`."""
         spec = self.source.call_spec.out_spec
         return tree_names(spec) if spec is not None else []
 
     def user_inputs(self) -> Iterator[fx.Node]:
-        """Placeholders of the user's tensors."""
+        """Yield the placeholders of the user's tensors."""
         for node, spec in self.inputs():
             if spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument):
                 yield node
@@ -197,32 +201,34 @@ class Program:
         return self.graph.output_node()
 
     def mutations(self) -> Iterator[tuple[int, str]]:
-        """(position among the outputs, FQN of the leaf or name of the input) of every value written back."""
+        """Yield (position among the outputs, FQN of the leaf or name of the input) for every value written back."""
         for position, spec in enumerate(self.source.graph_signature.output_specs):
             if spec.kind in WRITTEN_KINDS and spec.target is not None:
                 yield position, spec.target
 
     def written(self) -> Iterator[tuple[fx.Node, str]]:
-        """The value beside the FQN of the buffer or the name of the input that it is written back to."""
+        """Yield each value written back with the FQN of its buffer or the name of its input."""
         values: Any = self.output.args[0]
         yield from ((values[position], name) for position, name in self.mutations())
 
     def state(self, fqn: str) -> torch.Tensor:
-        """The whole (single-device) value of a leaf."""
+        """Return the whole (single-device) value of a leaf."""
         value: torch.Tensor | None = self.source.state_dict.get(fqn)
         return self.source.constants[fqn] if value is None else value
 
 
 class CanonicalProgram(Program):
-    """Functional, no higher-order wrappers, no metadata assertions."""
+    """A functional program without higher-order wrappers and metadata assertions."""
 
 
 @dataclass(frozen=True)
 class PlannedProgram(Program):
-    """The plan resolved: seeds on leaves (by placeholder name), `pin` nodes on values.
+    """A program with its plan resolved: seeds on leaves (by placeholder name), `pin` nodes on values.
 
-    `unseeded`: leaves of layers that a style cuts, for which it found no dim to cut; who asked. Their uses may.
-    `kept`: where the search decides the rest, what the plan says of leaves, to which the search keeps.
+    Attributes:
+        unseeded: leaves in layers that a style shards, without a dim that the style could shard, and who asked; their
+            uses may shard them.
+        kept: the plan's seeds on leaves that stay fixed when the search decides the rest.
     """
 
     mesh: Mesh
@@ -233,7 +239,7 @@ class PlannedProgram(Program):
     kept: Mapping[str, Seed] = field(default_factory=dict)
 
     def without(self, entries: Set[str]) -> PlannedProgram:
-        """The program without what these entries of the plan, by `Seed.asked_by`, say of leaves."""
+        """Return the program without the seeds on leaves that these plan entries (`Seed.asked_by`) caused."""
         seeds, kept = (
             {name: seed for name, seed in own.items() if seed.asked_by not in entries}
             for own in (self.seeds, self.kept)
@@ -243,44 +249,44 @@ class PlannedProgram(Program):
 
 @dataclass(frozen=True)
 class PlacedProgram(Program):
-    """One program for all ranks, of which every tensor value carries a Mark."""
+    """One program for all ranks, with a Mark on every tensor value."""
 
     mesh: Mesh
     notes: tuple[Note, ...]
 
 
 class MarkedProgram(PlacedProgram):
-    """Changes of sharding are implicit: an op may want a value otherwise than it is made."""
+    """A placed program with implicit changes of sharding: an op may want another sharding than its operand has."""
 
 
 class ReshardedProgram(PlacedProgram):
-    """Every change of sharding is a `reshard` node; no `pin` is left."""
+    """A placed program with a `reshard` node for every change of sharding, and no `pin` left."""
 
 
 @dataclass(frozen=True)
 class ClassProgram(Program):
-    """The program of ranks that hold equal local shapes."""
+    """The program of ranks that have equal local shapes."""
 
     mesh: Mesh
     ranks: tuple[int, ...]
 
     @property
     def here(self) -> dict[str, int]:
-        """Where in the mesh the first of these ranks is: shapes are its own."""
+        """The mesh coordinate of the first of these ranks, whose shapes the program has."""
         return self.mesh.coordinate(self.ranks[0])
 
 
 class LoweredProgram(ClassProgram):
-    """Collectives instead of reshards; sizes and `meta["val"]` are still the whole's."""
+    """A class program with collectives instead of reshards; sizes and `meta["val"]` are still global."""
 
 
 class LocalProgram(ClassProgram):
-    """Sizes in arguments and in `meta["val"]` are this rank's own."""
+    """A class program with local sizes, in arguments and in `meta["val"]`."""
 
 
 @dataclass(frozen=True)
 class ShardedProgram(Program):
-    """A local graph beside its rank's own share of the state, its numbers among it."""
+    """A local graph with one rank's share of the state and its rank numbers."""
 
     mesh: Mesh
     rank: int
@@ -294,7 +300,7 @@ def mark_of(node: fx.Node) -> Mark:
 
 
 def tied(program: Program) -> dict[str, str]:
-    """Placeholder name -> name of the first placeholder that holds the very same tensor."""
+    """Map each leaf's placeholder name to the first placeholder that holds the very same tensor."""
     first: dict[object, str] = {}
     out = {}
     for node, fqn in program.leaves():

@@ -1,4 +1,4 @@
-"""An exported program over a changed graph."""
+"""Exported programs over a changed graph."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def rebuilt(
     state_dict: Mapping[str, Any] | None = None,
     ranges: Mapping[Any, Any] | None = None,
 ) -> ExportedProgram:
-    """The same program with another flat functional graph, and where given, another signature, other tensors and sizes.
+    """Return the program with another flat functional graph, and with the given signature, tensors and size ranges.
 
-    What torch's constructor would do besides, which is to write and compile the graph as Python, waits until it is run.
+    torch's constructor also writes and compiles the graph as Python; here that waits until the program runs.
     """
     root = root_of(graph)
     for node in graph.nodes:
@@ -35,32 +35,32 @@ def rebuilt(
             node.meta.pop("val", None)
     calls = [dataclasses.replace(each, signature=copy.copy(each.signature)) for each in program.module_call_graph]
     state = dict(program.state_dict if state_dict is None else state_dict)
-    held = dict(program.constants if constants is None else constants)
-    made = with_state(with_graph(program, root, graph), state, held, calls, program.example_inputs)
-    made._graph_signature = signature or copy_signature(program.graph_signature)
+    constant_values = dict(program.constants if constants is None else constants)
+    copied = with_state(with_graph(program, root, graph), state, constant_values, calls, program.example_inputs)
+    copied._graph_signature = signature or copy_signature(program.graph_signature)
     if ranges is not None:
-        made._range_constraints = dict(ranges)
-    return made
+        copied._range_constraints = dict(ranges)
+    return copied
 
 
 def copy_signature(signature: ExportGraphSignature) -> ExportGraphSignature:
-    """One whose entries can be changed. `copy.deepcopy` takes ten times as long."""
+    """Return a signature whose entries can be changed. `copy.deepcopy` takes ten times as long."""
     specs = ([_copy_spec(spec) for spec in each] for each in (signature.input_specs, signature.output_specs))
     return ExportGraphSignature(*specs)
 
 
 def _copy_spec(spec: Any) -> Any:
-    made = copy.copy(spec)
-    made.arg = copy.copy(spec.arg)
-    return made
+    copied = copy.copy(spec)
+    copied.arg = copy.copy(spec.arg)
+    return copied
 
 
 def add_constant(graph: fx.Graph, signature: ExportGraphSignature, name: str, value: torch.Tensor) -> fx.Node:
-    """Put a constant behind the weights, in place. Returns its placeholder."""
+    """Insert a constant after the weights, in place. Return its placeholder."""
     behind = sum(spec.kind in LEAF_KINDS for spec in signature.input_specs)
     with graph.inserting_before(list(graph.nodes)[behind]):
         node = graph.placeholder(f"c_{name}")
-    with fake_mode_of(graph):  # `from_tensor` would make symbols of its sizes
+    with fake_mode_of(graph):  # `from_tensor` would create symbols for its sizes
         node.meta["val"] = torch.empty(tuple(value.shape), dtype=value.dtype)
     signature.input_specs.insert(behind, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(name=node.name), name))
     return node

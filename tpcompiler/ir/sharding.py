@@ -1,8 +1,8 @@
-"""How one tensor is laid out over the mesh, dim by dim.
+"""The layout of one tensor over the mesh, dim by dim.
 
-torch writes a tuple of placements, one per mesh axis. That cannot say "whole heads of 4 elements", or "the heads of
-every batch row in a dim of batch * heads", so the nouns here are per tensor dim: which axes cut it, in which unit, and
-in which blocks. Torch's form is read at the boundary and printed where it is the whole truth.
+torch writes a tuple of placements, one per mesh axis. That cannot express "whole heads of 4 elements", or "the heads of
+every batch row in a dim of batch * heads". The nouns here are per tensor dim: the axes that shard it, in which unit and
+in which blocks. torch's form is read at the boundary and printed wherever it is the whole truth.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tpcompiler.ir.placements import Cut, Piece, PlacementSpec, format_placement
 
 
 def commute(ops: Iterable[str]) -> bool:
-    """Whether reductions over several axes give the same in any order: all of one kind, or sums and averages."""
+    """Return True if reductions over several axes commute: all of one kind, or sums and averages."""
     return len({"sum" if op == "avg" else op for op in ops}) <= 1
 
 
 def refuse_mixed(partial: Iterable[tuple[str, str]], what: str, asked_by: str) -> None:
-    """Raise a ShardingError where pending reductions do not commute: a max of sums is no sum of maxima."""
+    """Raise a ShardingError if pending reductions do not commute: a max of sums is no sum of maxima."""
     if not commute(op for _, op in partial):
-        said = " and ".join(f"P({op}) over '{axis}'" for axis, op in partial)
+        text = " and ".join(f"P({op}) over '{axis}'" for axis, op in partial)
         raise ShardingError(
-            f"{what} cannot be {said}: what that is depends on the order of the reductions",
+            f"{what} cannot be {text}: what that is depends on the order of the reductions",
             help="reduce over one of the axes first: place it as R there",
             asked_by=asked_by,
         )
@@ -38,16 +38,16 @@ def refuse_mixed(partial: Iterable[tuple[str, str]], what: str, asked_by: str) -
 
 @dataclass(frozen=True)
 class Sharding:
-    """The layout of one tensor: a `DimSharding` per tensor dim, and pending reductions, which commute, one per axis."""
+    """The layout of one tensor: a `DimSharding` per dim, and at most one pending reduction per axis, all commuting."""
 
     dims: tuple[DimSharding, ...]
     partial: tuple[tuple[str, str], ...] = ()  # (axis, reduce op), sorted by axis
 
     def __hash__(self) -> int:  # the search looks up the same few shardings all the time
-        known = self.__dict__
-        if "hash" not in known:
-            known["hash"] = hash((self.dims, self.partial))
-        return known["hash"]  # type: ignore[no-any-return]
+        cache = self.__dict__
+        if "hash" not in cache:
+            cache["hash"] = hash((self.dims, self.partial))
+        return cache["hash"]  # type: ignore[no-any-return]
 
     def __reduce__(self) -> Any:
         return Sharding, (self.dims, self.partial)
@@ -58,7 +58,7 @@ class Sharding:
 
     @classmethod
     def of(cls, spec: PlacementSpec, mesh: Mesh, ndim: int, what: str, asked_by: str = "") -> Sharding:
-        """Read placements for a tensor of order `ndim`; `what` and `asked_by` name it in errors.
+        """Read placements for a tensor with `ndim` dims; `what` and `asked_by` name it in errors.
 
         Raises:
             ShardingError: an unknown axis, a dim that the tensor does not have, or reductions that do not commute.
@@ -66,7 +66,7 @@ class Sharding:
         by_axis: Mapping[str, Placement]
         if isinstance(spec, Mapping):
             by_axis = spec
-        elif len(mesh.axes) == 1 or type(spec) is Replicate:  # whole is whole on every axis
+        elif len(mesh.axes) == 1 or type(spec) is Replicate:  # R holds for every axis
             by_axis = dict.fromkeys(mesh.names, spec)
         else:
             raise ShardingError(
@@ -101,7 +101,7 @@ class Sharding:
                         help="give the same parts for all axes of a dim, with an r behind what an axis leaves whole",
                         asked_by=asked_by,
                     )
-                dims[dim] = cut if mesh.degree(axis) > 1 else dims[dim]  # one rank has all of it
+                dims[dim] = cut if mesh.degree(axis) > 1 else dims[dim]  # an axis of degree 1 shards nothing
             elif type(placement) is Partial:
                 partial += [(axis, placement.reduce_op)] * (mesh.degree(axis) > 1)
             elif type(placement) is not Replicate:
@@ -117,12 +117,12 @@ class Sharding:
 
     @cached_property
     def axes(self) -> frozenset[str]:
-        """Every axis on which the tensor is not replicated."""
+        """The axes on which the tensor is not replicated."""
         return frozenset(a for dim in self.dims for a in dim.axes) | {axis for axis, _ in self.partial}
 
     @cached_property
     def cut_axes(self) -> tuple[str, ...]:
-        """Every axis that cuts a dim."""
+        """The axes that shard a dim."""
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
     @property
@@ -130,27 +130,27 @@ class Sharding:
         return not self.axes
 
     def permuted(self, order: Sequence[int]) -> Sharding:
-        """The sharding of `tensor.permute(order)`."""
+        """Return the sharding of `tensor.permute(order)`."""
         return Sharding(tuple(self.dims[dim] for dim in order), self.partial)
 
     def over(self, axis: str, both: tuple[str, str]) -> Sharding:
-        """The same layout on a mesh of which the axis is two."""
+        """Return the same layout on a mesh that has the two axes `both` instead of `axis`."""
         partial = [(a, op) for old, op in self.partial for a in (both if old == axis else (old,))]
         return Sharding(tuple(dim.over(axis, both) for dim in self.dims), tuple(sorted(partial)))
 
     def only(self, axis: str) -> Sharding:
-        """What of it is over this axis."""
+        """Return the part of this sharding over `axis`."""
         return Sharding(tuple(dim.only(axis) for dim in self.dims), tuple(p for p in self.partial if p[0] == axis))
 
     def without(self, axes: Collection[str]) -> Sharding:
-        """What of it is over the other axes."""
+        """Return the part of this sharding over all axes except `axes`."""
         dims = list(self.dims)
         for axis in axes:
             dims = [dim.without(axis) if axis in dim.axes else dim for dim in dims]
         return Sharding(tuple(dims), tuple(p for p in self.partial if p[0] not in axes))
 
     def within(self, axes: Collection[str], shape: Sequence[Size], mesh: Mesh) -> Sharding:
-        """What of a tensor of `shape` is over these axes."""
+        """Return the part of this sharding over `axes`, for a tensor of `shape`."""
         dims = (
             cut if set(cut.axes) <= set(axes) else cut.within(axes, size, mesh)
             for cut, size in zip(self.dims, shape, strict=True)
@@ -158,29 +158,29 @@ class Sharding:
         return Sharding(tuple(dims), tuple(p for p in self.partial if p[0] in axes))
 
     def beside(self, other: Sharding, axes: Collection[str]) -> Sharding:
-        """This sharding over `axes`, inside of what the other is over all others."""
+        """Return this sharding over `axes`, nested inside the other's sharding over the remaining axes."""
         dims = []
-        for own, its in zip(self.dims, other.dims, strict=True):
-            kept = its
-            for axis in [a for a in its.axes if a in axes]:
-                kept = kept.without(axis)
-            dims.append(kept.inside(own) if own.axes else kept)
+        for own, others in zip(self.dims, other.dims, strict=True):
+            outer = others
+            for axis in [a for a in others.axes if a in axes]:
+                outer = outer.without(axis)
+            dims.append(outer.inside(own) if own.axes else outer)
         partial = [(a, op) for a, op in other.partial if a not in axes] + list(self.partial)
         return Sharding(tuple(dims), tuple(sorted(partial)))
 
     def settled(self) -> Sharding:
-        """The same cut with every pending reduction done."""
+        """Return the sharding with every pending reduction done."""
         return Sharding(self.dims)
 
     def local_shape(self, shape: Sequence[Size], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[Size, ...]:
         return tuple(dim.local_size(size, mesh, coordinate) for dim, size in zip(self.dims, shape, strict=True))
 
     def is_even(self, shape: Sequence[Size], mesh: Mesh) -> bool:
-        """Whether every rank holds a shard of the same shape."""
+        """Return True if every rank holds a shard of the same shape."""
         return all(dim.is_even(size, mesh) for dim, size in zip(self.dims, shape, strict=True))
 
     def placements(self, mesh: Mesh) -> tuple[Placement, ...]:
-        """torch's form, one placement per mesh axis (units, blocks and parts are not expressible there)."""
+        """Return torch's form, one placement per mesh axis (which cannot express units, blocks and parts)."""
         out: list[Placement] = []
         partial = dict(self.partial)
         for axis in mesh.names:
@@ -189,10 +189,10 @@ class Sharding:
         return tuple(out)
 
     def text(self, mesh: Mesh) -> str:
-        """`S(1)` on one axis, `[S(0), R]` on several; beside what torch cannot say: `S(2, unit 4, block 24)`.
+        """Return `S(1)` on one axis, `[S(0), R]` on several, and more than torch can express: `S(2, unit 4, block 24)`.
 
-        `S(0, parts 16 8 8r)`: three pieces in a row, of which the axis leaves the last whole. `S(0, outside dp)`: the
-        axis `dp`, which the mesh names first, cuts what this one has left; of one piece: `16<dp`.
+        `S(0, parts 16 8 8r)`: three pieces in a row; the axis leaves the last one whole. `S(0, outside dp)`: the axis
+        `dp`, which the mesh names first, shards the remainder of this axis; for one piece: `16<dp`.
         """
         parts = []
         for axis, placement in zip(mesh.names, self.placements(mesh), strict=True):
@@ -203,26 +203,26 @@ class Sharding:
 
 
 def _pieces(dim: DimSharding, axis: str, mesh: Mesh) -> tuple[Piece, ...]:
-    """How one of its axes cuts a dim; `outside` is the first axis inside of it that the mesh names before it."""
-    found = []
+    """Describe how `axis` shards a dim; `outside` is the first axis nested in it that the mesh names earlier."""
+    pieces = []
     for size, cut in dim.parts or ((0, dim),):
         inner = cut.axes[cut.axes.index(axis) + 1 :] if axis in cut.axes else ()
         earlier = [a for a in inner if mesh.names.index(a) < mesh.names.index(axis)]
         _, block, unit = cut.level(axis) if axis in cut.axes else Level(axis)
-        found.append(Piece(size, axis in cut.axes, unit, block, earlier[0] if earlier else ""))
-    return tuple(found)
+        pieces.append(Piece(size, axis in cut.axes, unit, block, earlier[0] if earlier else ""))
+    return tuple(pieces)
 
 
 def _with_axis(dim: DimSharding, axis: str, pieces: Sequence[Piece]) -> DimSharding | None:
-    """The cut of a dim that one more axis cuts so; None where the other axes cut it in other pieces."""
+    """Return the cut after one more axis shards the dim in `pieces`; None if the other axes use other pieces."""
     if not dim.parts and not pieces[0].size:
         return _with_level(dim, axis, pieces[0])
     parts = dim.parts or tuple((piece.size, WHOLE) for piece in pieces if not dim.levels)
-    made = [_with_level(how, axis, piece) for (_, how), piece in zip(parts, pieces, strict=False)]
+    cuts = [_with_level(how, axis, piece) for (_, how), piece in zip(parts, pieces, strict=False)]
     if [size for size, _ in parts] != [piece.size for piece in pieces]:
         return None
-    found = [(piece.size, cut) for piece, cut in zip(pieces, made, strict=True) if cut is not None]
-    return DimSharding(parts=tuple(found)) if len(found) == len(pieces) else None
+    sized = [(piece.size, cut) for piece, cut in zip(pieces, cuts, strict=True) if cut is not None]
+    return DimSharding(parts=tuple(sized)) if len(sized) == len(pieces) else None
 
 
 def _with_level(cut: DimSharding, axis: str, piece: Piece) -> DimSharding | None:

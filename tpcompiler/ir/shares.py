@@ -1,4 +1,4 @@
-"""Cut a whole tensor into the shares of ranks, and put shares together again."""
+"""Cutting whole tensors into ranks' shares, and joining shares again."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-NEUTRAL = {"sum": 0, "product": 1}  # what the other ranks hold of a pending value that one rank has
+NEUTRAL = {"sum": 0, "product": 1}  # held by the other ranks if one rank has the pending value
 
 
 def cut(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch.Tensor:
-    """The share of `rank`, dense in the dim order of the whole (a replica is the whole tensor itself).
+    """Return the share of `rank`, dense in the dim order of the whole (a replica is the whole tensor itself).
 
-    A pending sum (product) is held by the first rank of its axis, zeros (ones) elsewhere.
+    The first rank of its axis holds a pending sum (product); the others hold zeros (ones).
     """
     if sharding.is_replicated:
         return value
@@ -52,13 +52,13 @@ def cut_dim(
     coordinate: Mapping[str, int],
     narrow: Callable[[torch.Tensor, int, Any, Any], torch.Tensor] = torch.narrow,
 ) -> torch.Tensor:
-    """The part of one dim that lies at `coordinate`; a view where it is one piece, and `narrow` makes one."""
+    """Return the part of one dim at `coordinate`; a view if it is one piece and `narrow` returns a view."""
     if not by.axes:
         return value
     if by.parts:
         pieces = torch.split(value, [size for size, _ in by.parts], dim)
-        held = [cut_dim(p, dim, how, mesh, coordinate, narrow) for p, (_, how) in zip(pieces, by.parts, strict=True)]
-        return torch.cat(held, dim)
+        parts = [cut_dim(p, dim, how, mesh, coordinate, narrow) for p, (_, how) in zip(pieces, by.parts, strict=True)]
+        return torch.cat(parts, dim)
     size = value.shape[dim]
     rows = value.unsqueeze(dim)
     for axis, block, unit in by.levels:
@@ -70,7 +70,7 @@ def cut_dim(
 
 
 def join_dim(pieces: Sequence[torch.Tensor], dim: int, by: DimSharding, size: int, mesh: Mesh) -> torch.Tensor:
-    """One dim of `size` elements made of what every rank of a mesh of one axis has of it."""
+    """Join the parts of one dim of `size` elements, one part per rank of a mesh with one axis."""
     if not by.axes:
         return pieces[0]
     if by.parts:
@@ -79,8 +79,8 @@ def join_dim(pieces: Sequence[torch.Tensor], dim: int, by: DimSharding, size: in
             for rank in range(len(pieces))
         ]
         split = [torch.split(piece, sizes, dim) for piece, sizes in zip(pieces, lengths, strict=True)]
-        held = zip(by.parts, zip(*split, strict=True), strict=True)
-        return torch.cat([join_dim(own, dim, how, length, mesh) for (length, how), own in held], dim)
+        groups = zip(by.parts, zip(*split, strict=True), strict=True)
+        return torch.cat([join_dim(own, dim, how, length, mesh) for (length, how), own in groups], dim)
     if by.block:
         rows = [torch.unflatten(piece, dim, (size // by.block, -1)) for piece in pieces]
         return torch.cat(rows, dim + 1).flatten(dim, dim + 1)
@@ -88,34 +88,32 @@ def join_dim(pieces: Sequence[torch.Tensor], dim: int, by: DimSharding, size: in
 
 
 def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> list[torch.Tensor]:
-    """Every whole tensor that the ranks' shares make: one for each coordinate on the axes that hold replicas.
+    """Join the ranks' shares: return one whole tensor per coordinate on the replicated axes.
 
     Raises:
-        ValueError: shares whose shapes are not those of the sharding.
+        ValueError: the shapes of the shares do not match the sharding.
     """
-    return [
-        _joined({rank: parts[rank] for rank in ranks}, sharding, mesh, shape) for ranks in _replicas(sharding, mesh)
-    ]
+    return [_join({rank: parts[rank] for rank in ranks}, sharding, mesh, shape) for ranks in _replicas(sharding, mesh)]
 
 
 def join_first(
     read: Callable[[int], torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]
 ) -> torch.Tensor:
-    """The whole tensor that shares make, of replicas the first: of no more ranks than it takes is the share read.
+    """Join the first replica's shares to the whole tensor, reading no more ranks than necessary.
 
-    Of shares as `cut` makes them these are the very bits.
+    Shares that `cut` made are restored bit by bit.
 
     Raises:
         ValueError: as `join`.
     """
-    return _joined({rank: read(rank) for rank in _replicas(sharding, mesh)[0]}, sharding, mesh, shape)
+    return _join({rank: read(rank) for rank in _replicas(sharding, mesh)[0]}, sharding, mesh, shape)
 
 
 def refuse_unlike(read: Callable[[int], torch.Tensor], sharding: Sharding, mesh: Mesh) -> None:
-    """Check that ranks with one share hold the same bits, and that one rank alone holds what is pending, as `cut` does.
+    """Check that ranks with the same share hold the same bits, and that pending values are held as `cut` deals them.
 
     Raises:
-        ValueError: two ranks that differ, or a term of a rank that should have none.
+        ValueError: two ranks differ, or a rank that should hold no term holds one.
     """
     first: dict[tuple[int, ...], int] = {}
     for rank in range(mesh.world_size):
@@ -131,31 +129,31 @@ def refuse_unlike(read: Callable[[int], torch.Tensor], sharding: Sharding, mesh:
 
 
 def _replicas(sharding: Sharding, mesh: Mesh) -> list[list[int]]:
-    """The ranks at each coordinate on the axes that hold replicas."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    """Return the ranks at each coordinate on the replicated axes."""
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
         here = mesh.coordinate(rank)
-        found.setdefault(tuple(c for axis, c in here.items() if axis not in sharding.axes), []).append(rank)
-    return list(found.values())
+        groups.setdefault(tuple(c for axis, c in here.items() if axis not in sharding.axes), []).append(rank)
+    return list(groups.values())
 
 
-def _joined(parts: Mapping[int, torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> torch.Tensor:
+def _join(parts: Mapping[int, torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> torch.Tensor:
     pending = dict(sharding.partial)
-    made: dict[tuple[int, ...], torch.Tensor] = {}
+    wholes: dict[tuple[int, ...], torch.Tensor] = {}
     for rank, part in parts.items():
         here = mesh.coordinate(rank)
         if tuple(part.shape) != sharding.local_shape(shape, mesh, here):
             raise ValueError(f"rank {rank} holds {list(part.shape)} of {list(shape)} as {sharding.text(mesh)}")
         share = tuple(here[axis] for axis in pending)
-        if share not in made:
-            made[share] = part if not any(by.axes for by in sharding.dims) else part.new_empty(tuple(shape))
-        if made[share] is not part:
-            made[share][_places(sharding, shape, mesh, here)] = part
-    return _reduced(made, list(pending.values()))
+        if share not in wholes:
+            wholes[share] = part if not any(by.axes for by in sharding.dims) else part.new_empty(tuple(shape))
+        if wholes[share] is not part:
+            wholes[share][_index_of_share(sharding, shape, mesh, here)] = part
+    return _reduce(wholes, list(pending.values()))
 
 
-def _places(sharding: Sharding, shape: Sequence[int], mesh: Mesh, here: Mapping[str, int]) -> tuple[Any, ...]:
-    """Where in the whole tensor the elements at a coordinate lie: an index of it."""
+def _index_of_share(sharding: Sharding, shape: Sequence[int], mesh: Mesh, here: Mapping[str, int]) -> tuple[Any, ...]:
+    """Return an index into the whole tensor that selects the elements at a coordinate."""
     places: list[Any] = []
     for dim, by in enumerate(sharding.dims):
         own = cut_dim(torch.arange(shape[dim]), 0, by, mesh, here)
@@ -168,19 +166,22 @@ def _places(sharding: Sharding, shape: Sequence[int], mesh: Mesh, here: Mapping[
     return tuple(places)
 
 
-def _reduced(shares: Mapping[tuple[int, ...], torch.Tensor], ops: Sequence[str]) -> torch.Tensor:
-    """One tensor of those at every coordinate on the axes that are pending, reduced axis by axis."""
+def _reduce(shares: Mapping[tuple[int, ...], torch.Tensor], ops: Sequence[str]) -> torch.Tensor:
+    """Reduce the tensors at all coordinates on the pending axes, axis by axis."""
     for op in reversed(ops):
         groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for at, value in shares.items():
             groups.setdefault(at[:-1], []).append(value)
-        shares = {at: _reduced_by(op, values) for at, values in groups.items()}
+        shares = {at: _reduce_over(op, values) for at, values in groups.items()}
     (whole,) = shares.values()
     return whole
 
 
-def _reduced_by(op: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The first where the others hold what `cut` gives them, for a mean of equals is rounded and -0 + 0 is 0."""
+def _reduce_over(op: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Reduce the values; return the first unchanged if the others hold what `cut` deals them.
+
+    A mean of equal values would be rounded, and -0 + 0 is 0.
+    """
     first, *others = values
     neutral = NEUTRAL.get(op)
     if all(bool((each == neutral).all()) if neutral is not None else same_bits(each, first) for each in others):
@@ -189,11 +190,11 @@ def _reduced_by(op: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same in dtype, shape and content, NaNs and the signs of zeros too."""
+    """Return True if two tensors have the same dtype, shape and bits, including NaNs and the signs of zeros."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     for dim in reversed(range(a.ndim)):
-        if a.stride(dim) == b.stride(dim) == 0 and a.shape[dim]:  # one number, however often it is said to stand there
+        if a.stride(dim) == b.stride(dim) == 0 and a.shape[dim]:  # an expanded dim repeats one number
             a, b = a.select(dim, 0), b.select(dim, 0)
     return torch.equal(_bytes(a), _bytes(b))
 
@@ -204,10 +205,10 @@ def _bytes(value: torch.Tensor) -> torch.Tensor:
 
 
 def fitted(sharding: Sharding, shape: Sequence[Size], mesh: Mesh, what: str, asked_by: str = "") -> Sharding:
-    """The sharding in its simplest form, for a tensor of this shape.
+    """Return the sharding in its simplest form, for a tensor of this shape.
 
     Raises:
-        ShardingError: parts that are not all of a dim, blocks or units that do not divide it, or any of these of a
+        ShardingError: parts that do not add up to the dim, blocks or units that do not divide it, or any of these on a
             dynamic dim.
     """
     dims = []
@@ -225,7 +226,7 @@ def fitted(sharding: Sharding, shape: Sequence[Size], mesh: Mesh, what: str, ask
 
 
 def _simplest(by: DimSharding, size: int, mesh: Mesh) -> DimSharding:
-    """Alike pieces are blocks, and an even cut needs no units."""
+    """Return equal pieces as blocks, and an even cut without units."""
     if by.parts:
         return DimSharding.of_parts([(length, _simplest(how, length, mesh)) for length, how in by.parts])
     levels = tuple(level._replace(unit=1) for level in by.levels)
@@ -233,7 +234,7 @@ def _simplest(by: DimSharding, size: int, mesh: Mesh) -> DimSharding:
 
 
 def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:
-    """Read back what `Sharding.text` printed; a ValueError for what it never prints."""
+    """Read a text that `Sharding.text` printed; raise a ValueError for any other text."""
     one = r"[RSP](?:\([^)]*\))?"
     if not re.fullmatch(rf"{one}|\[{one}(, {one})*\]", text):
         raise ValueError(f"{text!r} is no sharding")
@@ -242,18 +243,18 @@ def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:
 
 
 def row_sharding(row: Mapping[str, Any], mesh: Mesh) -> Sharding:
-    """The sharding of a tensor in a manifest.
+    """Return the sharding of a tensor in a manifest.
 
     Raises:
-        ArtifactError: one that a tensor of its shape cannot have on this mesh.
+        ArtifactError: a tensor of its shape cannot have this sharding on this mesh.
     """
     try:
-        found = read_sharding(row["sharding"], mesh, len(row["shape"]))
-        known = [by if isinstance(size, int) else WHOLE for by, size in zip(found.dims, row["shape"], strict=True)]
-        fitted(Sharding(tuple(known)), row["shape"], mesh, row["name"])
+        sharding = read_sharding(row["sharding"], mesh, len(row["shape"]))
+        cuts = [by if isinstance(size, int) else WHOLE for by, size in zip(sharding.dims, row["shape"], strict=True)]
+        fitted(Sharding(tuple(cuts)), row["shape"], mesh, row["name"])
     except (TpCompilerError, ValueError) as error:
-        said = f"{row['name']!r} of {row['shape']} is {row['sharding']}"
+        text = f"{row['name']!r} of {row['shape']} is {row['sharding']}"
         raise ArtifactError(
-            f"the manifest says that {said}, which it cannot be on {mesh}", help="convert the model again"
+            f"the manifest says that {text}, which it cannot be on {mesh}", help="convert the model again"
         ) from error
-    return found
+    return sharding

@@ -1,4 +1,4 @@
-"""Dynamic sizes compared and divided, without adding a guard."""
+"""Comparison and division of dynamic sizes, without adding guards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_REMAINDERS = 64
 
 
 def statically_equal(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal in every run, without adding a guard."""
+    """Return True if two sizes are equal in every run; adds no guard."""
     if statically_known_true(a == b):
         return True
     one, other = (_expression(v) for v in (a, b))
@@ -26,16 +26,20 @@ def statically_equal(a: Any, b: Any) -> bool:
 
 
 def _expression(size: Any) -> sympy.Expr:
-    """With torch's maxima for sympy's, which a file that is read has."""
-    found = size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size)
-    return found.replace(sympy.Max, Max).replace(sympy.Min, Min) if found.has(sympy.Max, sympy.Min) else found
+    """Return the size's expression with torch's maxima and minima in place of sympy's, which files contain."""
+    expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size)
+    return (
+        expression.replace(sympy.Max, Max).replace(sympy.Min, Min)
+        if expression.has(sympy.Max, sympy.Min)
+        else expression
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def _equal_divided(one: sympy.Expr, other: sympy.Expr) -> bool:
-    """Whether sizes with divisions are equal for whatever remainders the symbols leave, each tried by itself.
+    """Return True if sizes with divisions are equal for every remainder of the symbols, tried one by one.
 
-    torch takes neither s**2 // s for s, nor (2*s + 1) // 4 for s // 2.
+    torch simplifies neither s**2 // s to s, nor (2*s + 1) // 4 to s // 2.
     """
     divisors = [int(d.args[1]) for d in one.atoms(FloorDiv) | other.atoms(FloorDiv) if d.args[1].is_Integer]
     period, symbols = math.lcm(*divisors), sorted(one.free_symbols | other.free_symbols, key=str)
@@ -43,13 +47,13 @@ def _equal_divided(one: sympy.Expr, other: sympy.Expr) -> bool:
         return False
     for remainders in itertools.product(range(period), repeat=len(symbols)):
         at = {s: period * sympy.Dummy(str(s), integer=True) + r for s, r in zip(symbols, remainders, strict=True)}
-        if len({_divided(size.xreplace(at)) for size in (one, other)}) > 1:
+        if len({_divide(size.xreplace(at)) for size in (one, other)}) > 1:
             return False
     return True
 
 
-def _divided(size: sympy.Expr) -> sympy.Expr:
-    """With exact divisions carried out, and others in lowest terms: (2*s + 1) // (2*t) is s // t."""
+def _divide(size: sympy.Expr) -> sympy.Expr:
+    """Carry out exact divisions and reduce the others to lowest terms: (2*s + 1) // (2*t) becomes s // t."""
 
     def divided(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
         if (exact := _quotient(a, b)) is not None:
@@ -63,7 +67,7 @@ def _divided(size: sympy.Expr) -> sympy.Expr:
 
 
 def sym_quotient(a: Any, b: Any) -> Any | None:
-    """`a / b` when `b` divides `a` in every run, else None; adds no guard."""
+    """Return `a / b` if `b` divides `a` in every run, else None; adds no guard."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     quotient = _quotient(*(v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for v in (a, b)))
@@ -74,7 +78,7 @@ def sym_quotient(a: Any, b: Any) -> Any | None:
 
 
 def is_fixed_part(part: Any, whole: Any) -> bool:
-    """Whether a size is as large a part of another in every run: all of it, a half, two thirds."""
+    """Return True if `part` is the same fraction of `whole` in every run: all of it, a half, two thirds."""
     one, other = (v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for v in (part, whole))
     return bool(sympy.cancel(one / other).is_Rational)
 

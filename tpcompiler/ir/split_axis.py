@@ -1,4 +1,4 @@
-"""A planned program on a mesh in which one axis has become two."""
+"""A planned program on a mesh in which one axis became two."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tpcompiler.ir.shares import cut_dim
 
 
 def on_split_axis(program: PlannedProgram, axis: str, outer: int) -> PlannedProgram:
-    """The same plan, with what an axis cuts cut by both of its halves: `outer` ranks, and those inside of each.
+    """Replace `axis` by two nested axes, the outer with `outer` ranks, that both shard whatever it sharded.
 
     Before    mesh tp=8           k.weight: S(0)
     After     mesh tp_0=2,tp_1=4  k.weight: [S(0), S(0)]
 
-    Nothing changes, but a tensor may now be cut by one of the two and be whole over the other.
+    Nothing changes yet, but now a tensor may be sharded by one of the two axes and whole over the other.
     """
     mesh = program.mesh.split(axis, outer)
     both = (f"{axis}_0", f"{axis}_1")
@@ -43,10 +43,9 @@ def on_split_axis(program: PlannedProgram, axis: str, outer: int) -> PlannedProg
 
 
 def keeps_shares(program: PlannedProgram, axis: str, outer: int) -> bool:
-    """True if every rank has the same share, on the split axis too, of all that the caller placed: inputs, pins, and
-    leaves with a placement.
+    """Return True if the split leaves every rank the same share of every input, pin and leaf that the caller placed.
 
-    Five steps over tp=4 are dealt 2, 2, 1, 0, and over tp_0=2,tp_1=2 they are 2, 1, 1, 1.
+    Five steps over tp=4 are dealt 2, 2, 1, 0; over tp_0=2,tp_1=2 they are dealt 2, 1, 1, 1.
     """
     placed = [(program.input_shardings[node.name], node) for node in program.user_inputs()]
     placed += [(node.meta[PIN].sharding, node) for node in edit.calls(program.graph) if node.target is pin]

@@ -1,4 +1,4 @@
-"""What a graph computes from its leaves alone."""
+"""Values that a graph computes from its leaves alone."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tpcompiler.ir.draws import draws
 
 
 def computed_from_leaves(graph: fx.Graph, leaves: Set[fx.Node]) -> Set[fx.Node]:
-    """Leaves and what is computed from them alone: never an activation.
+    """Return the leaves and every value computed from them alone, never an activation.
 
-    What is made of nothing, such as the shifts that unpack eight numbers from one, counts for no activation either
-    where it meets a leaf element by element; to a look-up it is positions.
+    A value made from nothing, such as the shifts that unpack eight numbers from one, counts as no activation if it
+    meets a leaf element by element; in a look-up it counts as positions.
     """
     static, made_of_nothing = set(leaves), set[fx.Node]()
     for node in edit.calls(graph):
-        made_of = {value for value in node.all_input_nodes if edit.outputs(value)}  # a size is no activation
+        made_of = {value for value in node.all_input_nodes if edit.outputs(value)}  # sizes do not count
         if made_of <= made_of_nothing and not draws(node):
             made_of_nothing.add(node)
         elif static >= made_of - (made_of_nothing if _is_pointwise(node) else set()):

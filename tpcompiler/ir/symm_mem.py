@@ -1,7 +1,7 @@
-"""Collectives as torch's `symm_mem` ops, over memory that the GPUs of a group map from each other, and what they mean.
+"""Collectives as torch's `symm_mem` ops, over memory that the GPUs of a group map from each other.
 
-Such an op runs on CUDA only. It stands for collectives, which are written back wherever a program is checked, compared
-or shown (`passes/fit_collectives.py` is the way there).
+Such an op runs on CUDA only. It stands for ordinary collectives, which are restored wherever a program is checked,
+compared or shown (`passes/fit_collectives.py` is the opposite direction).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GATHER_MATMUL = symm_mem.fused_all_gather_matmul.default
 
 
 def refuse_symm_mem(device_type: str) -> None:
-    """Raises UnsupportedError where programs are not for CUDA."""
+    """Raise an UnsupportedError for programs that are not for CUDA."""
     if device_type != "cuda":
         raise UnsupportedError(
             f"symmetric memory is of GPUs, and these programs are for {device_type!r}",
@@ -45,7 +45,7 @@ def refuse_symm_mem(device_type: str) -> None:
 
 
 class Room(NamedTuple):
-    """A constant that is symmetric memory: the group whose GPUs map it, and what of it a program takes."""
+    """A constant in symmetric memory: the group whose GPUs map it, and the shape and dtype that a program uses."""
 
     group: str
     shape: tuple[int, ...]
@@ -53,32 +53,32 @@ class Room(NamedTuple):
 
 
 def rooms_of(program: ExportedProgram) -> dict[str, Room]:
-    """Return the constants that are symmetric memory, by name.
+    """Return the constants in symmetric memory, by name.
 
     Raises:
-        ArtifactError: one that reductions of two groups take; as `expand_graph`.
+        ArtifactError: reductions of two groups use one constant; or as `expand_graph`.
     """
-    found: dict[str, Room] = {}
+    rooms: dict[str, Room] = {}
     names = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs}
     for node in edit.calls(program.graph):
         if node.target is ONE_SHOT:
             with _explaining(node):
                 buffer = _buffer(node)
                 name, value, group = names[buffer.name], buffer.meta["val"], str(node.args[-1])
-                room = found.setdefault(name, Room(group, tuple(value.shape), value.dtype))
+                room = rooms.setdefault(name, Room(group, tuple(value.shape), value.dtype))
                 if room.group != group:
                     raise ValueError(f"memory of {room.group} and {group}")
-    return found
+    return rooms
 
 
 def _buffer(one_shot: fx.Node) -> fx.Node:
-    """Return the placeholder of which a reduction takes the first elements."""
+    """Return the placeholder whose first elements a reduction uses."""
     room: Any = one_shot.args[0]
     part, value = room.args[0], edit.outputs(one_shot)[0]
     buffer: fx.Node = part.args[0]
-    held = edit.outputs(buffer)[0]
+    whole = edit.outputs(buffer)[0]
     is_first = part.args[1:] == (0, 0, value.numel()) and room.args[1:] == (list(value.shape),)
-    if not is_first or buffer.op != "placeholder" or held.dtype != value.dtype or held.numel() < value.numel():
+    if not is_first or buffer.op != "placeholder" or whole.dtype != value.dtype or whole.numel() < value.numel():
         raise ValueError("not the buffer's first elements")
     return buffer
 
@@ -94,20 +94,20 @@ def _explaining(node: fx.Node) -> Iterator[None]:
 
 
 def fitted_text(graph: fx.Graph) -> str:
-    """`2 one_shot_all_reduce_copy over symmetric memory; 1 all_gather_into_tensor left to NCCL`."""
+    """Return `2 one_shot_all_reduce_copy over symmetric memory; 1 all_gather_into_tensor left to NCCL`."""
     kinds = Counter(op_name(node) for node in edit.calls(graph) if is_fitted(node))
-    left = Counter(op_name(node) for node in edit.calls(graph) if edit.is_collective(node))
-    said = [", ".join(f"{count} {name}" for name, count in each.items()) for each in (kinds, left)]
-    return f"{said[0] or 'none'} over symmetric memory; {said[1] or 'nothing'} left to NCCL"
+    ordinary = Counter(op_name(node) for node in edit.calls(graph) if edit.is_collective(node))
+    texts = [", ".join(f"{count} {name}" for name, count in each.items()) for each in (kinds, ordinary)]
+    return f"{texts[0] or 'none'} over symmetric memory; {texts[1] or 'nothing'} left to NCCL"
 
 
 def is_fitted(node: fx.Node) -> bool:
-    """Whether a node calls one of these ops."""
+    """Return True if a node calls one of these ops."""
     return str(node.target).startswith("symm_mem.")
 
 
 def expand_collectives(program: ExportedProgram) -> ExportedProgram:
-    """The program with ordinary collectives, on any device. One that has no others is returned as it is.
+    """Return the program with ordinary collectives, for any device; unchanged if it has no others.
 
     Raises:
         ArtifactError: as `expand_graph`.
@@ -132,16 +132,16 @@ def insert_call(before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any
     node.meta["val"] = value
     if value is None:
         with fake_mode_of(before.graph), torch.no_grad(), enable_python_dispatcher():
-            given, named = fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
-            node.meta["val"] = target(*given, **named)
+            values, keyword_values = fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+            node.meta["val"] = target(*values, **keyword_values)
     return node
 
 
 def expand_graph(graph: fx.Graph) -> list[fx.Node]:
-    """Write the collectives back that the ops stand for, in place. Returns the placeholders of buffers, now unused.
+    """Replace the ops by the collectives that they stand for, in place. Return the placeholders of buffers, now unused.
 
     Raises:
-        ArtifactError: an op that is not known, takes what it cannot, or does not say what it stands for.
+        ArtifactError: an unknown op, an op with invalid arguments, or an op that does not record what it stands for.
     """
     rooms: dict[fx.Node, None] = {}
     for node in edit.calls(graph):
@@ -149,12 +149,12 @@ def expand_graph(graph: fx.Graph) -> list[fx.Node]:
             with _explaining(node):
                 if node.target is ONE_SHOT:
                     rooms[_buffer(node)] = None
-                EXPANSIONS[node.target](_Written(node))
+                EXPANSIONS[node.target](_Replacement(node))
     return [node for node in rooms if not node.users]
 
 
-class _Written:
-    """Calls that are written in the place of one, with the names and claims that it keeps for them."""
+class _Replacement:
+    """The calls that replace one node, with the names and claims that the node stores for them."""
 
     def __init__(self, node: fx.Node) -> None:
         self.node, self.said = node, iter(read_claim(node)["stands_for"])
@@ -180,51 +180,51 @@ class _Written:
             made.name = name
 
 
-def _expand_one_shot(written: _Written) -> None:
-    room, value, op, group = written.args
+def _expand_one_shot(calls: _Replacement) -> None:
+    room, value, op, group = calls.args
     part = room.args[0]
-    made = written.call(WAIT, written.call(ALL_REDUCE, value, op, group))
-    written.replace({written.node: made}, [room, part])
+    wait = calls.call(WAIT, calls.call(ALL_REDUCE, value, op, group))
+    calls.replace({calls.node: wait}, [room, part])
 
 
-def _expand_scatter(written: _Written) -> None:
-    x, turned, op, dim, group = written.args
-    value = written.call(aten.linear.default, x, _straight(turned))
+def _expand_scatter(calls: _Replacement) -> None:
+    x, turned, op, dim, group = calls.args
+    value = calls.call(aten.linear.default, x, _straight(turned))
     size = value.meta["val"].shape[dim]
-    degree = size // written.node.meta["val"].shape[dim]
+    degree = size // calls.node.meta["val"].shape[dim]
     if dim:
-        split = written.call(aten.split.Tensor, value, size // degree, dim)
-        value = written.call(aten.cat.default, [written.call(operator.getitem, split, at) for at in range(degree)])
-    made = written.call(WAIT, written.call(REDUCE_SCATTER, value, op, degree, group))
-    written.replace({written.node: made}, [turned])
+        split = calls.call(aten.split.Tensor, value, size // degree, dim)
+        value = calls.call(aten.cat.default, [calls.call(operator.getitem, split, at) for at in range(degree)])
+    wait = calls.call(WAIT, calls.call(REDUCE_SCATTER, value, op, degree, group))
+    calls.replace({calls.node: wait}, [turned])
 
 
-def _expand_gather(written: _Written) -> None:
-    x, weights, dim, group = written.args
-    before, (after, *_) = x.meta["val"].shape, written.node.meta["val"][1]
+def _expand_gather(calls: _Replacement) -> None:
+    x, weights, dim, group = calls.args
+    before, (after, *_) = x.meta["val"].shape, calls.node.meta["val"][1]
     degree = after.shape[dim] // before[dim]
-    value = x if dim == 0 else written.call(aten.unsqueeze.default, x, 0)
-    value = written.call(WAIT, written.call(ALL_GATHER, value, degree, group))
+    value = x if dim == 0 else calls.call(aten.unsqueeze.default, x, 0)
+    value = calls.call(WAIT, calls.call(ALL_GATHER, value, degree, group))
     if dim:
-        value = written.call(aten.permute.default, value, [*range(1, dim + 1), 0, *range(dim + 1, len(before) + 1)])
-        value = written.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+        value = calls.call(aten.permute.default, value, [*range(1, dim + 1), 0, *range(dim + 1, len(before) + 1)])
+        value = calls.call(aten.clone.default, value, memory_format=torch.contiguous_format)
         shape = [size * degree if at == dim else size for at, size in enumerate(before)]
-        value = written.call(aten.view.default, value, shape)
-    made = [written.call(aten.linear.default, value, _straight(weight)) for weight in weights]
+        value = calls.call(aten.view.default, value, shape)
+    products = [calls.call(aten.linear.default, value, _straight(weight)) for weight in weights]
     uses: dict[fx.Node, fx.Node] = {}
-    unused: list[fx.Node] = [written.node, *weights]
+    unused: list[fx.Node] = [calls.node, *weights]
     user: Any
-    for user in written.node.users:
+    for user in calls.node.users:
         if user.args[1] == 0:
             uses[user] = value
         else:
-            uses |= {each: made[each.args[1]] for each in user.users}
+            uses |= {each: products[each.args[1]] for each in user.users}
             unused.insert(0, user)
-    written.replace(uses, unused)
+    calls.replace(uses, unused)
 
 
 def _straight(turned: Any) -> fx.Node:
-    """The weight of a linear."""
+    """Return the weight of a linear from its transpose."""
     if turned.target is not aten.permute.default or turned.args[1] != [1, 0]:
         raise TypeError("no weight of a linear")
     return turned.args[0]  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The one printer: tests, dumps and errors show programs in this form."""
+"""The text form of programs, used by tests, dumps and errors."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ DTYPES = {getattr(torch, name): short for name, short in manifest_form.DTYPES.it
 
 
 def program_text(program: Program) -> str:
-    """One line per node: `name: sharding = op(operands)`; `P(sum) -> R` where a value is reduced right after."""
+    """Print one line per node: `name: sharding = op(operands)`; `P(sum) -> R` if a value is reduced right after."""
     mesh: Mesh | None = getattr(program, "mesh", None)
     seeds: dict[str, Seed] = getattr(program, "seeds", {})
     names = {node.name: fqn for node, fqn in program.leaves()}
     lines = []
     for node in program.graph.nodes:
-        shown = _sharding(node, mesh)
+        label = _sharding(node, mesh)
         if node.op == "placeholder":
             if node.name in seeds and mesh is not None:
-                shown = f": {seeds[node.name].sharding.text(mesh)}"
-            what = names.get(node.name, "input")
-            lines.append(f"{node.name}{shown} = {what} {value_text(node.meta.get('val'))}")
+                label = f": {seeds[node.name].sharding.text(mesh)}"
+            kind = names.get(node.name, "input")
+            lines.append(f"{node.name}{label} = {kind} {value_text(node.meta.get('val'))}")
         elif node.op == "output":
             lines.append(f"return {', '.join(_argument(a) for a in node.args[0])}")
         else:
             arguments = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
-            lines.append(f"{node.name}{shown} = {op_name(node)}({', '.join(arguments)})")
+            lines.append(f"{node.name}{label} = {op_name(node)}({', '.join(arguments)})")
     return "\n".join(lines) + "\n"
 
 
 def op_name(node: fx.Node) -> str:
-    """`linear`, `all_reduce`, `getitem`: the op without namespace and overload."""
+    """Return the op's name without namespace and overload: `linear`, `all_reduce`, `getitem`."""
     if isinstance(node.target, OpOverload):
         return str(node.target._schema.name.split("::")[1])
     return "getitem" if node.target is operator.getitem else getattr(node.target, "__name__", str(node.target))
 
 
 def value_text(value: Any) -> str:
-    """`f32[2, s0]` for a tensor, the value itself for anything else."""
+    """Return `f32[2, s0]` for a tensor, the repr of anything else."""
     if isinstance(value, torch.Tensor):
         return f"{DTYPES.get(value.dtype, str(value.dtype))}[{', '.join(str(s) for s in value.shape)}]"
     return repr(value)
@@ -60,8 +60,8 @@ def _sharding(node: fx.Node, mesh: Mesh | None) -> str:
         return f": {node.meta[PIN].sharding.text(mesh)}" if PIN in node.meta else ""
     if not mark.shardings:
         return ""
-    made, settled = (_tuple(s, mesh) for s in (mark.shardings, mark.settled))
-    return f": {made}" if made == settled else f": {made} -> {settled}"
+    text, reduced = (_tuple(s, mesh) for s in (mark.shardings, mark.settled))
+    return f": {text}" if text == reduced else f": {text} -> {reduced}"
 
 
 def _tuple(shardings: tuple[Sharding, ...], mesh: Mesh) -> str:
