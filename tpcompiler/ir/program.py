@@ -122,7 +122,7 @@ class Seed:
 
 @dataclass(frozen=True)
 class InTurns:
-    """A request that attention shards its steps over `axis` and gathers keys and values in turns (`attend_in_turns`)."""
+    """A request that attention shards its steps over `axis`, and gathers keys and values in turns."""
 
     axis: str
     asked_by: str

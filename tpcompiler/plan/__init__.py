@@ -1,4 +1,4 @@
-"""What the user wants: which layers and parameters are cut, and how. A plan is a dict, or a YAML or JSON file."""
+"""Plans: the layers and parameters that a user wants sharded, each with a style. A dict, or a YAML or JSON file."""
 
 from tpcompiler.plan.file import SEARCHES
 from tpcompiler.plan.plan import Plan, PlanEntry

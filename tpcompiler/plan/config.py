@@ -1,6 +1,6 @@
-"""The plan that a Hugging Face config brings, in the names of the base model.
+"""The plan in a Hugging Face config, in the names of the base model.
 
-It is `base_model_tp_plan`, or the one for expert parallelism where there is no other.
+It is `base_model_tp_plan`, or the expert-parallel plan if there is no other.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from typing import Any
 from tpcompiler.errors import PlanError
 
 FIELD, OF_EXPERTS = "base_model_tp_plan", "base_model_ep_plan"
-PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")  # configs of their own, in a config
+PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")  # nested configs
 
 
 def is_config(data: object) -> bool:
-    """Whether this is what Hugging Face writes as `config.json`, or a config itself."""
+    """Return True for the data of a Hugging Face `config.json`, or for a config object."""
     return isinstance(data.get("model_type"), str) if isinstance(data, Mapping) else hasattr(data, FIELD)
 
 
 def config_plan(config: Any, name: str) -> dict[str, str]:
-    """The plan of a config, or of those of its parts: written in it, or else what transformers has for the type.
+    """Return the plan of a config, or of its nested configs: written in it, or transformers' plan for the type.
 
     Raises:
-        PlanError: there is none, it is no mapping, or transformers is not installed.
+        PlanError: there is no plan, it is no mapping, or transformers is not installed.
     """
     if not isinstance(config, Mapping):
         config = {**config.to_dict(), FIELD: getattr(config, FIELD) or getattr(config, OF_EXPERTS, None)}
     types = [str(config["model_type"])]
-    found = _written(config, name) or _known(types[0])
+    plan = _plan_in_config(config, name) or _plan_of_type(types[0])
     for part in (config.get(key) for key in PARTS):
-        if isinstance(part, Mapping) and isinstance(part.get("model_type"), str) and not found:
+        if isinstance(part, Mapping) and isinstance(part.get("model_type"), str) and not plan:
             types.append(part["model_type"])
-            found |= _written(part, name) or _known(types[-1])
-    if not found:
+            plan |= _plan_in_config(part, name) or _plan_of_type(types[-1])
+    if not plan:
         raise PlanError(
             f"{name} brings no plan: transformers has none for {' or '.join(map(repr, types))}",
             help="begin with the plan that `tpcompiler inspect MODEL.pt2` proposes",
         )
-    return found
+    return plan
 
 
-def _written(config: Mapping[str, Any], name: str) -> dict[str, str]:
+def _plan_in_config(config: Mapping[str, Any], name: str) -> dict[str, str]:
     plan = config.get(FIELD) or {}
     if not isinstance(plan, Mapping):
         raise PlanError(
@@ -52,7 +52,7 @@ def _written(config: Mapping[str, Any], name: str) -> dict[str, str]:
     return dict(plan)
 
 
-def _known(model_type: str) -> dict[str, str]:
+def _plan_of_type(model_type: str) -> dict[str, str]:
     try:
         configs = importlib.import_module("transformers").CONFIG_MAPPING
     except ImportError as error:
@@ -62,5 +62,5 @@ def _known(model_type: str) -> dict[str, str]:
         ) from error
     if model_type not in configs:
         return {}
-    found = configs[model_type]
-    return dict(getattr(found, FIELD, None) or getattr(found, OF_EXPERTS, None) or {})
+    config_class = configs[model_type]
+    return dict(getattr(config_class, FIELD, None) or getattr(config_class, OF_EXPERTS, None) or {})

@@ -1,4 +1,4 @@
-"""Plan files: YAML, and so JSON, with the line of every entry."""
+"""Plan files in YAML (and so JSON), with the line of every entry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tpcompiler.errors import PlanError
 from tpcompiler.runtime.hub import download_help
 from tpcompiler.yaml_file import AliasError, YamlError, compose, entries, plain, read_small_text
 
-SEARCHES = ("auto", "auto:free")  # plans that the search finds
+SEARCHES = ("auto", "auto:free")  # names of plans that the search finds
 
 
 def read_plan_file(name: str) -> list[tuple[str, object, int]]:
@@ -30,7 +30,7 @@ def read_plan_file(name: str) -> list[tuple[str, object, int]]:
                 'write one "name": style on each line, such as "*.up": colwise',
                 root.start_mark.line + 1,
             )
-        # 7 and true are read as text: no style is one
+        # 7 and true are read as text, because no style is a number or a bool
         return [(pattern, plain(value), line) for pattern, value, line in entries(root)]
     except YamlError as error:
         where = f" line {error.line}:" if error.line else ":" if str(error).startswith("not YAML") else ""
@@ -39,7 +39,7 @@ def read_plan_file(name: str) -> list[tuple[str, object, int]]:
 
 
 def _help(name: str) -> str:
-    """Return what to do about a file that does not exist: its name may be a slip, or the id of a model."""
+    """Return advice for a file that does not exist: its name may be misspelt, or the id of a model."""
     if near := difflib.get_close_matches(name, SEARCHES, n=1):
         return f"did you mean {near[0]}? or give the path of a YAML or JSON file"
     then = "its {}/config.json is a plan"
@@ -60,5 +60,5 @@ def _read_text(name: str) -> str:
         raise PlanError(
             f"plan file {name!r} cannot be read: {reason}", help="give the path of a YAML or JSON file"
         ) from None
-    # JSON may be indented with tabs, YAML may not; in JSON a tab is never part of a string.
+    # JSON may be indented with tabs, YAML may not; a JSON string never contains a raw tab.
     return text.replace("\t", " ") if name.endswith(".json") else text

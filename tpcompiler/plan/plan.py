@@ -1,4 +1,4 @@
-"""A plan: patterns of names, each with a style, and which of them rules which name."""
+"""Plans: patterns of names, each with a style, and the assignment of entries to a program's names."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tpcompiler.plan.fold import folded
 from tpcompiler.plan.styles import AUTO, REFUSED, Style, read_style
 
 CONFIG = "config.json"
-SHOWN = 4  # names of a program in an error
-MAX_STARS = 100  # in a pattern: a name of a module is not so deep, and Python takes long over so many groups
+SHOWN = 4  # names of a program listed in an error
+MAX_STARS = 100  # per pattern: module names are not that deep, and Python is slow with so many groups
 
 
 @dataclass(frozen=True)
 class PlanEntry:
     """One line of a plan: the style of every module, parameter or buffer whose name matches the pattern.
 
-    In a pattern `*` stands for one component of the name or a part of one (`layer_*`), `**` for any number of
-    components, zero included.
+    In a pattern, `*` matches one component of the name or a part of one (`layer_*`), and `**` any number of components,
+    including none.
     """
 
     pattern: str
@@ -36,13 +36,13 @@ class PlanEntry:
     where: str = field(compare=False)  # 'plan.yaml line 4 ("*.up.weight": "S(0)")'
 
     def matches(self, fqn: str) -> bool:
-        """Whether the pattern stands for this name, all of it."""
+        """Return True if the pattern matches the whole name."""
         return self._regex.fullmatch(fqn + ".") is not None
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
-        # Over the name plus a last ".", so that every component ends in one and "**" needs no special cases. What lies
-        # between two stars is matched where it first fits, and nowhere else, so that many stars take no longer.
+        # Match the name plus a trailing ".", so that every component ends in one and "**" needs no special cases. The
+        # text between two stars is matched at its first fit only, so that many stars take no longer.
         groups = itertools.count()
 
         def first_fit(text: str) -> str:
@@ -64,18 +64,19 @@ class PlanEntry:
 
     @property
     def _generality(self) -> tuple[int, int, int]:
-        """Smaller is more specific: fewer `**`, then fewer `*`, then more literal text."""
+        """A sort key, smaller for more specific patterns: fewer `**`, then fewer `*`, then more literal text."""
         doubles, stars = self.pattern.count("**"), self.pattern.count("*")
         return doubles, stars - 2 * doubles, stars - len(self.pattern)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the user asks for, independent of any program; `fitted` and `assign` apply it to the names of one.
+    """A user's plan, independent of any program; `fitted` and `assign` apply it to a program's names.
 
     Attributes:
-        of_config: whether a Hugging Face config brought it, for all models of its kind: what matches nothing is noted.
-        notes: what is left out of it.
+        of_config: True for the plan of a Hugging Face config, which serves all models of its kind: unmatched entries
+            are noted, not refused.
+        notes: the entries that were left out.
     """
 
     entries: tuple[PlanEntry, ...] = ()
@@ -84,20 +85,20 @@ class Plan:
 
     @property
     def searches(self) -> bool:
-        """Whether what it does not name is for the search."""
+        """True if the search decides the layers that no entry names."""
         return any(entry.style == AUTO for entry in self.entries)
 
     def with_search(self) -> Plan:
-        """The plan with the rest left to the search."""
+        """Return the plan with all other layers left to the search."""
         return self if self.searches else replace(self, entries=(*self.entries, *Plan.of({"**": AUTO.name}).entries))
 
     @property
     def forms(self) -> Plan:
-        """Its entries that ask for another form of the program."""
+        """The entries that request another form of the program."""
         return replace(self, entries=tuple(entry for entry in self.entries if entry.style.is_form))
 
     def as_found(self) -> Plan:
-        """The plan with the same words for these entries whether a file has them or the search found them."""
+        """Return the plan with form entries worded alike, no matter if a file or the search provided them."""
         here = (
             replace(e, where=f"the plan ({json.dumps(e.pattern)}: {json.dumps(e.style.to_data())})")
             if e.style.is_form
@@ -110,10 +111,11 @@ class Plan:
     def of(cls, plan: Plan | Mapping[str, object] | str | os.PathLike[str], *, skip_unsupported: bool = False) -> Plan:
         """Read a plan: a mapping of patterns to styles (see `read_style`), or the path of a YAML or JSON file.
 
-        Or a Hugging Face config, its `config.json` or the directory of that, of which it is the `base_model_tp_plan`.
+        Also accepts a Hugging Face config, its `config.json`, or that file's directory, and reads its
+        `base_model_tp_plan`.
 
         Args:
-            skip_unsupported: leave out, and note, entries whose style is not supported yet.
+            skip_unsupported: leave out, and note, entries with a style that is not supported yet.
 
         Raises:
             PlanError: the file cannot be read, or an entry is no pattern with a style.
@@ -124,7 +126,7 @@ class Plan:
         if isinstance(plan, str | os.PathLike):
             path = os.fsdecode(plan)
             path = os.path.join(path, CONFIG) if os.path.isfile(os.path.join(path, CONFIG)) else path
-            name = os.path.basename(path)  # the reasons in a written program name no folder of this machine
+            name = os.path.basename(path)  # reasons in a written program must not name this machine's folders
             written = read_plan_file(path)
             data: Any = {pattern: style for pattern, style, _ in written}
             lines = {pattern: f"{name} line {line}" for pattern, _, line in written}
@@ -137,35 +139,35 @@ class Plan:
                 f"{plan!r} is not a plan", help="give a mapping of names to styles, or the path of a YAML or JSON file"
             )
         where = {pattern: lines.get(pattern, name) for pattern in data}
-        waiting = {pattern: style for pattern, style in data.items() if isinstance(style, str) and style in REFUSED}
-        if waiting and (len(waiting) > 1 or of_config or skip_unsupported):
-            # What is said of a layer's own parameters is meant for its style.
-            inside = {p for p in data if any(p[:at] in waiting for at, c in enumerate(p) if c == ".")}
-            waiting |= {pattern: style for pattern, style in data.items() if pattern in inside}
+        refused = {pattern: style for pattern, style in data.items() if isinstance(style, str) and style in REFUSED}
+        if refused and (len(refused) > 1 or of_config or skip_unsupported):
+            # Entries for a layer's own parameters belong to its style.
+            inside = {p for p in data if any(p[:at] in refused for at, c in enumerate(p) if c == ".")}
+            refused |= {pattern: style for pattern, style in data.items() if pattern in inside}
             if not skip_unsupported:
-                said = ", ".join(f"{pattern!r} ({style})" for pattern, style in waiting.items())
+                names = ", ".join(f"{pattern!r} ({style})" for pattern, style in refused.items())
                 raise UnsupportedError(
-                    f"plan entries wait for styles that are not supported yet: {said}",
+                    f"plan entries wait for styles that are not supported yet: {names}",
                     help=option("pass --skip-unsupported", "use Plan.of(plan, skip_unsupported=True)")
                     + " to leave their layers whole",
                     asked_by=name,
                 )
-            data = {pattern: style for pattern, style in data.items() if pattern not in waiting}
+            data = {pattern: style for pattern, style in data.items() if pattern not in refused}
         notes = tuple(
             f"{pattern!r}: {f'the style {style} is not supported yet' if style in REFUSED else 'left with its layer'}"
-            for pattern, style in waiting.items()
+            for pattern, style in refused.items()
         )
         entries = tuple(_read_entry(pattern, style, where[pattern]) for pattern, style in data.items())
         return cls(entries, of_config, notes if skip_unsupported else ())
 
     def fitted(self, names: Iterable[str]) -> Plan:
-        """The plan in the names of a program, whose own names may begin with more than the plan's, such as `model.`.
+        """Return the plan in a program's names, which may have a prefix such as `model.` that the plan lacks.
 
-        The prefix is the one that most entries fit; those that begin with `**` fit any. Entries of a config that fit
-        nothing are left out, and noted.
+        The prefix is the one that most entries fit; entries that start with `**` fit any. Entries of a config that
+        match nothing are left out and noted.
 
         Raises:
-            PlanError: prefixes that as many entries fit.
+            PlanError: several prefixes fit equally many entries.
         """
         names = list(names)
         loose = [entry for entry in self.entries if not any(map(entry.matches, names))]
@@ -199,12 +201,12 @@ class Plan:
         return Plan(entries, self.of_config, self.notes + notes)
 
     def assign(self, names: Iterable[str]) -> dict[str, PlanEntry]:
-        """The entry that rules each name: the most specific of those that match it. Names without one are absent.
+        """Return the most specific matching entry for each name. Names without an entry are absent.
 
         `names` are all module, parameter and buffer names of a program, without the root's "".
 
         Raises:
-            PlanError: an entry matches nothing, or two equally specific entries want different styles of one name.
+            PlanError: an entry matches nothing, or two equally specific entries request different styles for one name.
         """
         names = list(names)
         rivals: dict[str, list[PlanEntry]] = {}
@@ -216,28 +218,28 @@ class Plan:
         return {name: _most_specific(rivals[name], name) for name in names if name in rivals}
 
     def completed(self, found: Mapping[str, str], names: Iterable[str]) -> Plan:
-        """The plan with what the search found for the layers that it does not name, those alike under one pattern.
+        """Return the plan with the search's styles for all layers that it does not name, equal ones under one pattern.
 
         Args:
-            found: layer, or weight of several in a module -> style.
+            found: the search's style per layer, or per weight if a module has several.
             names: as `assign` takes them.
         """
         names, place = list(dict.fromkeys(names)), {name: at for at, name in enumerate(found)}
-        ruled = {name: entry for name, entry in self.assign(names).items() if entry.style != AUTO}
-        groups = folded({name: found.get(name) for name in names if name not in ruled})
+        named = {name: entry for name, entry in self.assign(names).items() if entry.style != AUTO}
+        groups = folded({name: found.get(name) for name in names if name not in named})
         of_layers = sorted((place[group[0]], pattern, group) for pattern, group in groups if group[0] in place)
-        made: list[PlanEntry] = []
+        additions: list[PlanEntry] = []
         for _, pattern, group in of_layers:
             entries = Plan.of({pattern: found[group[0]]}).entries
             others = [name for name in names if entries[0].matches(name) and name not in group]
-            if any(name not in ruled or ruled[name]._generality >= entries[0]._generality for name in others):
+            if any(name not in named or named[name]._generality >= entries[0]._generality for name in others):
                 entries = Plan.of({name: found[name] for name in group}).entries
-            made += entries
+            additions += entries
         rest = (entry for entry in self.entries if entry.style != AUTO)
-        return replace(self, entries=(*rest, *made)).with_search()
+        return replace(self, entries=(*rest, *additions)).with_search()
 
     def to_data(self) -> dict[str, object]:
-        """The plan as plain JSON data, from which `Plan.of` makes an equal one."""
+        """Return the plan as plain JSON data, which `Plan.of` reads back to an equal plan."""
         return {entry.pattern: entry.style.to_data() for entry in self.entries}
 
 
@@ -268,8 +270,8 @@ def _read_entry(pattern: object, style: object, source: str) -> PlanEntry:
 
 
 def refuse_unmatched(entries: Sequence[PlanEntry], matched: Collection[PlanEntry], names: Sequence[str]) -> None:
-    """Raises PlanError where an entry, or all of a plan of another model, match none of these names."""
-    asked = [entry for entry in entries if entry.style != AUTO]  # which may leave nothing to the search
+    """Raise a PlanError if an entry matches none of these names, or the whole plan is for another model."""
+    asked = [entry for entry in entries if entry.style != AUTO]  # AUTO may leave nothing to the search
     unmatched = [entry for entry in asked if entry not in matched]
     if not unmatched:
         return
@@ -306,14 +308,14 @@ def _most_specific(rivals: list[PlanEntry], name: str) -> PlanEntry:
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> str:
-    """Offer names in the pattern's own form: with "*" for layer numbers, with "**." before a tail."""
-    known = dict.fromkeys(map(_with_stars, names))
+    """Suggest names in the pattern's own form: with "*" for layer numbers, with "**." before a tail."""
+    candidates = dict.fromkeys(map(_with_stars, names))
     if pattern.startswith("**.") or "." not in pattern:
         length = len(pattern.removeprefix("**.").split("."))
-        known |= dict.fromkeys(".".join(["**", *name.split(".")[-length:]]) for name in known)
+        candidates |= dict.fromkeys(".".join(["**", *name.split(".")[-length:]]) for name in candidates)
     if "*" not in pattern:
-        known |= dict.fromkeys(names)
-    nearest = difflib.get_close_matches(pattern, known, n=3) or list(known)[:3]
+        candidates |= dict.fromkeys(names)
+    nearest = difflib.get_close_matches(pattern, candidates, n=3) or list(candidates)[:3]
     if not nearest:
         return "the program has no module and no parameter to name"
     return f"use a name of the program, such as {', '.join(map(repr, nearest))}"

@@ -1,4 +1,4 @@
-"""One plan for several programs of a model: each gets the entries that it has a use for."""
+"""One plan for several programs of a model: each program gets the entries that it uses."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tpcompiler.plan.styles import AUTO
 
 
 def share_plan(plans: Sequence[Plan], held: Sequence[Collection[str]], used: Sequence[Collection[str]]) -> list[Plan]:
-    """Return the plan of each program, without the entries that only others of them use.
+    """Return the plan of each program, without the entries that only other programs use.
 
-    An entry need match in one of them, and `"**": auto` may leave nothing to the search. A program that holds what an
-    entry names, but does not use it, as a step of a decoder holds the weights of its encoder, leaves the entry to those
-    that use it.
+    An entry must match in at least one program, and `"**": auto` may leave nothing to the search. A program that holds
+    the named weights without using them, as a decoder step holds its encoder's weights, leaves the entry to the
+    programs that use them.
 
     Args:
         plans: one plan in the names of each program.
-        held: what a plan may name in each program.
-        used: the part of it that the program's ops use.
+        held: the names in each program that a plan may use.
+        used: the subset that the program's ops use.
 
     Raises:
         PlanError: an entry matches in no program.
@@ -27,8 +27,8 @@ def share_plan(plans: Sequence[Plan], held: Sequence[Collection[str]], used: Seq
     matched, busy = ([_matches(*both) for both in zip(plans, names, strict=True)] for names in (held, used))
     every = [name for names in held for name in names]
     for plan in plans:
-        found = [entry for entry in plan.entries if any(entry.where in matches for matches in matched)]
-        refuse_unmatched(plan.entries, found, every)
+        matching = [entry for entry in plan.entries if any(entry.where in matches for matches in matched)]
+        refuse_unmatched(plan.entries, matching, every)
     elsewhere = set[str]().union(*busy)
     notes = set(plans[0].notes).intersection(*(plan.notes for plan in plans))
     return [
@@ -42,7 +42,7 @@ def share_plan(plans: Sequence[Plan], held: Sequence[Collection[str]], used: Seq
 
 
 def join_plans(plans: Sequence[Plan]) -> Plan:
-    """Return the plan with the entries of all of these."""
+    """Return one plan with the entries of all plans."""
     entries = {entry.pattern: entry for plan in plans for entry in plan.entries}
     return replace(plans[0], entries=tuple(entries.values()))
 

@@ -27,43 +27,43 @@ Layouts = tuple[PlacementSpec | None, ...]
 
 @dataclass(frozen=True)
 class Style:
-    """What a plan entry asks of a layer or a parameter, in features instead of weight dims.
+    """A request of a plan entry for a layer or a parameter, in features instead of weight dims.
 
-    Features mean the same for every layer: "out" is the embedding dim of an Embedding, "in" its vocabulary.
-    On a module, `whole` and `placement` speak of its direct parameters and buffers; an entry for one of these or for a
-    submodule speaks for itself. `inputs` and `outputs` count as torch counts layouts: None also stands for an argument
-    or a result that is no tensor.
+    Features mean the same for every layer: "out" is the embedding dim of an Embedding, "in" its vocabulary. On a
+    module, `whole` and `placement` apply to its direct parameters and buffers, unless these (or a submodule) have an
+    entry themselves. `inputs` and `outputs` count as torch counts layouts: None also stands for an argument or a result
+    that is no tensor.
     """
 
     name: str  # a name of STYLES, "placement", "prepare_input", "prepare_output" or "prepare_input_output"
-    cut: Literal["out", "in"] | None = None  # the feature of the layer's weight that is cut
+    cut: Literal["out", "in"] | None = None  # the feature of the layer's weight that is sharded
     whole: bool = False  # parameters are pinned to R
     # Placements may be dicts by axis, which have no hash.
-    inputs: Layouts = field(default=(), hash=False)  # wanted of the layer's inputs, in order; None = as it comes
-    outputs: Layouts = field(default=(), hash=False)  # that the layer's outputs are pinned to; None = as it comes
-    placement: PlacementSpec | None = field(default=None, hash=False)  # explicit, of a parameter or buffer
-    axis: str = ""  # that it is over, where the mesh has it; else over the one that splits layers
-    packed: bool = False  # what is cut are parts in a row, each of them by itself
-    sizes: tuple[int, ...] = ()  # of the parts; a single one counts equal parts; none: the uses show them
-    in_turns: bool = False  # attention has steps cut over `axis`, and gathers keys and values a part at a time
+    inputs: Layouts = field(default=(), hash=False)  # required of the layer's inputs, in order; None = as it comes
+    outputs: Layouts = field(default=(), hash=False)  # required of the layer's outputs; None = as it comes
+    placement: PlacementSpec | None = field(default=None, hash=False)  # explicit, for a parameter or buffer
+    axis: str = ""  # the mesh axis, if the mesh has it; else the one that shards layers
+    packed: bool = False  # the sharded feature consists of parts in a row, each sharded separately
+    sizes: tuple[int, ...] = ()  # of the parts; a single number counts equal parts; empty: the uses reveal them
+    in_turns: bool = False  # attention shards its steps over `axis`, and gathers keys and values in turns
 
     @property
     def places(self) -> bool:
-        """Whether it asks for a placement of anything."""
+        """True if the style requests any placement."""
         return bool(self.cut or self.whole or self.placement is not None or self.inputs or self.outputs)
 
     @property
     def is_form(self) -> bool:
-        """Whether it asks for another form of the program, which the search may take of its own accord too."""
+        """True if the style requests another form of the program, which the search may choose by itself too."""
         return self.name in ("attend_in_turns", "grouped_gemm", "sequence_parallel")
 
     @property
     def written(self) -> str:
-        """The name as a plan has it, with the sizes."""
+        """The name in a plan, with the sizes."""
         return f"{self.name}:{','.join(map(str, self.sizes))}" if self.sizes else self.name
 
     def to_data(self) -> str | dict[str, object]:
-        """The style as plain JSON data, from which `read_style` makes an equal one."""
+        """Return the style as plain JSON data, which `read_style` reads back to an equal style."""
         if self == AUTO or (self.name in STYLES and replace(self, sizes=()) == STYLES[self.name]):
             return self.written
         if self.placement is not None:
@@ -76,7 +76,7 @@ class Style:
         return data
 
 
-# A row-wise style pins no output: the Partial that it makes is reduced to R anyway.
+# A row-wise style pins no output: its Partial is reduced to R anyway.
 STYLES = {
     style.name: style
     for style in (
@@ -90,15 +90,15 @@ STYLES = {
         Style("replicate", whole=True),
         Style("sequence_parallel", whole=True, inputs=(Shard(1),), outputs=(Shard(1),)),
         Style("gather", outputs=(Replicate(),)),
-        Style("moe_tp_experts"),  # its weights have entries of their own; pending sums are reduced where they are small
+        Style("moe_tp_experts"),  # its weights have their own entries; pending sums are reduced where they are small
         Style("grouped_gemm", placement=Shard(0), axis="ep"),  # each rank holds some experts
         Style("attend_in_turns", in_turns=True, axis="cp"),
     )
 }
 
-AUTO = Style("auto")  # of "**" alone: what no other entry names is for the search
+AUTO = Style("auto")  # for "**" alone: the search decides the layers that no other entry names
 
-# Several of these differ from their style in backward only, or in what Hugging Face's hooks wrap as a DTensor.
+# Several of these differ from their style only in backward, or in the DTensors that Hugging Face's hooks create.
 ALIASES = {
     "local_colwise": "colwise",
     "colwise_rep": "colwise_gather_output",
@@ -112,7 +112,7 @@ ALIASES = {
     "isolated": "replicate",
     "mla_kv_a_proj": "replicate",
     "all_reduce": "gather",
-    # Where the tokens go follows from where the experts' weights are.
+    # The tokens' route follows from the placement of the experts' weights.
     "ep_router": "moe_tp_experts",
     "ep_dispatch_experts": "moe_tp_experts",
     "moe_identity_expert": "moe_tp_experts",
@@ -120,7 +120,7 @@ ALIASES = {
 
 _WHOLE = "use 'replicate' meanwhile: every rank then holds and runs the whole layer"
 
-# Recognised, refused by name: what to write instead.
+# Recognised but refused by name, with the replacement to suggest.
 REFUSED = {
     "megamoe_experts": _WHOLE,
     "megamoe_router": _WHOLE,
@@ -130,17 +130,17 @@ REFUSED = {
 def read_style(value: object, *, where: str) -> Style:
     """Read a style in any of the forms that users write; `where` locates it in errors.
 
-    - a name of `STYLES` or `ALIASES`; a packed one may say in which parts: `packed_colwise:2` in two equal ones,
-      `packed_colwise:64,16,16` in parts of these sizes
+    - a name of `STYLES` or `ALIASES`; a packed one may name its parts: `packed_colwise:2` has two equal ones,
+      `packed_colwise:64,16,16` parts of these sizes
     - a placement, as text that tpcompiler prints (`S(0)`, `S(1, parts 48 48)`) or torch's own, or `{axis: placement}`
     - `{style: name, inputs: [placement or null], outputs: [...]}`, each part optional, with at least one list
-    - an instance of torch's ColwiseParallel, RowwiseParallel, SequenceParallel or PrepareModuleInput/Output/InputOutput
-      or one of these classes, which equals its instance without arguments. Their `input_layouts` (and
-      PrepareModuleOutput's `output_layouts`) describe what arrives: the compiler knows that by itself, so they ask for
-      nothing.
+    - an instance of torch's ColwiseParallel, RowwiseParallel, SequenceParallel or
+      PrepareModuleInput/Output/InputOutput, or one of these classes, which equals its instance without arguments. Their
+      `input_layouts` (and PrepareModuleOutput's `output_layouts`) describe layouts that the compiler infers, so they
+      request nothing.
 
     Raises:
-        PlanError: the value is none of these.
+        PlanError: any other value.
         UnsupportedError: a style that is recognised but not supported, or a ParallelStyle of another class.
     """
     if isinstance(value, str):
@@ -227,7 +227,7 @@ def _read_mapping(value: Mapping[object, object], where: str) -> Style:
 
 
 def _prepare(inputs: Layouts, outputs: Layouts, where: str) -> Style:
-    """A style that cuts nothing: it only places what goes into a layer and what comes out."""
+    """Return a style that shards nothing: it only places a layer's inputs and outputs."""
     names = [name for name, layouts in (("input", inputs), ("output", outputs)) if layouts]
     if all(layout is None for layout in inputs + outputs):
         raise PlanError("the style asks for nothing", help="give a placement for an input or an output", asked_by=where)
@@ -245,7 +245,7 @@ def _read_torch_style(value: ParallelStyle | type[ParallelStyle], where: str) ->
         return _TORCH_STYLES[kind](value, where)
     if kind in (ColwiseParallel, RowwiseParallel, SequenceParallel):
         return _TORCH_STYLES[kind](kind(), where)
-    return _prepare((), (), where)  # without arguments the other classes ask for nothing
+    return _prepare((), (), where)  # without arguments, the other classes request nothing
 
 
 def _read_colwise(style: ColwiseParallel, where: str) -> Style:

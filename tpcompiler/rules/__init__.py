@@ -1,4 +1,4 @@
-"""What each op allows: the notation, the registry, the one algorithm over factors, then one file per op family."""
+"""Sharding rules: the notation, the registry, the one algorithm over factors, and one file per op family."""
 
 from tpcompiler.rules import (
     attention,

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: heads (and queries) are independent; keys and features meet in the softmax."""
+"""Scaled dot-product attention: heads and queries are independent; the softmax needs keys and features whole."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ KERNELS = (
 def attention(node: fx.Node) -> RuleText | None:
     """ "b0 (h g) s d!, b0 h t! d!, b0 h t! e -> b0 (h g) s e": grouped queries share a kv head; linear in the values.
 
-    Batch dims and heads of one element broadcast, and a mask to [.., heads, s, t]. Under is_causal the position of a
-    query counts, so they are whole. A kernel's form also gives the sums of its rows, padded, and wants e as d.
+    Batch dims and heads of one element broadcast, as does a mask to [.., heads, s, t]. Under is_causal the position of
+    a query matters, so queries are whole. A kernel's form also returns the padded sums of its rows, and requires e = d.
     """
     args = edit.bound(node)
     if args["dropout_p"] or args.get("return_debug_mask"):
@@ -44,7 +44,7 @@ def attention(node: fx.Node) -> RuleText | None:
         names = ["(h g)", "h", "h"]
         if times is None or sym_quotient(q[-3], several) is None:
             names = ["q!", "k!", "v!"]  # no common groups
-        elif not is_one(times):  # several heads of values share one of keys, or the other way round
+        elif not is_one(times):  # several value heads share one key head, or vice versa
             factors = {"i": times}
             names = ["(h i g)", *("(h i)" if statically_equal(size, several) else "h" for size in (k[-3], v[-3]))]
         queries, keys, values = ([*heads[:-1], name] for name in names)
@@ -55,9 +55,9 @@ def attention(node: fx.Node) -> RuleText | None:
         broadcast(v, [*values, "t!", e], [*kv[1], *v[-2:]]),
         *(broadcast(shape, [*queries, s, "t!"], [*out.shape[:-1], k[-2]]) for shape in mask),
     ]
-    made = [" ".join([*queries, s, e])]
+    results = [" ".join([*queries, s, e])]
     for i, value in enumerate(others):
         rest = [s] if node.target is CPU else [f"x{i}{d}!" for d in range(value.ndim - len(queries))]
-        made.append(" ".join([*queries, *rest] if i == 0 else [f"x{i}{d}!" for d in range(value.ndim)]))
-    text = f"{', '.join(terms)} -> {', '.join(made)}"
+        results.append(" ".join([*queries, *rest] if i == 0 else [f"x{i}{d}!" for d in range(value.ndim)]))
+    text = f"{', '.join(terms)} -> {', '.join(results)}"
     return RuleText(text, factors=factors, linear=() if kernel else ((2,),))

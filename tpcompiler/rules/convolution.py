@@ -1,4 +1,4 @@
-"""Convolutions: input channels are summed, groups are independent; space under a window is whole."""
+"""Convolutions: input channels are summed, groups are independent, and space under a window is whole."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.c
 def convolution(node: fx.Node) -> RuleText:
     """ "n (g i) s0!, (g o) i k0!, +(g o) -> n (g o) o0"; a transposed one has "(g i) o k0!" in the middle.
 
-    Without groups, channels are "i" and "o". Where windows lie side by side they are independent: "(o0 k0!)".
+    Without groups, channels are "i" and "o". Windows that tile a dim are independent: "(o0 k0!)".
     """
     args = edit.bound(node)
     operands = edit.operands(node)
@@ -36,8 +36,8 @@ def convolution(node: fx.Node) -> RuleText:
     space = len(weight) - 2
     transposed = node.target in TRANSPOSED or bool(args.get("transposed"))
     grouped = args["groups"] > 1
-    given, made = ("(g i)", "(g o)") if grouped else ("i", "o")
-    first = f"{given} o" if transposed else f"{made} i"
+    in_channels, out_channels = ("(g i)", "(g o)") if grouped else ("i", "o")
+    first = f"{in_channels} o" if transposed else f"{out_channels} i"
     batch = "n " * (operands[0].meta["val"].ndim - space - 1)
     inside = [f"s{d}!" for d in range(space)]
     if not transposed and not isinstance(args["padding"], str):
@@ -48,8 +48,8 @@ def convolution(node: fx.Node) -> RuleText:
                 inside[d] = f"(o{d} k{d}!)"
     kernel = " ".join(f"k{d}!" for d in range(space))
     outside = " ".join(f"o{d}" for d in range(space))
-    bias = f", +{made}" if len(operands) == 3 else ""
-    text = f"{batch}{given} {' '.join(inside)}, {first} {kernel}{bias} -> {batch}{made} {outside}"
+    bias = f", +{out_channels}" if len(operands) == 3 else ""
+    text = f"{batch}{in_channels} {' '.join(inside)}, {first} {kernel}{bias} -> {batch}{out_channels} {outside}"
     if not grouped:
         return RuleText(text, linear=BILINEAR)
     return RuleText(text, factors={"g": args["groups"]}, linear=BILINEAR, counts={"groups": (("g",),)})

@@ -1,4 +1,4 @@
-"""Triangles and diagonals: what is kept depends on where an element stands in both dims."""
+"""Triangles and diagonals: an element's position in both dims decides if it is kept."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text
 
 
-def _moved(lower: bool, sign: int) -> Callable[..., torch.Tensor]:
-    """The triangle of a block of rows (sign 1) or columns (sign -1), whose diagonal lies further right (or left)."""
+def _shift_triangle(lower: bool, sign: int) -> Callable[..., torch.Tensor]:
+    """Return a body for a shard of rows (sign 1) or columns (sign -1), with the diagonal moved right (or left)."""
 
     def body(value: torch.Tensor, diagonal: int = 0, *, shard: ShardRange) -> torch.Tensor:
         rows, columns = (torch.arange(size, device=value.device) for size in value.shape[-2:])
-        right = columns - rows.unsqueeze(-1) - diagonal  # of the diagonal, were this the whole
-        moved = shard.offset * sign
-        return value.masked_fill(right > moved if lower else right < moved, 0)
+        right = columns - rows.unsqueeze(-1) - diagonal  # distance from the diagonal, if this were the whole
+        shift = shard.offset * sign
+        return value.masked_fill(right > shift if lower else right < shift, 0)
 
     return body
 
 
 @op_rule(aten.tril.default, aten.triu.default, shards="any")
 def triangle(node: fx.Node) -> RuleText:
-    """ "d0 r c -> d0 r c", with the diagonal moved by where a shard begins. Linear: elements are kept or dropped.
+    """ "d0 r c -> d0 r c", with the diagonal moved by the shard's offset. Linear: elements are kept or dropped.
 
-    A dynamic size stays whole, because where a shard begins is no number then.
+    A dynamic size stays whole, because a shard's offset would be no number.
     """
     shape = node.meta["val"].shape
     rows, columns = len(shape) - 2, len(shape) - 1
     lower = node.target is aten.tril.default
-    fixed = {rows: _moved(lower, 1), columns: _moved(lower, -1)}
+    fixed = {rows: _shift_triangle(lower, 1), columns: _shift_triangle(lower, -1)}
     fixed = {d: body for d, body in fixed.items() if isinstance(shape[d], int)}
     text = dims_text(len(shape), {rows, columns} - fixed.keys())
     return RuleText(f"{text} -> {text}", linear=((0,),), local={f"d{d}": body for d, body in fixed.items()})
@@ -43,7 +43,7 @@ def triangle(node: fx.Node) -> RuleText:
 
 @op_rule(aten.diagonal_scatter.default, shards="any")
 def diagonal_scatter(node: fx.Node) -> RuleText:
-    """ "d0! d1! d2, d2 k! -> d0! d1! d2": jointly linear, what is written replaces what was there."""
+    """ "d0! d1! d2, d2 k! -> d0! d1! d2": jointly linear, as the written values replace the old ones."""
     args = edit.bound(node)
     ndim = node.meta["val"].ndim
     crossed = {args["dim1"] % ndim, args["dim2"] % ndim}

@@ -1,4 +1,4 @@
-"""Contractions that name their dims: an equation is already the text of a rule."""
+"""Contractions with named dims: the equation already is the text of a rule."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tpcompiler.rules.registry import op_rule
 
 @op_rule(aten.einsum.default, shards="any")
 def einsum(node: fx.Node) -> RuleText:
-    """`bhsd,bhtd->bhst` reads "b h s d, b h t d -> b h s t"; `..` stands for dims that broadcast, e1 e0 in front.
+    """`bhsd,bhtd->bhst` reads "b h s d, b h t d -> b h s t"; `..` stands for broadcast dims, e1 e0 in front.
 
-    A dim of one element where another operand has more is 1. A letter twice in one operand, a diagonal, stays whole.
+    A dim of one element is 1 if another operand has more. A letter repeated in one operand, a diagonal, stays whole.
     """
     left, arrow, right = edit.bound(node)["equation"].replace(" ", "").partition("->")
     operands = left.split(",")
     shapes = [operand.meta["val"].shape for operand in edit.operands(node)]
     between = [len(shape) - len(term.replace("...", "")) for term, shape in zip(operands, shapes, strict=True)]
-    if not arrow:  # then the dims that stand once, in the order of the alphabet, behind those that broadcast
+    if not arrow:  # the output then has the broadcast dims and the letters that occur once, in alphabetic order
         letters = Counter(left.replace("...", "").replace(",", ""))
         right = "..." * ("..." in left) + "".join(sorted(name for name, count in letters.items() if count == 1))
     terms = [_names(term, count) for term, count in zip(operands, between, strict=True)]
@@ -34,7 +34,7 @@ def einsum(node: fx.Node) -> RuleText:
 
 
 def _names(term: str, between: int) -> list[str]:
-    """A name per dim; those for which `...` stands are counted from the right."""
+    """Return a name per dim; the dims that `...` stands for are counted from the right."""
     before, dots, after = term.partition("...")
     return [*before, *(f"e{d}" for d in reversed(range(between if dots else 0))), *after]
 
@@ -58,7 +58,7 @@ def _contraction(
     out: Sequence[str],
     whole: frozenset[str] | set[str] = frozenset(),
 ) -> RuleText:
-    """A sum of products of these operands: linear in each by itself."""
+    """Return the rule of a sum of products of these operands, linear in each of them."""
     sizes: dict[str, Size] = {}
     for term, shape in zip(terms, shapes, strict=True):
         for name, size in zip(term, shape, strict=True):

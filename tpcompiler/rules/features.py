@@ -1,4 +1,4 @@
-"""What the dims of a weight mean to the layer that uses it, read off the rules of the ops."""
+"""Input and output features: the role of a weight's dims in its layer, read off the rules of the ops."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tpcompiler.rules.registry import rule_of
 
 
 def feature_dims(leaf: Sequence[fx.Node], side: Literal["out", "in"], static: Set[fx.Node], module: str) -> set[int]:
-    """The dims of a leaf that are its layer's output (or input) features.
+    """Return the dims of a leaf that are its layer's output (or input) features.
 
-    Output features stand in the weight and the result but in no activation; input features are summed over. The leaf is
-    followed through views, casts and whatever is computed from leaves alone to ops that meet activations; where some of
-    these lie inside `module`, only those count, because a tied weight means something else to each of its layers.
+    Output features occur in the weight and the result but in no activation; input features are summed over. The leaf is
+    followed through views, casts and other values computed from leaves alone to the ops that take activations. If some
+    of these ops are inside `module`, only those count, because a tied weight has another role in each of its layers.
 
     Args:
-        leaf: the placeholders of the tensor (several when it is tied).
+        leaf: the placeholders of the tensor (several if it is tied).
         static: nodes that are computed from leaves alone (`computed_from_leaves`).
     """
     inside: set[int] = set()
@@ -37,52 +37,54 @@ def feature_dims(leaf: Sequence[fx.Node], side: Literal["out", "in"], static: Se
                 pairs = zip(edit.operands(user), rule.pattern.inputs, strict=True)
                 terms = [term for operand, term in pairs if operand is node]
                 source = {f: origin[d] for term in terms for d, dim in enumerate(term) for f in dim}
-                for made, term in _results(user, rule):
-                    stack.append((made, [_only([source.get(f) for f in dim]) for dim in term]))
+                for result, term in _results(user, rule):
+                    stack.append((result, [_only([source.get(f) for f in dim]) for dim in term]))
                 continue
-            found = {at for d in _positions(node, user, rule, side, static) if (at := origin[d]) is not None}
-            anywhere |= found
-            inside |= found if module in edit.module_paths(user) else set()
+            dims = {at for d in _positions(node, user, rule, side, static) if (at := origin[d]) is not None}
+            anywhere |= dims
+            inside |= dims if module in edit.module_paths(user) else set()
     return inside or anywhere
 
 
 def is_addend(leaf: Sequence[fx.Node], static: Set[fx.Node]) -> bool:
-    """True if all ops that take the leaf, or a view of it, with an activation add it, as a layer adds its bias."""
-    values, found = list(leaf), list[bool]()
+    """Return True if every op that takes the leaf (or a view) with an activation adds it, as a layer adds its bias."""
+    values, is_added = list(leaf), list[bool]()
     for value in values:
         for user in value.users:
             if user in static:
                 values.append(user)
             elif rule := rule_of(user) if edit.outputs(user) else None:
                 addends = {operand for at, operand in enumerate(edit.operands(user)) if at in rule.pattern.addends}
-                found.append(user.target is aten.add.Tensor or value in addends)
-    return bool(found) and all(found)
+                is_added.append(user.target is aten.add.Tensor or value in addends)
+    return bool(is_added) and all(is_added)
 
 
 def _chooses_weights(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a look-up takes a matrix for each row, such as an expert's: what it makes is a weight still."""
+    """Return True if a look-up takes a matrix per row, such as an expert's, so that its result is still a weight."""
     return user.target is aten.index.Tensor and user.args[0] is node and node.meta["val"].ndim > 2
 
 
 def _results(user: fx.Node, rule: Rule) -> list[tuple[fx.Node, Term]]:
-    """What an op makes, each with its term; several outputs are their `getitem` nodes."""
+    """Return the op's results, each with its term; several outputs are their `getitem` nodes."""
     if edit.is_tensor(user):
         return [(user, rule.pattern.outputs[0])]
     return [(part, rule.pattern.outputs[part.args[1]]) for part in user.users]  # type: ignore[index]
 
 
 def _only(dims: Sequence[int | None]) -> int | None:
-    """The dim of the leaf whose cuts are cuts of a dim: the one it is made of, or beside what is no dim of the leaf the
-    outer one, such as the rows that eight numbers each are unpacked from."""
+    """Return the leaf's dim that corresponds to a dim: the only one among its factors, provided it is the outer one.
+
+    The inner factor may belong to no dim of the leaf, such as the eight numbers unpacked from each row.
+    """
     known = {dim for dim in dims if dim is not None}
     return dims[0] if len(known) == 1 else None
 
 
 def _positions(node: fx.Node, user: fx.Node, rule: Rule, side: str, static: Set[fx.Node]) -> set[int]:
-    """The dims of operand `node` that are features of that side for the op."""
+    """Return the dims of operand `node` that are features of this side for the op."""
     pairs = list(zip(edit.operands(user), rule.pattern.inputs, strict=True))
     others = [term for operand, term in pairs if operand not in static and operand is not node]
     active = {f for term in others for dim in term for f in dim}
-    made = {f for term in rule.pattern.outputs for dim in term for f in dim}
-    wanted = rule.reduced - rule.pattern.whole if side == "in" else made - active
-    return {d for operand, term in pairs if operand is node for d, dim in enumerate(term) if wanted.intersection(dim)}
+    results = {f for term in rule.pattern.outputs for dim in term for f in dim}
+    features = rule.reduced - rule.pattern.whole if side == "in" else results - active
+    return {d for operand, term in pairs if operand is node for d, dim in enumerate(term) if features.intersection(dim)}

@@ -1,8 +1,9 @@
-"""Positions, and the values that they may have: for others the single-device program raises.
+"""Positions and their valid range, outside which the single-device program raises.
 
-A rank that holds a part of an indexed dim masks the positions that other ranks hold. The op itself then sees no
-position beyond the whole dim, so something else must refuse it: `load`, where an input is nothing but positions, or an
-assertion in the rank's program. The host does not wait for it: on a GPU the kernel raises, as those of torch do.
+A rank that holds a part of an indexed dim masks the positions of other ranks. The op itself then sees no position
+beyond the whole dim, so another check must refuse it: `load`, for an input that holds nothing but positions, or an
+assertion in the rank's program. The host does not wait for the assertion; on a GPU the kernel raises, as torch's own
+kernels do.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SAME_VALUES = {  # each of the input's values is one of the result's
     pin,
     reshard,
 }
-CHOSEN = {  # ops that make positions along a dim of their first operand, and which of their outputs these are
+CHOSEN = {  # ops that produce positions along a dim of their first operand, and the output that holds them
     aten.topk.default: 1,
     aten.sort.default: 1,
     aten.sort.stable: 1,
@@ -56,12 +57,12 @@ CHOSEN = {  # ops that make positions along a dim of their first operand, and wh
 }
 INDICES = (torch.int64, torch.int32)
 Range = tuple[int, int]  # the least and the greatest value
-Ranges = Mapping[str, Range]  # of inputs
+Ranges = Mapping[str, Range]  # by input
 
 
 @dataclass(frozen=True)
 class PositionCheck:
-    """What a rank asserts of one tensor operand, in the order of `edit.operands`, before it masks positions."""
+    """A rank's assertion on one tensor operand, counted as in `edit.operands`, before it masks positions."""
 
     operand: int
     least: int
@@ -70,29 +71,29 @@ class PositionCheck:
 
 
 def door_ranges(program: Program, shardings: Mapping[str, Sharding]) -> dict[str, Range]:
-    """The least and the greatest value of each input that is an index of dims with known sizes: `load` compares them.
+    """Return the range of each input that indexes only dims of known sizes, for `load` to check.
 
-    `shardings`: of the inputs. A share of a sum is no index.
+    `shardings`: the inputs' shardings. A share of a sum is no index.
     """
-    found = {}
+    ranges = {}
     for node in program.user_inputs():
         value, sharding = node.meta["val"], shardings.get(node.name)
         if value.dtype in INDICES and not (sharding and sharding.partial) and (ends := list(_ranges(node))):
-            found[node.name] = max(least for least, _ in ends), min(most for _, most in ends)
-    return {name: (least, most) for name, (least, most) in found.items() if least <= most}
+            ranges[node.name] = max(least for least, _ in ends), min(most for _, most in ends)
+    return {name: (least, most) for name, (least, most) in ranges.items() if least <= most}
 
 
 def _ranges(node: fx.Node) -> Iterator[Range]:
     for user in node.users:
         if user.target in SAME_VALUES:
-            if user.args[0] is node and user.meta["val"].dtype in INDICES:  # a narrower one wraps
+            if user.args[0] is node and user.meta["val"].dtype in INDICES:  # a narrower dtype wraps
                 yield from _ranges(user)
         elif isinstance(user.target, OpOverload) and (rule := rule_of(user)) is not None:
             yield from (ends for _, index, ends in _positions(user, rule, rule.positions) if index is node)
 
 
 def _positions(node: fx.Node, rule: Rule, factors: Collection[str]) -> Iterator[tuple[int, fx.Node, Range]]:
-    """(operand, its node, its range) of positions along these factors, as far as sizes are known."""
+    """Yield (operand, its node, its range) for positions along these factors, as far as sizes are known."""
     operands = edit.operands(node)
     for factor, (operand, from_end) in rule.positions.items():
         size = rule.extent[factor]
@@ -101,12 +102,12 @@ def _positions(node: fx.Node, rule: Rule, factors: Collection[str]) -> Iterator[
 
 
 def positions_of(node: fx.Node, rule: Rule) -> Iterator[tuple[fx.Node, Range]]:
-    """The operands that hold positions, and the ranges that the op takes, of dims with known sizes."""
+    """Yield the operands that hold positions, and the ranges that the op accepts, for dims of known sizes."""
     yield from ((index, ends) for _, index, ends in _positions(node, rule, rule.positions))
 
 
 def position_checks(node: fx.Node, rule: Rule, cut: Collection[str]) -> tuple[PositionCheck, ...]:
-    """What a rank may assert where the rule's body looks up its own positions along factors that are cut."""
+    """Return a rank's assertions if the rule's body looks up its own positions along sharded factors."""
     where = ", ".join(filter(None, (edit.module_path(node), edit.source_line(node))))
     at = f" ({where})" if where else ""
     return tuple(
@@ -121,8 +122,11 @@ def position_checks(node: fx.Node, rule: Rule, cut: Collection[str]) -> tuple[Po
 
 
 def is_needed(check: PositionCheck, node: fx.Node, at_door: Ranges) -> bool:
-    """True unless something else refuses the positions: what makes them gives no other ones, `load` compares the input
-    (`at_door`), or an op before this one is given the same ones and refuses as much."""
+    """Return True unless something else already refuses the positions.
+
+    Another check suffices if the op that makes the positions stays in range, `load` checks the input (`at_door`), or an
+    earlier op gets the same positions and accepts no more.
+    """
     index, least, most = edit.operands(node)[check.operand], check.least, check.most
     known = known_range(index, at_door)
     if known is not None and least <= known[0] and known[1] <= most:
@@ -136,7 +140,7 @@ def is_needed(check: PositionCheck, node: fx.Node, at_door: Ranges) -> bool:
 
 
 def known_range(index: fx.Node, at_door: Ranges) -> Range | None:
-    """The range of an index, if its program tells that, or `load` compares it."""
+    """Return the range of an index if its program determines it or `load` checks it."""
     target: Any = index.target
     if index.op == "placeholder":
         return at_door.get(index.name) if index.meta["val"].dtype in INDICES else None
@@ -167,7 +171,7 @@ def _along(node: fx.Node) -> Range | None:
 
 
 def with_checks(body: Callable[..., Any], checks: Collection[PositionCheck]) -> Callable[..., Any]:
-    """A local body that asserts first that all positions, its own and those of other ranks, are in the whole dim."""
+    """Return a local body that first asserts that all positions, of all ranks, are inside the whole dim."""
     if not checks:
         return body
 

@@ -1,4 +1,4 @@
-"""Reading and writing at positions. The dims that positions count are whole; all others are independent."""
+"""Reads and writes at positions. Indexed dims are whole unless a body covers them; all others are independent."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tpcompiler.rules.pointwise import is_one
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import at_dim, dims_text, find_slice
 
-FIRST_AND_LAST = ((0, 2),)  # what is written replaces what was there: a sum of shares is written as its shares
-REDUCED = {"add": "sum", "amax": "max", "amin": "min"}  # how a scatter combines -> the Partial that shards leave
+FIRST_AND_LAST = ((0, 2),)  # written values replace old ones, so a sum of shares is written share by share
+REDUCED = {"add": "sum", "amax": "max", "amin": "min"}  # a scatter's reduction -> the Partial that shards leave
 
 
 def broadcast(shape: Sequence[object], names: Sequence[str], full: Sequence[object]) -> str:
-    """The term of a tensor of this shape that broadcasts into dims of these names and sizes."""
+    """Return the term of a tensor of `shape` that broadcasts into dims with these names and sizes."""
     first = len(full) - len(shape)
     return " ".join(
         "1" if is_one(size) and not is_one(full[first + d]) else names[first + d] for d, size in enumerate(shape)
@@ -30,66 +30,67 @@ def broadcast(shape: Sequence[object], names: Sequence[str], full: Sequence[obje
 
 
 def _common(shapes: Sequence[Sequence[object]]) -> list[object]:
-    """The shape that these broadcast to."""
+    """Return the shape that these shapes broadcast to."""
     ndim = max(map(len, shapes))
     aligned = [[1] * (ndim - len(shape)) + list(shape) for shape in shapes]
     return [next((size for size in sizes if not is_one(size)), 1) for sizes in zip(*aligned, strict=True)]
 
 
 def _positions(node: fx.Node) -> tuple[list[str], list[str], list[str], list[str], list[object]] | None:
-    """(dims of the tensor, of the indexed result, terms of the index tensors, dims that they make, their sizes)."""
+    """Return (dims of the tensor, dims of the result, terms of the index tensors, index dims, sizes of these)."""
     args = edit.bound(node)
     shape = args["self"].meta["val"].shape
-    given = [(d, index) for d, index in enumerate(args["indices"]) if index is not None]
-    values = [index.meta["val"] for _, index in given]
-    if not given or any(v.dtype in (torch.bool, torch.uint8) for v in values):
-        return None  # a mask picks as many as it holds
+    tensors = [(d, index) for d, index in enumerate(args["indices"]) if index is not None]
+    values = [index.meta["val"] for _, index in tensors]
+    if not tensors or any(v.dtype in (torch.bool, torch.uint8) for v in values):
+        return None  # a mask selects a data-dependent number
     sizes = _common([v.shape for v in values])
-    made = [f"i{d}" for d in range(len(sizes))]
-    indexed = [d for d, _ in given]
+    index_dims = [f"i{d}" for d in range(len(sizes))]
+    indexed = [d for d, _ in tensors]
     dims = [f"d{d}{'!' if d in indexed else ''}" for d in range(len(shape))]
     together = indexed == list(range(indexed[0], indexed[-1] + 1))
     first = indexed[0] if together else 0
-    kept = [f"d{d}" for d in range(len(shape)) if d not in indexed]
-    result = kept[:first] + made + kept[first:]
-    return dims, result, [broadcast(v.shape, made, sizes) for v in values], made, sizes
+    others = [f"d{d}" for d in range(len(shape)) if d not in indexed]
+    result = others[:first] + index_dims + others[first:]
+    return dims, result, [broadcast(v.shape, index_dims, sizes) for v in values], index_dims, sizes
 
 
 def can_look_up(node: fx.Node, dim: int) -> bool:
-    """Whether each rank may look up what it holds of a dim: shards begin at numbers, and any backend sums the dtype."""
+    """Return True if each rank may look up its part of a dim: its size is known, and any backend sums the dtype."""
     value = node.meta["val"]
     summed = value.is_floating_point() or value.dtype in (torch.int32, torch.int64)
     return summed and isinstance(value.shape[dim], int)
 
 
 def _own(positions: torch.Tensor, total: int, shard: ShardRange) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions within the shard, and which of them lie outside."""
+    """Return positions within the shard, and a mask of those outside."""
     local = torch.where(positions < 0, positions + total, positions) - shard.offset
     outside = (local < 0) | (local >= shard.size)
     return torch.where(outside, 0, local), outside
 
 
-def _zeros(found: torch.Tensor, outside: torch.Tensor, inner: int = 0) -> torch.Tensor:
-    """Zeros for what lies outside; the last `inner` dims are not positions."""
+def _zeros(values: torch.Tensor, outside: torch.Tensor, inner: int = 0) -> torch.Tensor:
+    """Replace values at positions outside by zeros; the last `inner` dims are no positions."""
     for _ in range(inner):
         outside = outside.unsqueeze(-1)
-    return found.masked_fill(outside, 0)
+    return values.masked_fill(outside, 0)
 
 
 @op_rule(aten.index.Tensor, aten._unsafe_index.Tensor, shards="any")
 def index(node: fx.Node) -> RuleText | None:
-    """ "d0 d1! d2, i0 -> d0 i0 d2": index tensors broadcast, and stand where they index, or in front when apart.
+    """ "d0 d1! d2, i0 -> d0 i0 d2": index tensors broadcast and replace the indexed dims (in front, if those are
+    apart).
 
-    One of the dims that are indexed may be cut, "d0 d1 d2, i0 -> d0 i0 d2": each rank looks up its own, Partial(sum).
-    Linear in what is indexed.
+    One of the indexed dims may be sharded, "d0 d1 d2, i0 -> d0 i0 d2": each rank looks up its own, Partial(sum). Linear
+    in the indexed tensor.
     """
-    found = _positions(node)
-    if found is None:
+    layout = _positions(node)
+    if layout is None:
         return None
-    dims, result, terms, made, _ = found
+    dims, result, terms, index_dims, _ = layout
     indexed = [d for d, name in enumerate(dims) if name.endswith("!")]
     sizes = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    inner = len(result) - len(made) - (result.index(made[0]) if made else indexed[0])
+    inner = len(result) - len(index_dims) - (result.index(index_dims[0]) if index_dims else indexed[0])
 
     def look_up_own(
         values: torch.Tensor, indices: Sequence[torch.Tensor | None], *, shard: ShardRange, at: int
@@ -104,24 +105,23 @@ def index(node: fx.Node) -> RuleText | None:
             dims[at] = f"d{at}"
             local[dims[at]] = partial(look_up_own, at=at)
     text = f"{', '.join([' '.join(dims), *terms])} -> {' '.join(result)}"
-    # The other op reads wherever it is told to.
+    # The other op does not check positions.
     positions = {f"d{d}": (1 + at, True) for at, d in enumerate(indexed) if node.target is aten.index.Tensor}
     return RuleText(text, linear=((0,),), local=local, positions=positions)
 
 
 @op_rule(aten.index_put.default, aten._unsafe_index_put.default, shards="any")
 def index_put(node: fx.Node) -> RuleText | None:
-    """ "d0 d1 d2, i0!, d0 i0! d2 -> d0 d1 d2": every rank writes all positions of its own part; of a
-    dim that is indexed those that it has.
+    """ "d0 d1 d2, i0!, d0 i0! d2 -> d0 d1 d2": every rank writes at the positions in its own part.
 
-    Jointly linear, whether what is written replaces what was there or is added to it. What is added may be cut by
-    positions, "+d0 d1 d2, i0, d0 i0 d2 -> d0 d1 d2": each rank adds its own, and the tensor is an addend of the sum.
+    Jointly linear, in replacing and in adding. Added values may be sharded by position, "+d0 d1 d2, i0, d0 i0 d2 -> d0
+    d1 d2": each rank adds its own, and the tensor is an addend of the sum.
     """
-    found = _positions(node)
-    if found is None:
+    layout = _positions(node)
+    if layout is None:
         return None
-    dims, result, terms, made, sizes = found
-    shape = dict(zip(made, sizes, strict=True))
+    dims, result, terms, index_dims, sizes = layout
+    shape = dict(zip(index_dims, sizes, strict=True))
     shape.update({f"d{d}": size for d, size in enumerate(node.meta["val"].shape)})
     adds = bool(edit.bound(node)["accumulate"])
     local = {}
@@ -130,13 +130,13 @@ def index_put(node: fx.Node) -> RuleText | None:
         if isinstance(node.meta["val"].shape[d], int):
             dims[d] = f"d{d}"
             local[dims[d]] = partial(_put_own, at=d, total=node.meta["val"].shape[d])
-    whole = {name: name if adds else f"{name}!" for name in made}
+    whole = {name: name if adds else f"{name}!" for name in index_dims}
     names = [whole.get(name, name) for name in result]
     values = edit.operands(node)[-1].meta["val"].shape
-    written = broadcast(values, names, [shape[name] for name in result])
+    value_term = broadcast(values, names, [shape[name] for name in result])
     terms = [" ".join(whole.get(word, word) for word in term.split()) for term in terms]
     into = " ".join(dims)
-    text = f"{'+' * adds}{', '.join([into, *terms, written])} -> {into}"
+    text = f"{'+' * adds}{', '.join([into, *terms, value_term])} -> {into}"
     positions = {f"d{d}": (1 + at, True) for at, d in enumerate(indexed) if node.target is aten.index_put.default}
     return RuleText(text, linear=((0, len(terms) + 1),), local=local, positions=positions)
 
@@ -151,7 +151,7 @@ def _put_own(
     at: int,
     total: int,
 ) -> torch.Tensor:
-    """What is written at the positions that this shard has."""
+    """Write the values at this shard's positions."""
     local = _own_or_behind(indices[at], total, value.shape[at], shard)  # type: ignore[arg-type]
     own = [local if d == at else index for d, index in enumerate(indices)]
     return _without_place_behind(aten.index_put.default(_with_place_behind(value, at), own, values, accumulate), at)
@@ -167,19 +167,19 @@ def _write_own(
     total: int,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """The same of an op that writes along one dim."""
+    """Write along one dim at this shard's positions, by `op`."""
     local = _own_or_behind(positions, total, value.shape[dim], shard)
     return _without_place_behind(op(_with_place_behind(value, dim), dim, local, *args, **kwargs), dim)
 
 
 def _own_or_behind(positions: torch.Tensor, total: int, size: int, shard: ShardRange) -> torch.Tensor:
-    """Positions within the shard; for those that lie outside, the place behind it."""
+    """Return positions within the shard; those outside become the place after it."""
     local, outside = _own(positions, total, shard)
     return torch.where(outside, size, local)
 
 
 def _with_place_behind(value: torch.Tensor, dim: int) -> torch.Tensor:
-    """A place more, for what other shards write."""
+    """Append one place along `dim`, for values that belong to other shards."""
     place = [1 if d == dim % value.ndim else size for d, size in enumerate(value.shape)]
     return torch.cat([value, value.new_zeros(place)], dim)
 
@@ -190,7 +190,7 @@ def _without_place_behind(value: torch.Tensor, dim: int) -> torch.Tensor:
 
 @op_rule(aten.index_select.default, shards="any")
 def index_select(node: fx.Node) -> RuleText | None:
-    """ "d0 d1 d2, i -> d0 i d2": with the indexed dim cut, each rank looks up its own: Partial(sum)."""
+    """ "d0 d1 d2, i -> d0 i d2": with the indexed dim sharded, each rank looks up its own: Partial(sum)."""
     operand, positions = edit.operands(node)
     values = operand.meta["val"]
     if not values.ndim or not positions.meta["val"].ndim:
@@ -211,10 +211,10 @@ def index_select(node: fx.Node) -> RuleText | None:
 
 @op_rule(aten.index_copy.default, aten.index_add.default, aten.index_reduce.default, shards="any")
 def index_copy(node: fx.Node) -> RuleText | None:
-    """ "d0 d1 d2, i!, d0 i! d2 -> d0 d1 d2", or "+d0 d1 d2, i, d0 i d2 -> d0 d1 d2" where it is added.
+    """ "d0 d1 d2, i!, d0 i! d2 -> d0 d1 d2"; for added values "+d0 d1 d2, i, d0 i d2 -> d0 d1 d2".
 
-    A rank that has some of the positions, such as a cache's steps, writes those. Jointly linear in both tensors, but
-    for the reductions of `index_reduce`: products, means, extrema.
+    A rank writes at its own positions, such as steps of a cache. Jointly linear in both tensors, except for the
+    reductions of `index_reduce`: products, means, extrema.
     """
     ndim = node.meta["val"].ndim
     if not ndim or not edit.operands(node)[2].meta["val"].ndim:
@@ -251,30 +251,30 @@ def index_fill(node: fx.Node) -> RuleText | None:
 def _copy_own(
     value: torch.Tensor, dim: int, positions: torch.Tensor, source: torch.Tensor, *, shard: ShardRange
 ) -> torch.Tensor:
-    """What is written at the positions that this shard has."""
+    """Copy the values at this shard's positions; of repeated positions the last one wins."""
     local = positions - shard.offset
     inner = [1] * (value.ndim - dim % value.ndim - 1)
-    if isinstance(local.shape[0], int) and local.shape[0] == 1:  # a step of decoding: one row is written, or kept
+    if isinstance(local.shape[0], int) and local.shape[0] == 1:  # a decoding step: one row is written or kept
         own = (local >= 0) & (local < shard.size)
         row = torch.where(own, local, 0)
-        written = torch.where(own.view(-1, *inner), source, value.index_select(dim, row))
-        return value.index_copy(dim, row, written)
+        values = torch.where(own.view(-1, *inner), source, value.index_select(dim, row))
+        return value.index_copy(dim, row, values)
     slots, count = torch.arange(value.shape[dim], device=value.device), torch.ones_like(local).cumsum(0)
-    last = ((slots.unsqueeze(-1) == local) * count).amax(-1)  # of those that are written there; 0: none
-    written = source.index_select(dim, (last - 1).clamp(min=0))
-    return torch.where((last > 0).view(-1, *inner), written, value)
+    last = ((slots.unsqueeze(-1) == local) * count).amax(-1)  # the last one written to each slot; 0: none
+    values = source.index_select(dim, (last - 1).clamp(min=0))
+    return torch.where((last > 0).view(-1, *inner), values, value)
 
 
 @op_rule(aten.gather.default, shards="any")
 def gather(node: fx.Node) -> RuleText | None:
-    """ "d0 d1, d0 i1 -> d0 i1": other dims line up where they are of one size; a shorter index needs them whole.
+    """ "d0 d1, d0 i1 -> d0 i1": other dims correspond if their sizes are equal; a shorter index needs them whole.
 
-    With the indexed dim cut, each rank looks up its own: Partial(sum). Linear in what is indexed.
+    With the indexed dim sharded, each rank looks up its own: Partial(sum). Linear in the indexed tensor.
     """
     operand, positions = edit.operands(node)
     values = operand.meta["val"]
     if not values.ndim or positions.meta["val"].ndim != values.ndim:
-        return None  # an empty index may be of any order
+        return None  # an empty index may have any number of dims
     dim = edit.bound(node)["dim"] % values.ndim
     total = values.shape[dim]
 
@@ -303,11 +303,11 @@ def gather(node: fx.Node) -> RuleText | None:
     shards="any",
 )
 def scatter(node: fx.Node) -> RuleText | None:
-    """ "d0 d1, d0 i1!, d0 s1! -> d0 d1": other dims line up where all are of one size; each rank writes in its part.
+    """ "d0 d1, d0 i1!, d0 s1! -> d0 d1": other dims correspond if all sizes are equal; each rank writes in its part.
 
-    What is added may be cut by positions, "+d0 d1, d0 i1, d0 i1 -> d0 d1": the tensor is an addend of the sum.
-    So may what takes part in an extremum beside what is there: an extremum with it on every rank is one with it once.
-    Jointly linear in both tensors where values are written or added, and not multiplied, averaged or compared.
+    Added values may be sharded by position, "+d0 d1, d0 i1, d0 i1 -> d0 d1": the tensor is an addend of the sum. So may
+    values of an extremum that includes the tensor: including it on every rank changes nothing. Jointly linear in both
+    tensors if values are written or added.
     """
     shapes = [o.meta["val"].shape for o in edit.operands(node)]
     ndim = len(shapes[0])
@@ -324,7 +324,7 @@ def scatter(node: fx.Node) -> RuleText | None:
             names[dim] = f"i{dim}"
         terms.append(" ".join(names))
     total, local = shapes[0][dim], {}
-    lines_up = all(  # as torch asks when the body is traced
+    lines_up = all(  # torch requires it when the body is traced
         d == dim or statically_equal(size, whole) or (isinstance(size, int) and isinstance(whole, int))
         for shape in shapes[1:]
         for d, (size, whole) in enumerate(zip(shape, shapes[0], strict=True))
@@ -339,7 +339,7 @@ def scatter(node: fx.Node) -> RuleText | None:
 
 
 def _way(node: fx.Node) -> str:
-    """What a scatter does with what is there: "write", "add", "amax" or "amin" beside it, or anything "other"."""
+    """Return how a scatter combines values with the old ones: "write", "add", "amax", "amin", or "other"."""
     args = edit.bound(node)
     if node.target is aten.scatter_add.default:
         return "add"
@@ -353,14 +353,14 @@ def _way(node: fx.Node) -> str:
 
 @op_rule(aten.slice_scatter.default, shards="any")
 def slice_scatter(node: fx.Node) -> RuleText:
-    """ "d0 [x c z], d0 c -> d0 [x c z]": rows in front of and behind the part may be cut in their own way.
+    """ "d0 [x c z], d0 c -> d0 [x c z]": rows before and after the part may be sharded in their own way.
 
-    Where there are steps between what is written or sizes are dynamic, "d0 d1!, d0 s! -> d0 d1!".
+    With steps or dynamic sizes, "d0 d1!, d0 s! -> d0 d1!".
     """
     args, shape = edit.bound(node), node.meta["val"].shape
     dim = args["dim"] % len(shape)
-    written = edit.operands(node)[1].meta["val"].shape[dim]
-    word, factors, counts = find_slice(args, shape[dim], written, "") or (f"d{dim}!", {}, {})
+    part_size = edit.operands(node)[1].meta["val"].shape[dim]
+    word, factors, counts = find_slice(args, shape[dim], part_size, "") or (f"d{dim}!", {}, {})
     text = at_dim(len(shape), dim, word)
     part = at_dim(len(shape), dim, "c" if counts else "s!")
     return RuleText(f"{text}, {part} -> {text}", factors=factors, counts=counts, linear=((0, 1),))

@@ -1,4 +1,4 @@
-"""The ONE algorithm behind every rule: from factors cut by mesh axes to shardings of tensors, and back."""
+"""The one algorithm behind every rule: from factors sharded over mesh axes to shardings of tensors, and back."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ INNER = "it would cut two parts of one dim, or a dynamic number of blocks uneven
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run an op sharded: factors cut by axes, and Partial operands passed through.
+    """One way to run an op sharded: factors sharded over axes, and Partial operands passed through.
 
-    `cuts`: factor -> how it is cut, as a dim by itself. `through`: axis -> (reduce op, operands Partial on it).
+    `cuts`: factor -> its sharding as a dim by itself. `through`: axis -> (reduce op, operands Partial on it).
     """
 
     cuts: Mapping[str, DimSharding] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a sharding of an operand cannot be kept."""
+    """The reason why an operand's sharding cannot be kept."""
 
     text: str
 
@@ -45,8 +45,8 @@ def is_one(size: Size) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _taken_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str, DimSharding] | Refusal:
-    """How this cut of a dim cuts its factors, axis by axis, outermost first."""
+def _take_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str, DimSharding] | Refusal:
+    """Distribute the cut of a dim over its factors, axis by axis, outermost first."""
     if isinstance(dim, Joined):
         return _between(rule, dim, cut)
     if cut.parts:
@@ -57,15 +57,15 @@ def _taken_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str
             if parts is not None:
                 return {factor: parts}
         return Refusal("is cut in parts, which the op takes apart otherwise")
-    made: dict[str, DimSharding] = {}
-    left = {factor: rule.extent[factor] for factor in dim}  # by the axes so far, in one piece
-    uneven: set[str] = set()  # of which `left` is the largest piece: what divides it may not divide the others
-    first = 0  # factors outside of this one are not cut any more
+    cuts: dict[str, DimSharding] = {}
+    left = {factor: rule.extent[factor] for factor in dim}  # after the axes so far, in one piece
+    uneven: set[str] = set()  # here `left` is the largest piece; a divisor of it need not divide the others
+    first = 0  # factors outside this one are not sharded any more
     for axis, block, its in cut.levels:
-        found = _cut_factor(dim[first:] if not block else dim, left, block)
-        if isinstance(found, Refusal):
-            return found
-        factor, own = found
+        choice = _cut_factor(dim[first:] if not block else dim, left, block)
+        if isinstance(choice, Refusal):
+            return choice
+        factor, own = choice
         size, degree = own or left[factor], mesh.degree(axis)
         minor = _product(left[f] for f in dim[dim.index(factor) + 1 :])
         if its == 1 and divides(size, degree) and (own or factor not in uneven):
@@ -74,18 +74,18 @@ def _taken_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str
             unit = its // minor
         else:
             return Refusal(f"splits into {size} x {minor}, and {_not_divisible(size, degree)}")
-        if own and factor in uneven and made[factor].levels[-1].unit % own:
+        if own and factor in uneven and cuts[factor].levels[-1].unit % own:
             return Refusal(f"has uneven shards, which blocks of {own} do not divide")
-        made[factor] = DimSharding((*made.get(factor, WHOLE).levels, Level(axis, own, unit)))
+        cuts[factor] = DimSharding((*cuts.get(factor, WHOLE).levels, Level(axis, own, unit)))
         even = divides(size, degree * unit)
         left[factor] = size // degree if even else -(-size // (degree * unit)) * unit
         uneven |= set() if even else {factor}
         first = dim.index(factor)
-    return made
+    return cuts
 
 
 def _not_divisible(size: Size, degree: int) -> str:
-    """With the degrees that would do, and what padding would cost."""
+    """Describe the misfit, with the degrees that would fit and the cost of padding."""
     text = f"{size} is not divisible by {degree}"
     if not isinstance(size, int):
         return text
@@ -96,25 +96,25 @@ def _not_divisible(size: Size, degree: int) -> str:
 
 
 def _between(rule: Rule, dim: Joined, cut: DimSharding) -> dict[str, DimSharding] | Refusal:
-    """How every factor of those in a row is cut."""
-    made, at, size = {}, 0, sum(rule.extent[factor] for factor in dim)
+    """Return the cuts of factors in a row."""
+    cuts, at, size = {}, 0, sum(rule.extent[factor] for factor in dim)
     for factor in dim:
-        found = cut.between(at, at + rule.extent[factor], size)
-        if found is None:
+        piece = cut.between(at, at + rule.extent[factor], size)
+        if piece is None:
             return Refusal(f"is cut across the parts of {', '.join(str(rule.extent[f]) for f in dim)} in it")
         at += rule.extent[factor]
-        if found.axes:
-            made[factor] = found
-    return made
+        if piece.axes:
+            cuts[factor] = piece
+    return cuts
 
 
 def _outer(rule: Rule, dim: Dim) -> str | None:
-    """The outermost factor of more than one element: only it can be cut without striding."""
+    """Return the outermost factor of more than one element: only it can be sharded without striding."""
     return next((f for f in dim if not is_one(rule.extent[f])), None)
 
 
 def _cut_factor(dim: Dim, left: Mapping[str, Size], block: int) -> tuple[str, int] | Refusal:
-    """The factor that an axis cuts by cutting a merged dim so, and the block of the factor in which it does."""
+    """Return the factor that an axis shards when it shards a merged dim in such blocks, and its block there."""
     if not block:
         factor = next((f for f in dim if not is_one(left[f])), dim[0] if dim else None)
         return (factor, 0) if factor is not None else Refusal("has one element")
@@ -135,16 +135,16 @@ def _cut_factor(dim: Dim, left: Mapping[str, Size], block: int) -> tuple[str, in
 
 
 def follow(rule: Rule, term: Term, sharding: Sharding, mesh: Mesh) -> Option | Refusal:
-    """The option that keeps a tensor (operand or output) with this term as it is sharded."""
+    """Return the option that keeps a tensor (operand or output) with this term as it is sharded."""
     cuts: dict[str, DimSharding] = {}
     for position, (dim, cut) in enumerate(zip(term, sharding.dims, strict=True)):
         if not cut.axes:
             continue
-        found = _taken_apart(rule, dim, cut, mesh)
-        if isinstance(found, Refusal):
-            return Refusal(f"dim {position} {found.text}")
-        cuts.update(found)
-        for factor in found:
+        factors = _take_apart(rule, dim, cut, mesh)
+        if isinstance(factors, Refusal):
+            return Refusal(f"dim {position} {factors.text}")
+        cuts.update(factors)
+        for factor in factors:
             if refusal := _check(rule, factor, cuts[factor], mesh):
                 return refusal
     return Option(cuts)
@@ -182,7 +182,7 @@ def _coordinates(axes: tuple[str, ...], mesh: Mesh) -> list[dict[str, int]]:
 
 
 def pass_through(rule: Rule, index: int, axis: str, reduce_op: str) -> Option | Refusal:
-    """The option that keeps operand `index` Partial: the op must be linear in it."""
+    """Return the option that keeps operand `index` Partial, which requires an op that is linear in it."""
     for group in rule.linear:
         if index in group and reduce_op in ("sum", "avg"):
             return Option(through={axis: (reduce_op, group)})
@@ -190,7 +190,7 @@ def pass_through(rule: Rule, index: int, axis: str, reduce_op: str) -> Option | 
 
 
 def merge(options: Sequence[Option]) -> Option | None:
-    """Options taken together; None when they say different things of a factor."""
+    """Combine options into one; None if they contradict each other on a factor or axis."""
     cuts: dict[str, DimSharding] = {}
     through: dict[str, tuple[str, frozenset[int]]] = {}
     for option in options:
@@ -204,34 +204,34 @@ def merge(options: Sequence[Option]) -> Option | None:
 
 
 def _cut(rule: Rule, dim: Dim, option: Option, mesh: Mesh) -> DimSharding | None:
-    """How a dim is cut when its factors are."""
+    """Return the cut of a dim that follows from the cuts of its factors."""
     if isinstance(dim, Joined):
         return DimSharding.of_parts([(rule.extent[f], option.cuts.get(f, WHOLE)) for f in dim])
     levels: list[Level] = []
-    outer: Size = 1  # what the axes so far have left of the factors outside, at the first coordinate
+    outer: Size = 1  # the outer factors' remainder after the axes so far, at the first coordinate
     even = True
     for position, factor in enumerate(dim):
-        cut, left = option.cuts.get(factor, WHOLE), rule.extent[factor]
+        cut, remainder = option.cuts.get(factor, WHOLE), rule.extent[factor]
         minor = _product(rule.extent[f] for f in dim[position + 1 :])
         if cut.parts:
             alone = not levels and is_one(outer) and option.cuts.keys().isdisjoint(dim[position + 1 :])
-            return cut.scaled(minor, left, mesh) if alone and isinstance(minor, int) else None
-        alike = True  # whether all pieces of the factor are of one size so far
+            return cut.scaled(minor, remainder, mesh) if alone and isinstance(minor, int) else None
+        alike = True  # True while all pieces of the factor have one size
         for axis, own, unit in cut.levels:
-            first = left is rule.extent[factor]
-            block = 0 if not own and (not first or (is_one(outer) and even)) else (own or left) * minor
-            piece, degree = own or left, mesh.degree(axis)
+            first = remainder is rule.extent[factor]
+            block = 0 if not own and (not first or (is_one(outer) and even)) else (own or remainder) * minor
+            piece, degree = own or remainder, mesh.degree(axis)
             fits = unit == 1 and divides(piece, degree) and (bool(own) or alike)
             alike = fits
             if not isinstance(block, int) or not (fits or isinstance(minor, int)):
                 return None
             levels.append(Level(axis, block, 1 if fits else unit * minor))
             even = even and fits
-            left = piece // degree if fits else -(-piece // degree)
-        outer = outer * left
+            remainder = piece // degree if fits else -(-piece // degree)
+        outer = outer * remainder
     blocked = any(level.block for level in levels)
     if blocked and not even and not all(isinstance(rule.extent[factor], int) for factor in dim):
-        return None  # from an empty shard nobody could tell how many blocks there are
+        return None  # an empty shard would not show how many blocks there are
     return DimSharding(tuple(levels))
 
 
@@ -249,7 +249,7 @@ def _sharding(rule: Rule, term: Term, option: Option, partial: Mapping[str, str]
 
 
 def shardings(rule: Rule, option: Option, mesh: Mesh) -> tuple[tuple[Sharding, ...], tuple[Sharding, ...]] | Refusal:
-    """What the option needs of every operand, and what every output becomes."""
+    """Return the sharding that the option needs of every operand, and the sharding that every output gets."""
     for factor, cut in option.cuts.items():
         if refusal := _check(rule, factor, cut, mesh):
             return refusal
@@ -259,23 +259,23 @@ def shardings(rule: Rule, option: Option, mesh: Mesh) -> tuple[tuple[Sharding, .
     if any(op != "sum" for op in pending.values()) and rule.pattern.addends:
         return Refusal("an addend beside a reduction other than sum")
     passed = {axis: op for axis, (op, _) in option.through.items()}
-    if passed.keys() & pending.keys():  # a product of two sums over the ranks, each rank with its own addends
+    if passed.keys() & pending.keys():  # a product of two sums over the ranks would add the cross terms too
         return Refusal("it sums over a dim that is cut by the axis over which another operand is pending")
-    wants, made = [], []
+    wants, outputs = [], []
     for index, term in enumerate(rule.pattern.inputs):
         partial = {axis: op for axis, op in pending.items() if index in rule.pattern.addends}
         partial.update({axis: op for axis, (op, group) in option.through.items() if index in group})
         wants.append(_sharding(rule, term, option, partial, mesh))
     for term in rule.pattern.outputs:
-        made.append(_sharding(rule, term, option, {**pending, **passed}, mesh))
-    for each in (*wants, *made):
+        outputs.append(_sharding(rule, term, option, {**pending, **passed}, mesh))
+    for each in (*wants, *outputs):
         if isinstance(each, Refusal):
             return each
-    return tuple(wants), tuple(made)  # type: ignore[arg-type]
+    return tuple(wants), tuple(outputs)  # type: ignore[arg-type]
 
 
 def options(rule: Rule, mesh: Mesh) -> Iterator[Option]:
-    """Every way to run the op over one axis: whole, one factor cut, or one linear group passed through."""
+    """Yield every way to run the op over one axis: whole, one factor sharded, or one linear group passed through."""
     yield Option()
     for axis in mesh.names:
         for factor in rule.factors:
@@ -287,6 +287,6 @@ def options(rule: Rule, mesh: Mesh) -> Iterator[Option]:
 
 
 def restricted(option: Option, axis: str) -> Option:
-    """What of the option is over this axis."""
+    """Return the part of the option over this axis."""
     cuts = {factor: only for factor, cut in option.cuts.items() if (only := cut.only(axis)).axes}
     return Option(cuts, {a: passed for a, passed in option.through.items() if a == axis})

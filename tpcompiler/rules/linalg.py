@@ -1,4 +1,4 @@
-"""Linear algebra on batches of matrices: the dims of a matrix meet and stay whole, those before them are free."""
+"""Linear algebra on batches of matrices: a matrix's own dims stay whole, batch dims are free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tpcompiler.rules.pointwise import broadcast
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text
 
-# What an op makes of one matrix: the last dims of operands and outputs.
+# The results for one matrix: the last dims of operands and outputs.
 FACTORS = {
     aten.cholesky.default: "m! n! -> m! n!",
     aten.cholesky_inverse.default: "m! n! -> m! n!",
@@ -34,7 +34,7 @@ FACTORS = {
     aten._linalg_slogdet.default: "m! n! ->,, m! n!, m!",
     aten._linalg_svd.default: "m! n! -> m! j!, k!, l! n!",
 }
-# Equations in as many right sides as `k` counts: columns, or rows where they stand on the left.
+# Equations with `k` right sides: columns, or rows if the unknown is on the left.
 SOLVERS = {
     aten.cholesky_solve.default: "m! k, m! n! -> m! k",
     aten.linalg_ldl_solve.default: "m! n!, m!, m! k -> m! k",
@@ -47,12 +47,12 @@ SOLVERS = {
 
 
 def batched(node: fx.Node, text: str) -> str:
-    """ "m! n! -> m!" becomes "b0 b1 m! n! -> b0 b1 m!". Batch dims broadcast; an output that is left out is whole."""
+    """Return "b0 b1 m! n! -> b0 b1 m!" for "m! n! -> m!". Batch dims broadcast; an omitted output is whole."""
     before, after = (part.split(",") for part in text.split("->"))
-    given, made = [operand.meta["val"] for operand in edit.operands(node)], edit.outputs(node)
-    ndim = max(value.ndim - len(term.split()) for term, value in zip(before, given, strict=False))
+    values, results = [operand.meta["val"] for operand in edit.operands(node)], edit.outputs(node)
+    ndim = max(value.ndim - len(term.split()) for term, value in zip(before, values, strict=False))
     full = next(
-        value.shape[:ndim] for term, value in zip(after, made, strict=True) if value.ndim == ndim + len(term.split())
+        value.shape[:ndim] for term, value in zip(after, results, strict=True) if value.ndim == ndim + len(term.split())
     )
     names = [f"b{d}" for d in range(ndim)]
 
@@ -61,19 +61,19 @@ def batched(node: fx.Node, text: str) -> str:
             return "z!"
         return f"{broadcast(value.shape[: value.ndim - len(term.split())], names, full)} {term}"
 
-    sides = (zip(before, given, strict=False), zip(after, made, strict=True))
+    sides = (zip(before, values, strict=False), zip(after, results, strict=True))
     return " -> ".join(", ".join(whole_term(*pair) for pair in side) for side in sides)
 
 
 @op_rule(*FACTORS, shards="nonempty")
 def factorization(node: fx.Node) -> str:
-    """ "b m! n! -> b m! k!, b k! n!": each matrix by itself. Not every kernel takes an empty batch."""
+    """ "b m! n! -> b m! k!, b k! n!": each matrix separately. Not every kernel takes an empty batch."""
     return batched(node, FACTORS[node.target])
 
 
 @op_rule(*SOLVERS, shards="nonempty")
 def solver(node: fx.Node) -> RuleText:
-    """ "b m! n!, b m! k -> b m! k": right sides are apart from each other, and the op is linear in them."""
+    """ "b m! n!, b m! k -> b m! k": right sides are independent, and the op is linear in them."""
     text = SOLVERS[node.target]
     args, operands = edit.bound(node), edit.operands(node)
     if not args.get("left", True):
@@ -82,14 +82,14 @@ def solver(node: fx.Node) -> RuleText:
     matrix, sides = (operands[i].meta["val"].shape for i in (0, right))
     if node.target is aten._linalg_solve_ex.default and (len(sides) == 1 or sides == matrix[:-1]):
         text = text.replace("m! k", "m!").replace("k m!", "m!")  # one right side per matrix
-    single = len(edit.outputs(node)) == 1  # beside what depends on the matrix only, nothing is pending
+    single = len(edit.outputs(node)) == 1  # no pending sum is possible if other results depend on the matrix alone
     return RuleText(batched(node, text), linear=((right,),) if single else ())
 
 
 @op_rule(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default, shards="nonempty")
 def fourier(node: fx.Node) -> RuleText:
-    """ "d0 d1! -> d0 f1": every element of a transformed dim meets every other; the last one may change its size."""
+    """ "d0 d1! -> d0 f1": the transformed dims are whole; the last one may change its size."""
     ndim = node.meta["val"].ndim
     dims = [dim % ndim for dim in edit.bound(node)["dim"]]
-    made = " ".join(f"f{d}" if d in dims else f"d{d}" for d in range(ndim))
-    return RuleText(f"{dims_text(ndim, dims)} -> {made}", linear=((0,),))
+    result = " ".join(f"f{d}" if d in dims else f"d{d}" for d in range(ndim))
+    return RuleText(f"{dims_text(ndim, dims)} -> {result}", linear=((0,),))

@@ -1,4 +1,4 @@
-"""Products: the contracted factor is summed; a fused bias is an addend."""
+"""Products: the contracted factor is summed, and a fused bias is an addend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tpcompiler.rules.pointwise import broadcast
 from tpcompiler.rules.registry import foreign_rule, op_rule
 
 BILINEAR = ((0,), (1,))
-PACKED_ROWS = 64  # of 4-bit weights, that torch's kernel for CPUs reads together
+PACKED_ROWS = 64  # the rows of 4-bit weights that torch's CPU kernel reads together
 
 
 @op_rule(aten.linear.default, shards="any")
@@ -24,7 +24,7 @@ def linear(node: fx.Node) -> RuleText:
     """Batch dims pass through, k is summed: sharding k leaves Partial(sum); the bias is an addend."""
     operands = edit.operands(node)
     batch = " ".join(f"b{d}" for d in range(operands[0].meta["val"].ndim - 1))
-    n = "n" if operands[1].meta["val"].ndim == 2 else ""  # a weight of one dim
+    n = "n" if operands[1].meta["val"].ndim == 2 else ""  # else a weight of one dim
     bias = ", +n" if len(operands) == 3 else ""
     return RuleText(f"{batch} k, {n} k{bias} -> {batch} {n}", linear=BILINEAR)
 
@@ -37,13 +37,13 @@ def mm(node: fx.Node) -> RuleText:
 
 @op_rule(aten._weight_int8pack_mm.default, shards="nonempty")
 def int8pack_mm(node: fx.Node) -> RuleText:
-    """ "m k, n k, n -> m n": int8 weights, with a scale for each row of them."""
+    """ "m k, n k, n -> m n": int8 weights with a scale per row."""
     return RuleText("m k, n k, n -> m n", linear=((0,), (2,)))
 
 
 @op_rule(aten._weight_int4pack_mm_for_cpu.default, shards="nonempty")
 def int4pack_mm(node: fx.Node) -> RuleText:
-    """ "m k!, (n n_!) p!, g! (n n_!) 2! -> m (n n_!)": 64 rows of weights lie packed together, all of k in a row."""
+    """ "m k!, (n n_!) p!, g! (n n_!) 2! -> m (n n_!)": 64 rows of weights are packed together, each with all of k."""
     rows = "(n n_!)" if sym_quotient(node.meta["val"].shape[1], PACKED_ROWS) is not None else "n!"
     text = f"m k!, {rows} p!, g! {rows} s! -> m {rows}"
     return RuleText(text, factors={"n_": PACKED_ROWS}, linear=((0,),))
@@ -56,20 +56,20 @@ def bmm(node: fx.Node) -> RuleText:
 
 
 def _addend(node: fx.Node, names: str) -> str:
-    """The term of the first operand, which broadcasts into a product with these dims."""
+    """Return the term of the first operand, which broadcasts into a product with these dims."""
     return broadcast(edit.operands(node)[0].meta["val"].shape, names.split(), node.meta["val"].shape)
 
 
 @op_rule(aten.addmm.default, shards="any")
 def addmm(node: fx.Node) -> RuleText:
-    """+n, m k, k n -> m n, the first operand broadcast."""
+    """+n, m k, k n -> m n, with the first operand broadcast."""
     bias = _addend(node, "m n")
     return RuleText(f"+{bias}, m k, k n -> m n", linear=((1,), (2,)))
 
 
 @op_rule(aten.baddbmm.default, shards="any")
 def baddbmm(node: fx.Node) -> RuleText:
-    """+b m n, b m k, b k n -> b m n, the first operand broadcast."""
+    """+b m n, b m k, b k n -> b m n, with the first operand broadcast."""
     bias = _addend(node, "b m n")
     return RuleText(f"+{bias}, b m k, b k n -> b m n", linear=((1,), (2,)))
 
@@ -82,14 +82,14 @@ def addbmm(node: fx.Node) -> RuleText | None:
 
 @op_rule(aten.addmv.default, shards="nonempty")
 def addmv(node: fx.Node) -> RuleText:
-    """+m, m k, k -> m, the first operand broadcast. torch does not broadcast it where a shard is empty."""
+    """+m, m k, k -> m, with the first operand broadcast, which torch does not do for an empty shard."""
     bias = _addend(node, "m")
     return RuleText(f"+{bias}, m k, k -> m", linear=((1,), (2,)))
 
 
 @op_rule(aten._trilinear.default, shards="any")
 def trilinear(node: fx.Node) -> RuleText | None:
-    """d0 d2, d1 d2 d3, d0 d3 -> d0 d1, what `bilinear` is made of: an operand lacks the dims that it is expanded by."""
+    """d0 d2, d1 d2 d3, d0 d3 -> d0 d1, the core of `bilinear`: an operand lacks the dims that it is expanded by."""
     args = edit.bound(node)
     names = [f"d{d}" for d in range(args["i1"].meta["val"].ndim + len(args["expand1"]))]
 
@@ -102,10 +102,10 @@ def trilinear(node: fx.Node) -> RuleText | None:
 
 @op_rule(aten._grouped_mm.default, shards="nonempty")
 def grouped_mm(node: fx.Node) -> RuleText | None:
-    """A product for each group: "g m (k k_!), g (k k_!) (n n_!) -> g m (n n_!)".
+    """ "g m (k k_!), g (k k_!) (n n_!) -> g m (n n_!)": one product per group.
 
-    Where a dim is the groups one behind the other, offsets tell their ends; it is whole: "t! .., g! .., g! -> t! ..".
-    The kernels need rows of whole 16 bytes, so m, k and n are cut between multiples of that.
+    If a dim is the groups in a row, offsets give their ends, and the dim is whole: "t! .., g! .., g! -> t! ..". The
+    kernels need rows of whole 16 bytes, so m, k and n are sharded between multiples of that.
     """
     left, right = (operand.meta["val"] for operand in edit.operands(node)[:2])
     if edit.bound(node)["bias"] is not None:
@@ -123,13 +123,13 @@ def grouped_mm(node: fx.Node) -> RuleText | None:
 
 @foreign_rule("transformers.grouped_mm_fallback.default", shards="any")
 def looped_mm(node: fx.Node) -> RuleText:
-    """ "t! k, g! k n, g! -> t! n": transformers' own, where torch's kernel does not fit; k and n are cut anywhere."""
+    """ "t! k, g! k n, g! -> t! n": transformers' fallback for torch's kernel; k and n may be sharded anywhere."""
     return RuleText("t! k, g! k n, g! -> t! n", linear=BILINEAR)
 
 
 @op_rule(BY_BLOCK, shards="nonempty")
 def blocks(node: fx.Node) -> RuleText:
-    """ "d s! (k k_!), (d g!) (k k_!) (n n_!), d g! -> d s! (n n_!)": a rank runs those of its own blocks."""
+    """ "d s! (k k_!), (d g!) (k k_!) (n n_!), d g! -> d s! (n n_!)": a rank computes its own blocks."""
     x, weight, _ = (operand.meta["val"] for operand in edit.operands(node))
     unit = 16 // x.element_size() if edit.bound(node)["kernel"].startswith("aten") else 1
     k, n = _in_units({"k": x.shape[-1], "n": weight.shape[-1]}, unit)
@@ -138,13 +138,13 @@ def blocks(node: fx.Node) -> RuleText:
 
 
 def _in_units(sizes: Mapping[str, Size], unit: int) -> list[str]:
-    """Factors that are cut between multiples of a unit, whole where they are no multiple of it."""
+    """Return factors that are sharded between multiples of a unit; a size that is no multiple stays whole."""
     return [f"({f} {f}_!)" if sym_quotient(size, unit) is not None else f"{f}!" for f, size in sizes.items()]
 
 
 @op_rule(aten.matmul.default, shards="any")
 def matmul(node: fx.Node) -> RuleText:
-    """All forms of matmul: vectors on either side, batch dims that broadcast."""
+    """Multiply vectors, matrices and batches, with batch dims that broadcast."""
     left, right = (o.meta["val"].shape for o in edit.operands(node))
     rows = ["m"] if len(left) > 1 else []
     columns = ["n"] if len(right) > 1 else []

@@ -1,4 +1,4 @@
-"""Normalisations: what they average over stays whole, and is no linear operand; scale and shift are, together."""
+"""Normalisations: the averaged dims stay whole, without linearity; the ops are jointly linear in scale and shift."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ from tpcompiler.rules.registry import op_rule
     shards="any",
 )
 def layer_norm(node: fx.Node) -> RuleText:
-    """ "d0 h!, h!, h! -> d0 h!", beside the kept statistics of the native form."""
+    """ "d0 h!, h!, h! -> d0 h!", and the statistics of the native form."""
     operands = edit.operands(node)
     ndim = operands[0].meta["val"].ndim
     inner = len(edit.bound(node)["normalized_shape"])
     outer = [f"d{d}" for d in range(ndim - inner)]
     normed = [f"h{d}!" for d in range(inner)]
     terms = [" ".join(outer + normed)] + [" ".join(normed)] * (len(operands) - 1)
-    made = [" ".join(outer + normed)] + [" ".join(outer + ["1"] * inner)] * (len(edit.outputs(node)) - 1)
-    return RuleText(f"{', '.join(terms)} -> {', '.join(made)}", linear=_affine(node))
+    results = [" ".join(outer + normed)] + [" ".join(outer + ["1"] * inner)] * (len(edit.outputs(node)) - 1)
+    return RuleText(f"{', '.join(terms)} -> {', '.join(results)}", linear=_affine(node))
 
 
 def _affine(node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    """Scale and shift, where no statistics stand beside the result; a shift alone is added to what is not pending."""
+    """Return joint linearity in scale and shift if there are both a scale and no statistics, else none.
+
+    A shift alone is added to a value that is not pending.
+    """
     scaled = edit.bound(node)["weight"] is not None and len(edit.outputs(node)) == 1
     return (tuple(range(1, len(edit.operands(node)))),) if scaled else ()
 
 
 def _groups(value: torch.Tensor, *args: Any, shard: ShardRange, **kwargs: Any) -> torch.Tensor:
-    """Group norm of the shard's own groups."""
+    """Normalise the shard's own groups."""
     normed: torch.Tensor = aten.group_norm.default(value, shard.size, *args[1:], **kwargs)
     return normed
 
@@ -56,11 +59,11 @@ def _native_groups(
     *,
     shard: ShardRange,
 ) -> tuple[torch.Tensor, ...]:
-    """The native form on fewer images or groups: it is told the sizes beside the tensor that has them."""
+    """Run the native form on fewer images or groups; its size arguments must match the shard."""
     n, c = value.shape[:2]
     own = groups * c // channels
-    made: tuple[torch.Tensor, ...] = aten.native_group_norm.default(value, weight, bias, n, c, pixels, own, eps)
-    return made
+    results: tuple[torch.Tensor, ...] = aten.native_group_norm.default(value, weight, bias, n, c, pixels, own, eps)
+    return results
 
 
 @op_rule(aten.group_norm.default, aten.native_group_norm.default, shards="any")
@@ -72,11 +75,11 @@ def group_norm(node: fx.Node) -> RuleText:
     space = " ".join(f"s{d}!" for d in range(operands[0].meta["val"].ndim - 2))
     term = f"n (g c!) {space}"
     terms = [term] + ["(g c!)"] * (len(operands) - 1)
-    made = [term, "n g", "n g"] if native else [term]
+    results = [term, "n g", "n g"] if native else [term]
     groups = args["group"] if native else args["num_groups"]
     local = {"n": _native_groups, "g": _native_groups} if native else {"g": _groups}
     return RuleText(
-        f"{', '.join(terms)} -> {', '.join(made)}", factors={"g": groups}, local=local, linear=_affine(node)
+        f"{', '.join(terms)} -> {', '.join(results)}", factors={"g": groups}, local=local, linear=_affine(node)
     )
 
 
@@ -86,10 +89,10 @@ def group_norm(node: fx.Node) -> RuleText:
     aten._native_batch_norm_legit_no_training.default,
 )
 def batch_norm(node: fx.Node) -> str:
-    """ "n! c s0!, c, .. -> n! c s0!, c, ..": channels are independent; the batch is whole in training."""
+    """ "n! c s0!, c, .. -> n! c s0!, c, ..": channels are independent; in training the batch is whole."""
     operands = edit.operands(node)
     space = " ".join(f"s{d}!" for d in range(operands[0].meta["val"].ndim - 2))
     training = node.target is not aten._native_batch_norm_legit_no_training.default
     batch = "n!" if training else "n"
-    made = [f"{batch} c {space}"] + ["c" if training else "z!"] * (len(edit.outputs(node)) - 1)
-    return f"{batch} c {space}{', c' * (len(operands) - 1)} -> {', '.join(made)}"
+    results = [f"{batch} c {space}"] + ["c" if training else "z!"] * (len(edit.outputs(node)) - 1)
+    return f"{batch} c {space}{', c' * (len(operands) - 1)} -> {', '.join(results)}"

@@ -1,14 +1,14 @@
-"""The text form of a sharding rule, and what it means for one node.
+"""The text form of a sharding rule, and its meaning for one node.
 
     "b k, n k, +n -> b n"        linear: k is summed, the bias is an addend
     "d0 d1! -> d0 d1!"           softmax over the last dim: it must stay whole
     "b (k g) s d, b k t d -> .." a compound dim, outer factor first (grouped queries)
     "a 1 -> a b"                 1: a broadcast dim of size 1
     "a [q k] -> a q, a k"        a dim of factors in a row, each cut by itself (a split, a cat)
-    "a [_x c] -> a c"            _x: left out, and so neither reduced nor made
+    "a [_x c] -> a c"            _x: left out, so neither reduced nor produced
 
-Operands are the tensor operands in order, separated by commas; nothing between commas is a 0-d tensor. A factor that
-stands on the left only is reduced: sharding it leaves Partial. A factor that stands on the right only is made there.
+Operands are the tensor operands in order, separated by commas; an empty term is a 0-d tensor. A factor only on the left
+is reduced: sharding it leaves Partial. A factor only on the right is produced by the op.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Term = tuple[Dim, ...]
 
 
 class Joined(Dim):
-    """The factors of a dim in which they stand in a row: their sizes add up."""
+    """The factors of a dim that consists of pieces in a row: their sizes add up."""
 
 
 def dim_size(dim: Dim, extent: Mapping[str, Size]) -> Size:
-    """The size of a dim of these factors."""
+    """Return the size of a dim with these factors."""
     sizes = [extent[factor] for factor in dim]
     return sum(sizes) if isinstance(dim, Joined) else math.prod(sizes)
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A parsed rule text, before sizes are known."""
+    """A parsed rule text, without sizes."""
 
     inputs: tuple[Term, ...]
     outputs: tuple[Term, ...]
@@ -51,21 +51,22 @@ class Pattern:
 
 @dataclass(frozen=True)
 class RuleText:
-    """What a rule function returns when a plain text is not enough.
+    """The result of a rule function that needs more than a plain text.
 
     Attributes:
         sizes: the size arguments: argument -> the dims that its entries count.
-        factors: sizes of factors that the shapes do not tell.
+        factors: sizes of factors that do not follow from the shapes.
         reduce: the Partial op that reduced factors leave.
         linear: sets of operands in which the op is jointly linear, so that Partial may pass through.
-        local: for a factor that a plain local run gets wrong, the body that computes one shard's share: it is called
-            as the op is, with `shard=ShardRange(...)` of that factor besides. Factors are cut together, over several
-            axes, only if they have one body; it is given the range of the first, and the fraction of all of them.
-        local_shards: what the shards that these bodies take must be, where the op itself takes any.
-        positions: a factor -> the operand that holds positions along it, and whether those below zero count from the
-            end. Of a factor that is cut, a rank's program asserts before the body that they are in the whole dim.
-        counts: arguments that count elements of factors, which the first output need not have: argument -> for each of
-            its entries the factors that it counts together.
+        local: factor -> the body that computes one shard's share, if a plain local run would be wrong. It is called
+            like the op, plus `shard=ShardRange(...)` of that factor. Factors are sharded together, over several axes,
+            only if they share one body; it gets the range of the first, and the fraction of all of them.
+        local_shards: the requirement on the shards that these bodies take, if the op itself takes any.
+        positions: factor -> the operand that holds positions along it, and True if negative positions count from the
+            end. If the factor is sharded, a rank's program asserts before the body that all positions are inside the
+            whole dim.
+        counts: argument -> for each entry, the factors whose elements it counts together; the first output need not
+            have these factors.
     """
 
     text: str
@@ -81,9 +82,9 @@ class RuleText:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Which part of a factor a rank holds: `size` elements from `offset`; `fraction` of all.
+    """The part of a factor that a rank holds: `size` elements from `offset`; `fraction` of the whole.
 
-    A body is given the offset as a tensor of no dims: the rank that runs the program says what it is.
+    A body gets the offset as a tensor without dims, whose value depends on the rank that runs the program.
     """
 
     offset: Any
@@ -92,7 +93,7 @@ class ShardRange:
 
     @classmethod
     def of(cls, cuts: Sequence[tuple[DimSharding, Size]], mesh: Mesh, here: Mapping[str, int]) -> ShardRange:
-        """What the rank at these coordinates holds of factors, each with its size."""
+        """Return the range of factors, each with its size, that the rank at coordinate `here` holds."""
         shares = [cut.share(total, mesh, here) for cut, total in cuts]
         fractions = (
             size / total if isinstance(total, int) else 1 / mesh.size(cut.axes)
@@ -103,7 +104,7 @@ class ShardRange:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for one node: the pattern with the size of every factor."""
+    """The rule of one node: the pattern, and the size of every factor."""
 
     pattern: Pattern
     extent: Mapping[str, Size]
@@ -119,12 +120,12 @@ class Rule:
 
     @property
     def skips_empty(self) -> bool:
-        """Whether a rank with an empty share of what is made makes that without the op, which cannot take it."""
-        given = {dim for term in self.pattern.inputs for dim in term}
+        """True if a rank with an empty share of the output makes it without the op, which rejects empty shards."""
+        operand_dims = {dim for term in self.pattern.inputs for dim in term}
         dims = [dim for term in self.pattern.outputs for dim in term]
         # A dynamic size is read off an operand that has it.
-        known = all(dim in given or all(isinstance(self.extent[f], int) for f in dim) for dim in dims)
-        return self.shards == "nonempty" and len(self.pattern.outputs) == 1 and known
+        readable = all(dim in operand_dims or all(isinstance(self.extent[f], int) for f in dim) for dim in dims)
+        return self.shards == "nonempty" and len(self.pattern.outputs) == 1 and readable
 
     @property
     def made(self) -> frozenset[str]:
@@ -132,12 +133,12 @@ class Rule:
 
     @property
     def reduced(self) -> frozenset[str]:
-        given = {factor for term in self.pattern.inputs for dim in term for factor in dim}
-        return frozenset(factor for factor in given - self.made if not factor.startswith("_"))
+        operand_factors = {factor for term in self.pattern.inputs for dim in term for factor in dim}
+        return frozenset(factor for factor in operand_factors - self.made if not factor.startswith("_"))
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """Every factor once, in the order in which the text names them."""
+        """Every factor once, in the order of the text."""
         terms = (*self.pattern.inputs, *self.pattern.outputs)
         return tuple(dict.fromkeys(f for term in terms for dim in term for f in dim))
 
@@ -177,18 +178,18 @@ def parse(text: str) -> Pattern:
             operand = operand[1:]
         inputs.append(_term(operand, whole))
     outputs = tuple(_term(part, whole) for part in right.split(","))
-    made = {f for term in outputs for dim in term for f in dim}
-    given = {f for term in inputs for dim in term for f in dim}
-    return Pattern(tuple(inputs), outputs, frozenset(addends), frozenset(whole | (made - given)))
+    output_factors = {f for term in outputs for dim in term for f in dim}
+    operand_factors = {f for term in inputs for dim in term for f in dim}
+    return Pattern(tuple(inputs), outputs, frozenset(addends), frozenset(whole | (output_factors - operand_factors)))
 
 
 def extents(
     pattern: Pattern, shapes: Sequence[Sequence[Size]], known: Mapping[str, Size], what: str
 ) -> dict[str, Size]:
-    """The size of every factor, from the shapes of operands and outputs.
+    """Return the size of every factor, from the shapes of operands and outputs.
 
     Raises:
-        RuleError: a term of another order than its tensor, or a size that stays unknown.
+        RuleError: a term and its tensor differ in their number of dims, or a size stays unknown.
     """
     terms = (*pattern.inputs, *pattern.outputs)
     if [len(t) for t in terms] != [len(s) for s in shapes]:
@@ -197,21 +198,21 @@ def extents(
             f"the tensors have {[len(s) for s in shapes]}",
             help="give every tensor operand and output one term with one entry per dim",
         )
-    found = dict(known)
+    sizes = dict(known)
     pairs = [
         (dim, size) for term, shape in zip(terms, shapes, strict=True) for dim, size in zip(term, shape, strict=True)
     ]
     for dim, size in pairs:
         if len(dim) == 1:
-            found.setdefault(dim[0], size)
+            sizes.setdefault(dim[0], size)
     for dim, size in pairs:
-        missing = [f for f in dim if f not in found]
+        missing = [f for f in dim if f not in sizes]
         if len(missing) == 1 and not isinstance(dim, Joined):
             rest: Size = 1
             for factor in dim:
-                rest = rest * found.get(factor, 1)
-            found[missing[0]] = size // rest
-    unknown = {f for dim, _ in pairs for f in dim if f not in found}
+                rest = rest * sizes.get(factor, 1)
+            sizes[missing[0]] = size // rest
+    unknown = {f for dim, _ in pairs for f in dim if f not in sizes}
     if unknown:
         raise RuleError(f"the rule of {what} leaves the sizes of {sorted(unknown)} open", help="give them as factors=")
-    return found
+    return sizes

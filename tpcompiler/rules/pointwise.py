@@ -1,4 +1,4 @@
-"""Elementwise ops: every op that torch tags pointwise, and a few that it does not."""
+"""Elementwise ops: every op that torch tags pointwise, and a few more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_one(size: Size) -> bool:
 
 
 def broadcast(shape: Sequence[Size], names: Sequence[str], full: Sequence[Size]) -> str:
-    """The term of a tensor of this shape that broadcasts into dims of these names and sizes."""
+    """Return the term of a tensor of `shape` that broadcasts into dims with these names and sizes."""
     first = len(full) - len(shape)
     return " ".join(
         "1" if is_one(size) and not is_one(full[first + d]) else names[first + d] for d, size in enumerate(shape)
@@ -29,21 +29,21 @@ def broadcast(shape: Sequence[Size], names: Sequence[str], full: Sequence[Size])
 @op_rule(aten.copy.default, aten.full_like.default, shards="any")
 def pointwise(node: fx.Node) -> str:
     """Operands broadcast from the right: "d0 d1, d1 -> d0 d1", "d0 1, d0 d1 -> d0 d1"."""
-    made = edit.outputs(node)
-    names = [f"d{d}" for d in range(made[0].ndim)]
-    terms = (broadcast(operand.meta["val"].shape, names, made[0].shape) for operand in edit.operands(node))
-    return f"{', '.join(terms)} -> {', '.join([' '.join(names)] * len(made))}"
+    results = edit.outputs(node)
+    names = [f"d{d}" for d in range(results[0].ndim)]
+    terms = (broadcast(operand.meta["val"].shape, names, results[0].shape) for operand in edit.operands(node))
+    return f"{', '.join(terms)} -> {', '.join([' '.join(names)] * len(results))}"
 
 
 @op_rule(aten.add.Tensor, aten.sub.Tensor, shards="any")
 def add(node: fx.Node) -> RuleText:
-    """Jointly linear in both operands; beside a number only affine, so nothing passes through."""
+    """Jointly linear in both operands; with a number it is only affine, so nothing passes through."""
     return RuleText(pointwise(node), linear=((0, 1),) if len(edit.operands(node)) == 2 else ())
 
 
 @op_rule(aten.mul.Tensor, aten.mul.Scalar, shards="any")
 def mul(node: fx.Node) -> RuleText:
-    """Linear in each operand by itself: `mul(P, P)` is not a sum of products."""
+    """Linear in each operand separately: `mul(P, P)` is no sum of products."""
     return RuleText(pointwise(node), linear=tuple((i,) for i in range(len(edit.operands(node)))))
 
 
@@ -62,29 +62,29 @@ def scale(node: fx.Node) -> RuleText:
 
 @op_rule(aten.complex.default, aten.polar.default, shards="any")
 def complex_number(node: fx.Node) -> RuleText | None:
-    """Jointly linear in the real and the imaginary part; a length by itself, for the angle is the same for all."""
+    """Jointly linear in real and imaginary part; for polar, linear in the length, as all shares have the same angle."""
     return RuleText(pointwise(node), linear=((0, 1),) if node.target is aten.complex.default else ((0,),))
 
 
 @op_rule(aten.where.self, shards="any")
 def where(node: fx.Node) -> RuleText:
-    """Jointly linear in what is chosen from: every share is chosen by the same condition."""
+    """Jointly linear in the two alternatives: one condition selects from every share."""
     return RuleText(pointwise(node), linear=((1, 2),))
 
 
 @op_rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor, shards="any")
 def masked_fill(node: fx.Node) -> RuleText:
-    """Linear in what is kept and the tensor that is filled in (uncast: shares are not to be rounded), or beside a 0."""
-    kept, *_, filled = (operand.meta["val"] for operand in edit.operands(node))
+    """Linear in the tensor and an uncast fill tensor (a cast would round shares), or in the tensor if the fill is 0."""
+    tensor, *_, fill = (operand.meta["val"] for operand in edit.operands(node))
     if node.target is aten.masked_fill.Tensor:
-        return RuleText(pointwise(node), linear=((0, 2),) if filled.dtype == kept.dtype else ())
+        return RuleText(pointwise(node), linear=((0, 2),) if fill.dtype == tensor.dtype else ())
     value = edit.bound(node)["value"]
     return RuleText(pointwise(node), linear=((0,),) if isinstance(value, (int, float)) and value == 0 else ())
 
 
 @op_rule(aten.rrelu_with_noise_functional.default, shards="any")
 def rrelu(node: fx.Node) -> str | None:
-    """Out of training the slope is one number, and the noise is given back as it came."""
+    """Outside training the slope is one number, and the noise is returned unchanged."""
     return None if edit.bound(node)["training"] else pointwise(node)
 
 

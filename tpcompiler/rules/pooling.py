@@ -1,4 +1,4 @@
-"""Windows over space: images and channels are independent; space is whole, unless windows lie side by side."""
+"""Windows over space: images and channels are independent; space is whole, unless windows do not overlap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tpcompiler.rules.structure import dims_text
 
 MEANS = {aten.avg_pool1d.default: 1, aten.avg_pool2d.default: 2, aten.avg_pool3d.default: 3}
 MAXIMA = {aten.max_pool1d.default: 1, aten.max_pool2d.default: 2, aten.max_pool3d.default: 3}
-# An index counts in all of the image, so what a window tells depends on where it lies.
+# An index counts over the whole image, so a window's result depends on its position.
 WITH_INDICES = {
     aten.max_pool2d_with_indices.default: 2,
     aten.max_pool3d_with_indices.default: 3,
@@ -27,28 +27,28 @@ ADAPTIVE = {aten._adaptive_avg_pool2d.default: 2, aten._adaptive_avg_pool3d.defa
 
 
 def per_dim(given: Sequence[int], space: int) -> list[int]:
-    """An argument with one number per dim, or one for all."""
+    """Expand an argument with one number for all dims to one number per dim."""
     return list(given) * space if len(given) == 1 else list(given)
 
 
 def side_by_side(source: Size, made: Size, kernel: int, stride: int, padding: int, dilation: int) -> bool:
-    """Whether windows lie side by side over all of a dim: then it reads `(o k!)`, and the windows are independent."""
+    """Return True if windows tile a dim, so that it reads `(o k!)` and the windows are independent."""
     close = stride == kernel and padding == 0 and (dilation == 1 or kernel == 1)
     return close and statically_equal(source, made * kernel)
 
 
 def _pooled(node: fx.Node, inside: Sequence[str], **besides: object) -> RuleText:
-    """ "d0 d1 .. -> d0 d1 o0 o1" with these dims of space, for every output."""
+    """Return "d0 d1 .. -> d0 d1 o0 o1" with `inside` as the dims of space, for every output."""
     (operand,) = edit.operands(node)
     free = dims_text(operand.meta["val"].ndim - len(inside), ())
-    made = f"{free} {' '.join(f'o{d}' for d in range(len(inside)))}"
-    text = f"{free} {' '.join(inside)} -> {', '.join([made] * len(edit.outputs(node)))}"
+    result = f"{free} {' '.join(f'o{d}' for d in range(len(inside)))}"
+    text = f"{free} {' '.join(inside)} -> {', '.join([result] * len(edit.outputs(node)))}"
     return RuleText(text, **besides)  # type: ignore[arg-type]
 
 
 @op_rule(*MEANS, *MAXIMA, shards="nonempty")
 def pool(node: fx.Node) -> RuleText:
-    """ "d0 d1 (o0 k0!) s1! -> d0 d1 o0 o1": windows lie side by side in the first dim of space. A mean is linear."""
+    """ "d0 d1 (o0 k0!) s1! -> d0 d1 o0 o1" for windows that tile the first dim of space. A mean is linear."""
     (operand,) = edit.operands(node)
     space = {**MEANS, **MAXIMA}[node.target]
     args = edit.bound(node)
@@ -69,7 +69,7 @@ def pool_with_indices(node: fx.Node) -> RuleText:
 
 @op_rule(*ADAPTIVE, shards="nonempty")
 def adaptive_pool(node: fx.Node) -> RuleText:
-    """ "d0 d1 (o0 k0!) s1! -> d0 d1 o0 o1": windows of a size that is a multiple of the one made lie side by side."""
+    """ "d0 d1 (o0 k0!) s1! -> d0 d1 o0 o1": windows tile a dim whose size is a multiple of the output's."""
     (operand,) = edit.operands(node)
     space = ADAPTIVE[node.target]
     shapes = zip(operand.meta["val"].shape[-space:], node.meta["val"].shape[-space:], strict=True)
@@ -81,7 +81,7 @@ def adaptive_pool(node: fx.Node) -> RuleText:
 
 @op_rule(aten.im2col.default, aten.col2im.default, shards="nonempty")
 def columns(node: fx.Node) -> RuleText:
-    """ "n c s0! s1! -> n (c k!) l", and back: each channel has its own rows of columns. Linear: elements are moved."""
+    """ "n c s0! s1! -> n (c k!) l", and back: each channel has its own rows of columns. Linear: it moves elements."""
     args = edit.bound(node)
     batch = "n" if node.meta["val"].ndim == (3 if node.target is aten.im2col.default else 4) else ""
     image, rows = f"{batch} c s0! s1!", f"{batch} (c k!) l!"
@@ -91,7 +91,7 @@ def columns(node: fx.Node) -> RuleText:
 
 @op_rule(aten.unfold.default, shards="nonempty")
 def unfold(node: fx.Node) -> RuleText:
-    """ "d0 (n k!) d2 -> d0 n d2 k" where windows lie side by side, else "d0 s! d2 -> d0 n d2 k". Linear: a view."""
+    """ "d0 (n k!) d2 -> d0 n d2 k" if windows tile the dim, else "d0 s! d2 -> d0 n d2 k". Linear: a view."""
     (operand,) = edit.operands(node)
     shape, args = operand.meta["val"].shape, edit.bound(node)
     if not shape:
@@ -106,11 +106,11 @@ def unfold(node: fx.Node) -> RuleText:
 
 @op_rule(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default, shards="nonempty")
 def fractional_pool(node: fx.Node) -> str:
-    """ "n c s0! s1!, n c r! -> n c o0 o1": every channel has windows of its own, where its random numbers say."""
+    """ "n c s0! s1!, n c r! -> n c o0 o1": every channel has its own windows, at random positions."""
     value = edit.operands(node)[0].meta["val"]
     space = 2 if node.target is aten.fractional_max_pool2d.default else 3
     free = ["n", "c"][space + 2 - value.ndim :]
-    inside, made = (" ".join(f"{letter}{d}!" for d in range(space)) for letter in "so")
+    inside, result = (" ".join(f"{letter}{d}!" for d in range(space)) for letter in "so")
     images = "n" if len(free) == 2 else "r0!"
-    out = f"{' '.join(free)} {made}"
+    out = f"{' '.join(free)} {result}"
     return f"{' '.join(free)} {inside}, {images} c r! -> {out}, {out}"

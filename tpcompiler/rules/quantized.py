@@ -1,4 +1,4 @@
-"""The ops between numbers and their quantised form, as PT2E writes them: each number by itself."""
+"""Quantising and dequantising ops, as PT2E writes them: each number is independent."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tpcompiler.rules.variants import aminmax
     shards="any",
 )
 def per_tensor(node: fx.Node) -> str:
-    """ "d0 d1, d0 1, d0 1 -> d0 d1": the scale and the zero point are one number, or one for each row."""
+    """ "d0 d1, d0 1, d0 1 -> d0 d1": scale and zero point are one number, or one per row."""
     return pointwise(node)
 
 
 @op_rule(quantized.quantize_per_channel.default, quantized.dequantize_per_channel.default, shards="any")
 def per_channel(node: fx.Node) -> str:
-    """ "d0 d1, d0, d0 -> d0 d1": a scale and a zero point for each channel."""
+    """ "d0 d1, d0, d0 -> d0 d1": one scale and one zero point per channel."""
     ndim = node.meta["val"].ndim
     term = " ".join(f"d{d}" for d in range(ndim))
     channel = f"d{edit.bound(node)['axis'] % ndim}"
@@ -39,18 +39,18 @@ def per_channel(node: fx.Node) -> str:
 
 @op_rule(quantized.choose_qparams.tensor, quantized.choose_qparams_symmetric.tensor)
 def choose(node: fx.Node) -> str:
-    """ "d0! d1! -> 1, 1": one scale and one zero point for all of it."""
+    """ "d0! d1! -> 1, 1": one scale and one zero point for the whole tensor."""
     (x,) = edit.operands(node)
     return f"{' '.join(f'd{d}!' for d in range(x.meta['val'].ndim))} -> 1, 1"
 
 
 @op_variant(quantized.choose_qparams.tensor)
 def choose_by_extremes(x: torch.Tensor, *rest: Any) -> Any:
-    """Of the least and the greatest number alone, which the ranks tell one another in one collective."""
+    """Choose from the least and the greatest number alone, which the ranks exchange in one collective."""
     return quantized.choose_qparams.tensor(torch.stack(aminmax(x)), *rest)
 
 
 @op_variant(quantized.choose_qparams_symmetric.tensor)
 def choose_symmetric_by_extremes(x: torch.Tensor, *rest: Any) -> Any:
-    """As `choose_by_extremes`."""
+    """Choose as `choose_by_extremes` does, symmetrically."""
     return quantized.choose_qparams_symmetric.tensor(torch.stack(aminmax(x)), *rest)

@@ -1,4 +1,4 @@
-"""Recurrent layers: samples are independent. In simpler ops, step by step, what each gate makes can be cut too."""
+"""Recurrent layers: samples are independent. In simpler ops, step by step, a gate's features can be sharded too."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import op_rule, op_variant
 
 Tensor = torch.Tensor
-State = tuple[Tensor, ...]  # [samples, features] each; the first is also what the layer gives
+State = tuple[Tensor, ...]  # [samples, features] each; the first is also the layer's output
 GATES = {aten.lstm.input: 4, aten.gru.input: 3, aten.rnn_tanh.input: 1, aten.rnn_relu.input: 1}
 
 
 @op_rule(*GATES, shards="nonempty")
 def recurrent(node: fx.Node) -> RuleText | None:
-    """ "t! b i!, l! b s!, (g! h!) j!, (g! h!) -> t! b (w! h!), l! b s!": the rows of a weight are gates of features.
+    """ "t! b i!, l! b s!, (g! h!) j!, (g! h!) -> t! b (w! h!), l! b s!": a weight's rows are gates of features.
 
-    Where the features are projected ("h! r!"), the gates are of as many as there are before that ("g! r!").
+    If the features are projected ("h! r!"), the gates have as many features as before the projection ("g! r!").
     """
     if any(value.ndim != 3 for value in edit.outputs(node)):
-        return None  # torch 2.11 records states of an LSTM with a dim too many
-    given, gates = edit.bound(node), GATES[node.target]
+        return None  # torch 2.11 records LSTM states with one dim too many
+    arguments, gates = edit.bound(node), GATES[node.target]
     features = edit.outputs(node)[1].shape[-1]
-    rows = [weight.meta["val"].shape[0] for weight in given["params"]]
+    rows = [weight.meta["val"].shape[0] for weight in arguments["params"]]
     inner = "h" if rows[0] == gates * features else "r"
     weights = [
         " ".join((f"(g! {inner}!)" if size == rows[0] else "h!", f"j{at}!")[: weight.meta["val"].ndim])
-        for at, (weight, size) in enumerate(zip(given["params"], rows, strict=True))
+        for at, (weight, size) in enumerate(zip(arguments["params"], rows, strict=True))
     ]
-    steps = "b t!" if given["batch_first"] else "t! b"
+    steps = "b t!" if arguments["batch_first"] else "t! b"
     states = [f"l! b s{at}!" for at in range(len(edit.outputs(node)) - 1)]
     text = f"{', '.join([f'{steps} i!', *states, *weights])} -> {', '.join([f'{steps} (w! h!)', *states])}"
     return RuleText(text, factors={"g": gates, "h": features})
@@ -74,10 +74,11 @@ def unroll(
     bidirectional: bool,
     batch_first: bool,
 ) -> Any:
-    """All steps of all layers: one product for all steps of the input, and one of the state for each.
+    """Run all steps of all layers: one product for all steps of the input, and one product of the state per step.
 
     Args:
-        cell: the state after a step, of what the input and the state before it add to the gates, and of that state.
+        cell: a function from the input's and the previous state's contributions to the gates, and the previous state,
+            to the next state.
     """
     states = [states] if isinstance(states, Tensor) else states
     x = x.transpose(0, 1) if batch_first else x
@@ -87,20 +88,20 @@ def unroll(
     count = len(weights) // (layers * ways)
     last: list[State] = []
     for _ in range(layers):
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
         for is_reverse in range(ways):
             at = len(last)
             first, second, *more = weights[at * count : (at + 1) * count]
             biases, project = (more[:2], more[2:]) if has_biases else ([None, None], more)
             steps, state = linear(x, first, biases[0]).unbind(0), tuple(each[at] for each in states)
-            found: list[Tensor] = []
+            step_outputs: list[Tensor] = []
             for step in reversed(steps) if is_reverse else steps:
                 state = cell(step, linear(state[0], second, biases[1]), state)
                 state = (linear(state[0], project[0]), *state[1:]) if project else state
-                found.append(state[0])
-            made.append(torch.stack(found[::-1] if is_reverse else found))
+                step_outputs.append(state[0])
+            outputs.append(torch.stack(step_outputs[::-1] if is_reverse else step_outputs))
             last.append(state)
-        x = torch.cat(made, -1)
+        x = torch.cat(outputs, -1)
     return (x.transpose(0, 1) if batch_first else x, *map(torch.stack, zip(*last, strict=True)))
 
 

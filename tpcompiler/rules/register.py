@@ -1,4 +1,4 @@
-"""A rule for an op of the user's own."""
+"""Registration of rules for users' own ops."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ def register_rule(
     local: Mapping[str, Callable[..., Any]] | None = None,
     variant: Callable[..., Any] | None = None,
 ) -> None:
-    """Say how an op may run on shards, for every program that is compiled afterwards in this process.
+    """Register how an op may run on shards, for every program compiled later in this process.
 
-    The op then stays whole where torch would decompose it, and its rule goes before a pointwise tag.
+    The op then stays whole even if torch would decompose it, and its rule precedes a pointwise tag.
 
     Args:
-        op: an op or its name, such as "mylib::attend". It must return what it makes and change no operand.
-        rule: "b s h, h o -> b s o", or a function that gets the node of a call and gives the text or a `RuleText`
-            (which stands as it is, without the options below), or None: no rule for this call.
-        shards: what the shards of a cut factor must be: of one size, at least "nonempty", or "any".
-        linear: sets of operands in which the op is jointly linear: a pending sum of these passes through.
-        reduce: the reduction that a factor that only operands have leaves pending.
-        sizes: of arguments that count the result's dims, the dims: {"size": "b s"}.
-        local: for a factor that a plain run on a shard gets wrong, what to run there (see `RuleText`).
-        variant: the op as a function of ops that have rules, for when a dim is cut that this rule needs whole. It is
-            called as the op is, and gives NotImplemented for calls that it cannot do.
+        op: an op or its name, such as "mylib::attend". It must be functional: return its results and mutate no operand.
+        rule: "b s h, h o -> b s o", or a function that gets the node of a call and returns the text, a `RuleText`
+            (complete in itself, so the options below do not apply), or None (no rule for this call).
+        shards: the requirement on the shards of a sharded factor: "even" sizes, "nonempty", or "any".
+        linear: sets of operands in which the op is jointly linear, so that pending sums of these pass through.
+        reduce: the reduction left pending by a factor that only operands have.
+        sizes: for arguments that count the result's dims, these dims: {"size": "b s"}.
+        local: factor -> the body to run on a shard of it, if the op itself would compute a wrong result (see
+            `RuleText`).
+        variant: the op as a function of ops that have rules, used if a dim is sharded that this rule needs whole. It is
+            called like the op and returns NotImplemented for calls that it does not support.
 
     Raises:
-        RuleError: no such op, one that has a rule or changes an operand, or a text that cannot be its rule.
+        RuleError: an unknown op, an op that already has a rule or mutates an operand, or a text that cannot be its
+            rule.
     """
     target = op_overload(op)
     if target is None:
@@ -74,8 +76,8 @@ def register_rule(
         _check_count(target, function, plain)
 
     def write(node: fx.Node) -> RuleText | None:
-        written = plain if isinstance(function, str) else function(node)
-        return read(written) if isinstance(written, str) else written
+        text = plain if isinstance(function, str) else function(node)
+        return read(text) if isinstance(text, str) else text
 
     op_rule(target, shards=shards)(write)
     if variant is not None:
@@ -102,7 +104,7 @@ def _check_terms(
 
 
 def _check_count(target: OpOverload, text: str, rule: RuleText) -> None:
-    """Compare the numbers of terms with the schema, as far as it says how many tensors there are."""
+    """Compare the numbers of terms with the schema, as far as the schema fixes the number of tensors."""
     pattern = parse(rule.text)
     for what, values, terms in (
         ("operands", target._schema.arguments, pattern.inputs),

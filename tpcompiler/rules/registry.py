@@ -1,4 +1,4 @@
-"""Which rule belongs to which op, and a node's rule with its sizes filled in."""
+"""The registry of rules by op, and the rule of a node with its sizes filled in."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ F = TypeVar("F", bound=Function)
 
 @dataclass(frozen=True)
 class Entry:
+    """A registered rule function and its options."""
+
     write: Written
     shards: Shards
     relayout: bool
@@ -35,19 +37,19 @@ class Entry:
 _RULES: dict[OpOverload, Entry] = {}
 _POINTWISE: list[Entry] = []
 _VARIANTS: dict[OpOverload, Function] = {}
-_FOREIGN: dict[str, Entry] = {}  # of ops that exist once another library is imported
-_KNOWN: WeakKeyDictionary[Any, dict[Any, Rule | None]] = WeakKeyDictionary()  # of each program's sizes, by layout
+_FOREIGN: dict[str, Entry] = {}  # for ops that only exist after another library is imported
+_KNOWN: WeakKeyDictionary[Any, dict[Any, Rule | None]] = WeakKeyDictionary()  # by fake mode, then by call
 
 
 def op_rule(*targets: OpOverload, shards: Shards = "even", relayout: bool = False) -> Callable[[W], W]:
-    """Register a rule for ops. The function gets a node and writes the rule's text (None: no rule for this call).
+    """Register a rule for ops. The function gets a node and returns the rule's text (None: no rule for this call).
 
     Args:
-        shards: what every shard of a sharded factor must be: of one size, at least not empty, or anything.
+        shards: the requirement on the shards of a sharded factor: equal sizes, not empty, or none.
         relayout: the op only moves or casts data.
 
     Raises:
-        RuleError: an op that has a rule already.
+        RuleError: an op already has a rule.
     """
 
     def register(write: W) -> W:
@@ -61,7 +63,7 @@ def op_rule(*targets: OpOverload, shards: Shards = "even", relayout: bool = Fals
 
 
 def foreign_rule(name: str, shards: Shards = "even") -> Callable[[W], W]:
-    """Register the rule of another library's op by its name, such as "mylib.op.default": it may not be imported yet."""
+    """Register a rule for an op of a library that may not be imported yet, by name, such as "mylib.op.default"."""
 
     def register(write: W) -> W:
         _FOREIGN[name] = Entry(write, shards, False)
@@ -71,16 +73,16 @@ def foreign_rule(name: str, shards: Shards = "even") -> Callable[[W], W]:
 
 
 def pointwise_rule(write: W) -> W:
-    """Register the rule of every op that torch tags as pointwise and that has no rule of its own."""
+    """Register the rule for every op that torch tags as pointwise, unless it has another rule."""
     _POINTWISE.append(Entry(write, "any", False))
     return write
 
 
 def op_variant(*targets: OpOverload) -> Callable[[F], F]:
-    """Register an op as a function of simpler ops, for when a dim is cut that its rule needs whole.
+    """Register a function of simpler ops that replaces an op if a dim is sharded that the op's rule needs whole.
 
-    The function is called as the op is, with `pieces=` the degree of the axis besides if it takes that, and gives
-    NotImplemented for calls that it cannot do.
+    The function is called like the op, plus `pieces=` (the degree of the axis) if it has that parameter. It returns
+    NotImplemented for calls that it does not support.
     """
 
     def register(function: F) -> F:
@@ -95,19 +97,19 @@ def variant_of(op: object) -> Function | None:
 
 
 def call_variant(op: object, pieces: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What the variant of an op makes, where an axis of `pieces` ranks may cut what it takes."""
+    """Call the variant of an op, for operands that an axis of `pieces` ranks may shard."""
     function = _VARIANTS[op]  # type: ignore[index]
     more = {"pieces": pieces} if "pieces" in signature(function).parameters else {}
     return function(*args, **kwargs, **more)
 
 
 def ops_with_rules() -> Collection[OpOverload]:
-    """The ops that stay whole: they have a rule of their own (the pointwise tag does not count)."""
+    """Return the ops with a rule, which stay whole (the pointwise tag does not count)."""
     return _RULES.keys()
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The node's rule, or None when its op has none for this call. Calls alike of one program have one rule.
+    """Return the node's rule, or None if its op has none for this call. Equal calls of one program share a rule.
 
     Raises:
         RuleError: the rule does not fit the node's operands.
@@ -116,66 +118,71 @@ def rule_of(node: fx.Node) -> Rule | None:
     if entry is None and isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
         entry = _POINTWISE[0]
     if entry is None or draws(node):
-        return None  # what is drawn for a shard is not a share of what is drawn for the whole
+        return None  # a draw for a shard is no share of a draw for the whole
     mode = getattr(edit.outputs(node)[0], "fake_mode", None) if edit.outputs(node) else None
     if mode is None:
         return _read(node, entry)
     rules = _KNOWN.setdefault(mode, {})
-    known = node.target, entry, key(node.args), key(node.kwargs), key(node)
-    if known not in rules:
-        rules[known] = _read(node, entry)
-    return rules[known]
+    call = node.target, entry, key(node.args), key(node.kwargs), key(node)
+    if call not in rules:
+        rules[call] = _read(node, entry)
+    return rules[call]
 
 
 def _read(node: fx.Node, entry: Entry) -> Rule | None:
     tensors = [operand.meta["val"] for operand in edit.operands(node)]
     if not tensors:
         return None
-    written = entry.write(node)
-    if written is None:
+    text = entry.write(node)
+    if text is None:
         return None
-    if isinstance(written, str):
-        written = RuleText(written)
-    pattern = parse(written.text)
+    if isinstance(text, str):
+        text = RuleText(text)
+    pattern = parse(text.text)
     shapes = [tuple(t.shape) for t in (*tensors, *edit.outputs(node))]
     what = f"{node.target} at '{node.name}'"
     pattern = replace(pattern, whole=pattern.whole | _find_mixed(pattern, shapes))
-    extent = extents(pattern, shapes, written.factors, what)
+    extent = extents(pattern, shapes, text.factors, what)
     _check_sizes(pattern, shapes, extent, what)
     # An addend joins the product's sum: with the product pending, it must be pending too.
-    linear = tuple(frozenset(group) | pattern.addends for group in written.linear)
+    linear = tuple(frozenset(group) | pattern.addends for group in text.linear)
     linear = tuple(group for group in linear if not any(_wraps(tensors[i], edit.outputs(node)) for i in group))
-    local = written.local, written.local_shards
-    how = (entry.shards, written.reduce, written.sizes, linear, *local, entry.relayout, written.counts)
-    return Rule(pattern, extent, *how, written.positions)
+    bodies = text.local, text.local_shards
+    options = (entry.shards, text.reduce, text.sizes, linear, *bodies, entry.relayout, text.counts)
+    return Rule(pattern, extent, *options, text.positions)
 
 
 def _wraps(operand: torch.Tensor, made: Sequence[torch.Tensor]) -> bool:
-    """Whether shares of the operand sum up to it in its own dtype alone: integers wrap, and wider ones do not."""
+    """Return True if the operand's shares add up to it only in its own dtype: integers wrap, wider ones do not."""
     exact = not (operand.is_floating_point() or operand.is_complex())
     return exact and any(value.dtype != operand.dtype for value in made)
 
 
 def _find_mixed(pattern: Pattern, shapes: Sequence[Sequence[Size]]) -> set[str]:
-    """The factors whose size is a number in one tensor and dynamic in another.
+    """Return the factors whose size is a number in one tensor and dynamic in another.
 
-    Only a call can tell that both are equal, so a share of one might lie beside no share of the other.
+    Both are equal only at run time, so a rank might hold a share of one and no matching share of the other.
     """
     kinds: dict[str, set[bool]] = {}
     for term, shape in zip((*pattern.inputs, *pattern.outputs), shapes, strict=False):
         for dim, size in zip(term, shape, strict=False):
             if len(dim) == 1:
                 kinds.setdefault(dim[0], set()).add(isinstance(size, int))
-    return {factor for factor, found in kinds.items() if len(found) > 1}
+    return {factor for factor, flags in kinds.items() if len(flags) > 1}
 
 
 def _check_sizes(pattern: Pattern, shapes: Sequence[Sequence[Size]], extent: Mapping[str, Size], what: str) -> None:
-    """A factor of two sizes would be cut in two places: a dim that broadcasts, and is not written 1."""
+    """Refuse a factor with two sizes, which would be sharded in two places: a broadcast dim not written as 1."""
     for term, shape in zip((*pattern.inputs, *pattern.outputs), shapes, strict=True):
         for dim, size in zip(term, shape, strict=True):
-            made = dim_size(dim, extent)
-            if not pattern.whole.issuperset(dim) and isinstance(made, int) and isinstance(size, int) and made != size:
+            expected = dim_size(dim, extent)
+            if (
+                not pattern.whole.issuperset(dim)
+                and isinstance(expected, int)
+                and isinstance(size, int)
+                and expected != size
+            ):
                 raise RuleError(
-                    f"the rule of {what} gives {' '.join(dim)!r} the size {made}, and a tensor has {size} there",
+                    f"the rule of {what} gives {' '.join(dim)!r} the size {expected}, and a tensor has {size} there",
                     help="write 1 for a dim that broadcasts, and another factor for another size",
                 )

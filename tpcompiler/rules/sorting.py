@@ -1,4 +1,4 @@
-"""Sorting, and sums along a dim: what stands before an element decides, so the dim stays whole."""
+"""Sorting and running sums: a result depends on the elements before it, so the dim stays whole."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tpcompiler.rules.structure import dims_text
     shards="any",
 )
 def scan(node: fx.Node) -> RuleText:
-    """ "d0 d1! -> d0 d1!", with positions beside it: they count within a line. Only a running sum is linear."""
+    """ "d0 d1! -> d0 d1!", and positions, which count within a line. Only a running sum is linear."""
     (operand,) = edit.operands(node)
     ndim = operand.meta["val"].ndim
     text = dims_text(ndim, {edit.bound(node)["dim"] % ndim} if ndim else ())
-    made = ", ".join([text] * len(edit.outputs(node)))
-    return RuleText(f"{text} -> {made}", linear=linear_cast(node) if node.target is aten.cumsum.default else ())
+    results = ", ".join([text] * len(edit.outputs(node)))
+    return RuleText(f"{text} -> {results}", linear=linear_cast(node) if node.target is aten.cumsum.default else ())
 
 
 @op_rule(aten.topk.default, shards="any")
@@ -37,19 +37,19 @@ def topk(node: fx.Node) -> str:
     (operand,) = edit.operands(node)
     ndim = operand.meta["val"].ndim
     dim = edit.bound(node)["dim"] % ndim if ndim else 0
-    made = " ".join("k" if d == dim else f"d{d}" for d in range(ndim))
-    return f"{dims_text(ndim, {dim})} -> {made}, {made}"
+    result = " ".join("k" if d == dim else f"d{d}" for d in range(ndim))
+    return f"{dims_text(ndim, {dim})} -> {result}, {result}"
 
 
 def _lines(operand: fx.Node, last: str) -> str:
-    """ "d0 v": leading dims, and a name for the last one."""
+    """Return "d0 v": leading dims, and a name for the last one."""
     ndim = operand.meta["val"].ndim
     return " ".join([*(f"d{d}" for d in range(ndim - 1)), last])
 
 
 @op_rule(aten.bucketize.Tensor, aten.searchsorted.Tensor, shards="any")
 def searchsorted(node: fx.Node) -> str:
-    """ "b!, d0 d1 -> d0 d1", or "d0 b!, d0 v -> d0 v" where every line has boundaries of its own (and their order)."""
+    """ "b!, d0 d1 -> d0 d1", or "d0 b!, d0 v -> d0 v" if every line has its own boundaries (and their order)."""
     first, second, *sorter = edit.operands(node)
     values, bounds = (first, second) if node.target is aten.bucketize.Tensor else (second, first)
     ndim = values.meta["val"].ndim
@@ -63,8 +63,8 @@ def searchsorted(node: fx.Node) -> str:
 
 @op_rule(aten.histc.default, shards="any")
 def histc(node: fx.Node) -> str:
-    """ "d0 d1 -> b": counts of shards sum up to counts, where the range is given and not taken from the data."""
+    """ "d0 d1 -> b": the shards' counts add up, provided the range is given and not taken from the data."""
     args = edit.bound(node)
-    given = args["min"] < args["max"]
+    has_range = args["min"] < args["max"]
     ndim = edit.operands(node)[0].meta["val"].ndim
-    return f"{dims_text(ndim, () if given else range(ndim))} -> b"
+    return f"{dims_text(ndim, () if has_range else range(ndim))} -> b"

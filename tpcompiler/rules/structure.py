@@ -1,4 +1,4 @@
-"""Ops that take dims apart or put them together: every part is cut by itself, parts of one size also alike."""
+"""Ops that split dims or join them: every part is sharded separately, and parts of one size are sharded alike."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tpcompiler.rules.registry import op_rule
 
 
 def dims_text(ndim: int, whole: Collection[int], prefix: str = "d") -> str:
-    """ "d0 d1! d2": the dims of a tensor, those in `whole` marked."""
+    """Return "d0 d1! d2": the dims of a tensor, with those in `whole` marked."""
     return " ".join(f"{prefix}{d}{'!' if d in whole else ''}" for d in range(ndim))
 
 
 def at_dim(ndim: int, dim: int, word: str) -> str:
-    """ "d0 c d2": the dims of a tensor with this word at `dim` (nothing: the dim is not there)."""
+    """Return "d0 c d2": the dims of a tensor with `word` at `dim` ("": without that dim)."""
     return " ".join(word if d == dim else f"d{d}" for d in range(ndim) if d != dim or word)
 
 
 @op_rule(aten.cat.default, shards="any")
 def cat(node: fx.Node) -> RuleText:
-    """ "d0 c, d0 c -> d0 (n c)": parts of one size are blocks of what is made; others stand in a row, "d0 [c0 c1]".
+    """ "d0 c, d0 c -> d0 (n c)": parts of one size are blocks of the result; others are a row, "d0 [c0 c1]".
 
-    An empty 1-d tensor may stand among tensors of any shape, as an empty cache does: "e0!, d0 c1! -> d0 c!". Parts of a
+    An empty 1-d tensor may be among tensors of any shape, such as an empty cache: "e0!, d0 c1! -> d0 c!". Parts of a
     dynamic size are whole too.
     """
     operands = [o.meta["val"] for o in edit.operands(node)]
@@ -56,14 +56,14 @@ def _alike(parts: Sequence[torch.Tensor], dim: int) -> bool:
 
 @op_rule(aten.stack.default, shards="any")
 def stack(node: fx.Node) -> RuleText:
-    """ "d0 d1, d0 d1 -> d0 n! d1": the operands' dims beside a new one that numbers them."""
+    """ "d0 d1, d0 d1 -> d0 n! d1": the operands' dims and a new one that numbers them."""
     operands = edit.operands(node)
     ndim = node.meta["val"].ndim
     dims = [f"d{d}" for d in range(ndim - 1)]
-    made = list(dims)
-    made.insert(edit.bound(node)["dim"] % ndim, "n!")
+    names = list(dims)
+    names.insert(edit.bound(node)["dim"] % ndim, "n!")
     terms = ", ".join([" ".join(dims)] * len(operands))
-    return RuleText(f"{terms} -> {' '.join(made)}", linear=(tuple(range(len(operands))),))
+    return RuleText(f"{terms} -> {' '.join(names)}", linear=(tuple(range(len(operands))),))
 
 
 def _own_split(value: torch.Tensor, size: Size, dim: int = 0, *, shard: ShardRange, count: int) -> Any:
@@ -81,28 +81,28 @@ def _own_split(value: torch.Tensor, size: Size, dim: int = 0, *, shard: ShardRan
     shards="any",
 )
 def split(node: fx.Node) -> RuleText:
-    """ "d0 (n! c) -> d0 c, d0 c": parts of one size are blocks, cut alike; others stand in a row, "d0 [c0 c1]".
+    """ "d0 (n! c) -> d0 c, d0 c": parts of one size are blocks, sharded alike; others are a row, "d0 [c0 c1]".
 
-    Where sizes are dynamic, or follow from one size or a count, other parts are made of a whole dim.
+    If sizes are dynamic, or follow from one size or a count, unequal parts come from a whole dim.
     """
     (operand,) = edit.operands(node)
-    ndim, made = operand.meta["val"].ndim, edit.outputs(node)
+    ndim, parts_made = operand.meta["val"].ndim, edit.outputs(node)
     dim = edit.bound(node)["dim"] % ndim
-    if not _alike(made, dim):
-        parts = ", ".join(at_dim(ndim, dim, f"c{i}") for i in range(len(made)))
-        if "split_sizes" in edit.bound(node) and all(isinstance(part.shape[dim], int) for part in made):
-            row = " ".join(f"c{i}" for i in range(len(made)))
-            counts = {"split_sizes": tuple((f"c{i}",) for i in range(len(made)))}
+    if not _alike(parts_made, dim):
+        parts = ", ".join(at_dim(ndim, dim, f"c{i}") for i in range(len(parts_made)))
+        if "split_sizes" in edit.bound(node) and all(isinstance(part.shape[dim], int) for part in parts_made):
+            row = " ".join(f"c{i}" for i in range(len(parts_made)))
+            counts = {"split_sizes": tuple((f"c{i}",) for i in range(len(parts_made)))}
             return RuleText(f"{at_dim(ndim, dim, f'[{row}]')} -> {parts}", counts=counts, linear=((0,),))
         return RuleText(f"{at_dim(ndim, dim, f'd{dim}!')} -> {parts}", linear=((0,),))
-    text = f"{at_dim(ndim, dim, '(n! c)')} -> {', '.join([at_dim(ndim, dim, 'c')] * len(made))}"
+    text = f"{at_dim(ndim, dim, '(n! c)')} -> {', '.join([at_dim(ndim, dim, 'c')] * len(parts_made))}"
     counted = "split_sizes" in edit.bound(node)
     return RuleText(
         text,
-        sizes={"split_sizes": (("c",),) * len(made)} if counted else {},
-        factors={"n": len(made)},
+        sizes={"split_sizes": (("c",),) * len(parts_made)} if counted else {},
+        factors={"n": len(parts_made)},
         linear=((0,),),
-        local={"c": partial(_own_split, count=len(made))} if "split_size" in edit.bound(node) else {},
+        local={"c": partial(_own_split, count=len(parts_made))} if "split_size" in edit.bound(node) else {},
         local_shards="any",
     )
 
@@ -120,9 +120,9 @@ def unbind(node: fx.Node) -> RuleText:
 def find_slice(
     args: Mapping[str, Any], size: Size, made: Size, prefix: str
 ) -> tuple[str, dict[str, int], dict[str, tuple[Dim, ...]]] | None:
-    """Return "[x c z]" with the sizes in it and the counts of its arguments, for a slice c in one piece.
+    """Return "[x c z]", its sizes, and the counts of the slice's arguments, for a contiguous slice c.
 
-    Returns None if there are steps between its elements, if it is empty or if sizes are dynamic.
+    Return None if the slice has steps, is empty, or has dynamic sizes.
     """
     start = args["start"] or 0
     if args["step"] != 1 or not all(isinstance(each, int) for each in (start, size, made)) or not made:
@@ -135,9 +135,9 @@ def find_slice(
 
 @op_rule(aten.slice.Tensor, aten.slice_copy.Tensor, shards="any")
 def slice_(node: fx.Node) -> RuleText:
-    """ "d0 [_x c _z] -> d0 c": what is left out on either side may be cut as well.
+    """ "d0 [_x c _z] -> d0 c": the remainders on both sides may be sharded too.
 
-    All of it, "d0 d1 -> d0 d1"; one of each k, "d0 (c k!) -> d0 c"; of a dynamic dim, "d0 d1! -> d0 c".
+    The whole dim: "d0 d1 -> d0 d1"; one of every k: "d0 (c k!) -> d0 c"; a dynamic dim: "d0 d1! -> d0 c".
     """
     (operand,) = edit.operands(node)
     args = edit.bound(node)
@@ -147,7 +147,7 @@ def slice_(node: fx.Node) -> RuleText:
     start, end, step = args["start"] or 0, args["end"], args["step"]
     word, factors = f"d{dim}!", dict[str, int]()
     counts = dict[str, tuple[Dim, ...]]()
-    # An end at or behind the last element cuts nothing on a shorter shard either.
+    # An end at or after the last element cuts nothing off a shorter shard either.
     if end is None or (isinstance(end, int) and end >= (size if isinstance(size, int) else 2**62)):
         if start == 0 and step == 1:
             return RuleText(f"{dims_text(ndim, ())} -> {dims_text(ndim, ())}", linear=((0,),))
@@ -158,8 +158,8 @@ def slice_(node: fx.Node) -> RuleText:
             and sym_quotient(size, step) is not None
         ):
             word, factors = "(c k!)", {"k": step}
-    if found := find_slice(args, size, made, "_"):
-        word, factors, counts = found
+    if slice_text := find_slice(args, size, made, "_"):
+        word, factors, counts = slice_text
     text = f"{at_dim(ndim, dim, word)} -> {at_dim(ndim, dim, 'c')}"
     return RuleText(text, factors=factors, linear=((0,),), counts=counts)
 
@@ -175,7 +175,7 @@ def narrow(node: fx.Node) -> RuleText:
 
 @op_rule(aten.select.int, aten.select_copy.int, shards="any")
 def select(node: fx.Node) -> RuleText:
-    """The dim that is selected from is whole, and gone."""
+    """The selected dim is whole, and absent from the result."""
     (operand,) = edit.operands(node)
     ndim = operand.meta["val"].ndim
     dim = edit.bound(node)["dim"] % ndim
@@ -184,30 +184,30 @@ def select(node: fx.Node) -> RuleText:
 
 @op_rule(aten.diagonal.default, shards="any")
 def diagonal(node: fx.Node) -> RuleText:
-    """ "d0! d1! d2 -> d2 n": a diagonal meets every row and column."""
+    """ "d0! d1! d2 -> d2 n": a diagonal crosses every row and column."""
     (operand,) = edit.operands(node)
     ndim, args = operand.meta["val"].ndim, edit.bound(node)
     gone = {args["dim1"] % ndim, args["dim2"] % ndim}
-    kept = " ".join(f"d{d}" for d in range(ndim) if d not in gone)
-    return RuleText(f"{dims_text(ndim, gone)} -> {kept} n", linear=((0,),))
+    others = " ".join(f"d{d}" for d in range(ndim) if d not in gone)
+    return RuleText(f"{dims_text(ndim, gone)} -> {others} n", linear=((0,),))
 
 
 @op_rule(aten.constant_pad_nd.default, shards="any")
 def pad(node: fx.Node) -> RuleText:
-    """ "d0 d1! -> d0 p1": dims that get nothing are free. Linear where zeros are put: every share has its own."""
+    """ "d0 d1! -> d0 p1": dims without padding are free. Linear for zeros, which every share can have."""
     (operand,) = edit.operands(node)
     args = edit.bound(node)
     ndim = operand.meta["val"].ndim
-    given = list(args["pad"])
-    padded = {ndim - 1 - at // 2 for at, count in enumerate(given) if not (isinstance(count, int) and count == 0)}
-    made = " ".join(f"p{d}" if d in padded else f"d{d}" for d in range(ndim))
+    counts = list(args["pad"])
+    padded = {ndim - 1 - at // 2 for at, count in enumerate(counts) if not (isinstance(count, int) and count == 0)}
+    result = " ".join(f"p{d}" if d in padded else f"d{d}" for d in range(ndim))
     zero = isinstance(args["value"], (int, float)) and args["value"] == 0
-    return RuleText(f"{dims_text(ndim, padded)} -> {made}", linear=((0,),) if zero else ())
+    return RuleText(f"{dims_text(ndim, padded)} -> {result}", linear=((0,),) if zero else ())
 
 
 @op_rule(aten.flip.default, aten.roll.default)
 def in_place_dims(node: fx.Node) -> RuleText:
-    """The dims along which elements meet are whole (all of them for a roll without dims)."""
+    """Dims that are flipped or rolled are whole (all dims for a roll without dims)."""
     ndim = node.meta["val"].ndim
     args = edit.bound(node)
     dims = args["dims"]

@@ -1,7 +1,7 @@
-"""Calls that may run where the single-device program does not run them: in the branch of a `cond` that is not chosen.
+"""Calls that are safe where the single-device program does not run them: in the branch of a `cond` that is not chosen.
 
-Such a call must have no effect, and no value of its operands may make it raise. Ops are taken by name, so that one that
-is not known here is left where it is.
+Such a call has no effect, and no value of its operands makes it raise. Ops are listed by name; a call of any other op
+stays in its branch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tpcompiler.ir.text import op_name
 from tpcompiler.rules.index_range import Ranges, known_range, positions_of
 from tpcompiler.rules.registry import rule_of
 
-# Besides pointwise ops: no value of their operands makes them raise.
+# Ops, apart from pointwise ones, that no value of their operands makes raise.
 _NAMES = """
 _adaptive_avg_pool2d _adaptive_avg_pool3d _fused_rms_norm _log_softmax _native_batch_norm_legit_no_training
 _safe_softmax _softmax _to_copy _unsafe_view addbmm addmm addmv alias all amax amin aminmax any arange argmax
@@ -36,14 +36,14 @@ unfold unsqueeze upsample_bicubic2d upsample_bilinear2d upsample_nearest2d var v
 view_as_real zeros zeros_like
 """
 _TOTAL = frozenset(_NAMES.split())
-_DIVISIONS = ("div", "floor_divide", "remainder", "fmod")  # of integers these raise for zero
+_DIVISIONS = ("div", "floor_divide", "remainder", "fmod")  # integer division raises for zero
 _OF_SIZES = (operator.getitem, operator.add, operator.sub, operator.mul, operator.neg)
 
 
 def obstacle(nodes: Iterable[fx.Node], at_door: Ranges) -> str:
-    """Return why these calls may only run where the program runs them; empty if there is no reason.
+    """Return the reason why these calls must stay where the program runs them, or "".
 
-    `at_door`: the ranges of inputs that the program needs in any case.
+    `at_door`: the ranges that the program requires of inputs in any case.
     """
     return next((why for node in nodes if node.op == "call_function" and (why := _why(node, at_door))), "")
 
@@ -67,14 +67,14 @@ def _why(node: fx.Node, at_door: Ranges) -> str:
         return f"makes a size or a number of data ({op_name(node)})"
     rule = rule_of(node)
     if rule is not None and rule.positions:
-        found = list(positions_of(node, rule))
-        if len(found) == len(rule.positions) and all(_is_within(i, ends, at_door) for i, ends in found):
+        positions = list(positions_of(node, rule))
+        if len(positions) == len(rule.positions) and all(_is_within(i, ends, at_door) for i, ends in positions):
             return ""
         return f"looks up positions that may be outside of the dim ({op_name(node)})"
     if target.namespace != "aten" or not (name in _TOTAL or torch.Tag.pointwise in target.tags):
         return f"calls an op that some values may make raise ({op_name(node)})"
-    made = edit.outputs(node)
-    if name in _DIVISIONS and made and not (made[0].is_floating_point() or made[0].is_complex()):
+    results = edit.outputs(node)
+    if name in _DIVISIONS and results and not (results[0].is_floating_point() or results[0].is_complex()):
         divisor = edit.bound(node)["other"]
         if isinstance(divisor, fx.Node) or not divisor:
             return f"divides integers by what may be zero ({op_name(node)})"
@@ -85,7 +85,7 @@ def _in_body(named: Any) -> str:
     body: fx.GraphModule = named.meta["val"]
     graph = edit.copy_graph(body.graph)
     read_bodies(graph, body)
-    return obstacle(graph.nodes, {})  # its inputs may have the names of the program's, and are others
+    return obstacle(graph.nodes, {})  # without ranges: the body's inputs may share names with the program's
 
 
 def _is_within(index: fx.Node, ends: tuple[int, int], at_door: Ranges) -> bool:

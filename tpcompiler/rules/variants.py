@@ -1,7 +1,7 @@
-"""Ops as functions of simpler ones, which work where a dim is cut that the rule of the op itself needs whole.
+"""Ops as functions of simpler ops, for dims that are sharded although the op's own rule needs them whole.
 
-A rank then works on its share and the ranks exchange one number for each line, or two: a maximum, a sum. The search
-takes a variant where that is cheaper than the op on the whole (`solver/variants.py`).
+Each rank then works on its share, and the ranks exchange one or two numbers per line: a maximum, a sum. The search
+picks a variant if it is cheaper than the op on the whole (`solver/variants.py`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Tensor = torch.Tensor
 
 @op_variant(aten.softmax.int)
 def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    given = x if dtype is None else x.to(dtype)
-    wide = _wide(given)
+    cast = x if dtype is None else x.to(dtype)
+    wide = _wide(cast)
     powers = (wide - wide.amax([dim], True)).exp()
-    return (powers / powers.sum([dim], True)).to(given.dtype)
+    return (powers / powers.sum([dim], True)).to(cast.dtype)
 
 
 @op_variant(aten._softmax.default)
@@ -34,17 +34,17 @@ def softmax_to_float(x: Tensor, dim: int, to_float: bool) -> Tensor:
 
 @op_variant(aten._safe_softmax.default)
 def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A line of -inf alone gives zeros."""
+    """Return zeros for a line that is all -inf."""
     is_empty = x.amax([dim], True) == -math.inf
     return softmax(x.masked_fill(is_empty, 0.0), dim, dtype).masked_fill(is_empty, 0.0)
 
 
 @op_variant(aten.log_softmax.int)
 def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    given = x if dtype is None else x.to(dtype)
-    wide = _wide(given)
-    apart = wide - wide.amax([dim], True)
-    return (apart - apart.exp().sum([dim], True).log()).to(given.dtype)
+    cast = x if dtype is None else x.to(dtype)
+    wide = _wide(cast)
+    centred = wide - wide.amax([dim], True)
+    return (centred - centred.exp().sum([dim], True).log()).to(cast.dtype)
 
 
 @op_variant(aten._log_softmax.default)
@@ -64,34 +64,34 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Keys and values by steps: of each query the greatest score, then a sum and the weighted sum of the values.
+    """Attend with sharded keys and values: reduce the maximum score per query, then the sums, in one collective.
 
-    A rank that sees no key adds nothing; a query that sees none at all gives zeros. Causal attention with the keys that
-    each query sees in a mask: it takes queries by steps.
+    A rank whose keys are all masked adds nothing; a query without any key yields zeros. Causal attention becomes
+    attention with a mask of the visible keys, so that its queries can be sharded.
     """
     if dropout:
         return NotImplemented
     if is_causal:
         queries, keys = (torch.arange(value.shape[-2], device=value.device) for value in (q, k))
-        seen = keys <= queries.unsqueeze(-1)
-        return F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa)
+        visible = keys <= queries.unsqueeze(-1)
+        return F.scaled_dot_product_attention(q, k, v, visible, scale=scale, enable_gqa=enable_gqa)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if enable_gqa:  # the queries of a kv head beside one another
+    if enable_gqa:  # group the queries of each kv head
         count = k.shape[-3]
         q, k, v = aten.unflatten.int(q, -3, [count, -1]), k.unsqueeze(-3), v.unsqueeze(-3)
         if mask is not None and mask.ndim > 2:
             mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else aten.unflatten.int(mask, -3, [count, -1])
     scores = _wide(q) @ _wide(k).transpose(-1, -2) * scale
     if mask is not None:
-        if mask.dtype == torch.bool:  # added as torch's kernels do: NaN in a key that a mask hides is NaN
+        if mask.dtype == torch.bool:  # added, as torch's kernels do: NaN in a masked key stays NaN
             mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -math.inf)
         scores = scores + mask
     greatest = scores.amax([-1], True)
     powers = (scores - greatest.masked_fill(greatest == -math.inf, 0.0)).exp()
-    both = torch.cat([powers @ _wide(v), powers.sum([-1], True)], -1)  # in one collective
+    both = torch.cat([powers @ _wide(v), powers.sum([-1], True)], -1)  # one collective for both
     total = both[..., -1:]
-    made = (both[..., :-1] / total.masked_fill(total == 0, 1.0)).to(q.dtype)
-    return made.flatten(-4, -3) if enable_gqa else made
+    result = (both[..., :-1] / total.masked_fill(total == 0, 1.0)).to(q.dtype)
+    return result.flatten(-4, -3) if enable_gqa else result
 
 
 @op_variant(aten.native_layer_norm.default)
@@ -101,9 +101,9 @@ def native_layer_norm(
     dims = list(range(-len(shape), 0))
     wide = _wide(x)
     mean = wide.mean(dims, True)
-    apart = wide - mean
-    scale = ((apart * apart).mean(dims, True) + eps).rsqrt()
-    return _scaled(apart * scale, weight, bias).to(x.dtype), mean, scale
+    centred = wide - mean
+    scale = ((centred * centred).mean(dims, True) + eps).rsqrt()
+    return _scaled(centred * scale, weight, bias).to(x.dtype), mean, scale
 
 
 @op_variant(aten.layer_norm.default)
@@ -151,29 +151,29 @@ def rms_norm(x: Tensor, shape: Sequence[Any], weight: Tensor | None = None, eps:
 def var_mean(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Any:
-    """The sum of squares in a second pass, as small differences of large squares would cancel."""
+    """Sum the squares in a second pass, because small differences of large squares would cancel."""
     dims = list(range(x.ndim)) if not dim else list(dim)
     count = math.prod(x.shape[d] for d in dims)
-    left = count - (1 if correction is None else correction) if type(count) is int else 0
-    if left <= 0 or x.is_complex():
+    divisor = count - (1 if correction is None else correction) if type(count) is int else 0
+    if divisor <= 0 or x.is_complex():
         return NotImplemented
     wide = _wide(x)
     mean = wide.mean(dims, True)
-    apart = wide - mean
-    squares = (apart * apart).sum(dims, keepdim)
-    kept = mean if keepdim else mean.squeeze(dims)
-    return (squares / left).to(x.dtype), kept.to(x.dtype)
+    centred = wide - mean
+    squares = (centred * centred).sum(dims, keepdim)
+    means = mean if keepdim else mean.squeeze(dims)
+    return (squares / divisor).to(x.dtype), means.to(x.dtype)
 
 
 @op_variant(aten.var.correction)
 def var(x: Tensor, dim: Sequence[int] | None = None, **named: Any) -> Any:
-    made = var_mean(x, dim, **named)
-    return made if made is NotImplemented else made[0]
+    results = var_mean(x, dim, **named)
+    return results if results is NotImplemented else results[0]
 
 
 @op_variant(aten.aminmax.default)
 def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The greatest of the numbers and of their negatives, which are reduced together."""
+    """Reduce the numbers and their negatives together, as one maximum."""
     if not x.is_floating_point():
         return NotImplemented  # the least integer has no negative
     dims = range(x.ndim) if dim is None else [dim % x.ndim]
@@ -190,37 +190,37 @@ def vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """A root of a sum of powers; of orders that rules reduce, the rule has it."""
-    made = dtype or x.dtype
-    if made.is_complex or x.is_complex() or ord == 0 or math.isinf(ord):
+    """Return a root of a sum of powers; orders that reduce norms of shards are left to the rule."""
+    result_dtype = dtype or x.dtype
+    if result_dtype.is_complex or x.is_complex() or ord == 0 or math.isinf(ord):
         return NotImplemented
-    powers = _wide(x.to(made)).abs().pow(ord)
-    return powers.sum(list(range(x.ndim)) if dim is None else list(dim), keepdim).pow(1 / ord).to(made)
+    powers = _wide(x.to(result_dtype)).abs().pow(ord)
+    return powers.sum(list(range(x.ndim)) if dim is None else list(dim), keepdim).pow(1 / ord).to(result_dtype)
 
 
 @op_variant(aten.any.default, aten.any.dim, aten.any.dims)
 def any_of(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    """As a maximum of integers, which all backends reduce."""
-    made = x.ne(0).to(torch.int32).amax(_dims(dim), keepdim)
-    return made.to(torch.uint8 if x.dtype is torch.uint8 else torch.bool)
+    """Reduce to a maximum of integers, which all backends support."""
+    largest = x.ne(0).to(torch.int32).amax(_dims(dim), keepdim)
+    return largest.to(torch.uint8 if x.dtype is torch.uint8 else torch.bool)
 
 
 @op_variant(aten.all.default, aten.all.dim, aten.all.dims)
 def all_of(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    made = x.ne(0).to(torch.int32).amin(_dims(dim), keepdim)
-    return made.to(torch.uint8 if x.dtype is torch.uint8 else torch.bool)
+    smallest = x.ne(0).to(torch.int32).amin(_dims(dim), keepdim)
+    return smallest.to(torch.uint8 if x.dtype is torch.uint8 else torch.bool)
 
 
 @op_variant(aten.argmax.default)
 def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    made = _best(x, dim, keepdim, Tensor.amax)
-    return made if made is NotImplemented else made[1]
+    best = _best(x, dim, keepdim, Tensor.amax)
+    return best if best is NotImplemented else best[1]
 
 
 @op_variant(aten.argmin.default)
 def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    made = _best(x, dim, keepdim, Tensor.amin)
-    return made if made is NotImplemented else made[1]
+    best = _best(x, dim, keepdim, Tensor.amin)
+    return best if best is NotImplemented else best[1]
 
 
 @op_variant(aten.max.dim)
@@ -234,7 +234,7 @@ def min_of_lines(x: Tensor, dim: int, keepdim: bool = False) -> Any:
 
 
 def _best(x: Tensor, dim: int | None, keepdim: bool, extremum: Callable[..., Tensor]) -> Any:
-    """The extremum of each line, and where it is first; NaN is larger and smaller than all else, as torch has it."""
+    """Return the extremum of each line and its first position; NaN counts as the extremum, as in torch."""
     if (dim is None and x.ndim != 1) or type(size := x.shape[dim or 0]) is not int:
         return NotImplemented
     at, values = (dim or 0) % x.ndim, _ints(x)
@@ -249,7 +249,7 @@ def _best(x: Tensor, dim: int | None, keepdim: bool, extremum: Callable[..., Ten
 
 @op_variant(aten.topk.default)
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, ordered: bool = True, *, pieces: int) -> Any:
-    """The best of the best of each piece."""
+    """Return the best of the best of each piece."""
     at = dim % x.ndim
     if type(size := x.shape[at]) is not int or type(k) is not int or size % pieces or k > size // pieces:
         return NotImplemented
@@ -261,13 +261,13 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, ordered: bool =
 
 
 def _places(count: int, dim: int, x: Tensor) -> Tensor:
-    """From 0 along one dim."""
+    """Return positions from 0 along one dim."""
     return torch.arange(count, device=x.device).view([count if d == dim else 1 for d in range(x.ndim)])
 
 
 @op_variant(aten.select.int)
 def select(x: Tensor, dim: int, index: Any) -> Any:
-    """One look-up, of which the ranks sum what they find."""
+    """Look up one position; the ranks sum their results."""
     size = x.shape[dim]
     if type(size) is not int or type(index) is not int:
         return NotImplemented
@@ -289,7 +289,7 @@ def select_scatter(x: Tensor, part: Tensor, dim: int, index: Any) -> Any:
 
 @op_variant(aten.slice_scatter.default)
 def slice_scatter(x: Tensor, part: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
-    """Every place takes of the part what belongs there, or stays."""
+    """Choose at every position between the part's value and the old one."""
     size = x.shape[dim]
     if any(type(each) is not int for each in (size, start or 0, end or 0, step)):
         return NotImplemented
@@ -307,12 +307,12 @@ def _dims(dim: Any) -> list[int]:
 
 
 def _ints(x: Tensor) -> Tensor:
-    """Not all backends reduce bools."""
+    """Return bools as integers: not all backends reduce bools."""
     return x.to(torch.int32) if x.dtype is torch.bool else x
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In the dtype in which torch's own kernels work."""
+    """Return the value in the dtype in which torch's own kernels compute."""
     return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

@@ -1,4 +1,4 @@
-"""Ops that only rearrange dims. All reshapes are one algorithm over groups of dims."""
+"""Ops that only rearrange dims. One algorithm over groups of dims covers all reshapes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tpcompiler.rules.registry import op_rule
 
 
 def dim_groups(source: Sequence[Size], target: Sequence[Size]) -> tuple[str, dict[str, Size]]:
-    """The factors that a reshape of `source` to `target` keeps, as a rule text with the factors' sizes.
+    """Return the factors that a reshape of `source` to `target` keeps, as a rule text with the factors' sizes.
 
-    Walks both shapes from the left and splits each pair of sizes by the one that divides the other, so that
-    [b, s, 12] -> [b, s, 3, 4] reads "f0 f1 (f2 f3) -> f0 f1 f2 f3". Where neither divides, only the leading dims that
-    are equal are kept, and the rest must stay whole. Dims of size 1 hold no factor.
+    Walks both shapes from the left and splits each pair of sizes by the one that divides the other, so that [b, s, 12]
+    -> [b, s, 3, 4] reads "f0 f1 (f2 f3) -> f0 f1 f2 f3". If neither divides the other, only the equal leading dims are
+    kept, and the rest must stay whole. Dims of size 1 have no factor.
     """
     sizes: dict[str, Size] = {}
     left: list[list[str]] = [[] for _ in source]
@@ -53,12 +53,12 @@ def dim_groups(source: Sequence[Size], target: Sequence[Size]) -> tuple[str, dic
 
 
 def _opaque(source: Sequence[Size], target: Sequence[Size]) -> tuple[str, dict[str, Size]]:
-    """No common factors: only the leading dims that are equal on both sides are kept."""
-    kept = 0
-    while kept < min(len(source), len(target)) and statically_equal(source[kept], target[kept]):
-        kept += 1
-    left = [[f"f{d}"] if d < kept else [f"i{d}!"] for d in range(len(source))]
-    right = [[f"f{d}"] if d < kept else [f"o{d}!"] for d in range(len(target))]
+    """Return the factors of shapes without common ones: only the equal leading dims are kept."""
+    common = 0
+    while common < min(len(source), len(target)) and statically_equal(source[common], target[common]):
+        common += 1
+    left = [[f"f{d}"] if d < common else [f"i{d}!"] for d in range(len(source))]
+    right = [[f"f{d}"] if d < common else [f"o{d}!"] for d in range(len(target))]
     sizes = {
         names[0].rstrip("!"): size
         for names, size in (*zip(left, source, strict=True), *zip(right, target, strict=True))
@@ -83,7 +83,7 @@ def _out_term(text: str) -> Term:
     relayout=True,
 )
 def view(node: fx.Node) -> RuleText:
-    """Any reshape; its `size` (`shape`) argument counts the output's dims."""
+    """Reshape freely; the `size` (`shape`) argument counts the output's dims."""
     (operand,) = edit.operands(node)
     text, factors = dim_groups(operand.meta["val"].shape, node.meta["val"].shape)
     argument = "shape" if node.target is aten.reshape.default else "size"
@@ -92,7 +92,7 @@ def view(node: fx.Node) -> RuleText:
 
 @op_rule(aten.unsqueeze.default, aten.flatten.using_ints, shards="any", relayout=True)
 def dims_of_one(node: fx.Node) -> RuleText:
-    """Reshapes that name no sizes."""
+    """Reshape without naming sizes."""
     (operand,) = edit.operands(node)
     text, factors = dim_groups(operand.meta["val"].shape, node.meta["val"].shape)
     return RuleText(text, factors=factors, linear=((0,),))
@@ -100,27 +100,27 @@ def dims_of_one(node: fx.Node) -> RuleText:
 
 @op_rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, shards="any", relayout=True)
 def squeeze(node: fx.Node) -> RuleText:
-    """Which dims go is decided by the whole tensor: a shard of one row keeps its dim."""
+    """Drop dims of the whole tensor: a shard of one row keeps its dim."""
     (operand,) = edit.operands(node)
     shape = operand.meta["val"].shape
     text, factors = dim_groups(shape, node.meta["val"].shape)
-    given = edit.bound(node).get("dim", range(len(shape)))
-    named = {d % max(len(shape), 1) for d in ([given] if isinstance(given, int) else given)}
+    argument = edit.bound(node).get("dim", range(len(shape)))
+    named = {d % max(len(shape), 1) for d in ([argument] if isinstance(argument, int) else argument)}
     gone = [d for d, size in enumerate(shape) if d in named and is_one(size)]
     term = parse(text).inputs[0]
-    kept = [term[d][0] for d, size in enumerate(shape) if d in named and not is_one(size)]
-    local = dict.fromkeys(kept, partial(_squeezed, gone=gone))
+    sharded = [term[d][0] for d, size in enumerate(shape) if d in named and not is_one(size)]
+    local = dict.fromkeys(sharded, partial(_squeezed, gone=gone))
     return RuleText(text, factors=factors, linear=((0,),), local=local)
 
 
 def _squeezed(value: torch.Tensor, *args: Any, shard: ShardRange, gone: list[int]) -> torch.Tensor:
-    made: torch.Tensor = aten.squeeze.dims(value, gone)
-    return made
+    result: torch.Tensor = aten.squeeze.dims(value, gone)
+    return result
 
 
 @op_rule(aten.unflatten.int, shards="any", relayout=True)
 def unflatten(node: fx.Node) -> RuleText:
-    """One dim split in several: `sizes` counts those."""
+    """Split one dim in several, which `sizes` counts."""
     (operand,) = edit.operands(node)
     text, factors = dim_groups(operand.meta["val"].shape, node.meta["val"].shape)
     first = edit.bound(node)["dim"] % operand.meta["val"].ndim
@@ -138,7 +138,7 @@ def unflatten(node: fx.Node) -> RuleText:
     relayout=True,
 )
 def permute(node: fx.Node) -> RuleText:
-    """Dims in another order."""
+    """Reorder the dims."""
     (operand,) = edit.operands(node)
     order = list(range(operand.meta["val"].ndim))
     args = edit.bound(node)
@@ -159,7 +159,7 @@ def permute(node: fx.Node) -> RuleText:
 
 @op_rule(aten.expand.default, shards="any", relayout=True)
 def expand(node: fx.Node) -> RuleText:
-    """Broadcast dims come from 1 or from nowhere: "1 d1 -> n0 d1"."""
+    """Broadcast dims of size 1 or new ones: "1 d1 -> n0 d1"."""
     (operand,) = edit.operands(node)
     source, target = operand.meta["val"].shape, node.meta["val"].shape
     first = len(target) - len(source)
@@ -171,7 +171,7 @@ def expand(node: fx.Node) -> RuleText:
 
 @op_rule(aten.repeat.default, shards="any")
 def repeat(node: fx.Node) -> RuleText | None:
-    """ "d0 1 d2 -> d0 n1! (r2! d2)": each repetition is a block, cut as what is repeated; from 1 a dim is made."""
+    """ "d0 1 d2 -> d0 n1! (r2! d2)": each repetition is a block with the operand's cut; a dim of 1 becomes a factor."""
     (operand,) = edit.operands(node)
     source, target = operand.meta["val"].shape, node.meta["val"].shape
     if any(isinstance(size, int) and size == 0 for size in target):
@@ -191,7 +191,7 @@ def repeat(node: fx.Node) -> RuleText | None:
 
 @op_rule(aten.view_as_real.default, aten.view_as_complex.default, shards="any", relayout=True)
 def complex_parts(node: fx.Node) -> RuleText:
-    """ "d0 d1 -> d0 d1 p", or back: the real and the imaginary part lie side by side. Linear: a view."""
+    """ "d0 d1 -> d0 d1 p", or back: the last dim holds the real and the imaginary part. Linear: a view."""
     ndim = min(edit.operands(node)[0].meta["val"].ndim, node.meta["val"].ndim)
     dims = " ".join(f"d{d}" for d in range(ndim))
     both = f"{dims} p!"
@@ -201,7 +201,7 @@ def complex_parts(node: fx.Node) -> RuleText:
 
 @op_rule(aten.view.dtype, aten.view_copy.dtype, shards="nonempty", relayout=True)
 def bits(node: fx.Node) -> RuleText:
-    """ "d0 d1 -> d0 (d1 p)": the same bits as smaller numbers, or "d0 (d1 p!) -> d0 d1", as larger ones. Not linear."""
+    """ "d0 d1 -> d0 (d1 p)": the same bits as smaller numbers; "d0 (d1 p!) -> d0 d1": as larger ones. Not linear."""
     (operand,) = edit.operands(node)
     before, after = operand.meta["val"], node.meta["val"]
     *dims, last = [f"d{d}" for d in range(before.ndim)] or [""]
