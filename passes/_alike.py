@@ -1,4 +1,4 @@
-"""Which ranks run one and the same graph."""
+"""Classes of ranks that run the same graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tpcompiler.passes.lower_reshards import lines_of
 
 
 def ranks_alike(program: ReshardedProgram) -> list[tuple[int, ...]]:
-    """Classes of ranks that hold equal local shapes of every value, also on the way from one sharding to another.
+    """Return classes of ranks with equal local shapes of every value, including intermediate steps of reshards.
 
     Even shards make one class; 7 rows over 3 ranks (3, 3, 1) make two.
     """
@@ -24,18 +24,18 @@ def ranks_alike(program: ReshardedProgram) -> list[tuple[int, ...]]:
 
 
 def _uneven(program: ReshardedProgram) -> Iterator[Any]:
-    """For everything of which ranks may have unequal shares a function from a rank to the shapes of its own."""
-    mesh, known = program.mesh, set()
+    """Yield, for everything with possibly unequal shares, a function from a rank to its local shapes."""
+    mesh, visited = program.mesh, set()
     for node in program.graph.nodes:
         if node.op == "output":
             continue
         mark = mark_of(node)
         for value, sharding in zip(edit.outputs(node), mark.shardings, strict=True):
-            if not sharding.is_even(value.shape, mesh) and (what := (sharding, key(value.shape))) not in known:
-                known.add(what)
+            if not sharding.is_even(value.shape, mesh) and (what := (sharding, key(value.shape))) not in visited:
+                visited.add(what)
                 yield lambda rank, s=sharding, v=value: s.local_shape(v.shape, mesh, mesh.coordinate(rank))
-        counted = [(by, size) for groups in mark.counts.values() for group in groups for size, by in group]
-        for by, total in (*(mark.local.cuts if mark.local else ()), *counted):
+        count_cuts = [(by, size) for groups in mark.counts.values() for group in groups for size, by in group]
+        for by, total in (*(mark.local.cuts if mark.local else ()), *count_cuts):
             if not by.is_even(total, mesh):
                 yield lambda rank, by=by, total=total: by.local_size(total, mesh, mesh.coordinate(rank))
         if node.target is reshard:

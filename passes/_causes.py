@@ -1,4 +1,4 @@
-"""Why an operand is gathered: an op that needs it whole, or what somebody asked for further on."""
+"""Reasons for gathering an operand: an op that needs it whole, or a demand further on."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.domain import results
 
-MOST = 64  # ops that are looked at
-ALSO_ASKED = "which is also asked for"  # of what an op needs whole, and the boundary too
+MOST = 64  # ops to examine
+ALSO_ASKED = "which is also asked for"  # a dim that the op needs whole and the boundary does too
 
 
 def refuses(rule: Rule, index: int, have: Sharding, mesh: Mesh) -> str:
-    """Why an op cannot take an operand as it is; nothing where it can."""
-    found = follow(rule, rule.pattern.inputs[index], have, mesh)
+    """Return why an op cannot take an operand as it is, or ""."""
+    option = follow(rule, rule.pattern.inputs[index], have, mesh)
     for axis, op in have.partial:
-        if isinstance(found, Option):
+        if isinstance(option, Option):
             through = pass_through(rule, index, axis, op)
-            found = through if isinstance(through, Refusal) else found
-    both = found if isinstance(found, Refusal) else shardings(rule, found, mesh)
+            option = through if isinstance(through, Refusal) else option
+    both = option if isinstance(option, Refusal) else shardings(rule, option, mesh)
     return both.text if isinstance(both, Refusal) else ""
 
 
 class Demand(NamedTuple):
-    """Why somebody further on wants a value otherwise; `is_planned`: because of what the plan or the caller says."""
+    """A reason for resharding a value that comes from a later use; `is_planned`: from the plan or the caller."""
 
     text: str
     is_planned: bool
 
 
 class Spared(NamedTuple):
-    """A gather that is thought away: its bytes, and the pins whose demand the gathers before it meet."""
+    """A hypothetically removed gather: its bytes, and the pins whose demand earlier gathers meet."""
 
     wire_bytes: int
     met: set[fx.Node]
 
-    def meets(self, asked: fx.Node, wire_bytes: int) -> bool:
-        """True if a pin would change as many bytes without the gather, and no other gather spares it that."""
-        if asked in self.met or wire_bytes < self.wire_bytes:
+    def meets(self, demanding: fx.Node, wire_bytes: int) -> bool:
+        """Return True if a pin would change as many bytes without the gather, and no other gather spares it that."""
+        if demanding in self.met or wire_bytes < self.wire_bytes:
             return False
-        self.met.add(asked)
+        self.met.add(demanding)
         return True
 
 
@@ -64,14 +64,13 @@ def find_demand(
     *,
     spared: Spared | None = None,
 ) -> Demand | None:
-    """Who wants what is made of a gathered operand otherwise than the op would make it; None where the op itself does.
+    """Return who needs the result of a gathered operand in another sharding than the op would produce, if anyone does.
 
-    The op is run on the operands as they are (`have`), and what it makes of them is followed to its users. `seen` says
-    what their other operands are.
+    The op is run on the operands as they are (`have`), and its results are followed to their users. `seen` returns the
+    shardings of other operands. None: the op itself needs the gather.
 
-    With `spared`, as if ops could run on what they need whole: a demand is then a pin that would have to change as many
-    bytes, had the gather been spared, such as an output that is whole. Each is met by one
-    gather.
+    With `spared`, ops count as able to run on dims that they need whole. A demand is then a pin, such as a whole
+    output, that would have to change as many bytes without the gather. Each pin is met by one gather.
     """
     asked: dict[str, None] = {}
     queue: list[tuple[fx.Node, Sequence[Sharding]]] = [(node, have)]
@@ -102,15 +101,15 @@ def find_demand(
 
 
 def _changed(value: fx.Node, have: Sharding, asked: Seed, mesh: Mesh) -> int:
-    """The bytes that a pin changes of a value."""
+    """Return the bytes of a value that a pin changes."""
     want, tensor = asked.over(have) if asked.axes else asked.sharding, value.meta["val"]
     return reshard_wire_bytes(have, want, tensor.shape, tensor.element_size(), mesh) if have.cut_axes else 0
 
 
 def _kept(node: fx.Node, have: Sequence[Sharding], mesh: Mesh, *, despite: bool) -> tuple[Sharding, ...] | Refusal:
-    """What an op makes of operands that stay as they are, but for slices of whole ones.
+    """Return an op's results for operands that stay as they are, apart from slices of whole operands.
 
-    `despite`: as if it could run on a share of a dim that it needs whole, and makes as well.
+    `despite`: pretend that it can run on a share of a dim that it needs whole and produces too.
     """
     rule, options = rule_of(node), list[Option]()
     if rule is not None and despite:
@@ -119,10 +118,10 @@ def _kept(node: fx.Node, have: Sequence[Sharding], mesh: Mesh, *, despite: bool)
     for index, sharding in enumerate(have if rule is not None else ()):
         assert rule is not None
         if sharding.cut_axes:
-            found = follow(rule, rule.pattern.inputs[index], sharding.settled(), mesh)
-            if isinstance(found, Refusal):
-                return found
-            options.append(found)
+            choice = follow(rule, rule.pattern.inputs[index], sharding.settled(), mesh)
+            if isinstance(choice, Refusal):
+                return choice
+            options.append(choice)
     option = merge(options)
     if rule is None or option is None:
         return Refusal("it has no rule" if rule is None else "other operands are cut differently")

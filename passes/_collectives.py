@@ -1,4 +1,4 @@
-"""The body of one collective step over a line of ranks, for make_fx to trace."""
+"""Bodies of single collective steps over a line of ranks, for make_fx to trace."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut_dim, join_dim
 from tpcompiler.passes._lines import LINE, Line
 
-Number = Callable[[], torch.Tensor]  # gives the next of `numbers_of`
+Number = Callable[[], torch.Tensor]  # returns the next of `numbers_of`
 
 
 def change_on_line(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number) -> torch.Tensor:
-    """Make one step; a maximum or minimum of floats as integers, among which no backend loses NaN."""
+    """Run one step; a max or min of floats runs on integers, among which no backend loses NaN."""
     lossy = [op for _, op in line.source.partial if is_lossy(op, x.dtype)]
     if not lossy:
         return _change(x, line, over, number)
@@ -29,7 +29,7 @@ def change_on_line(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number
 def _change(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number) -> torch.Tensor:
     source, target, mesh, rank = line.source, line.target, line.mesh, line.here
     degree = mesh.world_size
-    # Symbolic sizes are computed from the local tensor, as the traced graph must.
+    # Symbolic sizes are computed from the local tensor, as the traced graph must do.
     shape = tuple(
         size if isinstance(size, int) else x.shape[d] * (degree if source.dims[d].axes else 1)
         for d, size in enumerate(line.shape)
@@ -45,13 +45,13 @@ def _change(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number) -> to
     blocks = [way.block for way in ways]
     apart = any(_unit(way) > 1 or way.block for way in ways)
     if apart:
-        # For torch, a dim of blocks that are dealt in units is three: of blocks, of units, and of a unit's elements.
+        # For torch, a dim of blocks dealt out in units is three dims: blocks, units, and the elements of a unit.
         counts = [size // block if block else 1 for size, block in zip(shape, blocks, strict=True)]
-        held = [
+        extents = [
             dim.of_block(0).share(block, mesh, here)[1] if block else size
             for dim, block, size in zip(source.dims, blocks, x.shape, strict=True)
         ]
-        x = x.reshape(_apart(held, counts, ways))
+        x = x.reshape(_apart(extents, counts, ways))
         shape = tuple(_apart([block or size for block, size in zip(blocks, shape, strict=True)], counts, ways))
         source, target = _by_unit(source, ways), _by_unit(target, ways)
     before = [d for d, dim in enumerate(source.dims) if dim.axes]
@@ -66,7 +66,7 @@ def _change(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number) -> to
 
 
 def on_first(x: torch.Tensor, line: Line, place: torch.Tensor) -> torch.Tensor:
-    """The value on the first rank, and on the others what adds (multiplies) nothing to it."""
+    """Return the value on the first rank, and a neutral value (0, or 1 for products) on the others."""
     ((_, op),) = line.target.partial
     return torch.where(place == 0, x, torch.full_like(x, 1 if op == "product" else 0))
 
@@ -74,11 +74,11 @@ def on_first(x: torch.Tensor, line: Line, place: torch.Tensor) -> torch.Tensor:
 def _own_part(
     x: torch.Tensor, dim: int, shape: tuple[Size, ...], mesh: Mesh, rank: int, number: torch.Tensor
 ) -> torch.Tensor:
-    """The part of a dim that is this rank's: the rows from `number` on, or that row of a dynamic dim's."""
+    """Return this rank's part of a dim: the rows from `number` on, or that row of a dynamic dim."""
     size = shape[dim]
     if isinstance(size, int):
         return _rows_from(x, dim, number, chunk(size, mesh.world_size, rank)[1])
-    # A view in one row per rank raises on a size that is no multiple of the degree; a slice would drop the rest.
+    # A view with one row per rank raises if the size is no multiple of the degree; a slice would drop the rest.
     return _rows(x, dim, mesh.world_size).index_select(dim, number.reshape(1)).squeeze(dim)
 
 
@@ -95,27 +95,27 @@ def _over_even_shards(
     rank: int,
     over: DeviceMesh,
 ) -> torch.Tensor:
-    """torch's own change, with a dim that a collective works on padded to even shards and cut again.
+    """Run torch's own change, with the collective's dim padded to even shards and trimmed again.
 
-    torch pads uneven shards by itself, but in a way that makes the example's sizes of dynamic dims fixed.
+    torch pads uneven shards itself, but in a way that fixes dynamic sizes to the example's.
     """
     (axis,) = mesh.names
     gathered = [d for d, dim in enumerate(source.dims) if dim.axes and not target.dims[d].axes]
     scattered = [d for d, dim in enumerate(target.dims) if dim.axes and source.partial]
     dynamic = any(not isinstance(shape[d], int) for d in gathered + scattered)
-    padded, wanted = list(shape), list(target.local_shape(shape, mesh, mesh.coordinate(rank)))
+    padded, target_shape = list(shape), list(target.local_shape(shape, mesh, mesh.coordinate(rank)))
     for dim in gathered + scattered if not dynamic else ():
         step = chunk(shape[dim], mesh.degree(axis), 0)[1]
         padded[dim] = step * mesh.degree(axis)
         x = _pad(x, dim, step if dim in gathered else padded[dim])
     if scattered and dynamic:
-        # Scattered as a first dim of one row per rank: torch would chunk a dynamic size, and guard on it.
+        # Scatter as a first dim with one row per rank: torch would chunk a dynamic size, and guard on it.
         (dim,) = scattered
         rows = _rows(x, dim, mesh.degree(axis)).movedim(dim, 0)
         rows = rows.clone(memory_format=torch.contiguous_format)
         x = redistribute(rows, over, source.placements(mesh), [Shard(0)], list(rows.shape)).squeeze(0)
     elif gathered and (gathered[0] > 0 or dynamic):
-        # Gathered as a new first dim and moved into place: torch would split by a dynamic size, and guard on it.
+        # Gather as a new first dim and move it into place: torch would split by a dynamic size, and guard on it.
         (dim,) = gathered
         whole = [mesh.degree(axis), *x.shape]
         x = redistribute(x.unsqueeze(0), over, [Shard(0)], [Replicate()], whole)
@@ -123,13 +123,13 @@ def _over_even_shards(
     else:
         x = redistribute(x, over, source.placements(mesh), target.placements(mesh), padded)
     for dim in gathered + scattered if not dynamic else ():
-        if x.shape[dim] != wanted[dim]:
-            x = x.narrow(dim, 0, wanted[dim]).clone(memory_format=torch.contiguous_format)
+        if x.shape[dim] != target_shape[dim]:
+            x = x.narrow(dim, 0, target_shape[dim]).clone(memory_format=torch.contiguous_format)
     return x
 
 
 def _rows(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
-    """A dim as `degree` equal rows of a dim of their own."""
+    """Return a dim as `degree` equal rows in a new dim."""
     return x.reshape([*x.shape[:dim], degree, x.shape[dim] // degree, *x.shape[dim + 1 :]])
 
 
@@ -141,7 +141,7 @@ def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def _apart(sizes: Sequence[Size], counts: Sequence[Size], ways: Sequence[DimSharding]) -> list[Size]:
-    """Every size of (a block of) a dim as the dims of its blocks, its units and a unit's elements."""
+    """Return every size of (a block of) a dim as the sizes of blocks, units, and elements of a unit."""
     out: list[Size] = []
     for size, count, way in zip(sizes, counts, ways, strict=True):
         out += [count] * bool(way.block) + ([size // unit, unit] if (unit := _unit(way)) > 1 else [size])
@@ -168,7 +168,7 @@ def _in_parts(
     rank: int,
     over: DeviceMesh,
 ) -> torch.Tensor:
-    """A change of a dim in parts: what each rank holds of it lies in several places of the whole."""
+    """Change a dim in parts, where each rank's share is spread over several places of the whole."""
     ranks = [{LINE: other} for other in range(mesh.world_size)]
     before = next((d for d, dim in enumerate(source.dims) if dim.axes), None)
     after = next((d for d, dim in enumerate(target.dims) if dim.axes), None)
@@ -179,12 +179,12 @@ def _in_parts(
         assert after is not None
         most = max(part.shape[after] for part in own)
         rows = torch.stack([_pad(part, after, most) for part in own])
-        got = redistribute(rows, over, source.placements(mesh), [Shard(0)], list(rows.shape)).squeeze(0)
-        return got.narrow(after, 0, own[rank].shape[after]).clone(memory_format=torch.contiguous_format)
+        received = redistribute(rows, over, source.placements(mesh), [Shard(0)], list(rows.shape)).squeeze(0)
+        return received.narrow(after, 0, own[rank].shape[after]).clone(memory_format=torch.contiguous_format)
     by = source.dims[before]
     sizes = [by.local_size(shape[before], mesh, other) for other in ranks]
     if after is not None:
-        pieces = _exchanged(own, before, sizes, rank, over.get_group(0).group_name)
+        pieces = _exchange(own, before, sizes, rank, over.get_group(0).group_name)
     else:
         padded = _pad(x, before, max(sizes)).unsqueeze(0)
         rows = redistribute(padded, over, [Shard(0)], [Replicate()], [mesh.world_size, *padded.shape[1:]])
@@ -195,23 +195,23 @@ def _in_parts(
 def _all_to_all(
     x: torch.Tensor, before: int, after: int, shape: Sequence[Size], mesh: Mesh, rank: int, group: str
 ) -> torch.Tensor:
-    """Send each rank its part of dim `after`, receive our part from everyone's rows of dim `before`."""
+    """Send each rank its part of dim `after`; receive our part of everyone's rows of dim `before`."""
     parts, rows = (
         [chunk(shape[dim], mesh.world_size, other)[1] for other in range(mesh.world_size)] for dim in (after, before)
     )
-    return torch.cat(_exchanged(torch.split(x, parts, dim=after), before, rows, rank, group), dim=before)
+    return torch.cat(_exchange(torch.split(x, parts, dim=after), before, rows, rank, group), dim=before)
 
 
-def _exchanged(
+def _exchange(
     sent: Sequence[torch.Tensor], before: int, rows: Sequence[Size], rank: int, group: str
 ) -> list[torch.Tensor]:
-    """What all ranks send to this one, each with its own number of rows of dim `before`."""
-    received = [[*sent[rank].shape[:before], size, *sent[rank].shape[before + 1 :]] for size in rows]
-    sizes_out = [_numel(piece) for piece in received]
+    """Return the tensors that all ranks send to this one, each with its own number of rows of dim `before`."""
+    shapes_in = [[*sent[rank].shape[:before], size, *sent[rank].shape[before + 1 :]] for size in rows]
+    sizes_out = [_numel(piece) for piece in shapes_in]
     flat = torch.cat([piece.reshape(-1) for piece in sent])
-    got = c10d_functional.all_to_all_single(flat, sizes_out, [_numel(piece.shape) for piece in sent], group)
-    got = c10d_functional.wait_tensor(got)
-    return [p.reshape(piece) for p, piece in zip(torch.split(got, sizes_out), received, strict=True)]
+    flat_in = c10d_functional.all_to_all_single(flat, sizes_out, [_numel(piece.shape) for piece in sent], group)
+    flat_in = c10d_functional.wait_tensor(flat_in)
+    return [p.reshape(piece) for p, piece in zip(torch.split(flat_in, sizes_out), shapes_in, strict=True)]
 
 
 def _numel(shape: Sequence[Size]) -> Size:

@@ -1,4 +1,4 @@
-"""Grouped matmuls over the same groups, such as those of experts, and what lies between them."""
+"""Regions of grouped matmuls over the same groups, such as experts, with the ops between them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default
 
 @dataclass
 class Region:
-    """Matmuls over the same groups, the last of which alone is used elsewhere, and what lies between them.
+    """Matmuls over the same groups and the ops between them; only the last matmul is used elsewhere.
 
-    `rowwise`: of what the calls between take besides, what has a row for each of theirs.
+    `rowwise`: the outside operands of the ops between that have one row per token.
     """
 
     ends: fx.Node
@@ -33,7 +33,7 @@ class Region:
         return {*self.between, *self.calls}
 
     def tables(self) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
-        """The look-ups of a row for each expert: (look-up, table, which expert)."""
+        """Yield the look-ups of one row per expert: (look-up, table, expert index)."""
         for node in self.rowwise:
             indices: Any = edit.bound(node)["indices"] if node.target is aten.index.Tensor else ()
             if len(indices) == 1:
@@ -41,7 +41,7 @@ class Region:
 
 
 def find_regions(graph: fx.Graph) -> Iterator[Region]:
-    """The regions of matmuls that follow one another row by row."""
+    """Yield the regions of grouped matmuls that follow one another row by row."""
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in edit.calls(graph):
         if str(node.target) in GROUPED and [o.meta["val"].ndim for o in edit.operands(node)] == [2, 3, 1]:
@@ -52,7 +52,7 @@ def find_regions(graph: fx.Graph) -> Iterator[Region]:
 
 
 def leaf_behind(value: fx.Node) -> fx.Node | None:
-    """The leaf that a value only rearranges behind its first dim."""
+    """Return the leaf that a value is a rearrangement of, with its first dim unchanged; else None."""
     while value.op == "call_function":
         rule = rule_of(value)
         if rule is None or len(edit.operands(value)) != 1 or rule.pattern.inputs[0][0] != rule.pattern.outputs[0][0]:
@@ -80,14 +80,14 @@ def _region(ends: fx.Node, calls: list[fx.Node]) -> Region | None:
     for node in between:
         if node.target is operator.getitem:
             continue
-        rule, given = rule_of(node), edit.operands(node)
+        rule, operands = rule_of(node), edit.operands(node)
         if rule is None:
             return None
-        first = {operand: term[:1] for operand, term in zip(given, rule.pattern.inputs, strict=True)}
-        rows, *others = {*(first[each] for each in given if each in inner), *(t[:1] for t in rule.pattern.outputs)}
+        first = {operand: term[:1] for operand, term in zip(operands, rule.pattern.inputs, strict=True)}
+        rows, *others = {*(first[each] for each in operands if each in inner), *(t[:1] for t in rule.pattern.outputs)}
         if others or not rows or rule.pattern.whole.intersection(*rows):
             return None
-        rowwise |= {each: None for each in given if each not in inner and first[each] == rows}
+        rowwise |= {each: None for each in operands if each not in inner and first[each] == rows}
     return Region(ends, calls, between, set(rowwise))
 
 

@@ -1,4 +1,4 @@
-"""The kernels that attend and also give the log-sum-exp of each query's scores: every device has another."""
+"""Attention kernels that also return the log-sum-exp of each query's scores; every device type has its own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tpcompiler.ir.claims import read_claim
 
 ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 ON_CUDA = aten._scaled_dot_product_efficient_attention.default
-# Of what each takes a multiple: steps of queries (log-sum-exps may be padded to it), of keys, features.
+# Required multiples: steps of queries (log-sum-exps may be padded to it), steps of keys, features.
 MULTIPLES = {"cpu": (1, 1, 1), "cuda": (32, 8, 8)}
 
 Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
 
 def kernel_for(node: fx.Node, device_type: str) -> Call | None:
-    """The call that does on a device what one of these kernels does on another; None for any other call."""
+    """Return the equivalent call on a device type, for a call of another device's kernel; None for any other call."""
     if node.target is ON_CPU and device_type == "cuda":
         return _on_cuda(node)
     return _on_cpu(node) if node.target is ON_CUDA and device_type == "cpu" else None
@@ -27,14 +27,22 @@ def kernel_for(node: fx.Node, device_type: str) -> Call | None:
 
 def _on_cuda(node: fx.Node) -> Call:
     args = edit.bound(node)
-    given = (args["query"], args["key"], args["value"], args["attn_mask"], True, args["dropout_p"], args["is_causal"])
-    return ON_CUDA, given, {"scale": args["scale"]}
+    positional = (
+        args["query"],
+        args["key"],
+        args["value"],
+        args["attn_mask"],
+        True,
+        args["dropout_p"],
+        args["is_causal"],
+    )
+    return ON_CUDA, positional, {"scale": args["scale"]}
 
 
 def _on_cpu(node: fx.Node) -> Call | None:
-    """None where the program had it before, which claims as many results as it has."""
+    """Return the call on the CPU; None if the program already had the CUDA kernel, whose claim has its own results."""
     if len(read_claim(node).get("sharding", ())) != len(ON_CPU._schema.returns):
         return None
     args = edit.bound(node)
-    given = (args["query"], args["key"], args["value"], args["dropout_p"], args["is_causal"])
-    return ON_CPU, given, {"attn_mask": args["attn_bias"], "scale": args["scale"]}
+    positional = (args["query"], args["key"], args["value"], args["dropout_p"], args["is_causal"])
+    return ON_CPU, positional, {"attn_mask": args["attn_bias"], "scale": args["scale"]}

@@ -1,4 +1,4 @@
-"""One step of a change of sharding, as a change along a line of ranks."""
+"""Single steps of a change of sharding, as changes along a line of ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LINE = "line"
 
 @dataclass(frozen=True)
 class Line:
-    """One step as a change over a mesh of one axis, of that part of the tensor that the ranks of a group hold together.
+    """One step as a change over a mesh of one axis, of the part of the tensor that a group's ranks hold together.
 
-    `shape`: of that part; a symbolic size is read off the local tensor when it is needed.
+    `shape`: the shape of that part; a symbolic size is read off the local tensor when it is needed.
     """
 
     kind: str
@@ -29,38 +29,38 @@ class Line:
     here: int
 
     def local_shapes(self) -> tuple[tuple[Size, ...], ...]:
-        """Of what a rank has, before and after."""
+        """Return the shapes of the rank's share before and after the step."""
         here = self.mesh.coordinate(self.here)
         return tuple(end.local_shape(self.shape, self.mesh, here) for end in (self.source, self.target))
 
 
 def put_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order: Sequence[int]) -> Line:
-    """The step, and what its group holds together, with the dims in `order`."""
+    """Return the step as a change of its group's part of the tensor, with the dims in `order`."""
     coordinate = mesh.coordinate(rank)
     line = Mesh(((LINE, mesh.size(step.axes)),))
     ends, sizes = [], list(shape)
     for state in (step.source, step.target):
         dims = []
         for dim, (cut, size) in enumerate(zip(state.dims, shape, strict=True)):
-            held, by = _along(cut, size, step.axes, mesh, coordinate)
+            extent, by = _along(cut, size, step.axes, mesh, coordinate)
             dims.append(by)
             if by.axes or state is step.source:
-                sizes[dim] = held
+                sizes[dim] = extent
         partial = tuple((LINE, op) for axis, op in state.partial if axis == step.axes[0])
         ends.append(Sharding(tuple(dims), partial).permuted(order))
-    made = tuple(sizes[dim] for dim in order)
-    return Line(step.kind, step.axes, ends[0], ends[1], made, line, mesh.index(step.axes, rank))
+    shape_in_order = tuple(sizes[dim] for dim in order)
+    return Line(step.kind, step.axes, ends[0], ends[1], shape_in_order, line, mesh.index(step.axes, rank))
 
 
 def _along(
     cut: DimSharding, size: Size, axes: tuple[str, ...], mesh: Mesh, here: Mapping[str, int]
 ) -> tuple[Size, DimSharding]:
-    """What of a dim the ranks of one group over these axes hold together, and how they cut it."""
+    """Return the part of a dim that a group over these axes holds together, and how the group shards it."""
     if axes[0] not in cut.axes:
         return cut.local_size(size, mesh, here), WHOLE
     if cut.parts:
         parts = [_along(how, length, axes, mesh, here) for length, how in cut.parts]
-        held, by = sum(length for length, _ in parts), DimSharding.of_parts(parts)
+        extent, by = sum(length for length, _ in parts), DimSharding.of_parts(parts)
     else:
         outer = cut.axes.index(axes[0])
         count, piece = 1, size
@@ -68,15 +68,15 @@ def _along(
             pass
         _, block, unit = cut.levels[outer]
         nested = any(level.block for level in cut.levels[:outer])
-        held, by = count * piece, DimSharding.by(LINE, block=block or (piece if nested else 0), unit=unit)
-    is_empty = isinstance(held, int) and held == 0  # then no rank of the group has any block, part or unit of it
-    return held, DimSharding.by(LINE) if is_empty else by
+        extent, by = count * piece, DimSharding.by(LINE, block=block or (piece if nested else 0), unit=unit)
+    is_empty = isinstance(extent, int) and extent == 0  # no rank of the group has any block, part or unit of it
+    return extent, DimSharding.by(LINE) if is_empty else by
 
 
 def numbers_of(line: Line) -> list[int]:
-    """What a rank must know of itself to cut its own part off: where that begins, in units, or in each part of a dim.
+    """Return the numbers that a rank needs to slice off its part: the part's start, in units, or one start per part.
 
-    Of a dynamic dim, whose rows are numbered, its place on the line. Other steps need nothing.
+    For a dynamic dim, whose rows are numbered, it is the rank's place on the line. Other steps need no number.
     """
     if line.kind != "slice":
         return []

@@ -1,4 +1,4 @@
-"""The seeds that a plan entry asks for: how the weights of a layer, or a parameter, are cut."""
+"""Seeds from plan entries: the shardings of a layer's weights, or of a parameter."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def find_seeds(
     constant: Set[fx.Node],
     mesh: Mesh,
 ) -> dict[str, Seed]:
-    """What an entry says of a weight, a leaf or several, or of the leaves that a layer owns: by placeholder name."""
+    """Return an entry's seeds on a weight (one leaf or several) or on a layer's leaves, by placeholder name."""
     style = entry.style
     inside = dict(weight or owned)
     if not weight:
         if style.cut is not None and not any(node.users and node.meta["val"].ndim > 1 for node in inside.values()):
             inside |= _borrowed(name, leaves, constant, anywhere=not inside)
-    found: dict[str, Seed] = {}
+    seeds: dict[str, Seed] = {}
     largest = max(weight, key=lambda fqn: weight[fqn].meta["val"].numel(), default="")
     for fqn, node in inside.items():
         ndim = node.meta["val"].ndim
@@ -47,15 +47,15 @@ def find_seeds(
             spec = style.placement if isinstance(style.placement, Mapping) else {axis: style.placement}
             if len(weight) > 1 and fqn != largest:
                 spec = _of_part(spec, node.meta["val"])
-            placed = Sharding.of(spec, mesh, ndim, f"'{fqn}'", entry.where)
-            placed = fitted(placed, node.meta["val"].shape, mesh, f"'{fqn}'", entry.where)
-            found[node.name] = Seed(placed, entry.where)
+            sharding = Sharding.of(spec, mesh, ndim, f"'{fqn}'", entry.where)
+            sharding = fitted(sharding, node.meta["val"].shape, mesh, f"'{fqn}'", entry.where)
+            seeds[node.name] = Seed(sharding, entry.where)
         elif style.whole:
-            found[node.name] = Seed(Sharding.replicated(ndim), entry.where)
+            seeds[node.name] = Seed(Sharding.replicated(ndim), entry.where)
         elif style.cut is not None:
             layer = layer_of(fqn) if weight else name
             features = feature_dims(aliases[node.name], style.cut, constant, layer)
-            if not features:  # what other layers' leaves alone make, such as learned queries, is an activation to this
+            if not features:  # leaves of other layers alone, such as learned queries, are an activation for this layer
                 own = computed_from_leaves(node.graph, set(inside.values()))
                 features = feature_dims(aliases[node.name], style.cut, own, layer)
             if not features and fqn == name and node.users and len(_long_dims(node)) == 1:
@@ -63,7 +63,7 @@ def find_seeds(
                 if style.cut == "in" and is_addend(aliases[node.name], constant):
                     return {}
                 features = _long_dims(node)
-            if len(features) > 1 and weight:  # of stacked experts: as Hugging Face counts the dims
+            if len(features) > 1 and weight:  # stacked experts: count the dims as Hugging Face does
                 features = features & {ndim - (2 if style.cut == "out" else 1)} or features
             if len(features) > 1:
                 raise PlanError(
@@ -76,15 +76,15 @@ def find_seeds(
                 cut = _cut(fqn, dim, node.meta["val"].shape[dim], entry, mesh)
                 dims[dim] = cut if mesh.size(cut.axes) > 1 else WHOLE
                 unsaid = style.packed and not style.sizes
-                found[node.name] = Seed(Sharding(tuple(dims)), entry.where, loose=True, packed=unsaid)
-    if style.cut is not None and not found:
+                seeds[node.name] = Seed(Sharding(tuple(dims)), entry.where, loose=True, packed=unsaid)
+    if style.cut is not None and not seeds:
         why, help = _misfit(name, style, {fqn: aliases[node.name] for fqn, node in inside.items()}, leaves)
         raise PlanError(f"style '{style.name}' does not fit '{name}': {why}", help=help, asked_by=entry.where)
-    return found
+    return seeds
 
 
 def _cut(fqn: str, dim: int, size: int, entry: PlanEntry, mesh: Mesh) -> DimSharding:
-    """A dim in one piece, or in the parts that a packed style gives the sizes of."""
+    """Return the cut of a dim in one piece, or in the parts whose sizes a packed style gives."""
     sizes, cut, style = entry.style.sizes, DimSharding.by(mesh.model_axis), entry.style
     if not sizes:
         return cut
@@ -92,9 +92,9 @@ def _cut(fqn: str, dim: int, size: int, entry: PlanEntry, mesh: Mesh) -> DimShar
         sizes = (size // sizes[0],) * sizes[0]
     if sum(sizes) != size:
         equal = f"{size} is no multiple of {len(sizes)}"
-        given = f"{' + '.join(map(str, sizes))} = {sum(sizes)}, and not {size}"
+        total = f"{' + '.join(map(str, sizes))} = {sum(sizes)}, and not {size}"
         raise PlanError(
-            f"style '{style.written}' does not fit dim {dim} of '{fqn}': {equal if len(style.sizes) == 1 else given}",
+            f"style '{style.written}' does not fit dim {dim} of '{fqn}': {equal if len(style.sizes) == 1 else total}",
             help=f"give sizes that add up to {size}, or write '{style.name}', which reads them off the uses",
             asked_by=entry.where,
         )
@@ -102,10 +102,10 @@ def _cut(fqn: str, dim: int, size: int, entry: PlanEntry, mesh: Mesh) -> DimShar
 
 
 def _borrowed(name: str, leaves: Mapping[str, fx.Node], constant: Set[fx.Node], anywhere: bool) -> dict[str, fx.Node]:
-    """The weights that a layer uses and does not hold.
+    """Return the weights that a layer uses without holding them.
 
-    A strict export keeps one name of a tied weight; PT2E keeps the layer's own, which nothing uses any more, and holds
-    the quantised one in the module around the layers. Unless `anywhere`, only what is held around this one.
+    A strict export keeps one name of a tied weight. PT2E keeps the layer's own weight, unused, and holds the quantised
+    one in the module around the layers. Unless `anywhere`, only weights held around this layer count.
     """
     return {
         fqn: node
@@ -117,34 +117,34 @@ def _borrowed(name: str, leaves: Mapping[str, fx.Node], constant: Set[fx.Node], 
 
 
 def _around(name: str) -> list[str]:
-    """The modules that hold the layer: "a.b.c" is in "a.b", "a" and ""."""
+    """Return the modules that contain the layer: "a.b.c" is in "a.b", "a" and ""."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(len(parts))]
 
 
 def _uses(leaf: fx.Node, constant: Set[fx.Node]) -> list[fx.Node]:
-    """The ops that take the leaf, or what is computed from leaves with it."""
-    found = list(leaf.users)
-    for node in found:
-        found += node.users if node in constant else ()
-    return found
+    """Return the ops that take the leaf, or a value computed from leaves with it."""
+    ops = list(leaf.users)
+    for node in ops:
+        ops += node.users if node in constant else ()
+    return ops
 
 
 def _of_part(spec: Mapping[str, Placement], part: torch.Tensor) -> Mapping[str, Placement]:
-    """What is asked of a weight, for a part of it: a scale that serves a whole dim of the weight stays whole."""
+    """Return a weight's placements for a part of it: a scale that serves a whole dim of the weight stays whole."""
     has = [isinstance(p, Shard) and -part.ndim <= p.dim < part.ndim and part.shape[p.dim] != 1 for p in spec.values()]
     return {axis: p if cut else Replicate() for (axis, p), cut in zip(spec.items(), has, strict=True)}
 
 
 def _long_dims(leaf: fx.Node) -> set[int]:
-    """The dims of a leaf that have more than one element."""
+    """Return the dims of a leaf that have more than one element."""
     return {dim for dim, size in enumerate(leaf.meta["val"].shape) if size != 1}
 
 
 def _misfit(
     name: str, style: Style, inside: Mapping[str, Sequence[fx.Node]], leaves: Mapping[str, fx.Node]
 ) -> tuple[str, str]:
-    """Why no weight of a layer can be cut as the style says, and what to do."""
+    """Return why the style cannot shard any weight of a layer, and advice."""
     users = {fqn: [user for node in nodes for user in node.users] for fqn, nodes in inside.items()}
     if inside and not any(users.values()):
         return "no op of the program uses it", "remove the entry"

@@ -1,4 +1,4 @@
-"""Which calls attend in turns, over which axis, and what of theirs is dealt out evenly."""
+"""Calls that attend in turns, the axis they use, and the dims that must be dealt out evenly."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ATTENTION = aten.scaled_dot_product_attention.default
 
 
 def ask_for_turns(graph: fx.Graph, name: str, entry: PlanEntry, mesh: Mesh) -> None:
-    """Note on the attention of a module that its style wants it in turns, where it does.
+    """Note on a module's attention calls that its style requests turns, if it does.
 
     Raises:
-        PlanError: there is none in the module.
+        PlanError: the module calls no attention.
     """
     if not entry.style.in_turns:
         return
@@ -43,14 +43,15 @@ def ask_for_turns(graph: fx.Graph, name: str, entry: PlanEntry, mesh: Mesh) -> N
 
 
 def axis_of_turns(mesh: Mesh) -> str:
-    """The axis over which the style cuts steps: its own where the mesh has that."""
+    """Return the axis over which the style shards steps: its own if the mesh has that axis."""
     own = STYLES["attend_in_turns"].axis
     return own if own in mesh.names else mesh.model_axis
 
 
 def dealt_out(node: fx.Node, axis: str, mesh: Mesh, device_type: str) -> Iterator[tuple[str, fx.Node, int]]:
-    """What of a call has steps that are dealt out, and of what they are a multiple: of keys each rank has some in each
-    turn.
+    """Yield the operands of a call whose steps are dealt out, with a name and the required multiple.
+
+    Each rank has some of the keys in each turn.
     """
     ranks, args = mesh.degree(axis), edit.bound(node)
     queries, keys, _ = MULTIPLES[device_type]
@@ -60,7 +61,7 @@ def dealt_out(node: fx.Node, axis: str, mesh: Mesh, device_type: str) -> Iterato
 
 
 def misfit(node: fx.Node, axis: str, mesh: Mesh, device_type: str, dynamic: bool = False) -> str:
-    """Why a call cannot be written in turns; nothing where it can. `dynamic`: such sizes are still to be divided."""
+    """Return why a call cannot be written in turns, or "". `dynamic`: such sizes will be divided later."""
     args = edit.bound(node)
     q, k, v = (args[name].meta["val"].shape for name in ("query", "key", "value"))
     if not len(q) == len(k) == len(v) == 4 or not all(map(statically_equal, (*k, q[0], q[3]), (*v, k[0], k[3]))):

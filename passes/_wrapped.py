@@ -1,4 +1,4 @@
-"""The layer that a module wraps, such as one that a LoRA adds to."""
+"""Modules that wrap a layer, such as a layer with a LoRA."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.rules.registry import rule_of
 
-Leaves = Mapping[str, Mapping[str, fx.Node]]  # of every layer
+Leaves = Mapping[str, Mapping[str, fx.Node]]  # by layer
 
 
 def find_wrapped(graph: fx.Graph, names: Iterable[str], owned: Leaves, static: Set[fx.Node]) -> dict[str, str]:
-    """Return the layers that modules stand for: module -> a layer inside it.
+    """Return module -> the layer inside that it wraps.
 
-    Such a layer takes what its module takes, and the module returns its result plus others: `up` stands for `up.linear`
-    where it returns `self.linear(x) + self.b(self.a(x))`. A module with a weight that it uses like that itself, or with
-    two such layers, stands for none of them.
+    Such a layer takes its module's input, and the module returns the layer's result, possibly plus other terms: `up`
+    wraps `up.linear` if it returns `self.linear(x) + self.b(self.a(x))`. A module that uses a weight itself in this
+    way, or has two such layers, wraps none.
 
     Args:
         static: nodes that are computed from leaves alone.
@@ -28,13 +28,15 @@ def find_wrapped(graph: fx.Graph, names: Iterable[str], owned: Leaves, static: S
     for node in edit.calls(graph):
         for path in edit.module_paths(node):
             calls.setdefault(path, []).append(node)
-    found = {name: _layers_of(name, calls, owned, static) for name in names if name in around and name in calls}
-    return {name: layers[0] for name, layers in found.items() if len(layers) == 1}
+    layers_of_module = {
+        name: _layers_of(name, calls, owned, static) for name in names if name in around and name in calls
+    }
+    return {name: layers[0] for name, layers in layers_of_module.items() if len(layers) == 1}
 
 
 def _layers_of(name: str, calls: Mapping[str, list[fx.Node]], owned: Leaves, static: Set[fx.Node]) -> list[str]:
-    """The outermost layers inside a module whose result it returns, alone or as a term of a sum."""
-    inside, taken = set(calls[name]), _entering(calls[name], static)
+    """Return the outermost layers inside a module whose result it returns, alone or as a term of a sum."""
+    inside, entering = set(calls[name]), _entering(calls[name], static)
     terms = [node for node in calls[name] if not inside.issuperset(node.users) and node not in static]
     if len(terms) != 1:
         return []
@@ -42,10 +44,10 @@ def _layers_of(name: str, calls: Mapping[str, list[fx.Node]], owned: Leaves, sta
     own = {leaf for fqn, leaf in owned.get(name, {}).items() if fqn.rpartition(".")[0] == name}
     for term in terms:
         operands = edit.operands(term)
-        if not taken.isdisjoint(operands) and any(_is_made_of(operand, own, static) for operand in operands):
+        if not entering.isdisjoint(operands) and any(_is_made_of(operand, own, static) for operand in operands):
             return []
         for path in edit.module_paths(term):
-            if path.startswith(f"{name}.") and owned.get(path) and _entering(calls[path], static) == taken:
+            if path.startswith(f"{name}.") and owned.get(path) and _entering(calls[path], static) == entering:
                 layers[path] = None
         rule = rule_of(term)
         if term.target is aten.add.Tensor or (rule is not None and rule.relayout):
@@ -54,7 +56,7 @@ def _layers_of(name: str, calls: Mapping[str, list[fx.Node]], owned: Leaves, sta
 
 
 def _entering(calls: Iterable[fx.Node], static: Set[fx.Node]) -> set[fx.Node]:
-    """The activations that a module's ops take from outside."""
+    """Return the activations that a module's ops take from outside."""
     calls = set(calls)
     return {value for node in calls for value in edit.operands(node)} - calls - static
 

@@ -1,4 +1,4 @@
-"""Turn the plan's words about layers into placements on leaves and values of this graph."""
+"""Resolution of a plan to placements on leaves and values of a graph."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def apply_plan(
               pin_2: R = pin(pin_1)                   asked by the boundary
               return pin_2
 
-    A style names features, so which weight dim it cuts is read off the rule of the op that uses the weight. Where the
-    plan leaves the rest to the search, what it says of leaves is `kept`, and most of it no seed.
+    A style names features, so the weight dim that it shards is read off the rule of the op that uses the weight. If the
+    plan leaves the rest to the search, most of its requests for leaves become `kept` instead of seeds.
 
     Raises:
         PlanError: an entry matches nothing, or its style does not fit the layer.
@@ -55,12 +55,12 @@ def apply_plan(
     planned = CanonicalProgram(program.source, graph)
     leaves = {fqn: node for node, fqn in planned.leaves()}
     static = computed_from_leaves(graph, set(leaves.values()))
-    written = {name for _, name in planned.mutations()}
-    constant = computed_from_leaves(graph, {node for fqn, node in leaves.items() if fqn not in written})
+    mutated = {name for _, name in planned.mutations()}
+    constant = computed_from_leaves(graph, {node for fqn, node in leaves.items() if fqn not in mutated})
     owned: dict[str, dict[str, fx.Node]] = {}
     weights: dict[str, dict[str, fx.Node]] = {}
     for fqn, node in leaves.items():
-        for layer in {layer_of(fqn), fqn.rpartition(".")[0]}:  # "up.base_layer.weight" is of "up" and "up.base_layer"
+        for layer in {layer_of(fqn), fqn.rpartition(".")[0]}:  # "up.base_layer.weight": both "up" and "up.base_layer"
             owned.setdefault(layer, {})[fqn] = node
         for name in {fqn, weight_of(fqn)}:
             weights.setdefault(name, {})[fqn] = node
@@ -70,18 +70,22 @@ def apply_plan(
     unseeded: dict[str, str] = {}
     cutting = [name for name, entry in assigned.items() if entry.style.cut or entry.style.whole]
     wrapped = find_wrapped(graph, cutting, owned, static)
-    named: dict[str, str] = {}  # leaf -> the layer whose entry has placed it
+    named: dict[str, str] = {}  # leaf -> the layer whose entry placed it
     for name in sorted(assigned, key=lambda n: n.count(".")):  # inner names override outer ones
         weight, style = weights.get(name, {}), assigned[name].style
         own = owned.get(wrapped.get(name, name), {})
-        made = find_seeds(name, assigned[name], leaves, weight, own, aliases, constant, mesh)
+        found_seeds = find_seeds(name, assigned[name], leaves, weight, own, aliases, constant, mesh)
         if plan.searches and style.whole and not weight:
-            made = {leaf: replace(seed, loose=True) for leaf, seed in made.items()}  # what follows the layer's weight
-        for shared in () if weight else seeds.keys() & made.keys():
+            found_seeds = {
+                leaf: replace(seed, loose=True) for leaf, seed in found_seeds.items()
+            }  # follow the layer's weight
+        for shared in () if weight else seeds.keys() & found_seeds.keys():
             if not name.startswith(f"{named[shared]}."):
-                _refuse_two(seeds[shared], made[shared], next(f for f, node in leaves.items() if node.name == shared))
-        seeds.update(made)
-        named.update(dict.fromkeys(made, name))
+                _refuse_two(
+                    seeds[shared], found_seeds[shared], next(f for f, node in leaves.items() if node.name == shared)
+                )
+        seeds.update(found_seeds)
+        named.update(dict.fromkeys(found_seeds, name))
         if style.cut and not weight:
             unseeded.update(dict.fromkeys((node.name for node in own.values()), assigned[name].where))
         _pin_module(graph, name, assigned[name], static, mesh)
@@ -91,16 +95,17 @@ def apply_plan(
     _pin_outputs(planned, mesh, outputs)
     names = set(program.source.graph_signature.parameters)
     parameters = {fqn: node for fqn, node in leaves.items() if fqn in names}
-    said = {name for name, entry in assigned.items() if entry.style.places}
-    notes = (*(Note("plan", text) for text in plan.notes), *_untouched(parameters, said, seeds))
+    placing = {name for name, entry in assigned.items() if entry.style.places}
+    notes = (*(Note("plan", text) for text in plan.notes), *_untouched(parameters, placing, seeds))
     unseeded = {name: where for name, where in unseeded.items() if name not in seeds}
     applied = PlannedProgram(program.source, graph, mesh, seeds, shardings, notes, unseeded)
-    return _left_to_search(applied) if plan.searches else applied
+    return _leave_to_search(applied) if plan.searches else applied
 
 
-def _left_to_search(program: PlannedProgram) -> PlannedProgram:
-    """What the plan says of leaves over the axis that the search cuts only narrows the search, so that it finds what it
-    would have found without a word where that says the same.
+def _leave_to_search(program: PlannedProgram) -> PlannedProgram:
+    """Turn seeds over the axis that the search decides into `kept`, which only narrows the search.
+
+    The search then finds what it would find without these entries if they agree with its choice.
     """
     axes = {program.mesh.model_axis}
     kept = {
@@ -114,7 +119,10 @@ def _left_to_search(program: PlannedProgram) -> PlannedProgram:
 
 
 def names_of(program: CanonicalProgram, *, used: bool = False) -> list[str]:
-    """What a plan may name: leaves, and the modules that have them or made an op. `used`: only leaves that ops take."""
+    """Return the names that a plan may use: leaves, and the modules that hold them or ran an op.
+
+    `used`: only leaves that ops take.
+    """
     leaves = [fqn for node, fqn in program.leaves() if node.users or not used]
     names = dict.fromkeys((*leaves, *map(weight_of, leaves)))
     for fqn in leaves:
@@ -127,18 +135,18 @@ def names_of(program: CanonicalProgram, *, used: bool = False) -> list[str]:
 
 
 def _over_axes(spec: PlacementSpec, mesh: Mesh) -> Mapping[str, Placement]:
-    """A placement that names no axis is over the one that splits layers."""
+    """Return placements by axis; one without an axis is over the axis that shards layers."""
     return spec if isinstance(spec, Mapping) else {mesh.model_axis: spec}
 
 
 def _pin(value: fx.Node, seed: Seed, before: fx.Node, owner: fx.Node) -> fx.Node:
-    """A pin in the module of `owner`, so that a layer's output pin stays outside of the layer that takes the output."""
-    made = edit.insert_before(before, pin, (value,), "pin")
-    made.meta.clear()
-    edit.inherit_meta(made, owner)
-    made.meta["val"] = value.meta["val"]
-    made.meta[PIN] = seed
-    return made
+    """Insert a pin in the module of `owner`: a layer's output pin stays outside the layer that takes the output."""
+    node = edit.insert_before(before, pin, (value,), "pin")
+    node.meta.clear()
+    edit.inherit_meta(node, owner)
+    node.meta["val"] = value.meta["val"]
+    node.meta[PIN] = seed
+    return node
 
 
 def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Node], mesh: Mesh) -> None:
@@ -166,13 +174,13 @@ def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Nod
             users = [u for u in value.users if (u in members) == (what == "input")]
             before = min(users)
             seed = Seed(sharding, entry.where, () if len(mesh.axes) == 1 else tuple(spec))
-            made = _pin(value, seed, before, owner=before if what == "input" else value)
+            pinned = _pin(value, seed, before, owner=before if what == "input" else value)
             for user in users:
-                user.replace_input_with(value, made)
+                user.replace_input_with(value, pinned)
 
 
 def _aliases(program: CanonicalProgram) -> dict[str, list[fx.Node]]:
-    """Placeholder name -> all placeholders of the same tensor: exporters let one of them serve every use."""
+    """Map a placeholder name to all placeholders of the same tensor: exporters let one of them serve every use."""
     first_of = tied(program)
     groups: dict[str, list[fx.Node]] = {}
     for node, _ in program.leaves():
@@ -181,12 +189,12 @@ def _aliases(program: CanonicalProgram) -> dict[str, list[fx.Node]]:
 
 
 def _tie(seeds: dict[str, Seed], program: CanonicalProgram) -> None:
-    """Tied leaves stay tied: a seed on one is a seed on all."""
+    """Copy a seed on one tied leaf to all leaves of that tensor."""
     names = {node.name: fqn for node, fqn in program.leaves()}
     first_of = tied(program)
-    chosen: dict[str, tuple[str, Seed]] = {}
+    seed_of: dict[str, tuple[str, Seed]] = {}
     for name, seed in seeds.items():
-        other, previous = chosen.setdefault(first_of[name], (name, seed))
+        other, previous = seed_of.setdefault(first_of[name], (name, seed))
         if previous.sharding != seed.sharding:
             raise PlanError(
                 f"'{names[other]}' and '{names[name]}' are one tied tensor, but the plan places them differently",
@@ -194,8 +202,8 @@ def _tie(seeds: dict[str, Seed], program: CanonicalProgram) -> None:
                 asked_by=f"{previous.asked_by} and {seed.asked_by}",
             )
     for name, first in first_of.items():
-        if first in chosen:
-            seeds.setdefault(name, chosen[first][1])
+        if first in seed_of:
+            seeds.setdefault(name, seed_of[first][1])
 
 
 def _refuse_two(first: Seed, second: Seed, fqn: str) -> None:
@@ -224,7 +232,7 @@ def _boundary(given: Boundary, names: Sequence[str], what: str) -> dict[str, Pla
 
 
 def _sharding(spec: PlacementSpec, mesh: Mesh, value: torch.Tensor, what: str, asked_by: str) -> Sharding:
-    """Placements for a value of the graph."""
+    """Return the sharding of a graph value with these placements."""
     sharding = fitted(Sharding.of(spec, mesh, value.ndim, what, asked_by), value.shape, mesh, what, asked_by)
     if sharding.partial and not (value.is_floating_point() or value.is_complex()):
         raise ShardingError(
@@ -254,26 +262,26 @@ def _pin_outputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> None
     user = [i for i, s in enumerate(specs) if s.kind is OutputKind.USER_OUTPUT and edit.is_tensor(values[i])]
     first = len(values) - len(program.output_names())  # values written back come first
     names = [program.output_names()[i - first] for i in user]
-    wanted = _boundary(given, names, "output")
+    requested = _boundary(given, names, "output")
     for position, name in zip(user, names, strict=True):
         value = values[position]
-        asked_by = "outputs=" if name in wanted else "outputs are R unless outputs= says otherwise"
+        asked_by = "outputs=" if name in requested else "outputs are R unless outputs= says otherwise"
         sharding = Sharding.replicated(value.meta["val"].ndim)
-        if name in wanted:
-            said = option("--output", "outputs=")
-            sharding = _sharding(wanted[name], mesh, value.meta["val"], f"output '{name}'", said)
+        if name in requested:
+            source = option("--output", "outputs=")
+            sharding = _sharding(requested[name], mesh, value.meta["val"], f"output '{name}'", source)
         values[position] = _pin(value, Seed(sharding, asked_by), output, owner=value)
     output.args = (tuple(values),)
 
 
-def _untouched(leaves: Mapping[str, fx.Node], said: Set[str], seeds: Mapping[str, Seed]) -> tuple[Note, ...]:
-    """Layers with weights of two or more dims that no entry touches, not as a tied name either; `*` for repeated."""
-    folded: dict[str, int] = {}
+def _untouched(leaves: Mapping[str, fx.Node], placing: Set[str], seeds: Mapping[str, Seed]) -> tuple[Note, ...]:
+    """Note layers with weights of two or more dims that no entry touches, not even under a tied name."""
+    counts: dict[str, int] = {}
     for fqn, node in leaves.items():
         owner = fqn.rpartition(".")[0]
         parts = owner.split(".")
         around = {".".join(parts[: i + 1]) for i in range(len(parts))} | {fqn}
-        if node.meta["val"].ndim >= 2 and node.name not in seeds and not around & said:
+        if node.meta["val"].ndim >= 2 and node.name not in seeds and not around & placing:
             key = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", owner)
-            folded[key] = folded.get(key, 0) + 1
-    return tuple(Note("untouched", f"{key} x {n}" if n > 1 else key) for key, n in folded.items())
+            counts[key] = counts.get(key, 0) + 1
+    return tuple(Note("untouched", f"{key} x {n}" if n > 1 else key) for key, n in counts.items())

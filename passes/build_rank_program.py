@@ -1,4 +1,4 @@
-"""Graph, signature and state of one rank become an ordinary exported program."""
+"""Assembly of one rank's graph, signature and state into an ordinary exported program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ Built = dict[Any, ExportedProgram]
 
 
 def build_rank_program(
-    program: ShardedProgram, built: Built, finish: Callable[[ExportedProgram], ExportedProgram] = lambda made: made
+    program: ShardedProgram,
+    built: Built,
+    finish: Callable[[ExportedProgram], ExportedProgram] = lambda rank_program: rank_program,
 ) -> ExportedProgram:
     """Put the rank's graph and state behind the original calling convention.
 
@@ -35,19 +37,19 @@ def build_rank_program(
               (origin, sharding, reason, reshard) as plain data in meta["custom"], which torch.export.save keeps.
               The numbers of the rank are one more constant, which `rank_number` nodes read.
 
-    Ranks that run one graph differ in their state: `built` keeps what was made for the first of them, with the passes
-    after this one (`finish`).
+    Ranks that run one graph differ in their state: `built` caches the program of the first of them, after the passes
+    that follow this one (`finish`).
     """
-    if any(node.op == "get_attr" for node in program.graph.nodes):  # bodies of control flow are each rank's own
+    if any(node.op == "get_attr" for node in program.graph.nodes):  # each rank has its own bodies of control flow
         return finish(_build(program))
     if program.graph not in built:
         built[program.graph] = finish(_build(program))
     first = built[program.graph]
     signature = copy_signature(first.graph_signature)
     constants, state = (_of_kind(signature, program, constant=constant) for constant in (True, False))
-    made = rebuilt(first, edit.copy_graph(first.graph), signature, {**first.constants, **constants}, state)
-    made.example_inputs = _local_examples(program)
-    return made
+    rank_program = rebuilt(first, edit.copy_graph(first.graph), signature, {**first.constants, **constants}, state)
+    rank_program.example_inputs = _local_examples(program)
+    return rank_program
 
 
 def _build(program: ShardedProgram) -> ExportedProgram:
@@ -65,20 +67,20 @@ def _build(program: ShardedProgram) -> ExportedProgram:
     write_claims(graph, program.mesh)
     for node in graph.nodes:
         _plain(node)
-    symbols = symbols_of(node.meta.get("val") for node in graph.nodes)  # torch leaves some that nothing uses
+    symbols = symbols_of(node.meta.get("val") for node in graph.nodes)  # torch leaves some unused symbols
     mode = fake_mode_of(graph)
     ranges = {s: source.range_constraints[s] if s in source.range_constraints else size_range(mode, s) for s in symbols}
-    # Not what no input takes: torch keeps a tied weight, or a tensor that layers share, under all its names.
+    # Leave out tensors that no input takes: torch keeps a tied or shared tensor under all its names.
     constants, state = (_of_kind(signature, program, constant=constant) for constant in (True, False))
     sizes = {s: ranges[s] for s in sorted(symbols, key=str)}
-    made = rebuilt(source, graph, signature, constants, state, sizes)
-    made.example_inputs = _local_examples(program)
-    check_built(made)
-    return made
+    rank_program = rebuilt(source, graph, signature, constants, state, sizes)
+    rank_program.example_inputs = _local_examples(program)
+    check_built(rank_program)
+    return rank_program
 
 
 def _read_numbers(graph: fx.Graph, signature: ExportGraphSignature, row: torch.Tensor, name: str) -> None:
-    """Put the numbers of the rank behind the weights, and a look-up in the place of every `rank_number`."""
+    """Insert the rank numbers after the weights, and a look-up for every `rank_number`."""
     mode = fake_mode_of(graph)
     node = add_constant(graph, signature, name, row)
     if not (readers := numbers_read(graph)):
@@ -95,7 +97,7 @@ def _read_numbers(graph: fx.Graph, signature: ExportGraphSignature, row: torch.T
 
 
 def _plain(node: fx.Node) -> None:
-    """Leave out what was decided about a node, and what differs from process to process."""
+    """Remove decisions about a node, and details that differ between processes."""
     # torch's from_node holds memory addresses
     for name in (MARK, ORIGIN, RESHARD, PIN, GLOBAL, CALL, BODY, KEY, "from_node"):
         node.meta.pop(name, None)
@@ -107,20 +109,20 @@ def _of_kind(signature: ExportGraphSignature, program: ShardedProgram, constant:
     out = {}
     for spec in signature.input_specs:
         if spec.target is not None and spec.target in program.local_state:
-            lifted = spec.kind is InputKind.CONSTANT_TENSOR or spec.persistent is False
-            if lifted == constant:
+            is_constant = spec.kind is InputKind.CONSTANT_TENSOR or spec.persistent is False
+            if is_constant == constant:
                 out[spec.target] = program.local_state[spec.target]
     return out
 
 
 def _local_examples(program: ShardedProgram) -> Any:
-    """The rank's part of the example inputs of the export; none where it has no even part of a dynamic dim."""
+    """Return the rank's part of the export's example inputs; None if a dynamic dim has no even parts there."""
     examples = program.source.example_inputs
-    placed = [(node.meta["val"], node.meta[MARK].shardings[0]) for node in program.user_inputs()]
-    if examples is None or all(sharding.is_replicated for _, sharding in placed):
+    inputs = [(node.meta["val"], node.meta[MARK].shardings[0]) for node in program.user_inputs()]
+    if examples is None or all(sharding.is_replicated for _, sharding in inputs):
         return examples
     flat, spec = tree_flatten(examples)
-    feed = iter(placed)
+    feed = iter(inputs)
     own = []
     for value in flat:
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Bring an exported program into the form that the rules read."""
+"""Canonical form of exported programs, which the rules can read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_ne
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.rules.registry import ops_with_rules
 
-# How torch says that a tensor which is no buffer is written to.
+# torch's message for a write to a tensor that is no buffer
 NO_BUFFER = "is mutated in the forward method|expected compiled_fn to be GraphModule"
 
 
@@ -44,26 +44,26 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
 
     Raises:
         ProgramError: no exported program, its state does not fit its graph, or decomposition fails.
-        UnsupportedError: what `frontend.refused` lists: sparse and quantised tensors, ...
+        UnsupportedError: sparse and quantised tensors, and other cases listed in `frontend.refused`.
     """
     refuse_values(exported_program)
     refuse_dynamic_gaps(exported_program)
     try:
-        source = _decomposed(exported_program)
+        source = _decompose(exported_program)
     except Exception as error:
-        said = reason(error)
+        message = reason(error)
         help = "check that it runs: exported_program.run_decompositions() fails in the same way"
-        if re.search(NO_BUFFER, said):
+        if re.search(NO_BUFFER, message):
             help = (
                 "register what forward changes as buffers, each in memory of its own, the counters of a StaticCache "
                 "too: docs/hugging-face.md has a module that does"
             )
-        raise ProgramError(f"the program cannot be made functional: {said}", help=help) from error
+        raise ProgramError(f"the program cannot be made functional: {message}", help=help) from error
     graph = edit.copy_graph(source.graph)
     read_bodies(graph, source.graph_module)
     for node in edit.calls(graph):
         if node.target is aten._assert_tensor_metadata.default:
-            edit.erase(node)  # it states sizes that no shard has
+            edit.erase(node)  # it asserts sizes that no shard has
     with no_new_guards(graph):
         _join_extrema(graph)
         _draw_whole(graph)
@@ -73,12 +73,12 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
     remove_unused(graph)
     refuse_calls(source, graph)
     for node in graph.nodes:
-        node.meta.pop("custom", None)  # annotations of the exporter; claims take their place
+        node.meta.pop("custom", None)  # the exporter's annotations; claims take their place
     return CanonicalProgram(source, graph)
 
 
-def _decomposed(program: ExportedProgram) -> ExportedProgram:
-    """In core ATen ops, but for those that have a rule, or where torch's own would draw other numbers than the op."""
+def _decompose(program: ExportedProgram) -> ExportedProgram:
+    """Decompose to core ATen ops, except ops with a rule, and ops whose decomposition would draw other numbers."""
     recurrent = {
         node.target
         for node in edit.calls(program.graph)
@@ -89,18 +89,18 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
         aten.linalg_vector_norm.default: _norm,
         **AS_DRAWN,
     }
-    kept = {*ops_with_rules(), aten.bernoulli.default} | recurrent
+    whole_ops = {*ops_with_rules(), aten.bernoulli.default} | recurrent
     program = spell_out(program)
     try:
-        with decomposing(program, kept - own.keys(), own) as tables:
-            made = decompose_calls(program, *tables)
+        with decomposing(program, whole_ops - own.keys(), own) as tables:
+            functional = decompose_calls(program, *tables)
     except NotSimple:
-        made = decomposed(program, kept - own.keys(), own, find_hidden_views(program))
-    return keep_old_values(made)
+        functional = decomposed(program, whole_ops - own.keys(), own, find_hidden_views(program))
+    return keep_old_values(functional)
 
 
 def _drops(node: fx.Node) -> bool:
-    """True if a recurrent layer zeroes something between its layers, which torch's decomposition leaves out."""
+    """Return True if a recurrent layer has dropout between its layers, which torch's decomposition omits."""
     args = edit.bound(node)
     return bool(args["dropout"] and args["train"] and args["num_layers"] > 1)
 
@@ -108,16 +108,16 @@ def _drops(node: fx.Node) -> bool:
 def _norm(
     x: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """The euclidean norm as the root of a sum, of which ranks can hold shares; narrow floats are summed in float32."""
-    made = dtype or x.dtype
-    if ord != 2 or made.is_complex or x.is_complex():
+    """Compute the euclidean norm as the root of a sum, which ranks can share; narrow floats are summed in float32."""
+    result_dtype = dtype or x.dtype
+    if ord != 2 or result_dtype.is_complex or x.is_complex():
         return NotImplemented
-    wide = x.to(torch.promote_types(made, torch.float32))
-    return (wide * wide).sum(list(range(x.ndim)) if dim is None else dim, keepdim).sqrt().to(made)
+    wide = x.to(torch.promote_types(result_dtype, torch.float32))
+    return (wide * wide).sum(list(range(x.ndim)) if dim is None else dim, keepdim).sqrt().to(result_dtype)
 
 
 def _attention(q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, *rest: Any, **named: Any) -> Any:
-    """With dropout, attention as the CPU computes it, which draws a mask over queries and keys; else it stays whole."""
+    """Compute attention with dropout as the CPU does, with a drawn mask over queries and keys; else keep it whole."""
     if not dropout:
         return NotImplemented
     math = aten._scaled_dot_product_attention_math.default
@@ -127,29 +127,29 @@ def _attention(q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, *
 
 
 def _join_extrema(graph: fx.Graph) -> None:
-    """The least and the greatest of the same numbers, as quantisers ask for both: of ranks, one collective has them."""
+    """Join the least and the greatest of the same numbers, as quantisers need, so that one collective serves both."""
     for least in edit.calls(graph):
         if least.target is not aten.amin.default or not least.meta["val"].is_floating_point():
             continue
-        (value,), asked = edit.operands(least), edit.bound(least)
-        same = (u for u in value.users if u.target is aten.amax.default and {**edit.bound(u)} == asked)
+        (value,), arguments = edit.operands(least), edit.bound(least)
+        same = (u for u in value.users if u.target is aten.amax.default and {**edit.bound(u)} == arguments)
         greatest = next(same, None)
-        if greatest is None or len(asked["dim"]) != 1:
+        if greatest is None or len(arguments["dim"]) != 1:
             continue
         both = edit.insert_before(min(least, greatest), aten.aminmax.default, (value,), "aminmax")
-        both.kwargs = {"dim": asked["dim"][0], "keepdim": asked["keepdim"]}
+        both.kwargs = {"dim": arguments["dim"][0], "keepdim": arguments["keepdim"]}
         both.meta["val"] = (least.meta["val"], greatest.meta["val"])
         for part, node in enumerate((least, greatest)):
-            made = edit.insert_before(node, operator.getitem, (both, part), node.name)
-            made.meta["val"] = node.meta["val"]
-            edit.replace_uses(node, made)
+            part_of_both = edit.insert_before(node, operator.getitem, (both, part), node.name)
+            part_of_both.meta["val"] = node.meta["val"]
+            edit.replace_uses(node, part_of_both)
             edit.erase(node)
 
 
 def _draw_whole(graph: fx.Graph) -> None:
-    """Let ops that draw for a shape draw for that of the whole value: all ranks draw the same, in the same order.
+    """Let ops that draw for a shape draw for the whole value: all ranks draw the same, in the same order.
 
-    The result is replicated, and to cut it is a local slice. Dropout becomes a product with what it makes of ones.
+    The result is replicated, and sharding it is a local slice. Dropout becomes a product with dropout applied to ones.
     """
     for node in edit.calls(graph):
         if not draws(node):
@@ -165,12 +165,12 @@ def _draw_whole(graph: fx.Graph) -> None:
         elif draws_for_a_shape(node):
             ones = _ones(node, edit.operands(node)[0], node.meta["val"])
             edit.replace_operand(node, 0, ones)
-            with fake_mode_of(graph):  # a slice that is drawn into has gaps, and what is drawn for it has none
+            with fake_mode_of(graph):  # a slice that is drawn into has gaps, and the drawn value has none
                 node.meta["val"] = torch.empty_like(ones.meta["val"], dtype=node.meta["val"].dtype)
 
 
 def _ones(node: fx.Node, like: fx.Node, layout: torch.Tensor) -> fx.Node:
-    """Ones with the shape and dtype of `like`, in memory as `layout` is: numbers are drawn in that order."""
+    """Return ones with the shape and dtype of `like` and the memory order of `layout`, in which numbers are drawn."""
     value = like.meta["val"]
     order = memory_order(layout)
     sizes = [_size(node, like, dim) for dim in order]
@@ -182,22 +182,22 @@ def _ones(node: fx.Node, like: fx.Node, layout: torch.Tensor) -> fx.Node:
     if order == sorted(order):
         return ones
     back = [order.index(dim) for dim in range(value.ndim)]
-    made = edit.insert_before(node, aten.permute.default, (ones, back), "ones_as_they_lie")
-    made.meta["val"] = ones.meta["val"].permute(back)
-    return made
+    permuted = edit.insert_before(node, aten.permute.default, (ones, back), "ones_as_they_lie")
+    permuted.meta["val"] = ones.meta["val"].permute(back)
+    return permuted
 
 
 def _size(node: fx.Node, value: fx.Node, dim: int) -> int | fx.Node:
     size = value.meta["val"].shape[dim]
     if isinstance(size, int):
         return size
-    made = edit.insert_before(node, aten.sym_size.int, (value, dim), "size")
-    made.meta["val"] = size
-    return made
+    size_node = edit.insert_before(node, aten.sym_size.int, (value, dim), "size")
+    size_node.meta["val"] = size
+    return size_node
 
 
 def _slice_by_constants(program: CanonicalProgram) -> None:
-    """A look-up of consecutive rows that are written in the model is a slice: a rule sees which rows those are."""
+    """Replace a look-up of consecutive constant rows by a slice, whose rows a rule can see."""
     names = {node: spec.target for node, spec in program.inputs() if spec.kind is InputKind.CONSTANT_TENSOR}
     for node in edit.calls(program.graph):
         if node.target is not aten.index.Tensor:
@@ -209,12 +209,12 @@ def _slice_by_constants(program: CanonicalProgram) -> None:
         size = value.meta["val"].shape[dim]
         if others or rows not in names or not isinstance(size, int) or not is_contiguous(node.meta["val"]):
             continue
-        chosen = program.state(str(names[rows]))
-        if isinstance(chosen, FakeTensor) or chosen.ndim != 1 or not chosen.numel():
+        positions = program.state(str(names[rows]))
+        if isinstance(positions, FakeTensor) or positions.ndim != 1 or not positions.numel():
             continue
-        if chosen.is_floating_point() or chosen.dtype == torch.bool:
+        if positions.is_floating_point() or positions.dtype == torch.bool:
             continue
-        first, *rest = [row + size if row < 0 else row for row in chosen.tolist()]
+        first, *rest = [row + size if row < 0 else row for row in positions.tolist()]
         if first >= 0 and first + len(rest) < size and rest == list(range(first + 1, first + 1 + len(rest))):
             part = edit.insert_before(node, aten.slice.Tensor, (value, dim, first, first + 1 + len(rest)), "rows")
             with fake_mode_of(program.graph):
@@ -224,32 +224,36 @@ def _slice_by_constants(program: CanonicalProgram) -> None:
 
 
 def _count_by_dims(graph: fx.Graph) -> None:
-    """How many elements there are is the product of the sizes: a rank that holds a share can read each of these."""
+    """Replace the number of elements by the product of the sizes, which a rank with a share can read."""
     for node in edit.calls(graph):
         if node.target is not aten.sym_numel.default:
             continue
         (value,) = edit.operands(node)
         shape = value.meta["val"].shape
-        made: Any = math.prod(size for size in shape if isinstance(size, int))
+        product: Any = math.prod(size for size in shape if isinstance(size, int))
         for dim, size in enumerate(shape):
             if not isinstance(size, int):
-                read = edit.insert_before(node, aten.sym_size.int, (value, dim), "size")
-                read.meta["val"] = size
-                count = size * (made.meta["val"] if isinstance(made, fx.Node) else made)
-                made = edit.insert_before(node, operator.mul, (read, made), "numel")
-                made.meta["val"] = count
-        edit.replace_uses(node, made)
+                factor = edit.insert_before(node, aten.sym_size.int, (value, dim), "size")
+                factor.meta["val"] = size
+                count = size * (product.meta["val"] if isinstance(product, fx.Node) else product)
+                product = edit.insert_before(node, operator.mul, (factor, product), "numel")
+                product.meta["val"] = count
+        edit.replace_uses(node, product)
         edit.erase(node)
 
 
 def _write_inferred_sizes(graph: fx.Graph) -> None:
-    """Write the number that a reshape infers beside dynamic sizes: torch need not find it again in a program read from
-    a file, such as 4 for (4 * n) // n where n is the least of two sizes.
+    """Replace -1 in a reshape with dynamic sizes by the inferred number.
+
+    torch may fail to infer it again in a program read from a file, such as 4 for (4 * n) // n with n the least of two
+    sizes.
     """
     for node in edit.calls(graph):
         if node.target not in (aten.view.default, aten._unsafe_view.default, aten.view_copy.default):
             continue
-        sizes, made = edit.bound(node)["size"], node.meta["val"].shape
+        sizes, inferred = edit.bound(node)["size"], node.meta["val"].shape
         if any(isinstance(size, fx.Node) for size in sizes):
-            known = [new if old == -1 and isinstance(new, int) else old for old, new in zip(sizes, made, strict=True)]
-            edit.set_argument(node, "size", known)
+            explicit = [
+                new if old == -1 and isinstance(new, int) else old for old, new in zip(sizes, inferred, strict=True)
+            ]
+            edit.set_argument(node, "size", explicit)

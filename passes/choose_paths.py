@@ -11,12 +11,12 @@ from tpcompiler.ir.program import RESHARD, Reshard, ReshardedProgram, reshard
 
 
 def choose_paths(program: ReshardedProgram, machine: Machine) -> ReshardedProgram:
-    """Put on every `reshard` what its value is on the way, by the steps that take least time on a machine.
+    """Store on every `reshard` the intermediate shardings of the fastest path on a machine.
 
     Before    reshard: [R, R] = reshard(y)          y: [S(0), P(sum)]
     After     the same, via [S(0), S(0)]            reduce_scatter over tp, all_gather over dp and tp
 
-    These are the steps by which the search has priced the change. From here on no pass knows a machine.
+    The search priced the change by these steps. From here on no pass knows a machine.
     """
     graph = edit.copy_graph(program.graph)
     for node in edit.calls(graph):

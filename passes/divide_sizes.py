@@ -1,4 +1,4 @@
-"""Dynamic dims that are cut get sizes that the mesh divides."""
+"""Dynamic sizes that the mesh divides, for dims that are sharded."""
 
 from __future__ import annotations
 
@@ -30,27 +30,29 @@ from tpcompiler.passes._turns import STEPS, dealt_out
 
 
 def divide_sizes(program: PlannedProgram, device_type: str = "cpu") -> PlannedProgram:
-    """Let the size of a dynamic dim that an input, an output or a pin cuts be a multiple of the degree.
+    """Make the size of a dynamic dim that an input, an output or a pin shards a multiple of the degree.
 
-    Before    x: f32[s0, 8]                         inputs: x: S(0), by 2 ranks
+        Before    x: f32[s0, 8]                         inputs: x: S(0), by 2 ranks
     After     x: f32[2*s1, 8]                       s1 is what each rank holds; s0 is gone from the program
 
-    All values get new sizes in a shape environment of their own: the user's program keeps its own. Sizes that no cut
-    needs keep their symbols. Each new restriction of an input is a note.
+    All values get new sizes in a separate shape environment: the user's program keeps its own. Sizes that no cut
+    constrains keep their symbols. Each new restriction of an input is a note.
 
     Raises:
-        UnsupportedError: a size that no multiple of one symbol is, such as s0 + 1, one that depends on data, or a range
-            without two multiples of the degree.
+        UnsupportedError: a size that is no multiple of one symbol, such as s0 + 1, a size that depends on data, or a
+            range without two multiples of the degree.
     """
     parts: dict[Any, int] = {}
     ranges = program.source.range_constraints
-    given = symbols_of(node.meta["val"] for node in program.user_inputs())  # others depend on data: nobody chooses them
+    chosen_by_user = symbols_of(
+        node.meta["val"] for node in program.user_inputs()
+    )  # nobody chooses sizes that depend on data
     for what, value, dim, degree, asked_by in _divided(program, device_type):
         size = value.shape[dim]
         if isinstance(size, int) or sym_quotient(size, degree) is not None:
             continue
         multiple = sym_multiple(size)
-        if multiple is None or multiple[0] not in given:
+        if multiple is None or multiple[0] not in chosen_by_user:
             raise UnsupportedError(
                 f"cannot shard {what} on dim {dim}: its size {size} is dynamic and need not be a multiple of {degree}",
                 help=f"export with that dim static or as {degree} * Dim(...), or leave it whole",
@@ -60,10 +62,10 @@ def divide_sizes(program: PlannedProgram, device_type: str = "cpu") -> PlannedPr
         part = parts[symbol] = math.lcm(parts.get(symbol, 1), degree // math.gcd(degree, count))
         least, greatest = divided_range(ranges[symbol], part)
         if least >= greatest:
-            known, found = ranges[symbol], "one" if least == greatest else "none"
+            bounds, count_in_range = ranges[symbol], "one" if least == greatest else "none"
             raise UnsupportedError(
-                f"cannot shard {what} on dim {dim}: its size {size} is dynamic, with {symbol} from {known.lower} "
-                f"to {known.upper}, and {found} of these is a multiple of {part}",
+                f"cannot shard {what} on dim {dim}: its size {size} is dynamic, with {symbol} from {bounds.lower} "
+                f"to {bounds.upper}, and {count_in_range} of these is a multiple of {part}",
                 help="export with that dim static or with a wider range, or leave it whole",
                 asked_by=asked_by,
             )
@@ -74,8 +76,8 @@ def divide_sizes(program: PlannedProgram, device_type: str = "cpu") -> PlannedPr
     for node in graph.nodes:
         _substitute(node, mode, standing)
     change_bodies(graph, lambda node: _substitute(node, mode, standing))
-    made = replace(program, graph=graph)
-    return replace(made, notes=(*program.notes, *_notes(program, made, parts)))
+    divided_program = replace(program, graph=graph)
+    return replace(divided_program, notes=(*program.notes, *_notes(program, divided_program, parts)))
 
 
 def _substitute(node: fx.Node, mode: FakeTensorMode, standing: Mapping[Any, Any]) -> None:
@@ -93,19 +95,19 @@ def _notes(before: PlannedProgram, after: PlannedProgram, parts: Mapping[Any, in
 
 
 def _divided(program: PlannedProgram, device_type: str) -> Iterator[tuple[str, torch.Tensor, int, int, str]]:
-    """What, value, which of its dims is divided by how much, and who asked, of every dim that must be divided."""
+    """Yield (what, value, dim, divisor, asked_by) for every dim that must be divided."""
     for what, value, sharding, asked_by in _placed(program):
         for dim, cut in enumerate(sharding.dims):
             if cut.axes:
                 yield what, value, dim, program.mesh.size(cut.axes), asked_by
     for node in edit.calls(program.graph):
-        if (asked := node.meta.get(IN_TURNS)) is not None:
-            for _, operand, parts in dealt_out(node, asked.axis, program.mesh, device_type):
-                yield f"'{operand.name}'", operand.meta["val"], STEPS, parts, asked.asked_by
+        if (turns := node.meta.get(IN_TURNS)) is not None:
+            for _, operand, parts in dealt_out(node, turns.axis, program.mesh, device_type):
+                yield f"'{operand.name}'", operand.meta["val"], STEPS, parts, turns.asked_by
 
 
 def _placed(program: PlannedProgram) -> Iterator[tuple[str, torch.Tensor, Sharding, str]]:
-    """What, value, sharding and who asked, of every value whose sharding was asked for."""
+    """Yield (what, value, sharding, asked_by) for every value with a requested sharding."""
     for node in program.graph.nodes:
         if node.name in program.input_shardings:
             asked_by = option("--input", "inputs=")

@@ -1,4 +1,4 @@
-"""Collectives of a finished program become torch's `symm_mem` ops where these fit."""
+"""Replacement of a finished program's collectives by torch's `symm_mem` ops, where these fit."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tpcompiler.ir.symm_mem import (
     insert_call,
 )
 
-# What torch's one-shot kernel takes.
+# Limits of torch's one-shot kernel.
 DTYPES, ALIGNED_BYTES, MOST_RANKS = (torch.float32, torch.bfloat16), 4, 8
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Symmetric memory that the one-shot reductions of a group take, one after the other: a constant of the program."""
+    """Symmetric memory that a group's one-shot reductions use one after the other: a constant of the program."""
 
     name: str
     group: str
@@ -44,9 +44,9 @@ class Buffer:
 
 @dataclass
 class Fit:
-    """What to replace: every collective that it can be, if it is `wanted`.
+    """The collectives to replace: those that are `wanted` and can be replaced.
 
-    `sizes`: of each group. `buffers`: what the one-shot reductions need, found on the way.
+    `sizes`: by group. `buffers`: the buffers that one-shot reductions need, collected on the way.
     """
 
     sizes: Mapping[str, int]
@@ -54,16 +54,16 @@ class Fit:
     buffers: dict[str, Buffer] = field(default_factory=dict)
 
     def buffer_for(self, node: fx.Node) -> Buffer:
-        """The buffer that an all_reduce takes, made large enough."""
+        """Return the buffer that an all_reduce uses, made large enough."""
         value, group = edit.operands(node)[0].meta["val"], str(node.args[-1])
         name = f"_symm_mem_{list(self.sizes).index(group)}_{DTYPES.index(value.dtype)}"  # the same on all ranks
-        known = self.buffers.get(name, Buffer(name, group, value.dtype, 0))
-        self.buffers[name] = replace(known, numel=max(known.numel, value.numel()))
+        buffer = self.buffers.get(name, Buffer(name, group, value.dtype, 0))
+        self.buffers[name] = replace(buffer, numel=max(buffer.numel, value.numel()))
         return self.buffers[name]
 
 
 def fit_collectives(program: ExportedProgram, fit: Fit) -> ExportedProgram:
-    """Replace the collectives that `fit` speaks of by ops over symmetric memory.
+    """Replace the collectives that `fit` selects by ops over symmetric memory.
 
     Before    linear = linear(x, w)
               all_reduce = all_reduce(linear, 'sum', 'tp=2:tp')
@@ -72,27 +72,27 @@ def fit_collectives(program: ExportedProgram, fit: Fit) -> ExportedProgram:
               part = view(slice(symm_mem_0, 0, 0, 64), [4, 16])
               wait_tensor = one_shot_all_reduce_copy(part, linear, 'sum', 'tp=2:tp')
 
-    And linear with reduce_scatter, or all_gather with every linear after it, is one fused op. What runs is the same
-    function; `expand_collectives` makes the first program of the second. The buffers that `fit` is given are constants
-    without values, for they are no memory of a file: `tpcompiler.load` allocates them.
+    A linear with a reduce_scatter, or an all_gather with every linear after it, becomes one fused op. The program
+    computes the same function, and `expand_collectives` restores it. The buffers are constants without values, because
+    no file holds them: `tpcompiler.load` allocates them.
     """
     graph, signature = edit.copy_graph(program.graph), copy_signature(program.graph_signature)
     read_bodies(graph, program.graph_module)
-    placed: dict[str, fx.Node] = {}
-    held: dict[str, torch.Tensor] = {}
+    placeholders: dict[str, fx.Node] = {}
+    zeros: dict[str, torch.Tensor] = {}
 
     def constant(buffer: Buffer) -> fx.Node:
-        if buffer.name not in placed:
-            held[buffer.name] = torch.zeros(buffer.numel, dtype=buffer.dtype)
-            placed[buffer.name] = add_constant(graph, signature, buffer.name, held[buffer.name])
-        return placed[buffer.name]
+        if buffer.name not in placeholders:
+            zeros[buffer.name] = torch.zeros(buffer.numel, dtype=buffer.dtype)
+            placeholders[buffer.name] = add_constant(graph, signature, buffer.name, zeros[buffer.name])
+        return placeholders[buffer.name]
 
     _fit_graph(graph, fit, constant)
-    return rebuilt(program, graph, signature, {**program.constants, **held})
+    return rebuilt(program, graph, signature, {**program.constants, **zeros})
 
 
 def _fit_graph(graph: fx.Graph, fit: Fit, constant: Callable[[Buffer], fx.Node]) -> None:
-    """Replace what fits, in place; `constant` gives the node of a buffer.
+    """Replace collectives that fit, in place; `constant` returns the node of a buffer.
 
     Before    linear = linear(x, w)                                 after a norm of S(1): all_gather, linear
               all_reduce = all_reduce(linear, 'sum', 'tp=2:tp')
@@ -104,23 +104,23 @@ def _fit_graph(graph: fx.Graph, fit: Fit, constant: Callable[[Buffer], fx.Node])
     for node in edit.calls(graph):
         if name := read_claim(node).get("reshard"):
             regions.setdefault(name, []).append(node)
-    reduced = []
+    one_shots = []
     for nodes in regions.values():
         kinds = [node.target for node in nodes]
-        if not (called := [node for node in nodes if edit.is_collective(node)]) or not edit.operands(nodes[0]):
-            continue  # a slice, or what begins with one
+        if not (collectives := [node for node in nodes if edit.is_collective(node)]) or not edit.operands(nodes[0]):
+            continue  # a slice, or a change that begins with one
         (source, *_), value = edit.operands(nodes[0]), edit.outputs(nodes[-1])[0]
         is_static = all(isinstance(size, int) for size in (*source.meta["val"].shape, *value.shape))
-        if not is_static or not all(map(fit.wanted, called)):
+        if not is_static or not all(map(fit.wanted, collectives)):
             continue
         if kinds == [ALL_REDUCE, WAIT] and _fits_one_shot(nodes[0], fit):
-            reduced.append(nodes)
+            one_shots.append(nodes)
             fit.buffer_for(nodes[0])
         elif kinds in _forms(REDUCE_SCATTER, fit.sizes):
             _fit_scatter(source, nodes)
         elif kinds in _forms(ALL_GATHER, fit.sizes):
             _fit_gather(source, nodes)
-    for first, wait in reduced:  # now that the buffers have their sizes
+    for first, wait in one_shots:  # now that the buffers have their sizes
         value = wait.meta["val"]
         part = insert_call(wait, aten.slice.Tensor, (constant(fit.buffer_for(first)), 0, 0, value.numel()))
         room = insert_call(wait, aten.view.default, (part, list(value.shape)))
@@ -128,7 +128,7 @@ def _fit_graph(graph: fx.Graph, fit: Fit, constant: Callable[[Buffer], fx.Node])
 
 
 def _forms(kind: Any, sizes: Mapping[str, int]) -> list[list[Any]]:
-    """The calls of an even change along the first dim, and along another one, as `lower_reshards` makes them."""
+    """Return the calls of even changes along the first dim, and along another dim, as `lower_reshards` writes them."""
     if kind is ALL_GATHER:
         moved = [aten.permute.default, aten.clone.default, aten.view.default]
         return [[kind, WAIT], [aten.unsqueeze.default, kind, WAIT, *moved]]
@@ -150,7 +150,7 @@ def _fits_one_shot(node: fx.Node, fit: Fit) -> bool:
 
 
 def _fit_scatter(source: fx.Node, nodes: list[fx.Node]) -> None:
-    """linear, then reduce_scatter."""
+    """Fuse a linear with the reduce_scatter after it."""
     before, after = source.meta["val"], nodes[-1].meta["val"]
     (collective,) = (node for node in nodes if node.target is REDUCE_SCATTER)
     dim = _changed_dim(before, after)
@@ -161,7 +161,7 @@ def _fit_scatter(source: fx.Node, nodes: list[fx.Node]) -> None:
 
 
 def _fit_gather(source: fx.Node, nodes: list[fx.Node]) -> None:
-    """all_gather, then every linear that takes what is gathered and whose weight is there by then."""
+    """Fuse an all_gather with every linear that takes its result and whose weight exists by then."""
     last, group = nodes[-1], next(node.args[-1] for node in nodes if node.target is ALL_GATHER)
     dim = _changed_dim(last.meta["val"], source.meta["val"])
     if dim is None:
@@ -171,52 +171,52 @@ def _fit_gather(source: fx.Node, nodes: list[fx.Node]) -> None:
     fits = [user for user in fits if order[user.args[1]] < order[last]]
     if not fits:
         return
-    kept = len(fits) < len(last.users)
+    is_also_used = len(fits) < len(last.users)
     turned = [insert_call(last, aten.permute.default, (user.args[1], [1, 0])) for user in fits]
-    value = (last.meta["val"] if kept else None, [user.meta["val"] for user in fits])
-    made = insert_call(last, GATHER_MATMUL, (source, turned, dim, group), {"return_A": kept}, value)
-    made.meta["custom"] = {CLAIM: {"stands_for": [_said(node) for node in (*nodes, *fits)]}}
-    results = insert_call(last, operator.getitem, (made, 1), value=value[1])
+    value = (last.meta["val"] if is_also_used else None, [user.meta["val"] for user in fits])
+    fused = insert_call(last, GATHER_MATMUL, (source, turned, dim, group), {"return_A": is_also_used}, value)
+    fused.meta["custom"] = {CLAIM: {"stands_for": [_record(node) for node in (*nodes, *fits)]}}
+    results = insert_call(last, operator.getitem, (fused, 1), value=value[1])
     for at, user in enumerate(fits):
         _stand_for([user], operator.getitem, (results, at))
-    if kept:
-        _stand_for(nodes, operator.getitem, (made, 0))
+    if is_also_used:
+        _stand_for(nodes, operator.getitem, (fused, 0))
     else:
         for node in reversed(nodes):
             edit.erase(node)
 
 
 def _fits_matmul(node: fx.Node, rows: torch.Tensor) -> bool:
-    """A linear without a bias, for which torch's fused ops have no room."""
+    """Return True for a linear without a bias, which torch's fused ops do not support."""
     return node.target is aten.linear.default and len(node.args) == 2 and rows.ndim > 1
 
 
 def _changed_dim(one: torch.Tensor, other: torch.Tensor) -> int | None:
-    """The dim that a collective works on; not the last one, which a matmul sums over or makes."""
-    found = [dim for dim, sizes in enumerate(zip(one.shape, other.shape, strict=True)) if len(set(sizes)) > 1]
-    return found[0] if len(found) == 1 and found[0] < one.ndim - 1 else None
+    """Return the dim that a collective changes; None for the last one, which a matmul sums over or produces."""
+    changed = [dim for dim, sizes in enumerate(zip(one.shape, other.shape, strict=True)) if len(set(sizes)) > 1]
+    return changed[0] if len(changed) == 1 and changed[0] < one.ndim - 1 else None
 
 
-def _said(node: fx.Node) -> list[Any]:
-    """What `_Written.call` (ir/symm_mem.py) reads: name, claim, and where in the model."""
+def _record(node: fx.Node) -> list[Any]:
+    """Return the record that `ir/symm_mem.py` reads back: name, claim, and position in the model."""
     stack = (node.meta.get("nn_module_stack") or {}).items()
-    named = [[key, path, kind if isinstance(kind, str) else kind.__qualname__] for key, (path, kind) in stack]
-    return [node.name, dict(read_claim(node)), named, node.meta.get("stack_trace", "")]
+    modules = [[key, path, kind if isinstance(kind, str) else kind.__qualname__] for key, (path, kind) in stack]
+    return [node.name, dict(read_claim(node)), modules, node.meta.get("stack_trace", "")]
 
 
 def _stand_for(nodes: Sequence[fx.Node], target: Any, args: tuple[Any, ...]) -> None:
-    """One call in the place of nodes of which others use the last; it has its name, and says what it stands for."""
+    """Replace nodes, only the last of which is used elsewhere, by one call that records what it stands for."""
     last = nodes[-1]
-    made = insert_call(last, target, args, value=last.meta["val"])
+    call = insert_call(last, target, args, value=last.meta["val"])
     if target is not operator.getitem:
-        made.meta["custom"] = {CLAIM: {"stands_for": [_said(node) for node in nodes]}}
-    _take_place(made, last)
+        call.meta["custom"] = {CLAIM: {"stands_for": [_record(node) for node in nodes]}}
+    _take_place(call, last)
     for node in reversed(nodes[:-1]):
         edit.erase(node)
 
 
-def _take_place(made: fx.Node, node: fx.Node) -> None:
-    edit.replace_uses(node, made)
+def _take_place(replacement: fx.Node, node: fx.Node) -> None:
+    edit.replace_uses(node, replacement)
     name = node.name
     edit.erase(node)
-    made.name = name
+    replacement.name = name

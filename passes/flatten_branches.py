@@ -1,4 +1,4 @@
-"""Compute both branches of a `cond` that uses planned weights, and choose between their results."""
+"""Both branches of a `cond` that uses planned weights, with a choice between their results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tpcompiler.rules.unguarded import obstacle
 
 
 def flatten_branches(program: CanonicalProgram, plan: Plan, mesh: Mesh) -> CanonicalProgram:
-    """Move both branches of a cond into the graph where the plan cuts a weight that one of them uses.
+    """Move both branches of a cond into the graph if the plan shards a weight that one of them uses.
 
     Before    c = cond(p, true_graph, false_graph, [x, w])      true_graph: linear(x, w); false_graph: neg(x)
               y = c[0]                                          plan: w: S(0)
@@ -33,42 +33,42 @@ def flatten_branches(program: CanonicalProgram, plan: Plan, mesh: Mesh) -> Canon
               b = neg(x)
               y = where(p, a, b)
 
-    The result is the same for both values of the predicate, NaN and infinities too, and every rank runs the same
-    collectives. It takes the time of both branches, which the report says. So a cond without a planned weight stays as
-    it is, and so does one with a branch that must not run unless it is chosen (`rules/unguarded.py`): one that writes,
-    draws, asserts, or may raise. Loops stay too. `meta[UNCUT]` says why, for the error that then follows.
+    The result is the same for both values of the predicate, including NaN and infinities, and every rank runs the same
+    collectives. It takes the time of both branches, which the report notes. So a cond without a planned weight stays,
+    as does a cond with a branch that must not run unless chosen (`rules/unguarded.py`): one that writes, draws,
+    asserts, or may raise. Loops stay too. `meta[UNCUT]` holds the reason, for a later error.
     """
     calls = [node for node in edit.calls(program.graph) if has_bodies(node)]
     if mesh.world_size == 1 or not calls:
         return program
     graph = edit.copy_graph(program.graph)
-    made, at_door = set[fx.Node](), door_ranges(program, {})
+    inserted, at_door = set[fx.Node](), door_ranges(program, {})
     with no_new_guards(graph):
         assigned = plan.assign(names_of(program))
         leaves = dict(CanonicalProgram(program.source, graph).leaves())
         planned = {node for node, fqn in leaves.items() if _is_cut(fqn, assigned)}
-        waiting = [node for node in edit.calls(graph) if has_bodies(node)]
-        for node in waiting:
+        control_flow = [node for node in edit.calls(graph) if has_bodies(node)]
+        for node in control_flow:
             static = computed_from_leaves(graph, planned)
-            taken = [used for used in edit.operands(node) if used in static]
-            if not taken or not is_cond(node):
+            planned_operands = [used for used in edit.operands(node) if used in static]
+            if not planned_operands or not is_cond(node):
                 continue
             branches = _Branches(node)
             if why := branches.obstacle(at_door):
                 branches.drop()
                 node.meta[UNCUT] = why
             else:
-                largest = max(taken, key=lambda used: used.meta["val"].numel())
-                named = leaves.get(largest, largest.name)
-                branches.choose(f"the plan cuts '{named}'")
-                made.update(branches.nodes)
-                waiting += [inner for inner in branches.nodes if has_bodies(inner)]
-    _name_layers(graph, leaves, made)
+                largest = max(planned_operands, key=lambda used: used.meta["val"].numel())
+                weight_name = leaves.get(largest, largest.name)
+                branches.choose(f"the plan cuts '{weight_name}'")
+                inserted.update(branches.nodes)
+                control_flow += [inner for inner in branches.nodes if has_bodies(inner)]
+    _name_layers(graph, leaves, inserted)
     return CanonicalProgram(program.source, graph)
 
 
 def _is_cut(fqn: str, assigned: dict[str, PlanEntry]) -> bool:
-    """True if an entry cuts the leaf, or the layer that has it."""
+    """Return True if an entry shards the leaf, or its layer."""
     for name in (fqn, weight_of(fqn), fqn.rpartition(".")[0], layer_of(fqn)):
         if name in assigned and assigned[name].style.places:
             spec = assigned[name].style.placement
@@ -78,7 +78,7 @@ def _is_cut(fqn: str, assigned: dict[str, PlanEntry]) -> bool:
 
 
 class _Branches:
-    """Both branches of a cond, before the call; their results are not used yet."""
+    """Both branches of a cond, inserted before the call; their results are not used yet."""
 
     def __init__(self, node: fx.Node) -> None:
         self.node, self.nodes = node, list[fx.Node]()
@@ -95,36 +95,36 @@ class _Branches:
         body: fx.GraphModule = named.meta["val"]
         inner_graph = edit.copy_graph(body.graph)
         read_bodies(inner_graph, body)
-        feed, seen = iter(operands), dict[fx.Node, Any]()
+        feed, copies = iter(operands), dict[fx.Node, Any]()
         before = len(self.nodes)
         for inner in inner_graph.nodes:
             if inner.op == "placeholder":
-                seen[inner] = next(feed)
+                copies[inner] = next(feed)
             elif inner.op == "output":
                 self.counts.append(len(self.nodes) - before)
-                return list(fx.node.map_arg(inner.args[0], lambda used: seen[used]))
+                return list(fx.node.map_arg(inner.args[0], lambda used: copies[used]))
             else:
-                args, kwargs = fx.node.map_arg((inner.args, dict(inner.kwargs)), lambda used: seen[used])
-                seen[inner] = self._call(inner, f"{name}_{inner.name}", args, kwargs)
+                args, kwargs = fx.node.map_arg((inner.args, dict(inner.kwargs)), lambda used: copies[used])
+                copies[inner] = self._call(inner, f"{name}_{inner.name}", args, kwargs)
         raise AssertionError("a body without output")
 
     def _call(self, inner: fx.Node, name: str, args: Any, kwargs: Any) -> fx.Node:
         target = f"{name}_body" if inner.op == "get_attr" else inner.target
         with self.node.graph.inserting_before(self.node):
-            made = self.node.graph.create_node(inner.op, target, args, kwargs, name=name)
-        self.nodes.append(made)
+            node = self.node.graph.create_node(inner.op, target, args, kwargs, name=name)
+        self.nodes.append(node)
         for each in (inner, self.node):
-            edit.inherit_meta(made, each)
-        made.meta["val"] = inner.meta.get("val")
+            edit.inherit_meta(node, each)
+        node.meta["val"] = inner.meta.get("val")
         if "unbacked_bindings" in inner.meta:
-            made.meta["unbacked_bindings"] = inner.meta["unbacked_bindings"]
+            node.meta["unbacked_bindings"] = inner.meta["unbacked_bindings"]
         elif isinstance(inner.target, OpOverload) and inner.target._schema.returns:
-            given, named = fx.node.map_arg((args, kwargs), lambda used: used.meta["val"])
-            made.meta["val"] = inner.target(*given, **named)
-        return made
+            values, keyword_values = fx.node.map_arg((args, kwargs), lambda used: used.meta["val"])
+            node.meta["val"] = inner.target(*values, **keyword_values)
+        return node
 
     def obstacle(self, at_door: Any) -> str:
-        """Return why not both can be computed; empty if they can."""
+        """Return why the branches cannot both be computed, or ""."""
         if not edit.is_tensor(self.predicate):
             return "its predicate is computed from sizes"
         if why := obstacle(self.nodes, at_door):
@@ -139,19 +139,21 @@ class _Branches:
         return ""
 
     def choose(self, why: str) -> None:
-        """Let users of the call take the result that the predicate chooses."""
+        """Make users of the call take the result that the predicate chooses."""
         if self.node.users:
             for target, args in _as_scalar(self.predicate):
                 self.predicate = self._add(target, (self.predicate, *args), f"{self.node.name}_predicate")
         note = f"'{self.node.name}' at {edit.source_line(self.node)}: {' + '.join(map(str, self.counts))} ops, as {why}"
         for user in list(self.node.users):
             index: Any = user.args[1]
-            chosen = [result[index] for result in self.results]
-            made = self._add(aten.where.self, (self.predicate, *chosen), f"{self.node.name}_chosen_{index}")
-            made.meta[BOTH] = note
-            if made.meta["val"].stride() != user.meta["val"].stride() and user.meta["val"].is_contiguous():
-                made = self._add(aten.clone.default, (made,), made.name, memory_format=torch.contiguous_format)
-            edit.replace_uses(user, made)
+            alternatives = [result[index] for result in self.results]
+            selected = self._add(aten.where.self, (self.predicate, *alternatives), f"{self.node.name}_chosen_{index}")
+            selected.meta[BOTH] = note
+            if selected.meta["val"].stride() != user.meta["val"].stride() and user.meta["val"].is_contiguous():
+                selected = self._add(
+                    aten.clone.default, (selected,), selected.name, memory_format=torch.contiguous_format
+                )
+            edit.replace_uses(user, selected)
             edit.erase(user)
         bodies: list[Any] = list(self.node.args[1:3])
         edit.erase(self.node)
@@ -160,20 +162,20 @@ class _Branches:
                 edit.erase(body)
 
     def _add(self, target: Any, args: Any, name: str, **kwargs: Any) -> fx.Node:
-        made = edit.insert_before(self.node, target, args, name)
-        made.kwargs = kwargs
+        node = edit.insert_before(self.node, target, args, name)
+        node.kwargs = kwargs
         with fake_mode_of(self.node.graph), torch.no_grad(), enable_python_dispatcher():
-            made.meta["val"] = target(*fx.node.map_arg(args, lambda used: used.meta["val"]), **kwargs)
-        return made
+            node.meta["val"] = target(*fx.node.map_arg(args, lambda used: used.meta["val"]), **kwargs)
+        return node
 
     def drop(self) -> None:
-        """Leave the call as it was."""
-        for made in reversed(self.nodes):
-            edit.erase(made)
+        """Remove the copies and leave the call as it was."""
+        for node in reversed(self.nodes):
+            edit.erase(node)
 
 
 def _as_scalar(predicate: fx.Node) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The calls that make a predicate of one element a truth value without dims."""
+    """Yield the calls that turn a predicate of one element into a bool without dims."""
     if predicate.meta["val"].dtype != torch.bool:
         yield aten.ne.Scalar, (0,)
     if predicate.meta["val"].ndim:
@@ -185,14 +187,14 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return same and all(map(statically_equal, one.shape, other.shape))
 
 
-def _name_layers(graph: fx.Graph, leaves: dict[fx.Node, str], made: set[fx.Node]) -> None:
-    """Put ops of branches, where torch records no modules, in the layer whose weights they use."""
+def _name_layers(graph: fx.Graph, leaves: dict[fx.Node, str], inserted: set[fx.Node]) -> None:
+    """Put ops of branches, for which torch records no modules, in the layer whose weights they use."""
     layers = {leaf: {layer_of(fqn)} for leaf, fqn in leaves.items()}
     static = computed_from_leaves(graph, set(leaves))
     for node in edit.calls(graph):
-        used = set[str]().union(*(layers.get(each, ()) for each in node.all_input_nodes))
+        layers_used = set[str]().union(*(layers.get(each, ()) for each in node.all_input_nodes))
         if node in static:
-            layers[node] = used
-        elif node in made and len(used) == 1 and (layer := used.pop()):
+            layers[node] = layers_used
+        elif node in inserted and len(layers_used) == 1 and (layer := layers_used.pop()):
             stack = node.meta.get("nn_module_stack") or {}
             node.meta["nn_module_stack"] = {**stack, layer: (layer, "torch.nn.modules.module.Module")}

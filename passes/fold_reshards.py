@@ -1,4 +1,4 @@
-"""Share, chain and cancel reshards."""
+"""Sharing, chaining and cancelling of reshards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tpcompiler.ir.sharding import Sharding
 
 
 def fold_reshards(program: ReshardedProgram) -> ReshardedProgram:
-    """Do every change of sharding once, and none that is undone.
+    """Do every change of sharding only once, and remove pairs that cancel.
 
     Before    a: R = reshard(x)                     x: S(0)
               b: R = reshard(x)                     equal to a
@@ -21,7 +21,7 @@ def fold_reshards(program: ReshardedProgram) -> ReshardedProgram:
     After     a: R = reshard(x)
               return a, x
 
-    A reshard whose only user is another one becomes part of it (P -> R -> S(0) is a reduce_scatter).
+    A reshard whose only user is another reshard becomes part of that one (P -> R -> S(0) is a reduce_scatter).
     """
     graph = edit.copy_graph(program.graph)
     _share(graph)  # first, so that a change before equal ones has a single user
@@ -33,13 +33,13 @@ def fold_reshards(program: ReshardedProgram) -> ReshardedProgram:
 
 
 def _share(graph: fx.Graph) -> None:
-    """Equal changes of one value become the first of them."""
-    shared: dict[tuple[fx.Node, Sharding], fx.Node] = {}
+    """Replace equal changes of one value by the first of them."""
+    first_of: dict[tuple[fx.Node, Sharding], fx.Node] = {}
     for node in edit.calls(graph):
         if node.target is reshard:
-            first = shared.setdefault((edit.operands(node)[0], node.meta[RESHARD].target), node)
+            first = first_of.setdefault((edit.operands(node)[0], node.meta[RESHARD].target), node)
             if first is not node:
-                if first.meta[RESHARD].why == "fallback":  # what another demands anyway is no fallback
+                if first.meta[RESHARD].why == "fallback":  # a change that another use demands anyway is no fallback
                     change: Reshard = node.meta[RESHARD]
                     first.meta[RESHARD] = replace(first.meta[RESHARD], why=change.why, reason=change.reason)
                     first.meta[MARK] = replace(mark_of(first), why=change.why, reason=change.reason)
@@ -48,25 +48,25 @@ def _share(graph: fx.Graph) -> None:
 
 
 def _join(node: fx.Node) -> None:
-    """Make one change of this one and those before it whose result nobody else needs; none where it undoes them."""
+    """Merge this reshard with the ones before it that nobody else uses; remove it if they cancel."""
     (value,) = edit.operands(node)
     while value.target is reshard:
         change: Reshard = node.meta[RESHARD]
         before: Reshard = value.meta[RESHARD]
-        undone = before.source == change.target
-        if (len(value.users) > 1 and not undone) or (before.source.partial and change.target.partial and not undone):
+        cancels = before.source == change.target
+        if (len(value.users) > 1 and not cancels) or (before.source.partial and change.target.partial and not cancels):
             return
         (source,) = edit.operands(value)
         node.args = (source,)
         why, reason = before.why if before.why == "inherent" else change.why, change.reason
-        if before.target.is_replicated:  # what follows is a slice, which costs nothing
+        if before.target.is_replicated:  # the next change is a slice, which costs nothing
             why, reason = before.why, before.reason
         node.meta[RESHARD] = replace(change, source=before.source, why=why, reason=reason)
         node.meta[MARK] = replace(mark_of(node), wants=(before.source,))
         if not value.users:
             edit.erase(value)
         value = source
-        if undone:
+        if cancels:
             edit.replace_uses(node, value)
             edit.erase(node)
             return

@@ -1,4 +1,4 @@
-"""Make every change of sharding visible."""
+"""Explicit nodes for changes of sharding."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def insert_reshards(program: MarkedProgram) -> ReshardedProgram:
 
 
 def _find_cause(node: fx.Node, mesh: Mesh) -> tuple[Why, str]:
-    """Why a value is changed once for those that use it: its sum is pending, or some of them want it so."""
+    """Return why a value is changed once for all its users: its sum is pending, or some of them need the change."""
     mark = mark_of(node)
     if len(mark.shardings) != 1 or mark.shardings[0].partial or mark.shardings == mark.settled:
         ops = sorted({op for _, op in mark.shardings[0].partial}) if mark.shardings else []

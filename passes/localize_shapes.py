@@ -1,4 +1,4 @@
-"""Global sizes in arguments become this rank's own, and every value is checked against its claim."""
+"""Local sizes in arguments and fake values, checked against every value's claimed sharding."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ Results = dict[Any, Any]
 
 
 def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
-    """Rewrite the size arguments that rules name, put in local bodies, and recompute every fake value.
+    """Rewrite the size arguments that rules name, insert local bodies, and recompute every fake value.
 
     Before    v: S(2) = view(q, [b, s, 8, 16])      rank 0 of 2
               e: P(sum) = embedding(table, ids)     table: S(0) of 100 rows
     After     v: S(2) = view(q, [b, s, 4, 16])
-              ...                                   look up ids - n where it lies in [0, 50), zeros elsewhere; n is 0
+                  ...                                   look up ids - n if it is in [0, 50), else zeros; n is 0
               e: P(sum) = where(absent, 0, rows)
 
-    Assumes that meta["val"] is global and that the graph is these ranks' alone (`lower_reshards` made it): it is edited
-    in place. Leaves meta["val"] local. After every marked node the local shape is compared with what
-    the sharding says. `results` remembers what an op makes of a layout of arguments, across layers and ranks.
+    Assumes that meta["val"] is global and that the graph belongs to these ranks alone (`lower_reshards` made it): it is
+    edited in place. Leaves meta["val"] local. After every marked node the local shape is compared with its sharding.
+    `results` caches an op's results by the layout of its arguments, across layers and ranks.
 
     Raises:
         InternalError: a local value does not have the claimed shape.
@@ -46,7 +46,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
     graph = program.graph
     mode = fake_mode_of(graph)
     local: set[fx.Node] = set()  # nodes whose value is not the global one
-    replaced: set[fx.Node] = set()  # parts of an op with several outputs, whose body has taken their place
+    replaced: set[fx.Node] = set()  # parts of an op with several outputs that its body replaced
     for node in counted(list(graph.nodes), "cutting the ops", "ops"):
         if node in replaced:
             continue
@@ -77,24 +77,24 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
                     node.meta["val"] = _run_by_name(node, mark, program, mode)
                 else:
                     node.meta["val"] = _run(node, mode, results)
-        for made, whole in done.items():
-            mark = made.meta.get(MARK)
+        for result, whole in done.items():
+            mark = result.meta.get(MARK)
             if mark is not None and mark.shardings:
-                _check(made, mark, whole, program)
-                if made.meta["val"] is not whole and key(made) == key(whole):
-                    made.meta["val"] = whole
-            if made.op != "output" and made.meta.get("val") is not whole:
-                local.add(made)
+                _check(result, mark, whole, program)
+                if result.meta["val"] is not whole and key(result) == key(whole):
+                    result.meta["val"] = whole
+            if result.op != "output" and result.meta.get("val") is not whole:
+                local.add(result)
     return LocalProgram(program.source, graph, program.mesh, program.ranks)
 
 
 def _may_change(mark: Mark) -> bool:
-    """Whether a rank may call something else than the whole op with the same arguments."""
+    """Return True if a rank may call anything else than the whole op with the same arguments."""
     return bool(mark.sizes or mark.counts or mark.local or mark.skips_empty)
 
 
 def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
-    """Put local sizes where the rule says that an argument counts a sharded dim."""
+    """Write local sizes in arguments that, by the rule, count a sharded dim."""
     here = program.here
     changed = False
     for argument, positions in mark.sizes.items():
@@ -105,7 +105,7 @@ def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
         for at, position in enumerate(positions if cut else ()):
             size = shape[position] if position >= 0 else 1
             axes = mark.shardings[0].dims[position].axes if position >= 0 else ()
-            if entries[at] == -1 and 0 in shape:  # of no elements, it might be any number
+            if entries[at] == -1 and 0 in shape:  # for a tensor without elements, it might be any number
                 entries[at] = size if isinstance(size, int) else _read_size(size, node)
                 changed = True
             elif isinstance(size, int) and (axes or entries[at] == -1):
@@ -124,14 +124,14 @@ def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
 
 
 def _degree(node: fx.Node, mark: Mark, program: LoweredProgram) -> int:
-    """By how much the size that a `sym_size` reads off a shard is smaller than the global one."""
+    """Return the factor by which a shard's size, as `sym_size` reads it, is smaller than the global size."""
     _, dim = node.args
     assert isinstance(dim, int)
     return program.mesh.size(mark.wants[0].dims[dim].axes)
 
 
 def _multiply(node: fx.Node, degree: int) -> None:
-    """Sizes keep their global meaning: what reads a shard's size gets it times the degree."""
+    """Multiply a size read off a shard by the degree, because sizes keep their global meaning."""
     whole = edit.insert_after(node, operator.mul, (node, degree), "global_size")
     edit.replace_uses(node, whole, keep=[whole])
     whole.meta["val"] = node.meta["val"]
@@ -142,32 +142,32 @@ def _divide(size: fx.Node, degree: int, user: fx.Node) -> fx.Node:
     if size.target is operator.mul and size.args[1] == degree:
         (local,) = size.all_input_nodes
         return local
-    made = edit.insert_before(user, operator.floordiv, (size, degree), "local_size")
-    made.meta["val"] = size.meta["val"] // degree
-    return made
+    quotient = edit.insert_before(user, operator.floordiv, (size, degree), "local_size")
+    quotient.meta["val"] = size.meta["val"] // degree
+    return quotient
 
 
 def _put_in_body(
     node: fx.Node, parts: Sequence[fx.Node], program: LoweredProgram, mode: FakeTensorMode, call: Any
 ) -> list[fx.Node]:
-    """Replace the op by its rule's local body, traced for the ranks' range of the cut factors.
+    """Replace the op by its rule's local body, traced for the ranks' range of the sharded factors.
 
-    Of an op with several outputs `parts` are the users, a getitem each: the body makes what they take and no more.
-    Returns what stands for the parts, each with its part's mark.
+    For an op with several outputs, `parts` are its users (a getitem each), and the body computes only these. Return the
+    replacements of the parts, each with its part's mark.
     """
     share = node.meta[MARK].local
     inputs = node.all_input_nodes
     ranges = [ShardRange.of(share.cuts, program.mesh, program.mesh.coordinate(r)) for r in program.ranks]
 
     def body(offset: torch.Tensor, *values: Any) -> list[torch.Tensor]:
-        given = dict(zip(inputs, values, strict=True))
+        values_of = dict(zip(inputs, values, strict=True))
         shard = replace(ranges[0], offset=offset)
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: given[n])
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values_of[n])
         result = share.body(*args, shard=shard, **kwargs)
         return [result if part is node else result[part.args[1]] for part in parts]
 
     with mode, torch.no_grad():
-        # A tracer tells its inputs apart as objects, and slices of one shape may share their fake value.
+        # A tracer identifies its inputs as objects, and slices of one shape may share their fake value.
         values = [torch.empty_like(i.meta["val"]) if edit.is_tensor(i) else i.meta["val"] for i in inputs]
         traced = trace_ops(body, torch.empty((), dtype=torch.int64), *values)
     traced.eliminate_dead_code()
@@ -184,10 +184,10 @@ def _put_in_body(
     if parts == [node]:
         traced.output_node().args = tuple(outputs)
     inner = [n for n in traced.nodes if n.op == "call_function"]
-    made = dict(
+    copies = dict(
         zip(inner, edit.graft(node, traced, [offset, *inputs], {ORIGIN: node.name, BODY: node.name}), strict=True)
     )
-    results = [made[output] for output in outputs]
+    results = [copies[output] for output in outputs]
     for result, part in zip(results, parts, strict=True):
         output = {} if part is node else {"output": part.args[1]}
         result.meta.update({MARK: part.meta[MARK], ORIGIN: part.name, CALL: {**call, **output}})
@@ -195,7 +195,7 @@ def _put_in_body(
 
 
 def _make_empty(node: fx.Node, mark: Mark, program: LoweredProgram) -> None:
-    """Replace an op that cannot take an empty share, where this rank's is one."""
+    """Replace an op that cannot take an empty share by zeros, if this rank's share is empty."""
     value = edit.outputs(node)[0]
     shape = mark.shardings[0].local_shape(value.shape, program.mesh, program.here)
     if any(isinstance(size, int) and size == 0 for size in shape):
@@ -205,7 +205,7 @@ def _make_empty(node: fx.Node, mark: Mark, program: LoweredProgram) -> None:
 
 
 def _read_size(size: Size, node: fx.Node) -> fx.Node:
-    """A dynamic local size, read off the operand's dims that make it: `b * 4` of [b * 4, 2] off [b, 8]."""
+    """Compute a dynamic local size from the operand dims that it consists of: `b * 4` of [b * 4, 2] from [b, 8]."""
     runs = (
         (operand, dims)
         for operand in edit.operands(node)
@@ -216,10 +216,10 @@ def _read_size(size: Size, node: fx.Node) -> fx.Node:
         over = sym_quotient(math.prod(shape), size)
         if not isinstance(over, int) or not over:
             continue
-        made = _number(node, aten.sym_size.int, operand, start)
+        product = _number(node, aten.sym_size.int, operand, start)
         for dim in range(start + 1, end):
-            made = _number(node, operator.mul, made, _number(node, aten.sym_size.int, operand, dim))
-        return made if over == 1 else _number(node, operator.floordiv, made, over)
+            product = _number(node, operator.mul, product, _number(node, aten.sym_size.int, operand, dim))
+        return product if over == 1 else _number(node, operator.floordiv, product, over)
     raise InternalError(
         f"'{node.name}' ({node.target}) has no operand of which {size} is a size",
         help="report this with the model and the plan",
@@ -228,55 +228,55 @@ def _read_size(size: Size, node: fx.Node) -> fx.Node:
 
 
 def _number(node: fx.Node, target: Any, *args: Any) -> fx.Node:
-    made = edit.insert_before(node, target, args, "size")
-    made.meta["val"] = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
-    return made
+    size = edit.insert_before(node, target, args, "size")
+    size.meta["val"] = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
+    return size
 
 
 def _allow_copy(node: fx.Node) -> None:
-    """A local operand may lie in memory otherwise than the global one did (a collective makes it dense)."""
+    """Replace a view by a reshape if the local operand is not dense, unlike the global one."""
     if node.target is aten.view.default and not is_contiguous(edit.operands(node)[0].meta["val"]):
         node.target = aten.reshape.default
 
 
 def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:
-    """The node's local fake value: what the op makes of its operands' local values."""
-    known = (node.target, key(node.args), key(node.kwargs))
-    if known not in results:
+    """Return the node's local fake value: the op's result for its operands' local values."""
+    cache_key = (node.target, key(node.args), key(node.kwargs))
+    if cache_key not in results:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-        # As export traces: some ops (padding) are kernels for plain sizes, which would take a symbol's example for it.
+        # As export does: some ops (padding) have kernels for plain sizes, which would bake in a symbol's example.
         with mode, torch.no_grad(), enable_python_dispatcher():
-            results[known] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return results[known]
+            results[cache_key] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return results[cache_key]
 
 
 def _run_by_name(node: fx.Node, mark: Mark, program: LoweredProgram, mode: FakeTensorMode) -> torch.Tensor:
-    """The local fake value of an op that makes sizes which depend on data: run anew, it would name them anew."""
+    """Return the local fake value of an op that creates data-dependent sizes, without creating new symbols."""
     whole = node.meta["val"]
     assert mode.shape_env is not None
     with mode.shape_env.ignore_fresh_unbacked_symbols():
-        made = _run(node, mode, {})
+        value = _run(node, mode, {})
     shape = mark.shardings[0].local_shape(whole.shape, program.mesh, program.here)
     with mode:
-        return torch.empty_strided(shape, made.stride(), dtype=made.dtype, device=made.device)
+        return torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _check(node: fx.Node, mark: Mark, whole: Any, program: LoweredProgram) -> None:
     here, ranks = program.here, f"rank {program.ranks[0]}"
     wholes = whole if isinstance(whole, (tuple, list)) else [whole]
     expected = [t for t in wholes if isinstance(t, torch.Tensor)]
-    for value, sharding, made in zip(expected, mark.shardings, edit.outputs(node), strict=True):
+    for value, sharding, local in zip(expected, mark.shardings, edit.outputs(node), strict=True):
         claimed = sharding.local_shape(value.shape, program.mesh, here)
-        if len(claimed) != made.ndim or not all(map(statically_equal, claimed, made.shape)):
+        if len(claimed) != local.ndim or not all(map(statically_equal, claimed, local.shape)):
             raise InternalError(
-                f"'{node.name}' ({node.target}) on {ranks} is {list(made.shape)}, but its sharding "
+                f"'{node.name}' ({node.target}) on {ranks} is {list(local.shape)}, but its sharding "
                 f"{sharding.text(program.mesh)} of {list(value.shape)} says {list(claimed)}",
                 help="report this with the model and the plan",
                 used_at=edit.source_line(node),
             )
-        if made.dtype != value.dtype:
+        if local.dtype != value.dtype:
             raise InternalError(
-                f"'{node.name}' ({node.target}) on {ranks} is of {made.dtype}, not of {value.dtype}",
+                f"'{node.name}' ({node.target}) on {ranks} is of {local.dtype}, not of {value.dtype}",
                 help="report this with the model and the plan",
                 used_at=edit.source_line(node),
             )

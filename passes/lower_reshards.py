@@ -1,4 +1,4 @@
-"""Replace every reshard by the collectives that make it."""
+"""Lowering of reshards to collectives."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ _serial = itertools.count()
 
 
 def lower_reshards(program: ReshardedProgram, ranks: Sequence[int], traces: Traces) -> LoweredProgram:
-    """Replace each `reshard` by the subgraph that torch's own `redistribute_local_tensor` makes on these ranks.
+    """Replace each `reshard` by the subgraph that torch's own `redistribute_local_tensor` produces on these ranks.
 
     Before    reshard: R = reshard(y)               y: P(sum)
     After     all_reduce = all_reduce(y, 'sum', 'tp=2:tp')
               wait_tensor: R = wait_tensor(all_reduce)
 
-    Assumes that the ranks hold equal local shapes (`ranks_alike`). What tells them apart, such as where their slices
-    begin, is read from `rank_number` nodes, so that one graph serves them all.
+    Assumes that the ranks hold equal local shapes (`ranks_alike`). Numbers that differ between them, such as where
+    their slices begin, are read from `rank_number` nodes, so that one graph serves them all.
 
-    Equal changes of equal local shapes are traced once; `traces` keeps them from one call to the next.
-    S(i) -> S(j) is an all_to_all of our own, because torch's asks for the caller's rank and gathers on CPU. A maximum
-    or minimum of floats is reduced as integers of the same order (`ir/ordered.py`), because backends lose NaN.
+    Equal changes of equal local shapes are traced once; `traces` caches them across calls. S(i) -> S(j) is our own
+    all_to_all, because torch's needs the caller's rank and gathers on CPU. A maximum or minimum of floats is reduced as
+    integers of the same order (`ir/ordered.py`), because backends lose NaN.
     """
     graph = edit.copy_graph(program.graph)
     mode = fake_mode_of(graph)
-    known: dict[Any, tuple[fx.Graph, list[tuple[int, ...]]]] = {}
+    lowered: dict[Any, tuple[fx.Graph, list[tuple[int, ...]]]] = {}
     for node in edit.calls(graph):
         if node.target is not reshard:
             continue
         change: Reshard = node.meta[RESHARD]
         (value,) = edit.operands(node)
-        whole = value.meta.get(GLOBAL, value.meta["val"])  # what is made by another reshard is local already
+        whole = value.meta.get(GLOBAL, value.meta["val"])  # the result of another reshard is already local
         alike = change.source, change.target, key(whole)
-        if alike not in known:
+        if alike not in lowered:
             steps = lines_of(change, whole, program.mesh, ranks[0])
             body = _trace(whole, change, steps, program.mesh, ranks[0], mode, traces)
             own = [_numbers(lines_of(change, whole, program.mesh, rank)) for rank in ranks] if _numbers(steps) else []
-            known[alike] = body, list(zip(*own, strict=True))
-        body, numbers = known[alike]
-        read = [read_number(graph, values, mode) for values in numbers]
+            lowered[alike] = body, list(zip(*own, strict=True))
+        body, numbers = lowered[alike]
+        readers = [read_number(graph, values, mode) for values in numbers]
         origin = value.meta.get(ORIGIN, value.name)
-        made = edit.graft(node, body, [value, *read], {RESHARD: change, ORIGIN: origin})
-        if made:
-            made[-1].meta.update({MARK: node.meta[MARK], GLOBAL: whole})
+        inserted = edit.graft(node, body, [value, *readers], {RESHARD: change, ORIGIN: origin})
+        if inserted:
+            inserted[-1].meta.update({MARK: node.meta[MARK], GLOBAL: whole})
     return LoweredProgram(program.source, graph, program.mesh, tuple(ranks))
 
 
 def lines_of(change: Reshard, value: torch.Tensor, mesh: Mesh, rank: int) -> list[tuple[Line, bool]]:
-    """The steps of a change as one rank makes them; True beside those whose first rank holds what is pending."""
+    """Return the steps of a change on one rank, each with True if the first rank alone holds its pending value."""
     order = _order(value)
     return [
         (put_on_line(step, value.shape, mesh, rank, order), held_by_first(step, value.dtype))
@@ -92,9 +92,9 @@ def _trace(
     local = local_value(value, change.source, mesh, mesh.coordinate(rank), mode)
     dense, order = is_contiguous(value), _order(value)
     shapes = [(line.shape, *line.local_shapes()) for line, _ in steps]
-    known = (change.source, change.target, key(value), dense, key(local), key(shapes))
-    if known in traces:
-        return traces[known]
+    cache_key = (change.source, change.target, key(value), dense, key(local), key(shapes))
+    if cache_key in traces:
+        return traces[cache_key]
     with mode:
         local = torch.empty(local.shape, dtype=local.dtype, device=local.device)
     name = f"tpcompiler_trace_{next(_serial)}"
@@ -108,35 +108,35 @@ def _trace(
                 over[line.axes] = traced_mesh(local.device.type, line.mesh.names, degrees, line.here, [group])
 
         def body(x: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
-            # Collectives read memory in order: the dims are changed as they lie there, and lie so again after it.
-            given, numbers = x, iter(own)
-            x = _permuted(x, order)
+            # Collectives read memory in order, so dims are put in memory order before the change and back after it.
+            x_before, numbers = x, iter(own)
+            x = _permute(x, order)
             x = x if dense else x.clone(memory_format=torch.contiguous_format)
             for line, first in steps:
                 if first:
                     x = on_first(x, line, next(numbers))
                 else:
                     x = change_on_line(x, line, over[line.axes], lambda: next(numbers))
-            x = _permuted(x, [order.index(dim) for dim in range(x.ndim)])
-            return x.clone() if x is given else x  # so that there is a node to say what this value is from here on
+            x = _permute(x, [order.index(dim) for dim in range(x.ndim)])
+            return x.clone() if x is x_before else x  # so that a node can carry this value's facts
 
         with mode, torch.no_grad():
             own = [torch.empty((), dtype=torch.int64) for _ in _numbers(steps)]
             graph = trace_ops(body, local, *own)
     names = {f"{name}_{'.'.join(axes)}": mesh.group_name(axes) for axes in over}
     for node in list(graph.nodes):
-        if node.target is aten.detach.default:  # which make_fx puts behind a view in another dtype
+        if node.target is aten.detach.default:  # make_fx inserts it after a view in another dtype
             edit.replace_uses(node, node.args[0])
             edit.erase(node)
             continue
         node.args = tuple(names.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args)
         if edit.is_collective(node):
-            # make_fx reads sizes off the first tensor that has them, which nobody has waited for yet.
+            # make_fx reads sizes off the first tensor that has them, which may not have been waited for.
             (wait,) = filter(edit.is_wait, node.users)
             node.replace_all_uses_with(wait, delete_user_cb=lambda user, wait=wait: user is not wait)
-    traces[known] = graph
+    traces[cache_key] = graph
     return graph
 
 
-def _permuted(x: torch.Tensor, order: list[int]) -> torch.Tensor:
+def _permute(x: torch.Tensor, order: list[int]) -> torch.Tensor:
     return x if order == sorted(order) else x.permute(order)

@@ -1,4 +1,4 @@
-"""Put what the search found on every node."""
+"""Transfer of the search's solution to the nodes."""
 
 from __future__ import annotations
 
@@ -54,13 +54,14 @@ def mark_placements(program: PlannedProgram, found: Solution, *, check_indices: 
               y: P(sum) = linear(h, w2)
               pin_1: R = pin(y)
 
-    A pending reduction is done right after its producer where all that use it want the same of it, or for all of them
-    where the search says so. The nodes of the solution are those of the program's own graph. With `check_indices` a
-    body that masks positions of other ranks asserts first that all are in the whole dim, unless something else does.
+    A pending reduction is done right after its producer if all users need the same sharding, or for all users at once
+    if the solution asks for that. The solution's nodes are those of the program's own graph. With `check_indices`, a
+    body that masks other ranks' positions first asserts that all positions are in the whole dim, unless another check
+    does.
 
     Raises:
-        ShardingError: a planned leaf cannot be used as it was cut.
-        PlanError: a packed style, without sizes, of a leaf whose uses show no parts.
+        ShardingError: a planned leaf cannot be used as it is sharded.
+        PlanError: a packed style without sizes, for a leaf whose uses show no parts.
     """
     walk = _Walk(program, found, door_ranges(program, program.input_shardings) if check_indices else None)
     _refuse_without_parts(program, found)
@@ -78,16 +79,18 @@ def mark_placements(program: PlannedProgram, found: Solution, *, check_indices: 
 
 @dataclass
 class _Walk:
+    """The state of marking, from the inputs to the outputs."""
+
     program: PlannedProgram
     found: Solution
-    at_door: Ranges | None  # what `load` compares; None: no indices are checked
-    settled: dict[fx.Node, Sharding] = field(default_factory=dict)  # what the users of a value see
-    pinned: dict[fx.Node, Seed] = field(default_factory=dict)  # planned leaves, and what only rearranges them
-    met: set[fx.Node] = field(default_factory=set)  # pins whose demand a gather before them meets
+    at_door: Ranges | None  # the inputs that `load` checks; None: no indices are checked
+    settled: dict[fx.Node, Sharding] = field(default_factory=dict)  # the sharding that users of a value see
+    pinned: dict[fx.Node, Seed] = field(default_factory=dict)  # planned leaves, and rearrangements of them
+    met: set[fx.Node] = field(default_factory=set)  # pins whose demand an earlier gather meets
     notes: list[Note] = field(default_factory=list)
 
     def seen(self, value: fx.Node) -> Sharding | None:
-        """What users see of a value; of one that is not marked yet, what is made."""
+        """Return the sharding that users see of a value; for a value not marked yet, the sharding it is made with."""
         source: Any = value.args[0] if value.target is operator.getitem else value
         choice = None if value in self.settled else self.found.choices.get(source)
         if choice is None:
@@ -96,7 +99,7 @@ class _Walk:
 
 
 def _refuse_without_parts(program: PlannedProgram, found: Solution) -> None:
-    """Refuse a packed style of a layer none of whose weights is used in parts; what it has besides need not be."""
+    """Refuse a packed style on a layer if none of its weights is used in parts; its other leaves need not be."""
     layers: dict[tuple[str, str], list[tuple[str, bool]]] = {}
     for leaf, fqn in program.leaves():
         seed = program.seeds.get(leaf.name)
@@ -152,11 +155,11 @@ def _mark_input(node: fx.Node, walk: _Walk) -> Mark:
 
 
 def _settle(node: fx.Node, made: Sharding, walk: _Walk) -> Sharding:
-    """What a value is turned into for its users: what the search says for several, or what all of them want."""
+    """Return a value's sharding for its users: the solution's for several users, or the one that all of them need."""
     wants = {want for user in node.users for want in _wanted(user, node, walk)}
     if not node.users or all(user.target is pin for user in node.users) or wants == {made}:
         return made
-    if len(wants) == 1:  # another change is for each user to do, who says why
+    if len(wants) == 1:  # other changes are left to each user, which has a reason for it
         return wants.pop() if made.partial else made
     return walk.found.settled.get(node, made)
 
@@ -217,7 +220,7 @@ def mark_with(
     why: Why,
     at_door: Ranges | None,
 ) -> Mark:
-    """The mark of a node that runs by an option; `placed`: what it makes, what its users see, what it needs."""
+    """Return the mark of a node that runs by an option; `placed`: its outputs, as its users see them, its operands."""
     made, settled, wants = placed
     sizes = {}
     local = None
@@ -236,7 +239,7 @@ def mark_with(
 
 
 def _counts(rule: Rule | None, option: Option) -> Counts:
-    """The arguments that count elements of factors of which one is cut."""
+    """Return the arguments that count elements of factors, at least one of which is sharded."""
     if rule is None:
         return {}
     return {
@@ -247,7 +250,7 @@ def _counts(rule: Rule | None, option: Option) -> Counts:
 
 
 def _sooner(have: Sharding, want: Sharding, demand: Demand) -> str:
-    """Say why an operand is changed although the op could run on it as it is."""
+    """Return why an operand is changed although the op could run on it as it is."""
     verb = "gather" if set(want.axes) < set(have.axes) else "reshard"
     return f"{verb}ed here because {verb}ing the result would cost more (needed for: {demand.text})"
 
@@ -264,11 +267,11 @@ def _reason(node: fx.Node, rule: Rule | None, option: Option, refusals: Mapping[
     cuts = [f"{factor} is cut by {' and '.join(cut.axes)}" for factor, cut in option.cuts.items()]
     through = [f"a pending {op} over {axis} passes through" for axis, (op, _) in option.through.items()]
     refused = [f"{op_name(node)}: {text}" for text in dict.fromkeys(refusals.values())]
-    return "; ".join([*refused, *cuts, *through]) or "operands are replicated"  # a change comes of what is refused
+    return "; ".join([*refused, *cuts, *through]) or "operands are replicated"  # a refused operand explains the change
 
 
 def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: _Walk) -> None:
-    """A weight is never gathered at run time, so a planned cut that its op cannot use is an error."""
+    """Raise an error for a planned sharding that its op cannot use: a weight is never gathered at run time."""
     seed, fqns = walk.pinned[leaf], {node.name: fqn for node, fqn in walk.program.leaves()}
     leaf = _behind(leaf)
     fqn = fqns[leaf.name]
@@ -289,13 +292,14 @@ def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: _W
 
 
 def _behind(value: fx.Node) -> fx.Node:
-    """The leaf that a value only rearranges."""
+    """Return the leaf that a value is a rearrangement of."""
     while value.op == "call_function":
         value = edit.operands(value)[0]
     return value
 
 
 def mark_output(program: MarkedProgram) -> None:
+    """Put a Mark on the output node."""
     output = program.output
     values = output.args[0]
     leaves = {fqn: node for node, fqn in program.leaves()} | {n.name: n for n in program.user_inputs()}

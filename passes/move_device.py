@@ -1,4 +1,4 @@
-"""The finished program of a rank is said to be for another kind of device."""
+"""Retargeting of a rank's finished program to another type of device."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
               rows = reshape(table, [2, 4])          what is a view on one device may be a copy on another
               flag = scalar_tensor(1.0, device=cuda)
 
-    Attention in turns gets the kernel of the device (`_kernels.py`), also where the program is there already.
+    Attention in turns gets the kernel of the device (`_kernels.py`), even if the program already is on that device.
 
-    Works on any flat functional program, and back again. Parameters, buffers and constants stay where they are, for
-    there may be no such device here: `runtime/place.py` moves them where the program runs. It is the last pass, because
-    the others evaluate ops on fake tensors, which a torch without CUDA cannot do for all ops on CUDA (attention with
-    dynamic sizes, batch norm in training), and because what they trace names the device with an index.
+    Works on any flat functional program, in both directions. Parameters, buffers and constants stay where they are,
+    because this machine may lack the device: `runtime/place.py` moves them where the program runs. It is the last pass:
+    earlier ones evaluate ops on fake tensors, which torch without CUDA cannot do for all ops on CUDA (attention with
+    dynamic sizes, batch norm in training), and their traces name the device with an index.
     """
     device = torch.device(device_type)
     there = all(value.device == device for node in program.graph.nodes for value in edit.outputs(node))
@@ -42,18 +42,18 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
     graph = edit.copy_graph(program.graph)
     read_bodies(graph, program.graph_module)
     mode = fake_mode_of(graph)
-    made: dict[Any, torch.Tensor] = {}
+    cache: dict[Any, torch.Tensor] = {}
     kernels = {node: call for node in graph.nodes if (call := kernel_for(node, device_type)) is not None}
 
     def move_value(node: fx.Node) -> None:
         if node in kernels:
             _change_kernel(node, kernels[node], mode)
         elif "val" in node.meta:
-            known = {} if node.op == "placeholder" else made  # one value of two inputs would make them aliases
-            node.meta["val"] = tree_map(functools.partial(_moved, device_type, mode, known), node.meta["val"])
+            own_cache = {} if node.op == "placeholder" else cache  # two inputs that share one value would be aliases
+            node.meta["val"] = tree_map(functools.partial(_move, device_type, mode, own_cache), node.meta["val"])
 
     with no_new_guards(graph):
-        # After all literals: whether a node has tensor operands is read off their values.
+        # After all literals, because a node's tensor operands are recognised by their values.
         for change in (functools.partial(_move_literals, device_type), move_value):
             change_bodies(graph, change)
             for node in graph.nodes:
@@ -64,19 +64,19 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
 def _change_kernel(node: fx.Node, call: Call, mode: FakeTensorMode) -> None:
     _, sums = edit.outputs(node)[:2]
     node.target, node.args, node.kwargs = call
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
     with mode, torch.no_grad():
-        made = list(call[0](*args, **kwargs))
-        # It is not seen that a dynamic size needs no padding.
-        if not all(map(statically_equal, made[1].shape, sums.shape)):
-            made[1] = made[1].new_empty(sums.shape)
-    node.meta["val"] = tuple(made)
+        results = list(call[0](*args, **kwargs))
+        # torch does not prove that a dynamic size needs no padding
+        if not all(map(statically_equal, results[1].shape, sums.shape)):
+            results[1] = results[1].new_empty(sums.shape)
+    node.meta["val"] = tuple(results)
     for part in list(node.users):
         at: Any = part.args[1]
         if part.users:
-            part.meta["val"] = made[at]
+            part.meta["val"] = results[at]
         else:
-            edit.erase(part)  # a program from a file has one of every result
+            edit.erase(part)  # a program from a file has a getitem for every result
 
 
 def _move_literals(device_type: str, node: fx.Node) -> None:
@@ -87,7 +87,7 @@ def _move_literals(device_type: str, node: fx.Node) -> None:
 
 
 def _name_device(node: fx.Node, device: torch.device) -> None:
-    """Replace a device that the call names; name it where the call has nothing else to tell it by."""
+    """Replace a device that the call names, and name it if the call has no operand that implies it."""
     assert isinstance(node.target, OpOverload)
     for argument in node.target._schema.arguments:
         if str(argument.type) in ("Device", "Optional[Device]"):
@@ -96,23 +96,23 @@ def _name_device(node: fx.Node, device: torch.device) -> None:
 
 
 def _allow_copy(node: fx.Node) -> None:
-    """Kernels choose how their results lie in memory, so a view that one device can give may not be one on another."""
+    """Replace a view by a reshape, because another device's kernels may lay out their results differently."""
     if node.target in (aten.view.default, aten._unsafe_view.default):
         arguments = edit.bound(node)
         node.target, node.args, node.kwargs = aten.reshape.default, (arguments["self"], arguments["size"]), {}
 
 
-def _moved(device_type: str, mode: FakeTensorMode, made: dict[Any, torch.Tensor], value: Any) -> Any:
+def _move(device_type: str, mode: FakeTensorMode, cache: dict[Any, torch.Tensor], value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     layout = key(value), value.requires_grad
-    if layout not in made:
+    if layout not in cache:
         with mode:
-            made[layout] = torch.empty_strided(
+            cache[layout] = torch.empty_strided(
                 value.shape,
                 value.stride(),
                 dtype=value.dtype,
                 device=device_type,
                 requires_grad=value.requires_grad,
             )
-    return made[layout]
+    return cache[layout]

@@ -1,4 +1,4 @@
-"""Let every rank run the experts that it holds, on all tokens."""
+"""Experts dealt out to ranks: each rank runs the experts that it holds, on all tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tpcompiler.passes._experts import Region, find_regions, leaf_behind
 
 
 def spread_experts(program: PlannedProgram) -> PlannedProgram:
-    """Give grouped matmuls whose groups the plan cuts a dim of blocks, one for each rank, and the rows of all of them.
+    """Give grouped matmuls whose groups the plan shards a dim of blocks, one per rank, and the rows of all blocks.
 
     Before    up = grouped_mm(x, w1, ends)               x: [s, k], sorted by expert; w1, w2: S(0) over 2 ranks
               y = grouped_mm(relu(up), w2, ends)
@@ -28,8 +28,8 @@ def spread_experts(program: PlannedProgram) -> PlannedProgram:
               y = grouped_mm_by_block(relu(up), w2, own ends)                           zeros behind own rows
               y = sum(gather(y, 1, (rows - first) % s), 0)                              [s, k]
 
-    A rank then holds its block alone, and the sum over the blocks is one over the ranks, done where it is small. What
-    lies between the matmuls is what `torch.vmap` makes of it. Plain matmuls of experts' weights stay as they are.
+    A rank then holds its block alone, and the sum over the blocks becomes a sum over the ranks, done where it is small.
+    The ops between the matmuls are batched with `torch.vmap`. Plain matmuls of experts' weights stay as they are.
     """
     graph = edit.copy_graph(program.graph)
     with no_new_guards(graph):
@@ -42,10 +42,10 @@ def spread_experts(program: PlannedProgram) -> PlannedProgram:
 
 
 def _blocks(program: PlannedProgram, weight: fx.Node) -> int:
-    """Among how many ranks the plan cuts the groups, the first dim of a weight; 1 where it does not.
+    """Return among how many ranks the plan deals out the groups, the first dim of a weight; 1 if it does not.
 
     Raises:
-        PlanError: they do not divide.
+        PlanError: the groups cannot be dealt out evenly.
     """
     leaf = leaf_behind(weight)
     seed = None if leaf is None else program.seeds.get(leaf.name) or program.kept.get(leaf.name)
@@ -65,9 +65,10 @@ def _blocks(program: PlannedProgram, weight: fx.Node) -> int:
 
 @dataclass
 class _Body:
-    """What is written for a region, for so many blocks.
+    """The body that replaces a region, for a number of blocks.
 
-    `inputs`: what it takes from elsewhere. `tables`: look-ups in what the ranks hold by expert: (table, which expert).
+    `inputs`: its operands from outside. `tables`: look-ups in tables that the ranks hold by expert: (table, expert
+    index).
     """
 
     region: Region
@@ -86,7 +87,7 @@ class _Body:
         return cls(region, count, outer, tables)
 
     def write(self) -> None:
-        """Put it in the place of the last matmul."""
+        """Replace the last matmul by the body."""
         last = self.region.calls[-1]
         with fake_mode_of(last.graph), torch.no_grad():
             values = [torch.empty_like(node.meta["val"]) for node in self.inputs]
@@ -101,53 +102,55 @@ class _Body:
             edit.graft(last, body, self.inputs, {})
 
     def run(self, *values: torch.Tensor) -> torch.Tensor:
-        given = dict(zip(self.inputs, values, strict=True))
-        ends = _in_blocks(given[self.region.ends], self.count)
+        values_of = dict(zip(self.inputs, values, strict=True))
+        ends = _in_blocks(values_of[self.region.ends], self.count)
         first = torch.cat([torch.zeros_like(ends[:1, -1:]), ends[:-1, -1:]])
-        ones = torch.ones_like(given[edit.operands(self.region.calls[0])[0]][:, 0], dtype=torch.int64)
-        rows, number = ones.cumsum(0) - 1, ones.sum()  # of a size that may be dynamic
+        ones = torch.ones_like(values_of[edit.operands(self.region.calls[0])[0]][:, 0], dtype=torch.int64)
+        rows, number = ones.cumsum(0) - 1, ones.sum()  # their number may be dynamic
         own = ends - first
-        given |= self._by_block(given, (rows + first) % number)
+        values_of |= self._by_block(values_of, (rows + first) % number)
         for call in self.region.calls:
             x, weight, _ = edit.operands(call)
-            given[call] = BY_BLOCK(self._between(x, given), given[weight], own, str(call.target))
-        made = given[self.region.calls[-1]]
-        return made.gather(1, _over((rows - first) % number, made)).sum(0)
+            values_of[call] = BY_BLOCK(self._between(x, values_of), values_of[weight], own, str(call.target))
+        result = values_of[self.region.calls[-1]]
+        return result.gather(1, _over((rows - first) % number, result)).sum(0)
 
-    def _by_block(self, given: dict[fx.Node, torch.Tensor], taken: torch.Tensor) -> dict[fx.Node, torch.Tensor]:
-        """What has rows, for every block with that block's own rows first."""
-        made = {node: given[node][taken] for node in self.inputs if node in self.region.rowwise | self._entering()}
+    def _by_block(self, values_of: dict[fx.Node, torch.Tensor], row_order: torch.Tensor) -> dict[fx.Node, torch.Tensor]:
+        """Return the values that have rows, for every block, with the block's own rows first."""
+        by_block = {
+            node: values_of[node][row_order] for node in self.inputs if node in self.region.rowwise | self._entering()
+        }
         for node, (table, which) in self.tables.items():
-            own = _in_blocks(given[table], self.count)
-            begins = torch.arange(0, given[table].shape[0], own.shape[1], device=own.device)
-            row = (given[which][taken] - begins.unsqueeze(1)).clamp(0, own.shape[1] - 1)
-            made[node] = own.gather(1, _over(row, own))
-        return made
+            own = _in_blocks(values_of[table], self.count)
+            begins = torch.arange(0, values_of[table].shape[0], own.shape[1], device=own.device)
+            row = (values_of[which][row_order] - begins.unsqueeze(1)).clamp(0, own.shape[1] - 1)
+            by_block[node] = own.gather(1, _over(row, own))
+        return by_block
 
     def _entering(self) -> set[fx.Node]:
         return {edit.operands(call)[0] for call in self.region.calls}.difference(self.region.between, self.region.calls)
 
-    def _between(self, x: fx.Node, given: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
-        """A value between matmuls, for every block."""
-        if x in given:
-            return given[x]
+    def _between(self, x: fx.Node, values_of: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
+        """Return a value between matmuls, for every block."""
+        if x in values_of:
+            return values_of[x]
         inner = {*self.region.calls, *self.region.rowwise, *self._entering()}
-        batched = [node for node in given if node in inner]
+        batched = [node for node in values_of if node in inner]
 
         def one(*values: torch.Tensor) -> Any:
-            known: dict[fx.Node, Any] = {**given, **dict(zip(batched, values, strict=True))}
+            computed: dict[fx.Node, Any] = {**values_of, **dict(zip(batched, values, strict=True))}
             for node in self.region.between:
-                if all(each in known or each.op == "get_attr" for each in node.all_input_nodes):
-                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: known[each])
-                    known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-            return known[x]
+                if all(each in computed or each.op == "get_attr" for each in node.all_input_nodes):
+                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: computed[each])
+                    computed[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            return computed[x]
 
-        made: torch.Tensor = torch.vmap(one)(*(given[node] for node in batched))
-        return made
+        batched_value: torch.Tensor = torch.vmap(one)(*(values_of[node] for node in batched))
+        return batched_value
 
 
 def _write_nothing_in_place(body: fx.Graph) -> None:
-    """Batched ops add to values of their own, which nothing reads as they were: a trace goes on with the result."""
+    """Replace in-place ops of batching by functional ones; nothing reads the old values of their operands."""
     for node in edit.calls(body):
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             node.target = functional_op(node.target) or node.target
@@ -158,5 +161,5 @@ def _in_blocks(value: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _over(index: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[blocks, rows] -> [blocks, rows, columns], for `gather`."""
+    """Expand [blocks, rows] to [blocks, rows, columns], for `gather`."""
     return index.unsqueeze(-1).expand(-1, -1, like.shape[2])
