@@ -1,4 +1,4 @@
-"""EVERY private torch import of the project, and every difference between the versions of torch that it runs on.
+"""Every private torch import of the project, and every difference between the supported versions of torch.
 
 Nothing else in the two packages may import a private torch name, or name `torch.ops`. When torch moves, look here.
 """

@@ -1,4 +1,4 @@
-"""What `run_decompositions` does, here of the ops that matter."""
+"""Decomposition as `run_decompositions` does it, restricted to the ops that matter."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def decomposed(
     own: Mapping[OpOverload, Callable[..., Any]],
     opened: Collection[OpOverload],
 ) -> ExportedProgram:
-    """A functional copy in core ATen ops, but for those that are `kept`, and those that `own` decomposes.
+    """Return a functional copy in core ATen ops, except the `kept` ops, and with `own` decompositions.
 
-    Those `opened` are decomposed as their kernels do.
+    The `opened` ops are decomposed as their kernels do.
     """
-    return _retraced(program, *_tables(program, kept, own), opened)
+    return _retrace(program, *_tables(program, kept, own), opened)
 
 
 @contextlib.contextmanager
 def decomposing(
     program: ExportedProgram, kept: Collection[OpOverload], own: Mapping[OpOverload, Callable[..., Any]]
 ) -> Iterator[tuple[Mapping[Any, Any], Mapping[Any, Any]]]:
-    """In this block a call that is traced with the second table becomes what `decomposed` makes of it.
+    """Yield decomposition tables; in this block, a trace with the second table decomposes calls as `decomposed` does.
 
-    The first says the same of composite ops, those that stay among them.
+    The first table is for composite ops, including the ones that stay whole.
     """
     how, others = _tables(program, kept, own)
     how = {op: each for op, each in how.items() if _is_composite(op)}
@@ -51,7 +51,7 @@ def decomposing(
 
 @contextlib.contextmanager
 def keeping_whole(*ops: OpOverload) -> Iterator[None]:
-    """In this block a trace leaves these composite ops as they are."""
+    """Leave these composite ops whole in traces inside this block."""
     with (
         enable_python_dispatcher(),
         _override_composite_implicit_decomp(dict.fromkeys(ops, _special_op_to_preserve_cia)),
@@ -60,7 +60,7 @@ def keeping_whole(*ops: OpOverload) -> Iterator[None]:
 
 
 def stays_whole(op: OpOverload, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> bool:
-    """Whether a trace in `decomposing` leaves an op as it is: it need not be traced."""
+    """Return True if a trace in `decomposing` leaves an op as it is, so that tracing it is unnecessary."""
     if op in how:
         return how[op] is _special_op_to_preserve_cia
     return op not in table and not calls_others(op)
@@ -69,20 +69,20 @@ def stays_whole(op: OpOverload, how: Mapping[Any, Any], table: Mapping[Any, Any]
 def _tables(
     program: ExportedProgram, kept: Collection[OpOverload], own: Mapping[OpOverload, Callable[..., Any]]
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    # `default_decompositions` says the same of all ops of ATen, for which it loads each of them.
+    # Equals `default_decompositions`, which would load every ATen op.
     table: dict[Any, Any] = {**_core_aten_decompositions_post_autograd(), **own}
     how = {op: table.get(op, _special_op_to_preserve_cia) for op in (*_ops_called(program), *own)}
     composite = (op for op in _ops_called(program) if op not in table and _is_composite(op))
     how |= {op: _get_decomp_for_cia(op) for op in composite if op not in PRESERVED_ATEN_CIA_OPS}
-    how |= dict.fromkeys(kept, _special_op_to_preserve_cia)  # within others' decompositions too
+    how |= dict.fromkeys(kept, _special_op_to_preserve_cia)  # inside other decompositions too
     return how, {op: f for op, f in table.items() if not _is_composite(op) and op not in kept}
 
 
 def _kernel_of(op: OpOverload) -> Callable[..., Any]:
-    """What runs in C++. For dropout torch has another in Python, which clones what this one gives back."""
+    """Return the C++ kernel. For dropout, torch has a Python one that clones a result which this one aliases."""
 
     def decompose(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("kernel", None)  # torch passes the op itself to functions of its own
+        kwargs.pop("kernel", None)  # torch passes the op itself to its own functions
         return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
     return decompose
@@ -95,34 +95,34 @@ def _ops_called(program: ExportedProgram) -> set[OpOverload]:
 
 @contextlib.contextmanager
 def quiet_torch() -> Iterator[list[BaseException]]:
-    """Keep what torch logs and warns about off the terminal; yields the errors that it logged."""
-    heard: list[BaseException] = []
+    """Keep torch's logs and warnings off the terminal; yield the errors that it logged."""
+    errors: list[BaseException] = []
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.exc_info and record.exc_info[1] is not None:
-                heard.append(record.exc_info[1])
+                errors.append(record.exc_info[1])
 
-    known = logging.root.manager.loggerDict.items()
+    loggers = logging.root.manager.loggerDict.items()
     loud = [
         logger
-        for name, logger in known
+        for name, logger in loggers
         if isinstance(logger, logging.Logger) and logger.handlers and name.partition(".")[0] == "torch"
     ]
     before = [(logger, logger.handlers) for logger in loud]
     try:
-        for logger in loud:  # of its structured trace torch asks whether anybody listens, and makes it only then
+        for logger in loud:  # torch builds its structured trace only if it has a handler
             logger.handlers = [] if logger.name == "torch.__trace" else [Listener()]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield heard
+            yield errors
     finally:
         for logger, handlers in before:
             logger.handlers = handlers
 
 
 class _AndDraws(set[Any]):
-    """The calls that torch keeps though nobody uses their results, and those that draw."""
+    """The calls that torch keeps although their results are unused, extended by calls that draw."""
 
     def __contains__(self, target: object) -> bool:
         draws = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
@@ -131,7 +131,7 @@ class _AndDraws(set[Any]):
 
 @contextlib.contextmanager
 def keeping_draws() -> Iterator[None]:
-    """In this block torch does not remove a call that draws, on which all later numbers depend."""
+    """Stop torch from removing unused draws in this block, because later numbers depend on them."""
     before = torch.fx.node._side_effectful_functions
     torch.fx.node._side_effectful_functions = _AndDraws(before)
     try:
@@ -142,26 +142,26 @@ def keeping_draws() -> Iterator[None]:
 
 @functools.cache
 def _is_composite(op: object) -> bool:
-    """Whether torch lets it be kept, or decomposed otherwise than its kernel does. A `_MissingOp` is nothing."""
+    """Return True if torch allows keeping the op, or decomposing it differently from its kernel."""
     return isinstance(op, OpOverload) and _is_preservable_cia_op(op)
 
 
-def _retraced(
+def _retrace(
     program: ExportedProgram, composite: Mapping[Any, Any], others: dict[Any, Any], opened: Collection[OpOverload]
 ) -> ExportedProgram:
-    """What `run_decompositions` does with two tables, here of the ops that matter.
+    """Decompose with two tables, as `run_decompositions` does, restricted to the ops that matter.
 
-    It changes 900 composite ops for the time, and asks every namespace for its own: for a small program that takes
-    longer than all else. One that is not in the table is decomposed as its kernel does.
+    torch's function changes 900 composite ops for the time of the call, and asks every namespace for its own; for a
+    small program that takes longer than everything else. An op in neither table is decomposed as its kernel does.
     """
     how = {op: each for op, each in composite.items() if _is_composite(op)} | {op: _kernel_of(op) for op in opened}
-    # torch 2.13 warns about its own LeafSpec, and logs what it raises
+    # torch 2.13 warns about its own LeafSpec, and logs the errors that it raises
     with quiet_torch(), keeping_draws(), unset_fake_temporarily():
-        made: ExportedProgram = _decompose_exported_program(
+        result: ExportedProgram = _decompose_exported_program(
             program,
             cia_to_decomp=how,
             python_decomp_table=others,
             joint_loss_index=None,
             decompose_custom_triton_ops=False,
         )
-        return made
+        return result

@@ -1,4 +1,4 @@
-"""Files of programs: torch's own readers and writers."""
+"""Program files, by torch's own readers and writers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tpcompiler.errors import ArtifactError, reason
 
 
 def record_reader(file: IO[bytes] | io.RawIOBase) -> Any:
-    """torch's own reader of archives, which need not see what `zipfile` sees."""
-    file.seek(0)  # it takes the place where the file is for its beginning
+    """Return torch's own archive reader, which may disagree with `zipfile` about the content."""
+    file.seek(0)  # it takes the current position for the beginning
     return vars(torch._C)["PyTorchFileReader"](file)
 
 
 def is_registered_class(name: str) -> bool:
-    """Whether a program's file may name this class in its tree of inputs or outputs."""
+    """Return True if a program's file may name this class in its tree of inputs or outputs."""
     return name in vars(_pytree)["SERIALIZED_TYPE_TO_PYTHON_TYPE"]
 
 
 class _Hints:
-    """The module `typing`, which computes the type hints of a class once."""
+    """The module `typing`, with the type hints of a class cached."""
 
     def __init__(self) -> None:
         self._known: dict[type, dict[str, Any]] = {}
@@ -45,10 +45,10 @@ class _Hints:
 
 @contextlib.contextmanager
 def quick_files() -> Iterator[None]:
-    """Read and write programs in this block without what torch does in vain.
+    """Speed up reading and writing of programs in this block.
 
-    It evaluates the type hints of a node's class for each node that it reads, a sixth of the time of a load, and brings
-    a copy of what it writes into a canonical form that it throws away, half of the time of a save.
+    torch evaluates the type hints of a node's class for each node that it reads, a sixth of a load's time. It also
+    brings a copy of the program into a canonical form and discards it, half of a save's time.
     """
     from torch._export.serde import serialize
 
@@ -64,7 +64,7 @@ def quick_files() -> Iterator[None]:
 
 
 class _Stream(io.RawIOBase):
-    """Hands what torch's writer of archives writes to a file, and keeps the first error from it."""
+    """A stream that passes the data of torch's archive writer to a file, and stores the file's first error."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Stream(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:  # torch asks, and goes to the beginning when all is written
+    def seekable(self) -> bool:  # torch asks, and seeks to the beginning at the end
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -91,12 +91,12 @@ class _Stream(io.RawIOBase):
 
 @contextlib.contextmanager
 def archive_stream(path: Path) -> Iterator[io.RawIOBase]:
-    """Open a file for torch's writer of archives, which ends the process where a write fails, as on a full disk.
+    """Open a file for torch's archive writer, which ends the process if a write fails, as on a full disk.
 
-    The folder in the archive is called `archive`, and not as the file.
+    The folder in the archive is called `archive`, independent of the file's name.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with path.open("wb") as file:
         stream = _Stream(file)
@@ -106,13 +106,13 @@ def archive_stream(path: Path) -> Iterator[io.RawIOBase]:
 
 
 def save_program(program: ExportedProgram, file: Any, **more: Any) -> None:
-    """`torch.export.save`."""
+    """Save as `torch.export.save` does, but faster."""
     with quick_files():
         torch.export.save(program, file, **more)
 
 
 class _Mapped:
-    """torch's reader of an archive, which maps the tensors that it stores into memory instead of reading them."""
+    """torch's archive reader, with stored tensors mapped into memory instead of read."""
 
     def __init__(self, reader: Any, path: Path, size: int) -> None:
         self._reader = reader
@@ -128,17 +128,17 @@ class _Mapped:
 
 
 def read_archive_state(path: Path, file: IO[bytes] | io.RawIOBase | None = None) -> dict[str, torch.Tensor]:
-    """The parameters, buffers and constants in a .pt2, by name, without the program. Seen in torch 2.11 and 2.13.
+    """Return the parameters, buffers and constants in a .pt2 by name, without the program (torch 2.11 and 2.13).
 
-    They are mapped from `path` and take no memory of their own until they are used, but for those that a pickle holds.
-    These are unpickled: inspect the file first, and give it as `file`, open.
+    They are mapped from `path` and take no memory until used, except those in a pickle, which are unpickled: inspect
+    the file first, and pass it open as `file`.
 
     Raises:
         ArtifactError: an entry that is missing or damaged.
     """
     from torch.export.pt2_archive import _package
 
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     try:
         with contextlib.nullcontext(file) if file is not None else path.open("rb") as opened:
             opened.seek(0)
@@ -147,14 +147,14 @@ def read_archive_state(path: Path, file: IO[bytes] | io.RawIOBase | None = None)
                 if all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist()):
                     reader.archive_file = _Mapped(reader.archive_file, path, opened.seek(0, io.SEEK_END))
             for read in (_package._load_constants, _package._load_state_dict):
-                made = read(reader, "model")
-                assert isinstance(made, dict)
-                if both := sorted(found.keys() & made.keys()):
+                section = read(reader, "model")
+                assert isinstance(section, dict)
+                if both := sorted(tensors.keys() & section.keys()):
                     raise ValueError(f"{both[0]!r} is in the state and in the constants")
-                found.update(made)
-    except Exception as error:  # torch raises what the layer that fails happens to raise
+                tensors.update(section)
+    except Exception as error:  # torch raises any error of the layer that fails
         line = reason(error)
         raise ArtifactError(
             f"the tensors of {path} cannot be read: {line}", help="copy the artifact again, or convert the model again"
         ) from error
-    return found
+    return tensors

@@ -1,4 +1,4 @@
-"""Process groups, meshes over them, and torch's change of placements."""
+"""Process groups, meshes over them, and torch's redistribution."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
 
 
 def register_group(name: str, group: dist.ProcessGroup) -> None:
-    """Let graphs that say `name` use `group`."""
+    """Make graphs that name `name` use `group`."""
     _register_process_group(cast(Any, name), group)
 
 
@@ -29,7 +29,7 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 
 
 def default_store() -> Any:
-    """The key-value store at which the ranks of the default process group have met."""
+    """Return the key-value store of the default process group."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
@@ -45,11 +45,11 @@ def group_is_registered(name: str) -> bool:
 
 @contextlib.contextmanager
 def fake_group(name: str, rank: int, size: int, device_type: str) -> Iterator[None]:
-    """A process group that answers nothing, registered under a private name for the time of a trace.
+    """Register a process group that communicates with nobody, under a private name, for the time of a trace.
 
     It never becomes the default group, so a caller's own process group keeps its state.
     """
-    c10d: Any = dist  # its stubs leave out the stores
+    c10d: Any = dist  # its stubs omit the stores
     group = c10d.ProcessGroup(c10d.PrefixStore(name, c10d.HashStore()), rank, size)
     create = getattr(FAKE_GROUP, "_create_internal", FAKE_GROUP)
     group._register_backend(torch.device(device_type), dist.ProcessGroup.BackendType.CUSTOM, create(rank, size))
@@ -65,7 +65,7 @@ def fake_group(name: str, rank: int, size: int, device_type: str) -> Iterator[No
 def traced_mesh(
     device_type: str, axes: Sequence[str], degrees: Sequence[int], rank: int, groups: Sequence[str]
 ) -> DeviceMesh:
-    """A mesh over groups that are registered already; needs no default group and makes none."""
+    """Return a mesh over registered groups; it neither needs nor creates a default group."""
     ranks = torch.arange(torch.Size(degrees).numel()).view(*degrees)
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(axes), _init_backend=False, _rank=rank)
     mesh._dim_group_names = cast(Any, list(groups))
@@ -79,7 +79,7 @@ def redistribute(
     target: Sequence[Placement],
     shape: Sequence[Any],
 ) -> torch.Tensor:
-    """torch's own change of placements of a dense local tensor of a global tensor of this shape."""
+    """Run torch's own redistribution of a dense local tensor, whose global shape is `shape`."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
@@ -90,11 +90,11 @@ def redistribute(
 
 
 def map_symmetric(shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: str) -> torch.Tensor:
-    """Zeros in memory that all ranks of a group map. Each of them must ask for it.
+    """Return zeros in memory that all ranks of a group map. All ranks must call this.
 
     Raises:
-        RuntimeError: the devices cannot.
+        RuntimeError: the devices do not support it.
     """
-    made = _symmetric_memory.empty(tuple(shape), dtype=dtype, device=device).zero_()
-    _symmetric_memory.rendezvous(made, resolve_group(group))
-    return made
+    memory = _symmetric_memory.empty(tuple(shape), dtype=dtype, device=device).zero_()
+    _symmetric_memory.rendezvous(memory, resolve_group(group))
+    return memory

@@ -1,4 +1,4 @@
-"""torch's initializers, for parameters that have no values."""
+"""torch's initializers, for parameters without values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import init
 
 @contextlib.contextmanager
 def skip_fake_truncations() -> Iterator[None]:
-    """Leave fake tensors as they are in `trunc_normal_`, the one initializer that reads the values it draws."""
+    """Skip fake tensors in `trunc_normal_`, the only initializer that reads the values it draws."""
     draw = init._no_grad_trunc_normal_
 
     def skip_fakes(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

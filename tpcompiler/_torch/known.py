@@ -1,4 +1,4 @@
-"""Tensors whose values a trace knows."""
+"""Tensors with values that a trace can read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class KnownTensor(torch.Tensor):
-    """A tensor whose values stay known in an export: ops on known tensors are computed, not traced.
+    """A tensor with values that an export can read: ops on known tensors are computed, not traced.
 
-    Code may so read numbers from it (`tolist`), as it does where the sizes of images say how a tensor is split. An op
-    that takes another tensor too is traced, with the known one as a constant.
+    So code may read numbers from it (`tolist`), such as image sizes that determine how a tensor is split. An op that
+    also takes another tensor is traced, with the known one as a constant.
     """
 
     @classmethod
@@ -25,11 +25,11 @@ class KnownTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = (tuple(args), dict(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        arguments = (tuple(args), dict(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
         with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
-            plain, named = tree_map_only(KnownTensor, lambda value: value.as_subclass(torch.Tensor), given)
+            plain, keywords = tree_map_only(KnownTensor, lambda value: value.as_subclass(torch.Tensor), arguments)
             if all(isinstance(tensor, cls) for tensor in tensors):
-                made = func(*plain, **named)
-                return tree_map_only(torch.Tensor, lambda value: value.as_subclass(cls), made)
-        return func(*plain, **named)
+                result = func(*plain, **keywords)
+                return tree_map_only(torch.Tensor, lambda value: value.as_subclass(cls), result)
+        return func(*plain, **keywords)

@@ -1,4 +1,4 @@
-"""Exported programs and graphs: made of others without the work that torch does in vain."""
+"""Exported programs and graphs derived from others, without torch's redundant work."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ WRITTEN_KINDS = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, Out
 
 
 def tree_names(spec: Any) -> list[str]:
-    """The path of every leaf of a pytree, as `logits`, `0` or `cache.0.key`; equal paths are numbered, `0#2`.
+    """Return the path of every leaf of a pytree, as `logits`, `0` or `cache.0.key`; equal paths are numbered, `0#2`.
 
-    Leaves are counted where a class does not name its parts.
+    If a class does not name its parts, leaves are numbered.
     """
     try:
         leaves, _ = tree_flatten_with_path(tree_unflatten(list(range(spec.num_leaves)), spec))
-    except ValueError:  # a class that was registered without names for its parts
+    except ValueError:  # a class registered without names for its parts
         return [str(at) for at in range(spec.num_leaves)]
     names: list[str] = []
     times: Counter[str] = Counter()
@@ -41,12 +41,12 @@ def tree_names(spec: Any) -> list[str]:
 
 
 def guards_of(program: ExportedProgram) -> list[str]:
-    """What `program.module()` asserts of its inputs beside their shapes and ranges, as Python that it runs."""
+    """Return the assertions of `program.module()` on inputs, apart from shapes and ranges, as Python code."""
     return list(vars(program).get("_guards_code") or ())
 
 
 def passes_guards(program: ExportedProgram, values: Sequence[torch.Tensor]) -> bool:
-    """True if `program.module()` takes inputs of these shapes, in the order of its own, by what it asserts of them."""
+    """Return True if these inputs, in the program's order, pass the assertions of `program.module()`."""
     if not guards_of(program):
         return True
     try:
@@ -57,7 +57,7 @@ def passes_guards(program: ExportedProgram, values: Sequence[torch.Tensor]) -> b
 
 
 def check_built(program: ExportedProgram) -> None:
-    """What torch's constructor does at its end: it refuses what is no program, and reads the guards off the sizes."""
+    """Validate a program and compute its guards, as torch's constructor does at its end."""
     program.validate()  # type: ignore[no-untyped-call]
     program._guards_code = _convert_guards_to_code(program.graph_module)  # type: ignore[no-untyped-call]
 
@@ -69,30 +69,33 @@ def with_state(
     module_call_graph: Sequence[Any],
     example_inputs: Any,
 ) -> ExportedProgram:
-    """The same program over other tensors; its graph is the same object."""
-    made = copy.copy(program)
-    made._state_dict, made._constants = state_dict, constants
-    made._module_call_graph, made._example_inputs = list(module_call_graph), example_inputs
-    return made
+    """Return the program over other tensors; its graph is the same object."""
+    result = copy.copy(program)
+    result._state_dict, result._constants = state_dict, constants
+    result._module_call_graph, result._example_inputs = list(module_call_graph), example_inputs
+    return result
 
 
 def with_graph(program: ExportedProgram, root: Any, graph: torch.fx.Graph) -> ExportedProgram:
-    """The same program with another graph, of whose bodies `root` holds those that it calls.
+    """Return the program with another graph, whose bodies `root` holds.
 
-    It is written as Python, and compiled, when it is run for the first time: torch's constructors do it at once.
+    The graph's Python code is written and compiled at its first run; torch's constructors do that at once.
     """
-    made = copy.copy(program)
+    result = copy.copy(program)
     graph._codegen = CodeGen()  # flat
-    made._graph_module = _LazyGraphModule(root, graph)
-    made._graph_module.meta.update(program.graph_module.meta)
-    made._state_dict, made._constants = dict(program.state_dict), dict(program.constants)
-    made._range_constraints = dict(program.range_constraints)
-    return made
+    result._graph_module = _LazyGraphModule(root, graph)
+    result._graph_module.meta.update(program.graph_module.meta)
+    result._state_dict, result._constants = dict(program.state_dict), dict(program.constants)
+    result._range_constraints = dict(program.range_constraints)
+    return result
 
 
 def forget_index(value: torch.Tensor) -> None:
-    """Let a fake CUDA tensor say `cuda`, as it is to be written: torch gives every one an index, and reads it back
-    with that of the current device. Nothing may be computed with it any more."""
+    """Make a fake CUDA tensor name `cuda` without an index, for writing.
+
+    torch gives each such tensor an index, and reads it back with the current device's. Afterwards nothing can be
+    computed with the tensor.
+    """
     if isinstance(value, FakeTensor):
         name = "_fake_device" if hasattr(value, "_fake_device") else "fake_device"  # torch 2.13 made it a property
         setattr(value, name, torch.device(value.device.type))
@@ -110,26 +113,26 @@ def mode_of_parameters() -> FakeTensorMode:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A graph of copies of all nodes under the same names, with a shallow copy of their meta.
+    """Return a graph with copies of all nodes under the same names, and shallow copies of their meta.
 
-    `Graph.node_copy` checks every argument and looks for a new name, which takes most of the time of a conversion.
+    `Graph.node_copy` checks every argument and searches for a new name, which takes most of a conversion's time.
     """
-    new, seen = fx.Graph(), dict[fx.Node, fx.Node]()
-    names, map_arg, made_of = new._graph_namespace, fx.node.map_arg, seen.__getitem__
+    new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    names, map_arg, copy_of = new._graph_namespace, fx.node.map_arg, copies.__getitem__
     for node in graph.nodes:
-        args, kwargs = map_arg(node._args, made_of), node._kwargs and map_arg(node._kwargs, made_of)
-        made = seen[node] = fx.Node(new, node.name, node.op, node.target, args, kwargs, node.type)
-        made.meta.update(node.meta)
+        args, kwargs = map_arg(node._args, copy_of), node._kwargs and map_arg(node._kwargs, copy_of)
+        copied = copies[node] = fx.Node(new, node.name, node.op, node.target, args, kwargs, node.type)
+        copied.meta.update(node.meta)
         base, _, number = node.name.rpartition("_")
         if base and number.isdecimal():
             names._base_count[base] = int(number)
         else:
             names._base_count.setdefault(node.name, 0)
-        new._insert(made)
-    names._obj_to_name = {made: made.name for made in seen.values()}
+        new._insert(copied)
+    names._obj_to_name = {copied: copied.name for copied in copies.values()}
     names._used_names = set(names._obj_to_name.values())
     table = new._find_nodes_lookup_table.table
     for kind, nodes in graph._find_nodes_lookup_table.table.items():
-        table[kind] = {seen[node]: None for node in nodes}
-    new._len = len(seen)
+        table[kind] = {copies[node]: None for node in nodes}
+    new._len = len(copies)
     return new

@@ -1,4 +1,4 @@
-"""Symbolic sizes: symbols, ranges, examples, and one size put in for another."""
+"""Symbolic sizes: symbols, ranges, examples, and substitution."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from torch.utils._pytree import tree_flatten
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.value_ranges import ValueRanges
 
-SYMPY_FUNCTIONS = {  # those that torch names when it reads a size; of maxima it takes sympy's own
+SYMPY_FUNCTIONS = {  # the functions that torch names when it reads a size; for maxima it takes sympy's own
     name: getattr(sympy_functions, name) for name in sympy_functions.__all__ if name not in ("Max", "Min")
 }
 
 
 def read_size(text: str) -> Any:
-    """What torch makes of a size in a file, and multiplies out to compare it. It evaluates it as Python."""
-    made = sympy.sympify(text, locals=SYMPY_FUNCTIONS)
-    left = [made]
-    while left:  # it keeps each part by its text
-        part = left.pop()
+    """Parse a size as torch does in a file, and expand it for comparison. torch evaluates the text as Python."""
+    size = sympy.sympify(text, locals=SYMPY_FUNCTIONS)
+    remaining = [size]
+    while remaining:  # str caches the text of each part
+        part = remaining.pop()
         str(part)
-        left += part.args
-    return safe_expand(made)
+        remaining += part.args
+    return safe_expand(size)
 
 
 def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:
-    """The symbols in the sizes of these values."""
+    """Return the symbols in the sizes of these values."""
     sizes = [s for v in tree_flatten(list(values))[0] for s in (v.shape if isinstance(v, torch.Tensor) else (v,))]
     return set().union(*(s.node.expr.free_symbols for s in sizes if isinstance(s, torch.SymInt)))
 
@@ -40,64 +40,68 @@ def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:
 def divided_sizes(
     mode: FakeTensorMode, parts: Mapping[sympy.Symbol, int], ranges: Mapping[sympy.Symbol, Any]
 ) -> tuple[FakeTensorMode, dict[sympy.Symbol, sympy.Expr]]:
-    """A copy of a fake mode, and for each symbol s of `parts` the expression `parts[s] * t` that stands for s in it.
+    """Return a copy of a fake mode, and symbol s of `parts` -> the expression `parts[s] * t` that replaces it.
 
-    t is a new symbol, of s's range in `ranges` divided. Guards on s are left out: they speak of sizes that an input
-    which is cut does not have.
+    t is a new symbol with s's range in `ranges`, divided. Guards on s are dropped, because they constrain sizes that a
+    sharded input does not have.
     """
     from torch._dynamo.source import ConstantSource  # importing dynamo takes a second
 
     env = mode.shape_env
     assert env is not None
-    made = copy.copy(env)
+    divided_env = copy.copy(env)
     for name, value in vars(env).items():
         if isinstance(value, (dict, list, set)):
-            setattr(made, name, copy.copy(value))
+            setattr(divided_env, name, copy.copy(value))
     gone = parts.keys() | {s for s, by in env.replacements.items() if by.free_symbols & parts.keys()}
-    made.guards = [guard for guard in env.guards if not guard.expr.free_symbols & gone]
+    divided_env.guards = [guard for guard in env.guards if not guard.expr.free_symbols & gone]
     standing: dict[sympy.Symbol, sympy.Expr] = {}
     examples = _examples(env, parts, ranges)
-    _hints(made).update({s: sympy.Integer(size) for s, size in examples.items() if s not in parts})
+    _hints(divided_env).update({s: sympy.Integer(size) for s, size in examples.items() if s not in parts})
     for symbol, count in parts.items():
-        new = made.create_symbol(examples[symbol] // count, ConstantSource(f"a part of {symbol}"), DimDynamic.DYNAMIC)
-        made.var_to_range[new] = ValueRanges(*divided_range(ranges[symbol], count))
+        new = divided_env.create_symbol(
+            examples[symbol] // count, ConstantSource(f"a part of {symbol}"), DimDynamic.DYNAMIC
+        )
+        divided_env.var_to_range[new] = ValueRanges(*divided_range(ranges[symbol], count))
         standing[symbol] = count * new
-    return FakeTensorMode(shape_env=made, allow_non_fake_inputs=mode.allow_non_fake_inputs), standing
+    return FakeTensorMode(shape_env=divided_env, allow_non_fake_inputs=mode.allow_non_fake_inputs), standing
 
 
 def _examples(
     env: Any, parts: Mapping[sympy.Symbol, int], ranges: Mapping[sympy.Symbol, Any]
 ) -> dict[sympy.Symbol, int]:
-    """The example's size for every symbol, those of `parts` rounded up to a multiple, at least twice it.
+    """Return the example's size for every symbol; those of `parts` are rounded up to a multiple, at least twice it.
 
-    (Torch makes a size of 1 static.) Where that breaks what the export found of them, that one is no greater than
-    another or is a multiple of 4, all sizes are as many times as large.
+    torch makes a size of 1 static. If rounding violates a guard of the export, such as one size not exceeding another,
+    all sizes are scaled by a common factor instead.
     """
-    known = {symbol: int(size) for symbol, size in _hints(env).items()}
-    known |= {symbol: sym_hint(env.create_symintnode(symbol, hint=None)) for symbol in parts}
-    rounded = known | {s: max(-(-known[s] // count), 2) * count for s, count in parts.items()}
-    rounded |= {s: int(by.xreplace(rounded)) for s, by in env.replacements.items() if by.free_symbols <= known.keys()}
+    sizes_of = {symbol: int(size) for symbol, size in _hints(env).items()}
+    sizes_of |= {symbol: sym_hint(env.create_symintnode(symbol, hint=None)) for symbol in parts}
+    rounded = sizes_of | {s: max(-(-sizes_of[s] // count), 2) * count for s, count in parts.items()}
+    rounded |= {
+        s: int(by.xreplace(rounded)) for s, by in env.replacements.items() if by.free_symbols <= sizes_of.keys()
+    }
     if all(guard.expr.xreplace(rounded) != sympy.false for guard in env.guards):
         return rounded
-    times = math.lcm(*(count // math.gcd(count, known[s]) for s, count in parts.items()))
-    times *= 2 if any(known[s] * times == count for s, count in parts.items()) else 1
-    scaled = {s: size * times for s, size in known.items()}
+    times = math.lcm(*(count // math.gcd(count, sizes_of[s]) for s, count in parts.items()))
+    times *= 2 if any(sizes_of[s] * times == count for s, count in parts.items()) else 1
+    scaled = {s: size * times for s, size in sizes_of.items()}
     return rounded if any(s in scaled and scaled[s] > sizes.upper for s, sizes in ranges.items()) else scaled
 
 
 def _hints(env: Any) -> dict[sympy.Symbol, sympy.Integer]:
-    found: dict[sympy.Symbol, sympy.Integer] = vars(env).get("backed_var_to_val", vars(env).get("var_to_val"))
-    return found  # torch 2.13 renamed it
+    hints: dict[sympy.Symbol, sympy.Integer] = vars(env).get("backed_var_to_val", vars(env).get("var_to_val"))
+    return hints  # torch 2.13 renamed it
 
 
-def divided_range(known: Any, count: int) -> tuple[Any, Any]:
-    """The least and the greatest t such that `count * t` lies in a range; the first is greater where none does."""
-    lower, upper = known.lower, known.upper
+def divided_range(bounds: Any, count: int) -> tuple[Any, Any]:
+    """Return the least and the greatest t with `count * t` in a range; the first is greater if there is no such t."""
+    lower, upper = bounds.lower, bounds.upper
     return sympy.ceiling(lower / count), upper // count if upper.is_Integer else upper
 
 
 def substituted(value: Any, mode: FakeTensorMode, standing: Mapping[sympy.Symbol, sympy.Expr]) -> Any:
-    """A size, or a fake tensor, in another mode, with `standing` put in for symbols."""
+    """Return a size or fake tensor in another mode, with symbols replaced as in `standing`."""
     env = mode.shape_env
     assert env is not None
     if isinstance(value, torch.SymInt):
@@ -114,34 +118,34 @@ def substituted(value: Any, mode: FakeTensorMode, standing: Mapping[sympy.Symbol
 
 
 def sym_multiple(size: torch.SymInt) -> tuple[sympy.Symbol, int] | None:
-    """(s, n) of a size that is n * s for one symbol s, else None."""
+    """Return (s, n) for a size that is n * s for one symbol s, else None."""
     expr = size.node.expr
     if not expr.free_symbols:
-        return None  # a size that export took for dynamic and then found constant
+        return None  # a size that export took for dynamic and then proved constant
     symbol = next(iter(expr.free_symbols))
     count = expr / symbol
     return (symbol, int(count)) if count.is_Integer else None
 
 
 def size_range(mode: FakeTensorMode, symbol: sympy.Symbol) -> Any:
-    """The range that the mode's shape environment knows for a symbol."""
+    """Return the range of a symbol in the mode's shape environment."""
     assert mode.shape_env is not None
     return mode.shape_env.var_to_range[symbol]
 
 
 def shape_facts(mode: FakeTensorMode) -> tuple[int, ...]:
-    """How many guards, replacements and deferred assertions the shape environment holds: growth is specialisation."""
+    """Count the shape environment's guards, replacements and deferred assertions: growth is specialisation."""
     env = mode.shape_env
     if env is None:
         return ()
     return len(env.guards), len(env.replacements), sum(map(len, env.deferred_runtime_asserts.values()))
 
 
-UNKNOWN_SIZE = 8192  # as torch takes it
+UNKNOWN_SIZE = 8192  # torch's own fallback
 
 
 def sym_hint(size: Any) -> int:
-    """The size in the example that the program was exported with; of one that depends on data, a large one."""
+    """Return the size in the export's example, or a large one if the size depends on data."""
     if isinstance(size, int):
         return size
     env, expr = size.node.shape_env, size.node.expr
@@ -152,5 +156,5 @@ def sym_hint(size: Any) -> int:
 
 
 def sym_expr(size: Any) -> Any:
-    """A size as a sympy expression of the program's symbols."""
+    """Return a size as a sympy expression of the program's symbols."""
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr

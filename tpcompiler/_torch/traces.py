@@ -1,4 +1,4 @@
-"""Traces, without what torch does in them for modules."""
+"""Tracing without torch's work on modules."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MARK = "__fx_already_patched"
 
 
 def trace_ops(body: Callable[..., Any], *values: Any, table: Mapping[Any, Any] | None = None) -> fx.Graph:
-    """The ops that a function calls, as `make_fx` finds them.
+    """Return the ops that a function calls, traced by `make_fx`.
 
-    fx puts methods of its own into `nn.Module` for a trace, though those of `make_fx` do nothing, and takes them out
-    again. Each time Python forgets what it knew of every class of modules, thousands where transformers is imported,
-    which takes a tenth of a conversion. What is marked as its own already it leaves.
+    For a trace, fx patches methods of `nn.Module` and restores them, although `make_fx` uses neither. Each time Python
+    drops its caches for every module class, thousands if transformers is imported, which takes a tenth of a conversion.
+    Methods marked as patched are left alone.
 
     Args:
         table: decompositions, by op.

@@ -1,4 +1,4 @@
-"""Which versions of torch this runs on, and what a version lacks."""
+"""Supported versions of torch, and the ops that some versions lack."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from tpcompiler.errors import TpCompilerWarning
 
-OLDEST, NEWEST = (2, 11), (2, 15)  # that this was run with: docs/compat.md
-GONE = {"aten::cholesky": (2, 14)}  # ops that a rule names, and the version since when torch lacks them
+OLDEST, NEWEST = (2, 11), (2, 15)  # tested versions: docs/compat.md
+GONE = {"aten::cholesky": (2, 14)}  # an op that a rule names -> the version since which torch lacks it
 
 
 def warn_of_newer(version: str) -> None:
-    """Say it where a torch is newer than all that this was run with: private names may have moved."""
-    if found := re.match(r"(\d+)\.(\d+)", version):
-        if (int(found[1]), int(found[2])) > NEWEST:
+    """Warn if torch is newer than all tested versions: private names may have moved."""
+    if match := re.match(r"(\d+)\.(\d+)", version):
+        if (int(match[1]), int(match[2])) > NEWEST:
             newest = ".".join(map(str, NEWEST))
             warnings.warn(
                 f"torch {version} is newer than {newest}, the newest that tpcompiler was run with: "

@@ -1,1 +1,1 @@
-"""What a program costs on the wire."""
+"""Costs: machines, kernels, collectives, paths between shardings, and the predicted time of a call."""

@@ -9,13 +9,13 @@ from tpcompiler.errors import BudgetError
 UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def read_bytes(said: int | str) -> int:
-    """How many bytes `24GB`, `22.5GiB` or `1000` are; a number alone is bytes.
+def read_bytes(amount: int | str) -> int:
+    """Return the number of bytes in `24GB`, `22.5GiB` or `1000`; a number alone is bytes.
 
     Raises:
-        BudgetError: a text that says no amount.
+        BudgetError: a text that is no amount.
     """
-    found = re.fullmatch(rf"\s*(\d{{1,18}}(?:\.\d{{1,9}})?)\s*({'|'.join(UNITS)})\s*", str(said), re.ASCII)
-    if found is None:
-        raise BudgetError(f"{said!r} is no number of bytes", help="write 24GB, 22.5GiB, or bytes")
-    return int(float(found[1]) * UNITS[found[2]]) if "." in found[1] else int(found[1]) * UNITS[found[2]]
+    match = re.fullmatch(rf"\s*(\d{{1,18}}(?:\.\d{{1,9}})?)\s*({'|'.join(UNITS)})\s*", str(amount), re.ASCII)
+    if match is None:
+        raise BudgetError(f"{amount!r} is no number of bytes", help="write 24GB, 22.5GiB, or bytes")
+    return int(float(match[1]) * UNITS[match[2]]) if "." in match[1] else int(match[1]) * UNITS[match[2]]

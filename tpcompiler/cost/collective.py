@@ -1,15 +1,15 @@
-"""Collectives and their bytes: the payload that the call names, and the ring wire bytes per rank that follow.
+"""Collectives and their bytes: the payload that the call names, and the ring wire bytes per rank.
 
 Ring algorithms as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
-(2005): with n ranks and a payload of M bytes an all_reduce sends 2 (n - 1) / n M per rank; an all_gather (M = what is
-gathered), a reduce_scatter (M = what is reduced) and an all_to_all (M = what a rank holds) send (n - 1) / n M.
+(2005): with n ranks and a payload of M bytes, an all_reduce sends 2 (n - 1) / n M per rank; an all_gather (M = the
+gathered bytes), a reduce_scatter (M = the reduced bytes) and an all_to_all (M = a rank's bytes) send (n - 1) / n M.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-KIND_OF = {  # torch's ops
+KIND_OF = {  # torch's op -> our kind
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -20,6 +20,6 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def wire_bytes(kind: str, payload: int, group_size: int) -> int:
-    """Bytes that each rank sends, on a ring of `group_size` ranks."""
+    """Return the bytes that each rank sends on a ring of `group_size` ranks."""
     share = payload * (group_size - 1) / group_size
     return round(2 * share if kind == "all_reduce" else share)

@@ -1,14 +1,14 @@
-"""What counts as a kernel, and which bytes pass through memory: a model of what runs of a graph.
+"""A model of execution: the ops that form a kernel, and the bytes that pass through memory.
 
 With a compiler, products and attentions are kernels. Any other op fuses with the ops that it exchanges values with, as
-long as no product, attention or collective lies on a path between two of them; what is fused is one kernel. That is
-close to what Inductor's greedy fusion gives, and it depends on the graph alone, so every op keeps a price of its own.
-Views are no kernels, nor is what is computed of sizes and single numbers for ops that fuse, such as the indices of a
-slice. A look-up reads what it returns, a write into a buffer moves what it writes, and a weight that is widened for one
-product, such as one of int8, is widened there. Of experts, those are read that tokens are expected to take, if they
-take all of them alike.
+long as no path between two of them contains a product, attention or collective; each fused group is one kernel. That is
+close to Inductor's greedy fusion, and it depends on the graph alone, so every op has its own price. Views are no
+kernels, and neither are ops on sizes and single numbers for ops that fuse, such as the indices of a slice. A look-up
+reads as much as it returns, and a write into a buffer moves as much as it writes. A weight that is widened for one
+product, such as an int8 weight, is widened in the product's kernel. Only the experts that tokens are expected to choose
+are read, if tokens choose all experts equally often.
 
-Without a compiler every op is a kernel that reads its operands and writes its results, and a view takes its time too.
+Without a compiler every op is a kernel that reads its operands and writes its results, and a view takes time too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tpcompiler.rules.registry import rule_of
 
 Floor = Literal["product", "attention", "other", "view", ""]
 INDICES = frozenset((torch.int64, torch.int32, torch.bool))
-UNCALLED = frozenset(("wait_tensor", "sym_size"))  # they call no kernel, nor a function of torch that takes its time
+UNCALLED = frozenset(("wait_tensor", "sym_size"))  # these call neither a kernel nor a torch function that takes time
 NAMES_OF_VIEWS = UNCALLED | {"_unsafe_view", "_assert_async"}
 LOOKUPS = frozenset(("embedding", "gather", "index", "index_select"))
 WRITES = frozenset(("index_copy", "index_put", "scatter", "select_scatter", "slice_scatter"))
@@ -43,10 +43,10 @@ class Kernel(NamedTuple):
     """An op's part in a kernel.
 
     Attributes:
-        floor: which floor the op pays; "" if its kernel's is paid by another op.
-        moves: the share of each operand, then of each result, that the op reads from memory or writes to it.
-        stored: which of these are inputs or state, and not what another kernel has just written.
-        dtype: of a product of narrow operands, which ones (`machine.DTYPES`): it may have other rates.
+        floor: the floor that the op pays; "" if another op pays its kernel's.
+        moves: for each operand, then each result, the share that the op reads from memory or writes to it.
+        stored: for each of these, True if it is an input or state, False if another kernel just wrote it.
+        dtype: the narrow operands of a product (`machine.DTYPES`), which may have other rates.
     """
 
     floor: Floor
@@ -55,13 +55,13 @@ class Kernel(NamedTuple):
     dtype: str = ""
 
 
-NO_KERNEL = Kernel("")  # of a view, or an op that is part of a product
+NO_KERNEL = Kernel("")  # for a view, or an op that is part of a product
 
 
 def find_kernels(graph: fx.Graph, fuses: bool = True) -> dict[fx.Node, Kernel]:
-    """Return the kernels of a program, by each op that has a part in one; `fuses`: a compiler makes kernels of ops."""
-    found = _Fusion(graph, fuses)
-    return found.kernels() if fuses else found.calls_alone()
+    """Return each op's part in a kernel, for ops that have one; `fuses`: a compiler fuses ops."""
+    fusion = _Fusion(graph, fuses)
+    return fusion.kernels() if fuses else fusion.calls_alone()
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -69,19 +69,19 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def factors_of_product(node: fx.Node, rule: Rule | None) -> tuple[frozenset[str], frozenset[str]] | None:
-    """The factors of the two operands that an op multiplies and sums over; None for any other op.
+    """Return the factors of the two operands that an op multiplies and sums over; None for any other op.
 
-    Of matrices that stand in a row, one is used for each row: their number counts for neither operand.
+    If each row uses one matrix of a stack, the number of matrices counts for neither operand.
     """
-    found = _multiplied(node, rule)
-    if found is None:
+    product = _multiplied(node, rule)
+    if product is None:
         return None
-    ((_, left), (_, right)), dealt = found
+    ((_, left), (_, right)), dealt = product
     return (left, right - dealt) if dealt & (right - left) else (left, right)
 
 
 def _multiplied(node: fx.Node, rule: Rule | None) -> tuple[list[tuple[fx.Node, frozenset[str]]], set[str]] | None:
-    """The two operands of a product with their factors, and the factors that indices deal out."""
+    """Return a product's two operands with their factors, and the factors that indices select from."""
     if rule is None or is_attention(node):
         return None
     terms, dealt = list[tuple[fx.Node, frozenset[str]]](), set[str]()
@@ -97,7 +97,7 @@ def _multiplied(node: fx.Node, rule: Rule | None) -> tuple[list[tuple[fx.Node, f
 
 
 def rows_share(node: fx.Node) -> float:
-    """The share of its rows that an op multiplies: of experts in blocks, each block has its own, as many in each."""
+    """Return the share of its rows that an op multiplies: in blocks of experts, each block has equally many rows."""
     if node.target is not BY_BLOCK:
         return 1.0
     blocks, rows = (sym_hint(size) for size in edit.operands(node)[0].meta["val"].shape[:2])
@@ -105,13 +105,13 @@ def rows_share(node: fx.Node) -> float:
 
 
 class _Fusion:
-    """Which ops run in one kernel."""
+    """The grouping of a graph's ops into kernels."""
 
     def __init__(self, graph: fx.Graph, fuses: bool) -> None:
-        self.calls = list[fx.Node]()  # but views and collectives
-        self.source: dict[fx.Node, fx.Node] = {}  # what a view is a view of
-        self.depth: dict[fx.Node, int] = {}  # products, attentions and collectives before an op
-        self.parent: dict[fx.Node, fx.Node] = {}  # among the ops that fuse
+        self.calls = list[fx.Node]()  # without views and collectives
+        self.source: dict[fx.Node, fx.Node] = {}  # a view -> the value it is a view of
+        self.depth: dict[fx.Node, int] = {}  # the number of products, attentions and collectives before an op
+        self.parent: dict[fx.Node, fx.Node] = {}  # a union-find forest of ops that fuse
         self.alone: set[fx.Node] = set()
         self.made_of_sizes = _find_made_of_sizes(graph) if fuses else set[fx.Node]()
         for node in edit.calls(graph):
@@ -138,7 +138,7 @@ class _Fusion:
                 self.parent[self.root(source)] = self.root(node)
 
     def of(self, value: fx.Node) -> fx.Node:
-        """The op or placeholder that makes what a value is a view of."""
+        """Return the op or placeholder that made the value that `value` is a view of."""
         return self.source.get(value, value)
 
     def root(self, node: fx.Node) -> fx.Node:
@@ -147,36 +147,38 @@ class _Fusion:
         return node
 
     def _find_users(self, graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-        """The ops of other kernels, and the output, that use what an op makes."""
-        found: dict[fx.Node, set[fx.Node]] = {}
+        """Return the ops of other kernels, and the output, that use an op's result."""
+        users: dict[fx.Node, set[fx.Node]] = {}
         for node in graph.nodes:
             own = self.root(node)
             for operand in () if node in self.source else node.all_input_nodes:
                 if self.root(self.of(operand)) is not own:
-                    found.setdefault(self.of(operand), set()).add(node)
-        return found
+                    users.setdefault(self.of(operand), set()).add(node)
+        return users
 
     def _find_widened(self) -> Iterator[tuple[fx.Node, tuple[float, torch.dtype]]]:
-        """The kernels that make an operand of one product of placeholders alone: the share of its bytes that they read,
-        and the dtype of the largest of these."""
+        """Yield the kernels that compute a single product's operand from placeholders alone.
+
+        With each: the share of the operand's bytes that the kernel reads, and the dtype of the largest placeholder.
+        """
         members: dict[fx.Node, list[fx.Node]] = {}
         for node in self.parent:
             members.setdefault(self.root(node), []).append(node)
         for own, nodes in members.items():
-            made = [node for node in nodes if node in self.users]
-            given = {
+            results = [node for node in nodes if node in self.users]
+            inputs = {
                 operand for node in nodes for operand in node.all_input_nodes if self.of(operand) not in self.parent
             }
-            if len(made) != 1 or len(self.users[made[0]]) != 1 or not given:
+            if len(results) != 1 or len(self.users[results[0]]) != 1 or not inputs:
                 continue
-            (user,) = self.users[made[0]]
+            (user,) = self.users[results[0]]
             is_product = user in self.alone and _floor(user) == "product"
-            share = sum(map(_bytes, given)) / max(1, _bytes(made[0]))
-            if is_product and share < 1 and all(self.of(operand).op == "placeholder" for operand in given):
-                yield own, (share, max(given, key=_bytes).meta["val"].dtype)
+            share = sum(map(_bytes, inputs)) / max(1, _bytes(results[0]))
+            if is_product and share < 1 and all(self.of(operand).op == "placeholder" for operand in inputs):
+                yield own, (share, max(inputs, key=_bytes).meta["val"].dtype)
 
     def kernels(self) -> dict[fx.Node, Kernel]:
-        found, paid, read = dict[fx.Node, Kernel](), set[fx.Node](), set[tuple[fx.Node, fx.Node]]()
+        kernel_of, paid, read = dict[fx.Node, Kernel](), set[fx.Node](), set[tuple[fx.Node, fx.Node]]()
         for node in self.calls:
             own, reads = self.root(node), list[float]()
             if own in self.widened:
@@ -189,17 +191,17 @@ class _Fusion:
                 share, _ = self.widened.get(other, (1.0, None))
                 reads.append(share if is_read else 0.0)
             writes = [float(node in self.users)] * len(edit.outputs(node))
-            found[node] = self._kernel("" if own in paid else _floor(node), node, reads, writes)
+            kernel_of[node] = self._kernel("" if own in paid else _floor(node), node, reads, writes)
             paid.add(own)
-        return found
+        return kernel_of
 
     def calls_alone(self) -> dict[fx.Node, Kernel]:
-        """Return every op as a kernel of its own, and every view as one that moves nothing."""
-        found = {node: Kernel("view") for node in self.source if _is_called(node)}
+        """Return every op as its own kernel, and every view as a kernel that moves nothing."""
+        kernel_of = {node: Kernel("view") for node in self.source if _is_called(node)}
         for node in self.calls:
             reads, writes = [1.0] * len(edit.operands(node)), [1.0] * len(edit.outputs(node))
-            found[node] = self._kernel(_floor(node), node, reads, writes)
-        return found
+            kernel_of[node] = self._kernel(_floor(node), node, reads, writes)
+        return kernel_of
 
     def _kernel(self, floor: Floor, node: fx.Node, reads: list[float], writes: list[float]) -> Kernel:
         stored = (*(self.of(operand).op == "placeholder" for operand in edit.operands(node)), *(False for _ in writes))
@@ -207,28 +209,32 @@ class _Fusion:
         return Kernel(floor, _moves(node, reads, writes), stored, dtype)
 
     def _dtype(self, product: fx.Node) -> str:
-        """The narrow dtype of both operands of a product, or of its weights."""
+        """Return the narrow dtype of a product's operands, or of its weights alone."""
         operands, _ = _multiplied(product, rule_of(product)) or ([], set())
         names = []
         for operand, _ in operands:
-            known = self.widened.get(self.root(self.of(operand)))
-            dtype = operand.meta["val"].dtype if known is None else known[1]
+            widened = self.widened.get(self.root(self.of(operand)))
+            dtype = operand.meta["val"].dtype if widened is None else widened[1]
             names.append(next((each for each in DTYPES if str(dtype).startswith(f"torch.{each}")), ""))
         narrow = max(names, default="")
         return narrow if names.count(narrow) == len(names) else f"{narrow}_weights"
 
 
 def _find_made_of_sizes(graph: fx.Graph) -> set[fx.Node]:
-    """The calls that are computed of sizes and of whole numbers, such as a rank's own, where all that use them fuse."""
-    found = set[fx.Node]()
+    """Return the calls computed from sizes and whole numbers, such as rank numbers, whose users all fuse."""
+    computed = set[fx.Node]()
     for node in edit.calls(graph):
-        read = [operand for operand in node.all_input_nodes if edit.outputs(operand)]
-        if node.target is rank_number or (_fuses(node) and all(each in found or _is_number(each) for each in read)):
-            found.add(node)
+        tensors = [operand for operand in node.all_input_nodes if edit.outputs(operand)]
+        if node.target is rank_number or (
+            _fuses(node) and all(each in computed or _is_number(each) for each in tensors)
+        ):
+            computed.add(node)
     for node in reversed(graph.nodes):
-        if node in found and not all(user in found or (user.op != "output" and _fuses(user)) for user in node.users):
-            found.discard(node)
-    return found
+        if node in computed and not all(
+            user in computed or (user.op != "output" and _fuses(user)) for user in node.users
+        ):
+            computed.discard(node)
+    return computed
 
 
 def _floor(node: fx.Node) -> Floor:
@@ -238,7 +244,7 @@ def _floor(node: fx.Node) -> Floor:
 
 
 def _moves(node: fx.Node, reads: list[float], writes: list[float]) -> tuple[float, ...]:
-    """The shares of an op that reads or writes less than its operands and results."""
+    """Return the shares of an op, adjusted for look-ups, writes and experts, which touch parts of their operands."""
     name = op_name(node)
     if name in LOOKUPS:
         return (0.0, *reads[1:], *(1 + write for write in writes))
@@ -251,15 +257,15 @@ def _moves(node: fx.Node, reads: list[float], writes: list[float]) -> tuple[floa
 
 
 def _is_number(value: fx.Node) -> bool:
-    """True for one whole number."""
+    """Return True for one whole number."""
     tensors = edit.outputs(value)
     return len(tensors) == 1 and tensors[0].ndim == 0 and tensors[0].dtype in INDICES
 
 
 def _share_of_experts(node: fx.Node) -> float:
-    """The share of matrices that rows are expected to use, each token some of them, if it takes all alike.
+    """Return the share of matrices that rows are expected to use, if tokens choose all experts equally often.
 
-    In blocks, as many as if each block had as many rows as the one that has most.
+    In blocks, the share is that of blocks as large as the largest one.
     """
     rows, matrices, ends = edit.operands(node)
     if matrices.meta["val"].ndim != 3:
@@ -272,14 +278,14 @@ def _share_of_experts(node: fx.Node) -> float:
 
 
 def _chosen_by_token(ends: fx.Node) -> int:
-    """How many experts a token takes: those of the nearest topk that the ends of groups come of, or 1."""
-    ahead, seen = [ends], {ends}
+    """Return how many experts a token uses: k of the nearest topk that the groups' ends depend on, or 1."""
+    ahead, visited = [ends], {ends}
     for node in ahead:
         if op_name(node) == "topk":
             return int(edit.bound(node)["k"])
-        fresh = [operand for operand in node.all_input_nodes if operand not in seen]
+        fresh = [operand for operand in node.all_input_nodes if operand not in visited]
         ahead += fresh
-        seen.update(fresh)
+        visited.update(fresh)
     return 1
 
 
@@ -295,12 +301,12 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_called(view: fx.Node) -> bool:
-    """True for a view that calls a function of torch."""
+    """Return True for a view that calls a torch function."""
     return view.target not in (operator.getitem, pin) and op_name(view) not in UNCALLED
 
 
 def _fuses(node: fx.Node) -> bool:
-    """True for an op that may share a kernel with others."""
+    """Return True for an op that may share a kernel with others."""
     if edit.is_collective(node) or is_attention(node):
         return False
     rule = rule_of(node) if edit.outputs(node) else None

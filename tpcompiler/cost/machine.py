@@ -1,4 +1,4 @@
-"""What a machine achieves: rates, floors of kernels, and links, in seconds and bytes."""
+"""Machines: achieved rates, floors of kernels, and links, in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from tpcompiler.cost.collective import Collectives, wire_bytes
 from tpcompiler.ir.mesh import Mesh
 
-NCCL_BYTES = 4e8  # its buffers on each device; context and workspaces come out of the share that stays free
-USABLE = 0.9  # of a device's memory
-DTYPES = ("int8", "int8_weights", "float8", "float8_weights")  # of both operands of a product, or of one: the weights
+NCCL_BYTES = 4e8  # NCCL's buffers on each device; context and workspaces come out of the unusable share
+USABLE = 0.9  # share of a device's memory
+DTYPES = ("int8", "int8_weights", "float8", "float8_weights")  # of both operands of a product, or of its weights alone
 
 
 class Link(NamedTuple):
-    """Seconds until the first byte of a collective, and for each step of its ring; bytes/s that a rank then sends."""
+    """Seconds until a collective's first byte and for each step of its ring, and the bytes/s that a rank then sends."""
 
     latency: float
     bandwidth: float
@@ -29,7 +29,7 @@ Links = Mapping[tuple[str, int], Sequence[Link]]
 
 
 class Host(NamedTuple):
-    """Seconds that the host takes to launch an operation and a collective; none in a CUDA graph."""
+    """Seconds for the host to launch an operation and a collective; 0 in a CUDA graph."""
 
     operation: float = 0.0
     collective: float = 0.0
@@ -46,21 +46,21 @@ class Machine:
         flops: FLOP/s of large matrix products.
         memory_bandwidth: bytes/s of products that read their weights once.
         memory: bytes of a device.
-        links: by kind of collective and number of ranks; "" for all other kinds, 0 for all other numbers. Of several,
-            the fastest counts.
-        product: seconds that each matrix product takes on top of its bytes and FLOPs.
-        attention: the same of an attention.
-        other: the same of any other kernel (`cost/kernels.py`).
-        view: the same of a view, where no compiler takes it away.
-        fuses: a compiler makes kernels of several ops; without one every op is a kernel.
-        cache_bandwidth: bytes/s of what another kernel has just written; 0 if it is as all memory.
-        rows: the share of `flops` that products of so many rows reach; between two of them it is linear.
-        dtypes: by one of `DTYPES`, the `flops`, `memory_bandwidth` and `product` of products of it that differ.
-        symm_mem: as `links`, of collectives over symmetric memory; of others there are none.
-        collectives: which of both a collective takes, where both have it: `links`, `symm_mem`, or the faster one.
-        ranks_per_node: ranks that are next to each other on one node; 0 if there is no other node.
-        between_nodes: the links of groups that have ranks on several nodes.
-        name: as it was asked for: "h100", or the path of a file.
+        links: by kind of collective and number of ranks; "" for all other kinds, 0 for all other numbers. The fastest
+            of several counts.
+        product: seconds of each matrix product on top of its bytes and FLOPs.
+        attention: likewise, of each attention.
+        other: likewise, of each other kernel (`cost/kernels.py`).
+        view: likewise, of each view, if no compiler removes views.
+        fuses: True if a compiler makes kernels of several ops; else every op is a kernel.
+        cache_bandwidth: bytes/s of values that another kernel just wrote; 0 if it equals the memory's.
+        rows: number of rows -> the share of `flops` that products of so many rows reach; linear in between.
+        dtypes: by one of `DTYPES`, the `flops`, `memory_bandwidth` and `product` that differ for its products.
+        symm_mem: links of collectives over symmetric memory, as `links`; other collectives have none.
+        collectives: the choice for collectives that have both: `links`, `symm_mem`, or the faster one.
+        ranks_per_node: ranks next to each other on one node; 0 if there is only one node.
+        between_nodes: links of groups that span several nodes.
+        name: the requested name: "h100", or the path of a file.
     """
 
     flops: float
@@ -84,7 +84,7 @@ class Machine:
 
     @property
     def usable_memory(self) -> int:
-        """Bytes of a device that a rank's weights, caches, inputs and activations may take."""
+        """Bytes of a device that are available for weights, caches, inputs and activations."""
         return int(max(USABLE * self.memory - NCCL_BYTES, self.memory / 2))
 
     @property
@@ -93,16 +93,16 @@ class Machine:
         return max(link.bandwidth for links in self.links.values() for link in links)
 
     def of(self, dtype: str) -> Machine:
-        """The machine as products of such operands see it."""
+        """Return the machine with the rates for products of such operands."""
         own: Mapping[str, Any] = self.dtypes.get(dtype, {})
         return replace(self, **own) if own else self
 
     def bandwidth_of(self, stored: bool) -> float:
-        """Bytes/s of inputs and state, which are `stored`, or of what another kernel has just written."""
+        """Return bytes/s of inputs and state, which are `stored`, or of values that another kernel just wrote."""
         return self.memory_bandwidth if stored or not self.cache_bandwidth else self.cache_bandwidth
 
     def links_of(self, kind: str, axes: Sequence[str], mesh: Mesh) -> Sequence[Link]:
-        """The links that a collective over these axes may take: the most particular ones."""
+        """Return the links for a collective over these axes, by the most specific entry."""
         ranks = mesh.size(axes)
         keys = ((kind, ranks), (kind, 0), ("", ranks), ("", 0))
 
@@ -115,23 +115,23 @@ class Machine:
         return fitted if fitted and self.collectives == "symm_mem" else [*fitted, *find(self.links)]
 
     def collective_seconds(self, kind: str, axes: Sequence[str], wire_bytes: float, mesh: Mesh) -> float:
-        """Seconds of a collective over these axes, by the fastest of its links."""
+        """Return the seconds of a collective over these axes, by the fastest of its links."""
         steps = (mesh.size(axes) - 1) * (2 if kind == "all_reduce" else 1)
         return min(link.seconds(wire_bytes, steps) for link in self.links_of(kind, axes, mesh))
 
     def using(self, collectives: Collectives) -> Machine:
-        """Return the machine of programs that are converted with these collectives."""
+        """Return the machine for programs that are converted with these collectives."""
         return self if collectives == "nccl" else replace(self, collectives=collectives)
 
     def prefers_symm_mem(self, kind: str, axes: Sequence[str], payload: int, mesh: Mesh) -> bool:
-        """True if a collective of so many bytes is faster over symmetric memory than by NCCL."""
+        """Return True if a collective of `payload` bytes is faster over symmetric memory than by NCCL."""
         sent = wire_bytes(kind, payload, mesh.size(axes))
         both = (replace(self, collectives=each) for each in ("symm_mem", "nccl"))
         fitted, plain = (each.collective_seconds(kind, axes, sent, mesh) for each in both)
         return fitted < plain
 
     def most_by_symm_mem(self, kind: str, axes: Sequence[str], mesh: Mesh) -> int:
-        """Return up to how many bytes a collective is faster over symmetric memory; none is 0."""
+        """Return the largest payload that is faster over symmetric memory, or 0."""
         least, most = 0, 1 << 40
         while most - least > 1:
             payload = (least + most) // 2
@@ -142,7 +142,7 @@ class Machine:
         return least
 
     def flops_of(self, rows: float) -> float:
-        """FLOP/s of products of so many rows."""
+        """Return the FLOP/s of products of so many rows."""
         if not self.rows:
             return self.flops
         at = sorted(self.rows)

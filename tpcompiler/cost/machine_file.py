@@ -1,4 +1,4 @@
-"""Read the description of a machine from a YAML file, or from one of those that come with the package."""
+"""Machine files: YAML descriptions given by the user or shipped with the package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tpcompiler.yaml_file import YamlError, compose, plain, read_small_text
 SHIPPED = Path(__file__).parent / "machines"
 DEFAULT, VARIABLE = "h100", "TPCOMPILER_MACHINE"
 SHOWN = 60  # characters of a value in an error
-RATES = ("flops", "memory_bandwidth", "memory")  # each device has them
+RATES = ("flops", "memory_bandwidth", "memory")  # required of each device
 FLOORS = ("product", "attention", "other", "view")
 OTHERS = ("cache_bandwidth", "fuses", "rows", "dtypes", "host", "nodes", "links", "symm_mem", "collectives", "base")
 FIELDS = (*RATES, *FLOORS, *OTHERS)
@@ -24,20 +24,18 @@ OF_DTYPE = ("flops", "memory_bandwidth", "product")
 
 
 def shipped_machines() -> list[str]:
-    """The names of the machines that come with the package."""
+    """Return the names of the machines in the package."""
     return sorted(file.stem for file in SHIPPED.glob("*.yaml"))
 
 
 def read_machine(given: str | os.PathLike[str] | None = None) -> Machine:
     """Return the machine of a YAML file, or of one that comes with the package, by name.
 
-    By default that which the environment variable TPCOMPILER_MACHINE names, or else an H100.
-
-    `base: NAME` in a file takes what it leaves out from a machine of the package.
+    By default the machine that the environment variable TPCOMPILER_MACHINE names, or else an H100. `base: NAME` in a
+    file fills in omitted entries from a machine of the package.
 
     Raises:
-        MachineError: there is no such file, it is no YAML or more than is read, or a number in it is missing or
-            impossible.
+        MachineError: there is no such file, it is no YAML or too large, or a number in it is missing or impossible.
     """
     given = given or os.environ.get(VARIABLE) or DEFAULT
     path = SHIPPED / f"{given}.yaml"
@@ -83,14 +81,14 @@ def read_machine(given: str | os.PathLike[str] | None = None) -> Machine:
         more["host"] = _read_host(data["host"], where)
     if "nodes" in data:
         more["ranks_per_node"], more["between_nodes"] = _read_nodes(data["nodes"], where)
-    known = {} if base is None else vars(base)
-    return Machine(**{**known, **numbers, **more})
+    defaults = {} if base is None else vars(base)
+    return Machine(**{**defaults, **numbers, **more})
 
 
 def machine_of(asked: Mapping[str, Any], given: str | os.PathLike[str] | None = None) -> Machine:
-    """Return the machine that an artifact is priced on: the given one, or that which it was converted for.
+    """Return the machine for an artifact's prices: the given one, or the one that it was converted for.
 
-    The latter if it comes with the package: of a file an artifact has the name alone.
+    The latter only if it comes with the package, because an artifact stores only a file's name.
 
     Args:
         asked: as `Manifest.asked`.
@@ -121,13 +119,13 @@ def _read_data(path: Path, given: str | os.PathLike[str]) -> Any:
         reason = str(error).removeprefix("is ")
         if error.line is not None:
             line, help = f" line {error.line}", error.help
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+    except (OSError, ValueError) as error:  # a null character in the name raises ValueError
         reason = getattr(error, "strerror", None) or str(error)
     raise MachineError(f"machine {str(given)!r}{line} cannot be read: {reason}", help=help)
 
 
 def _read_links(data: Any, where: str) -> dict[tuple[str, int], list[Link]]:
-    """Links by kind and ranks, in the file's order."""
+    """Return links by kind and ranks, in the file's order."""
     if not isinstance(data, list):
         raise MachineError(f"machine {where}: links are {_short(data)}", help="give a list of links")
     links = dict[tuple[str, int], list[Link]]()

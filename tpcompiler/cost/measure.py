@@ -1,4 +1,4 @@
-"""One rank of `calibrate`: time kernels, copies and collectives, and let rank 0 write what a machine file says."""
+"""One rank of `calibrate`: time kernels, copies and collectives; rank 0 writes the results for a machine file."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tpcompiler._torch import aten, c10d_functional
 from tpcompiler.cost.collective import KINDS, wire_bytes
 from tpcompiler.errors import reason
 
-ROUNDS = 7  # of each measurement, of which the median counts
-LONGEST = timedelta(minutes=1)  # of one collective
+ROUNDS = 7  # per measurement; the median counts
+LONGEST = timedelta(minutes=1)  # per collective
 SIZES = tuple(1 << power for power in range(9, 27))  # bytes of a payload: 512 B to 64 MB
-LAUNCHES = 200  # of a small kernel, which are timed together in a CUDA graph
-TURN = 0.01  # seconds that a kernel is repeated on a CPU: longer than a turn of a core that processes share
-TOGETHER = 1 << 20  # bytes of collectives that are timed together where the host runs them itself
-WIDTH, ROWS = 512, (1, 2, 4, 8, 16, 32, 64, 128, 512)  # of small products; their weights fit a cache
-FILLING = {"cpu": (512, 1 << 26), "cuda": (8192, 1 << 30)}  # side of a square matrix, and bytes that no cache holds
+LAUNCHES = 200  # of a small kernel, timed together in a CUDA graph
+TURN = 0.01  # seconds to repeat a kernel on a CPU: longer than one scheduler turn on a shared core
+TOGETHER = 1 << 20  # bytes of collectives timed together if the host runs them itself
+WIDTH, ROWS = 512, (1, 2, 4, 8, 16, 32, 64, 128, 512)  # of small products whose weights fit a cache
+FILLING = {"cpu": (512, 1 << 26), "cuda": (8192, 1 << 30)}  # side of a square matrix, and bytes that fit no cache
 
 
 def main(folder: str) -> None:
@@ -40,7 +40,7 @@ def main(folder: str) -> None:
     dist.init_process_group("nccl" if cuda else "gloo", timeout=LONGEST)
     world, rates = dist.get_world_size(), measure_device(device)
     floors, host, more = measure_floors(device), measure_host(device), dict[str, Any]()
-    if not cuda:  # nobody compiles for it
+    if not cuda:  # no compiler is assumed for a CPU
         more = measure_uncompiled(rates["flops"], floors)
     links, missing = list[dict[str, Any]](), list[dict[str, Any]]()
     for ranks in sorted({*(1 << power for power in range(1, world.bit_length())), world}):
@@ -60,17 +60,17 @@ def main(folder: str) -> None:
             "again": again,
             **more,
         }
-        found = {"backend": dist.get_backend(), **parts}
-        Path(folder, "measured.json").write_text(json.dumps(found))
+        report = {"backend": dist.get_backend(), **parts}
+        Path(folder, "measured.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
 
 def measure_device(device: torch.device) -> dict[str, float]:
-    """FLOP/s and bytes/s of the slowest rank while all of them work, and bytes of memory for each."""
+    """Return FLOP/s and bytes/s of the slowest rank while all work, and bytes of memory per rank."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    side, copied = FILLING[device.type]
+    side, count = FILLING[device.type]
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    source = torch.zeros(copied, device=device, dtype=torch.uint8)
+    source = torch.zeros(count, device=device, dtype=torch.uint8)
     target = torch.zeros_like(source)
     product = seconds_each(lambda: torch.mm(a, b), device, 1)
     copy = seconds_each(lambda: target.copy_(source), device, 1)
@@ -78,11 +78,11 @@ def measure_device(device: torch.device) -> dict[str, float]:
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dist.get_world_size()
-    return {"flops": 2 * side**3 / product, "memory_bandwidth": 2 * copied / copy, "memory": memory}
+    return {"flops": 2 * side**3 / product, "memory_bandwidth": 2 * count / copy, "memory": memory}
 
 
 def measure_floors(device: torch.device) -> dict[str, float]:
-    """Seconds of kernels that hardly move or multiply anything, on the slowest rank; in a CUDA graph on a GPU."""
+    """Return the slowest rank's seconds for kernels that hardly move or multiply anything; on a GPU in a CUDA graph."""
     dtype, side = (torch.bfloat16, 64) if device.type == "cuda" else (torch.float32, 8)
     small = torch.zeros(side, side, device=device, dtype=dtype)
     query = torch.zeros(1, 4, 1, 64, device=device, dtype=dtype)
@@ -96,20 +96,20 @@ def measure_floors(device: torch.device) -> dict[str, float]:
 
 
 def measure_uncompiled(flops: float, floors: dict[str, float]) -> dict[str, Any]:
-    """What a processor takes that runs a graph op by op, and the share of its FLOP/s that products of few rows reach.
+    """Measure a processor that runs a graph op by op, and the share of its FLOP/s in products of few rows.
 
-    Floors are those of common ops in turn, as in a graph: one that is called again and again takes half as long.
+    Floors are those of common ops in turn, as in a graph: repeated calls of one op take half as long.
     """
     device, little, much = torch.device("cpu"), _common_kernels(1), _common_kernels(256)
     ops, views = seconds_each(partial(_in_turn, little), device), _common_views()
     floors["other"] = ops / len(little)
     floors["view"] = seconds_each(partial(_in_turn, views), device) / len(views)
-    moved, took = 2 * 256 * WIDTH * 4 * len(much), seconds_each(partial(_in_turn, much), device) - ops
+    count, took = 2 * 256 * WIDTH * 4 * len(much), seconds_each(partial(_in_turn, much), device) - ops
     weight, shares = torch.randn(WIDTH, WIDTH), list[dict[str, float]]()
     for rows in ROWS:
         seconds = seconds_each(partial(aten.linear.default, torch.randn(rows, WIDTH), weight), device)
         shares.append({"rows": rows, "share": 2 * rows * WIDTH**2 / (seconds - floors["product"]) / flops})
-    return {"cache_bandwidth": moved / took, "fuses": False, "rows": shares}
+    return {"cache_bandwidth": count / took, "fuses": False, "rows": shares}
 
 
 def _in_turn(kernels: Sequence[Callable[[], object]]) -> None:
@@ -118,7 +118,7 @@ def _in_turn(kernels: Sequence[Callable[[], object]]) -> None:
 
 
 def _common_kernels(rows: int) -> list[Callable[[], object]]:
-    """The ops that are most of a transformer's kernels besides products; each reads about as much as it writes."""
+    """Return a transformer's most common kernels except products; each reads about as much as it writes."""
     x, row = torch.randn(rows, WIDTH), torch.randn(WIDTH)
     heads = x.view(rows, -1, 64).transpose(0, 1)
     return [
@@ -148,9 +148,9 @@ def _common_views() -> list[Callable[[], object]]:
 
 
 def seconds_each(kernel: Callable[[], object], device: torch.device, launches: int = LAUNCHES) -> float:
-    """Seconds of a kernel on the slowest rank while all run it: `launches` of it in a CUDA graph, or TURN on a CPU."""
+    """Return the slowest rank's seconds per kernel while all run it: `launches` in a CUDA graph, or TURN on a CPU."""
     if device.type == "cuda":
-        return seconds_of(_captured(kernel, launches) if launches > 1 else kernel, device, None) / launches
+        return seconds_of(_capture(kernel, launches) if launches > 1 else kernel, device, None) / launches
     kernel()
     began = time.perf_counter()
     kernel()
@@ -158,15 +158,15 @@ def seconds_each(kernel: Callable[[], object], device: torch.device, launches: i
     dist.all_reduce(fastest, dist.ReduceOp.MIN)
     times = max(1, math.ceil(TURN / fastest.item()))
 
-    def run() -> None:  # until all are done: of ranks that share a core, one begins when another ends
+    def run() -> None:  # until all are done: if ranks share a core, one starts when another ends
         _call(kernel, times)
         dist.barrier()
 
     return seconds_of(run, device, None) / times
 
 
-def _captured(kernel: Callable[[], object], times: int) -> Callable[[], object]:
-    _call(kernel, times)  # before a capture, libraries make their workspaces
+def _capture(kernel: Callable[[], object], times: int) -> Callable[[], object]:
+    _call(kernel, times)  # libraries create their workspaces before a capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         _call(kernel, times)
@@ -179,7 +179,7 @@ def _call(kernel: Callable[[], object], times: int) -> None:
 
 
 def measure_host(device: torch.device) -> dict[str, float]:
-    """Seconds that the host takes to launch an operation and a collective; nothing where it runs them itself."""
+    """Return the host's seconds to launch an operation and a collective; {} if it runs them itself."""
     if device.type != "cuda":
         return {}
     small = torch.zeros(64, device=device)
@@ -196,21 +196,21 @@ def measure_host(device: torch.device) -> dict[str, float]:
 
 
 def measure_links(ranks: int, group: Any, device: torch.device) -> Iterator[dict[str, Any]]:
-    """What `measure_link` finds of each kind of collective, or the `reason` why it cannot be measured."""
+    """Yield `measure_link` for each kind of collective, or the `reason` why it cannot be measured."""
     for kind in KINDS:
         try:
             yield measure_link(kind, ranks, group, device)
-        except RuntimeError as error:  # such as one that the backend lacks
+        except RuntimeError as error:  # such as a missing collective
             yield {"collective": kind, "ranks": ranks, "reason": reason(error)}
 
 
 def measure_link(kind: str, ranks: int, group: Any, device: torch.device) -> dict[str, Any]:
-    """The links of a kind of collective in a group of so many ranks, of which the fastest counts, and their error.
+    """Measure the links of a kind of collective in a group of so many ranks, and the error of the fit.
 
-    As programs call it: with a result of its own, for which they wait.
+    Calls it as programs do: with a separate result, and a wait for it. The fastest link counts.
 
     Raises:
-        RuntimeError: the backend does not do it.
+        RuntimeError: the backend lacks the collective.
     """
     sent, seconds = list[float](), list[float]()
     for size in SIZES:
@@ -237,44 +237,46 @@ def _wait(call: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, group: Any) -> float:
-    """The median over rounds, of the rank that takes longest."""
-    found = []
+    """Return the median over rounds, on the slowest rank."""
+    samples = []
     for _ in range(ROUNDS + 1):
         dist.barrier(group=group)
         began = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - began)
-    longest = torch.tensor(statistics.median(found[1:]), dtype=torch.float64, device=device)  # the first one warms up
+        samples.append(time.perf_counter() - began)
+    longest = torch.tensor(statistics.median(samples[1:]), dtype=torch.float64, device=device)  # the first one warms up
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
     return longest.item()
 
 
 def fit_links(sent: list[float], seconds: list[float]) -> tuple[list[tuple[float, float]], float]:
-    """One or two links (latency, bytes/s), of which the faster counts, and their mean relative error.
+    """Fit one or two links (latency, bytes/s), of which the faster counts; return them and their mean relative error.
 
-    Small messages and large ones take other protocols: each split of the sizes is tried, a line fitted to either part.
-    No message is faster than half of the fastest that was seen: smaller ones have a latency too.
+    Small and large messages use different protocols: each split of the sizes is tried, with a line fitted to either
+    part. No message may be faster than half of the fastest observed one, because smaller messages have a latency too.
     """
-    found = [[fit_link(sent, seconds)]]
+    candidates = [[fit_link(sent, seconds)]]
     for at in range(2, len(sent) - 1):
-        found.append([fit_link(sent[:at], seconds[:at]), fit_link(sent[at:], seconds[at:])])
+        candidates.append([fit_link(sent[:at], seconds[:at]), fit_link(sent[at:], seconds[at:])])
 
     def error(links: list[tuple[float, float]]) -> float:
         predicted = (min(latency + wire / bandwidth for latency, bandwidth in links) for wire in sent)
         return statistics.fmean(abs(math.log(p / took)) for p, took in zip(predicted, seconds, strict=True))
 
     least = min(seconds) / 2
-    best = min([links for links in found if all(latency >= least for latency, _ in links)] or found, key=error)
+    best = min(
+        [links for links in candidates if all(latency >= least for latency, _ in links)] or candidates, key=error
+    )
     return best, error(best)
 
 
 def fit_link(sent: list[float], seconds: list[float]) -> tuple[float, float]:
-    """The latency and bytes/s by which each of these takes as long, with the least relative errors."""
+    """Return the latency and bytes/s that explain these times with the least relative errors."""
     wire, took = numpy.array(sent), numpy.array(seconds)
     (latency, per_byte), *_ = numpy.linalg.lstsq(numpy.stack([1 / took, wire / took], 1), numpy.ones_like(took))
-    if per_byte <= 0:  # too noisy to tell
+    if per_byte <= 0:  # too noisy to measure
         latency, per_byte = 0.0, (took / wire).min()
     elif latency < 0:
         latency, per_byte = 0.0, 1 / (wire / took).mean()

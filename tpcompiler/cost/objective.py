@@ -1,4 +1,4 @@
-"""What a choice costs, in seconds of one call on one rank."""
+"""The cost of a choice, in seconds of one call on one rank."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule
 
-STEP = 1e-12  # seconds: of equals, the one with fewer collectives
-TIE = 1e-3  # of the time to read a byte: of equals, the one that holds or looks at fewer
-LEAST = 2e-9  # seconds: where few bytes are to be held, a small matrix is worth more than a collective; a vector is not
-COPIES = {"slice": 3, "all_to_all": 4}  # ops of a step that copies: a slice makes its indices; by default one
-VIEWS = 3  # around it, such as of the ranks' dim that a gather makes, moves and merges
+STEP = 1e-12  # seconds: the choice with fewer collectives wins a tie
+TIE = 1e-3  # of the time to read a byte: the choice that holds or touches fewer bytes wins a tie
+LEAST = 2e-9  # seconds: to save few held bytes, a small matrix is worth an extra collective; a vector is not
+COPIES = {"slice": 3, "all_to_all": 4}  # ops of a step that copies (default 1); a slice also creates its indices
+VIEWS = 3  # around each copy, such as those of the ranks' dim that a gather adds, moves and merges
 
 
 class Work(NamedTuple):
-    """FLOPs of a rank's part of an op, and the rows of its product."""
+    """The FLOPs of a rank's part of an op, and the rows of its product."""
 
     flops: float = 0.0
     rows: float = 0.0
 
 
 class Objective(NamedTuple):
-    """The predicted time of one call on a machine, on the rank that does most.
+    """The predicted time of one call on a machine, on the busiest rank.
 
-    Products, attentions and other kernels take their floor and the longer of two times: for their FLOPs, and for the
-    bytes that they move (the roofline of Williams, Waterman and Patterson, 2009). A collective takes the fastest of
-    its links. Without a compiler, copies before and after it are kernels too.
+    Products, attentions and other kernels take their floor plus the longer of two times: for their FLOPs, and for the
+    bytes that they move (the roofline of Williams, Waterman and Patterson, 2009). A collective takes the fastest of its
+    links. Without a compiler, copies before and after a collective are kernels too.
 
     Attributes:
-        held: seconds that a byte of weights is worth; next to nothing breaks ties.
-        calls: of programs that are placed together, how much a call of each counts; by default all count 1.
-        spread: ranks of the axes that are left out, over which everything counts as cut for free: for a bound.
+        held: seconds that a byte of weights is worth; a tiny value only breaks ties.
+        calls: the weights of one call of each of several programs placed together; all 1 by default.
+        spread: ranks of omitted axes, over which everything counts as sharded for free: for a lower bound.
     """
 
     machine: Machine
@@ -54,28 +54,28 @@ class Objective(NamedTuple):
 
     @classmethod
     def of(cls, machine: Machine, held: float | None = None, calls: tuple[float, ...] = ()) -> Objective:
-        """`held`: by default a small share of the time to read a byte of weights."""
+        """Return the objective; by default `held` is a small share of the time to read a byte of weights."""
         return cls(machine, TIE / machine.memory_bandwidth if held is None else held, calls)
 
     def weight(self, program: int) -> float:
-        """How much a call of a program counts."""
+        """Return the weight of one call of a program."""
         return self.calls[program] if self.calls else 1.0
 
     def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
-        """Seconds of a change of sharding: of its collectives, and of the copies that it makes."""
+        """Return the seconds of a change of sharding: its collectives and its copies."""
         steps = steps_between(source, target, value.shape, value.element_size(), mesh, self.machine)
         sent = sum(self._step_seconds(step, mesh) + STEP for step in steps if step.kind not in FREE)
         return sent + self.copy_seconds(steps, value, mesh)
 
     def _step_seconds(self, step: Step, mesh: Mesh) -> float:
-        """Of a collective; for a bound, also as a part of one over more axes."""
+        """Return the seconds of a collective; for a lower bound, also as part of one over more axes."""
         rest = [axis for axis in mesh.names if axis not in step.axes] if self.spread > 1 else []
         groups = (mesh.ordered({*step.axes, *more}) for n in range(len(rest) + 1) for more in combinations(rest, n))
         count = step.wire_bytes / self.spread
         return min(self.machine.collective_seconds(step.kind, axes, count, mesh) for axes in groups)
 
     def copy_seconds(self, steps: Sequence[Step], value: torch.Tensor, mesh: Mesh) -> float:
-        """Seconds of the copies that steps of a change make; a compiler fuses them with the ops around."""
+        """Return the seconds of the copies in a change's steps; a compiler fuses them with the ops around."""
         seconds = 0.0
         for step in () if self.machine.fuses else steps:
             if count := copied_bytes(step, value, mesh):
@@ -84,7 +84,7 @@ class Objective(NamedTuple):
         return seconds / self.spread
 
     def floor_seconds(self, kernel: Kernel) -> float:
-        """What the kernel takes that an op begins, whatever the op's size."""
+        """Return the seconds of the kernel that an op starts, whatever the op's size."""
         machine = self.machine.of(kernel.dtype)
         floors = {"product": machine.product, "attention": machine.attention, "other": machine.other}
         return {"": 0.0, "view": machine.view, **floors}[kernel.floor]
@@ -92,47 +92,47 @@ class Objective(NamedTuple):
     def work_seconds(
         self, kernel: Kernel, work: Work, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh
     ) -> float:
-        """Return the longer of the times for an op's FLOPs and for its bytes on the first rank, which does most.
+        """Return the longer of the times for an op's FLOPs and for its bytes on the first rank, the busiest.
 
         Args:
             values: operands, then results.
         """
-        machine, moved = self.machine.of(kernel.dtype), 0.0
+        machine, memory_seconds = self.machine.of(kernel.dtype), 0.0
         for share, stored, (value, sharding) in zip(kernel.moves, kernel.stored, values, strict=bool(kernel.moves)):
             if share:
-                moved += share * _stored_bytes(value, sharding, mesh) / machine.bandwidth_of(stored)
-        return max(work.flops / machine.flops_of(work.rows), moved) / self.spread
+                memory_seconds += share * _stored_bytes(value, sharding, mesh) / machine.bandwidth_of(stored)
+        return max(work.flops / machine.flops_of(work.rows), memory_seconds) / self.spread
 
     def tie_seconds(self, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
-        """Of ways that take as long, such as a view before a change or after it, the one on fewer bytes wins."""
+        """Return a tiny cost of touched bytes, so that of equally fast choices the one on fewer bytes wins."""
         count = sum(local_bytes(*value, mesh) for value in values) / self.spread
         return TIE * count / self.machine.memory_bandwidth
 
     def held_seconds(self, count: float) -> float:
-        """What it is worth to hold so many bytes of weights less."""
+        """Return the value of holding so many bytes of weights less."""
         return self.held * count / self.spread
 
 
 def copied_bytes(step: Step, value: torch.Tensor, mesh: Mesh) -> int:
-    """Bytes read and written to cut a value, or to order what a collective sends or brings along an inner dim."""
+    """Return the bytes read and written to slice a value, or to order a collective's data along an inner dim."""
     source, target = (local_bytes(value, sharding, mesh) for sharding in (step.source, step.target))
     dims = [
         dim for dim, (have, want) in enumerate(zip(step.source.dims, step.target.dims, strict=True)) if have != want
     ]
     is_inner = any(dim > 0 for dim in dims)
-    copied = {"slice": target, "all_to_all": 2 * source + target}  # which takes parts of the source apart in two steps
+    copies = {"slice": target, "all_to_all": 2 * source + target}  # an all_to_all splits the source twice
     if is_inner:
-        copied |= {"all_gather": target, "reduce_scatter": source}
-    return 2 * copied.get(step.kind, 0)
+        copies |= {"all_gather": target, "reduce_scatter": source}
+    return 2 * copies.get(step.kind, 0)
 
 
 def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
-    """Of the first rank, which holds most."""
+    """Return the bytes on the first rank, which holds most."""
     return _count(_local_shape(value, sharding, mesh)) * value.element_size()
 
 
 def _stored_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
-    """The same of what memory holds: an expanded dim is there once."""
+    """Return the local bytes in memory, where an expanded dim occurs once."""
     pairs = zip(_local_shape(value, sharding, mesh), value.stride(), strict=True)
     return _count([size for size, stride in pairs if sym_hint(stride)]) * value.element_size()
 
@@ -149,26 +149,26 @@ def _count(shape: Sequence[Size]) -> int:
 
 
 def local_work(node: fx.Node, rule: Rule | None, option: Option, mesh: Mesh) -> Work:
-    """The work of a product of two operands that is summed, or of an attention, on one rank."""
+    """Return one rank's work in a summed product of two operands, or in an attention."""
     if rule is not None and is_attention(node):
         return _attention_work(rule, option, mesh)
     factors = factors_of_product(node, rule)
     if rule is None or factors is None:
         return Work()
-    (left, right), made = factors, rule.made
+    (left, right), outputs = factors, rule.made
 
     def size(those: frozenset[str]) -> float:
         return math.prod(_local_size(rule, option, factor, mesh) for factor in those)
 
-    under, over = size(left - right - made), size(made - left - right)
-    # A window moves over the space of its input, of which there is one result each, or one input where it is spread.
-    window = min(under, over) if made - left - right else under
+    under, over = size(left - right - outputs), size(outputs - left - right)
+    # A window slides over the input's space: one result per position, or one input if the window spreads it.
+    window = min(under, over) if outputs - left - right else under
     own = rows_share(node)
-    return Work(2.0 * size((left & (right | made)) | right) * window * own, size((made & left) - right) * own)
+    return Work(2.0 * size((left & (right | outputs)) | right) * window * own, size((outputs & left) - right) * own)
 
 
 def _attention_work(rule: Rule, option: Option, mesh: Mesh) -> Work:
-    """Of scores and their product with the values: causal ones have half the FLOPs, at half the rate."""
+    """Return the work of scores and their product with the values; causal ones halve both FLOPs and rate."""
     query, keys, values = ({factor for dim in term for factor in dim} for term in rule.pattern.inputs[:3])
     spaces = query | keys, rule.made | values
     counts = (math.prod(_local_size(rule, option, factor, mesh) for factor in space) for space in spaces)

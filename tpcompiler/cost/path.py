@@ -1,8 +1,8 @@
-"""The fastest way from one sharding to another, in collectives.
+"""The fastest path from one sharding to another, in collectives.
 
 A shortest path (Dijkstra, 1959) over shardings: every edge is one collective over one axis, or over several axes as one
-flattened group, or a step that moves nothing. Weights are a machine's seconds; of equals the one with the fewest wire
-bytes wins, then the one with the fewest steps.
+flattened group, or a step that moves nothing. Weights are a machine's seconds; ties go to the path with the fewest wire
+bytes, then to the one with the fewest steps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tpcompiler.ir.sharding import Sharding, commute
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "hold"]
 
 FREE = ("slice", "hold")
-WIRE = Machine(1.0, 1.0, 1.0, {("", 0): [Link(0.0, 1e9)]}, name="wire bytes")  # on which bytes alone count
-UNIT = 1e-15  # seconds: paths that differ by less take as long
+WIRE = Machine(1.0, 1.0, 1.0, {("", 0): [Link(0.0, 1e9)]}, name="wire bytes")  # counts bytes alone
+UNIT = 1e-15  # seconds: smaller differences between paths are ties
 
 
 class Step(NamedTuple):
@@ -52,24 +52,27 @@ def cheapest_path(
     machine: Machine,
     dynamic: frozenset[int] = frozenset(),
 ) -> tuple[Step, ...]:
-    """The steps from `source` to `target` of a global tensor of `shape` that take least time on a machine, in order.
+    """Return the fastest steps on a machine from `source` to `target`, for a global tensor of `shape`.
 
-    Dims in `dynamic` have that size in the example only: on the way they are cut as source or target cut them, for what
-    divides them in the example may not in every run.
+    Dims in `dynamic` have that size in the example only: intermediate states shard them as source or target does,
+    because a divisor of the example's size may not divide it in every run.
     """
     if source == target:
         return ()
-    nearest, taken = {source: (0, 0, 0)}, {source: 0.0}  # how far: time, wire bytes, steps; the time in seconds
+    nearest, seconds_to = (
+        {source: (0, 0, 0)},
+        {source: 0.0},
+    )  # distance: time, wire bytes, steps; and the time in seconds
     reached: dict[Sharding, Step] = {}
-    found = itertools.count()  # of equally far states the target goes first, then the first one
-    open_ = [(nearest[source], True, next(found), source)]
+    serial = itertools.count()  # of equally distant states the target goes first, then the earliest one
+    open_ = [(nearest[source], True, next(serial), source)]
     while (state := heapq.heappop(open_)[-1]) != target:
         for step in _steps(state, source, target, shape, itemsize, mesh, dynamic):
-            seconds, (_, sent, count) = taken[state] + step_seconds(step, machine, mesh), nearest[state]
+            seconds, (_, sent, count) = seconds_to[state] + step_seconds(step, machine, mesh), nearest[state]
             far = round(seconds / UNIT), sent + step.wire_bytes, count + 1
             if step.target not in nearest or far < nearest[step.target]:
-                nearest[step.target], taken[step.target], reached[step.target] = far, seconds, step
-                heapq.heappush(open_, (far, step.target != target, next(found), step.target))
+                nearest[step.target], seconds_to[step.target], reached[step.target] = far, seconds, step
+                heapq.heappush(open_, (far, step.target != target, next(serial), step.target))
     path = [reached[target]]
     while path[-1].source != source:
         path.append(reached[path[-1].source])
@@ -77,19 +80,19 @@ def cheapest_path(
 
 
 def step_seconds(step: Step, machine: Machine, mesh: Mesh) -> float:
-    """Return what one step takes: what a collective takes, or nothing."""
+    """Return the seconds of one step, 0 without a collective."""
     return 0.0 if step.kind in FREE else machine.collective_seconds(step.kind, step.axes, step.wire_bytes, mesh)
 
 
 def reshard_wire_bytes(source: Sharding, target: Sharding, shape: Sequence[Size], itemsize: int, mesh: Mesh) -> int:
-    """Wire bytes per rank that a change of sharding needs at least; symbolic sizes count as in the example."""
+    """Return the least wire bytes per rank of a change of sharding; symbolic sizes count as in the example."""
     return sum(step.wire_bytes for step in steps_between(source, target, shape, itemsize, mesh, WIRE))
 
 
 def steps_between(
     source: Sharding, target: Sharding, shape: Sequence[Size], itemsize: int, mesh: Mesh, machine: Machine
 ) -> tuple[Step, ...]:
-    """The cheapest path of a value some of whose sizes may be symbolic."""
+    """Return the fastest path of a value whose sizes may be symbolic."""
     if source == target:
         return ()
     sizes, dynamic = _hints(shape)
@@ -99,26 +102,26 @@ def steps_between(
 def steps_along(
     states: Sequence[Sharding], shape: Sequence[Size], itemsize: int, mesh: Mesh
 ) -> tuple[Step, ...] | None:
-    """Return the steps of a path by its states; None if no step leads from one of them to the next."""
+    """Return the steps of a path through these states; None if no single step leads from one state to the next."""
     sizes, dynamic = _hints(shape)
     path = []
-    for state, made in itertools.pairwise(states):
+    for state, following in itertools.pairwise(states):
         steps = _steps(state, states[0], states[-1], sizes, itemsize, mesh, dynamic)
-        step = next((step for step in steps if step.target == made), None)
+        step = next((step for step in steps if step.target == following), None)
         if step is not None:
             path.append(step)
-        elif state != made:
+        elif state != following:
             return None
     return tuple(path)
 
 
 def _hints(shape: Sequence[Size]) -> tuple[tuple[int, ...], frozenset[int]]:
-    """Sizes as in the example, and the dims that have them there only."""
+    """Return the example's sizes, and the dims that have them in the example only."""
     return tuple(map(sym_hint, shape)), frozenset(d for d, size in enumerate(shape) if not isinstance(size, int))
 
 
 def path_text(steps: Sequence[Step], mesh: Mesh) -> str:
-    """The path in the form in which torch prints its own: `S(0)S(0)->RS(0)->RR`."""
+    """Print the path as torch prints its own: `S(0)S(0)->RS(0)->RR`."""
     states = [steps[0].source, *(step.target for step in steps)] if steps else []
     return "->".join("".join(format_placement(p) for p in state.placements(mesh)) for state in states)
 
@@ -132,8 +135,8 @@ def _steps(
     mesh: Mesh,
     dynamic: frozenset[int],
 ) -> Iterator[Step]:
-    """Every step over the axes and dims that source or target cut; a way round by other dims is not looked for."""
-    pending, wanted = dict(state.partial), dict(target.partial)
+    """Yield every step over the axes and dims that source or target shard; detours over other dims are not searched."""
+    pending, target_pending = dict(state.partial), dict(target.partial)
     dims = [d for d in range(state.ndim) if source.dims[d].axes or target.dims[d].axes]
     used = mesh.ordered(source.axes | target.axes)
 
@@ -148,22 +151,22 @@ def _steps(
         if axes[0] in pending:
             rest = Sharding(state.dims, tuple((a, op) for a, op in state.partial if a not in axes))
             yield step("all_reduce", axes, rest)
-            for made in _grown(rest, axes, dims, target, shape, mesh, dynamic):
+            for made in _grow(rest, axes, dims, target, shape, mesh, dynamic):
                 yield step("reduce_scatter", axes, made)
         elif not state.axes.isdisjoint(axes):
             for dim in dims:
-                stripped = _stripped(state.dims[dim], axes, shape[dim], mesh)
+                stripped = _strip(state.dims[dim], axes, shape[dim], mesh)
                 if stripped is None:
                     continue
                 rest = _with(state, dim, stripped)
                 yield step("all_gather", axes, rest)
-                for made in _grown(rest, axes, [d for d in dims if d != dim], target, shape, mesh, dynamic):
+                for made in _grow(rest, axes, [d for d in dims if d != dim], target, shape, mesh, dynamic):
                     yield step("all_to_all", axes, made)
         elif len(axes) == 1:
-            for made in _grown(state, axes, dims, target, shape, mesh, dynamic):
+            for made in _grow(state, axes, dims, target, shape, mesh, dynamic):
                 yield step("slice", axes, made)
-            if axes[0] in wanted and commute([wanted[axes[0]], *pending.values()]):
-                partial = tuple(sorted((*state.partial, (axes[0], wanted[axes[0]]))))
+            if axes[0] in target_pending and commute([target_pending[axes[0]], *pending.values()]):
+                partial = tuple(sorted((*state.partial, (axes[0], target_pending[axes[0]]))))
                 yield step("hold", axes, replace(state, partial=partial))
 
 
@@ -171,34 +174,34 @@ def _with(state: Sharding, dim: int, cut: DimSharding) -> Sharding:
     return replace(state, dims=(*state.dims[:dim], cut, *state.dims[dim + 1 :]))
 
 
-def _stripped(cut: DimSharding, axes: tuple[str, ...], size: int, mesh: Mesh) -> DimSharding | None:
-    """The cut without its innermost axes, which must be these; a part that they do not cut stays as it is."""
+def _strip(cut: DimSharding, axes: tuple[str, ...], size: int, mesh: Mesh) -> DimSharding | None:
+    """Return the cut without its innermost axes, which must be these; parts that they do not shard stay as they are."""
     if cut.parts:
         parts = [
-            (length, _stripped(how, axes, length, mesh) if not set(axes).isdisjoint(how.axes) else how)
+            (length, _strip(how, axes, length, mesh) if not set(axes).isdisjoint(how.axes) else how)
             for length, how in cut.parts
         ]
         if set(axes).isdisjoint(cut.axes) or any(how is None for _, how in parts):
             return None
         return DimSharding.of_parts([(length, how) for length, how in parts if how is not None])
-    kept = len(cut.axes) - len(axes)
-    if kept < 0 or cut.axes[kept:] != axes or not _flat(cut, kept, size, mesh):
+    count = len(cut.axes) - len(axes)
+    if count < 0 or cut.axes[count:] != axes or not _flat(cut, count, size, mesh):
         return None
-    return _prefix(cut, kept)
+    return _prefix(cut, count)
 
 
 def _prefix(cut: DimSharding, count: int) -> DimSharding:
-    """The cut by its `count` outermost axes alone."""
+    """Return the cut by its `count` outermost axes alone."""
     return DimSharding(cut.levels[:count])
 
 
 def _flat(cut: DimSharding, first: int, size: int, mesh: Mesh) -> bool:
-    """Whether the axes from this one on cut as one axis of all their ranks would."""
+    """Return True if the axes from this one on shard like one axis of all their ranks."""
     single = len(cut.axes) - first == 1
     return single or (not any(level.block for level in cut.levels[first + 1 :]) and cut.is_even(size, mesh))
 
 
-def _grown(
+def _grow(
     state: Sharding,
     axes: tuple[str, ...],
     dims: Sequence[int],
@@ -207,7 +210,7 @@ def _grown(
     mesh: Mesh,
     dynamic: frozenset[int],
 ) -> Iterator[Sharding]:
-    """The state with a dim cut by these axes too, inside of the axes that cut it: as in the target, or plainly."""
+    """Yield the state with a dim sharded by these axes too, as the innermost ones: as in the target, or plainly."""
     for dim in dims:
         have = state.dims[dim]
         plain = _plain(have, axes) if dim not in dynamic else None
@@ -223,7 +226,7 @@ def _plain(cut: DimSharding, axes: tuple[str, ...]) -> DimSharding | None:
 
 
 def _toward(have: DimSharding, want: DimSharding, axes: tuple[str, ...], size: int, mesh: Mesh) -> DimSharding | None:
-    """The first axes of what the target wants of a dim, if they are those that it has and then these."""
+    """Return the target's cut up to these axes, if its outer axes are those that the dim already has."""
     if want.parts:
         parts, at = [], 0
         for length, cut in want.parts:
@@ -234,10 +237,10 @@ def _toward(have: DimSharding, want: DimSharding, axes: tuple[str, ...], size: i
             own = tuple(axis for axis in axes if axis in cut.axes)
             if own and own != axes:
                 return None
-            made = _toward(piece, cut, axes, length, mesh) if own else piece
-            if made is None or (own and not _flat(made, len(piece.axes), length, mesh)):
+            partway = _toward(piece, cut, axes, length, mesh) if own else piece
+            if partway is None or (own and not _flat(partway, len(piece.axes), length, mesh)):
                 return None
-            parts.append((length, made))
+            parts.append((length, partway))
         return DimSharding.of_parts(parts) if not set(axes).isdisjoint(want.axes) else None
     count = len(have.axes)
     if have.parts or want.axes[count : count + len(axes)] != axes or _prefix(want, count) != have:
@@ -246,5 +249,5 @@ def _toward(have: DimSharding, want: DimSharding, axes: tuple[str, ...], size: i
 
 
 def _local_bytes(state: Sharding, shape: Sequence[int], itemsize: int, mesh: Mesh) -> int:
-    """Of the first rank, which holds the most."""
+    """Return the bytes on the first rank, which holds the most."""
     return torch.Size(state.local_shape(shape, mesh, mesh.coordinate(0))).numel() * itemsize

@@ -1,4 +1,4 @@
-"""How long a call of a rank's program is predicted to take: kernels by the roofline, collectives by the links."""
+"""The predicted time of a call of a rank's program: kernels by the roofline, collectives by the links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tpcompiler.ir.text import op_name
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.registry import rule_of
 
-# Each row times one of the stacked matrices; torch's counter does not know them.
+# Each row is multiplied by one of the stacked matrices; torch's counter does not know these ops.
 GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
@@ -33,9 +33,9 @@ class StepTime(NamedTuple):
 
     Attributes:
         work: the bytes that kernels move, or their FLOPs, whichever takes longer.
-        kernels: what kernels take on top of that, whatever their size.
+        kernels: the floors of kernels, on top of their work.
         network: collectives, one after the other.
-        host: what it takes to launch all of that, at the same time; 0 in a CUDA graph.
+        host: launching all of that, at the same time; 0 in a CUDA graph.
     """
 
     work: float
@@ -54,7 +54,7 @@ class StepTime(NamedTuple):
         return f"takes {duration(self.total)} ({each})" if each else "takes no time"
 
     def to_data(self) -> dict[str, float]:
-        """As JSON."""
+        """Return the times as JSON."""
         return {**self._asdict(), "total": self.total}
 
 
@@ -62,10 +62,10 @@ class Step(NamedTuple):
     """A node that takes time, in seconds.
 
     Attributes:
-        work: of its bytes or FLOPs.
-        floor: of the kernel that it begins, whatever its size.
-        sent: of a collective.
-        critical: it is on the chain of dependences that takes longest.
+        work: for its bytes or FLOPs.
+        floor: for the kernel that it starts, whatever its size.
+        sent: for its collective.
+        critical: True if the node is on the longest chain of dependences.
     """
 
     node: str
@@ -84,10 +84,10 @@ class Times(NamedTuple):
     """Predicted times of one call on one rank.
 
     Attributes:
-        total: of all steps, one after the other.
+        total: the sum of all steps, one after the other.
         steps: kernels and collectives, in order.
-        chain: the critical path: the nodes of the chain of dependences that takes longest, in order.
-        uncounted: how many calls of which ops may multiply matrices, and take no time here: nobody knows their FLOPs.
+        chain: the critical path: the nodes of the longest chain of dependences, in order.
+        uncounted: op -> number of calls that may multiply matrices but count 0 here, because their FLOPs are unknown.
     """
 
     total: StepTime
@@ -97,22 +97,22 @@ class Times(NamedTuple):
 
 
 def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, mesh: Mesh) -> Times:
-    """Predict what each kernel and collective of a rank's program takes, with the sizes of the example.
+    """Predict the time of each kernel and collective of a rank's program, with the example's sizes.
 
-    The prices are those of the search for placements, and the program has also what a search does not see, such as the
-    copies around a collective. FLOPs are what torch's counter says of the rank's own shapes.
+    The prices are those of the search for placements. The program also has ops that no search sees, such as copies
+    around a collective. FLOPs are torch's count for the rank's own shapes.
 
     Args:
         sent: seconds of each collective, by node.
     """
-    objective, kernels, known = Objective.of(machine), find_kernels(graph, machine.fuses), dict[Any, int | None]()
+    objective, kernels, flops_of = Objective.of(machine), find_kernels(graph, machine.fuses), dict[Any, int | None]()
     work, floors, uncounted = dict[fx.Node, float](), dict[fx.Node, float](), Counter[str]()
     for node in edit.calls(graph):
         if node.name not in sent and node in kernels:
-            alike = node.target, key(node.args), key(node.kwargs)
-            if alike not in known:
-                known[alike] = _flops(node)
-            if (flops := known[alike]) is None:
+            call = node.target, key(node.args), key(node.kwargs)
+            if call not in flops_of:
+                flops_of[call] = _flops(node)
+            if (flops := flops_of[call]) is None:
                 uncounted[op_name(node)] += 1
             values = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
             whole = [(value, Sharding.replicated(value.ndim)) for value in values]
@@ -121,8 +121,8 @@ def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, 
             work[node] = objective.work_seconds(kernels[node], Work(flops or 0, rows), whole, mesh)
             floors[node] = objective.floor_seconds(kernels[node])
     links = {node: sent[node.name] for node in graph.nodes if node.name in sent}
-    taken = {node: work.get(node, 0.0) + floors.get(node, 0.0) + links.get(node, 0.0) for node in graph.nodes}
-    chain = _longest_chain(graph, taken)
+    seconds = {node: work.get(node, 0.0) + floors.get(node, 0.0) + links.get(node, 0.0) for node in graph.nodes}
+    chain = _longest_chain(graph, seconds)
     steps = (
         Step(
             node.name,
@@ -133,7 +133,7 @@ def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, 
             node in chain,
         )
         for node in graph.nodes
-        if taken[node] or node in links
+        if seconds[node] or node in links
     )
     host = len(kernels) * machine.host.operation + len(links) * machine.host.collective
     total = StepTime(math.fsum(work.values()), math.fsum(floors.values()), math.fsum(links.values()), host)
@@ -141,15 +141,15 @@ def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, 
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people read them: `2.9 ms`."""
+    """Format seconds for people: `2.9 ms`."""
     unit, name = next((pair for pair in UNITS_OF_TIME if seconds >= pair[0]), UNITS_OF_TIME[-1])
     return f"{seconds / unit:.3g} {name}"
 
 
 def _flops(node: fx.Node) -> int | None:
-    """By torch's counter, which sees what an op that is made of others calls; None where it cannot tell.
+    """Count FLOPs by torch's counter, which sees the calls inside composite ops; None if it cannot know them.
 
-    A product has two operands or more. A body of control flow may run any number of times.
+    A product has at least two operands. A body of control flow may run any number of times.
     """
     op, operands = node.target, edit.operands(node)
     if isinstance(op, HigherOrderOperator):
@@ -172,12 +172,12 @@ def _flops(node: fx.Node) -> int | None:
 
 
 def _may_multiply(node: fx.Node) -> bool:
-    """Whether a dim that operands share is summed, or nothing is known of the op."""
+    """Return True if a dim shared by operands is summed, or if the op has no rule."""
     if (rule := rule_of(node)) is None:
         return True
     terms = zip(rule.pattern.inputs, edit.operands(node), strict=True)
-    held = [{factor for dim in term for factor in dim} for term, operand in terms if not _holds_indices(operand)]
-    return any(sum(factor in each for each in held) > 1 for factor in rule.reduced)
+    factors = [{factor for dim in term for factor in dim} for term, operand in terms if not _holds_indices(operand)]
+    return any(sum(factor in each for each in factors) > 1 for factor in rule.reduced)
 
 
 def _holds_indices(operand: fx.Node) -> bool:
@@ -185,7 +185,7 @@ def _holds_indices(operand: fx.Node) -> bool:
 
 
 def _example(value: Any) -> Any:
-    """A value with the sizes of the example, without memory."""
+    """Return a value with the example's sizes, without memory."""
     if isinstance(value, torch.Tensor):
         shape = [sym_hint(size) for size in value.shape]
         return torch.empty(shape, dtype=value.dtype, device="meta")
@@ -195,7 +195,7 @@ def _example(value: Any) -> Any:
 
 
 def _longest_chain(graph: fx.Graph, seconds: Mapping[fx.Node, float]) -> dict[fx.Node, None]:
-    """Its nodes in order."""
+    """Return the nodes of the longest chain, in order."""
     ends: dict[fx.Node, float] = {}
     before: dict[fx.Node, fx.Node | None] = {}
     for node in graph.nodes:

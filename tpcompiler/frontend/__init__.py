@@ -1,1 +1,1 @@
-"""What an exported program needs before the rules can read it: parts of `canonicalize`, and what is refused."""
+"""Preparation of exported programs for the rules: parts of `canonicalize`, and refusals of unsupported programs."""

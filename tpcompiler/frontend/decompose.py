@@ -1,4 +1,4 @@
-"""A program in the ops that the rules read. Only calls that need it are traced, each kind of call once."""
+"""Decomposition to the ops that the rules read. Only calls that need it are traced, each kind of call once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class NotSimple(Exception):
 
 
 def decompose_calls(program: ExportedProgram, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> ExportedProgram:
-    """Write every call anew that is to be decomposed (`decomposing` gives the tables), and none in place.
+    """Rewrite every call that has to be decomposed (`decomposing` provides the tables), and every call in place.
 
     Before    y = to(x, float32); z = wrap_with_set_grad_enabled(False, body, y)[0]; z_1 = add_(z, 1); relu(z)
     After     y = _to_copy(x, dtype=float32); z = linear(y, w); z_1 = add(z, 1); relu(z_1)
@@ -50,16 +50,18 @@ def decompose_calls(program: ExportedProgram, how: Mapping[Any, Any], table: Map
     torch's own decomposition traces the whole program again, which takes 5 to 10 times as long for the same result.
 
     Raises:
-        NotSimple: what it is needed for: control flow, autocast, subclasses, views that are written to, norms in
-            training, conjugated views, and decompositions that make tensors or write in place.
+        NotSimple: control flow, autocast, subclasses, writes to views, norms in training, conjugated views, and
+            decompositions that create tensors or write in place, all of which need torch's own decomposition.
     """
-    held = {**program.constants, **program.state_dict}
-    if any(isinstance(value, torch.Tensor) and type(value) not in DENSE for value in held.values()):
+    values = {**program.constants, **program.state_dict}
+    if any(isinstance(value, torch.Tensor) and type(value) not in DENSE for value in values.values()):
         raise NotSimple("a subclass")
     return _Writer(program, how, table).written()
 
 
 class _Writer:
+    """The writer of a decomposed copy of a program."""
+
     def __init__(self, program: ExportedProgram, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> None:
         self.program, self.how, self.table = program, how, table
         self.graph, self.mode = fx.Graph(), fake_mode_of(program.graph)
@@ -68,7 +70,7 @@ class _Writer:
         self.results: dict[Any, Any] = {}
         self.given: dict[fx.Node, fx.Node] = {}  # inputs and leaves as they are when the program begins
         self.overwritten: set[fx.Node] = set()
-        self.places: dict[fx.Node, object] = {}  # the same for nodes that stand for one and the same tensor
+        self.places: dict[fx.Node, object] = {}  # equal for nodes that stand for one tensor
 
     def written(self) -> ExportedProgram:
         env: Values = {}
@@ -80,7 +82,7 @@ class _Writer:
             spec = targets[node.name]
             if spec.kind is not InputKind.BUFFER or _share_memory(self.program, str(spec.target)):
                 raise NotSimple(node.name)
-        kept = [
+        user_outputs = [
             dataclasses.replace(spec, arg=dataclasses.replace(spec.arg, name=value.name))
             if isinstance(value, fx.Node)
             else spec
@@ -89,7 +91,7 @@ class _Writer:
         signature.output_specs = [
             OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(name=env[node].name), targets[node.name].target)
             for node in overwritten
-        ] + kept
+        ] + user_outputs
         returned = (*(env[node] for node in overwritten), *values)
         output = self.graph.output(returned)
         meta = self.program.graph.output_node().meta
@@ -97,7 +99,7 @@ class _Writer:
         return rebuilt(self.program, self.graph, signature)
 
     def copy(self, graph: fx.Graph, module: torch.nn.Module, env: Values, inside: bool) -> Any:
-        """Write a graph's calls. Returns what it returns."""
+        """Write a graph's calls; return the graph's results."""
         nodes = list(graph.nodes)
         for node in nodes if inside else counted(nodes, "reading the ops", "ops"):
             if node.op == "output":
@@ -122,14 +124,14 @@ class _Writer:
         first = WRAPPERS[node.target]
         body = env[node.args[first - 1]]  # type: ignore[index]
         inner = [each for each in body.graph.nodes if each.op == "placeholder"]
-        given = [env[each] if isinstance(each, fx.Node) else each for each in node.args[first:]]
-        return self.copy(body.graph, body, dict(zip(inner, given, strict=True)), inside=True)
+        operands = [env[each] if isinstance(each, fx.Node) else each for each in node.args[first:]]
+        return self.copy(body.graph, body, dict(zip(inner, operands, strict=True)), inside=True)
 
     def call(self, node: fx.Node, env: Values, inside: bool) -> Any:
-        given = {used: env[used] for used in node.all_input_nodes}
+        operands = {used: env[used] for used in node.all_input_nodes}
         if node.target is operator.getitem and isinstance(env[node.args[0]], (list, tuple)):  # type: ignore[index]
             return env[node.args[0]][node.args[1]]  # type: ignore[index]
-        if not all(isinstance(value, fx.Node) for value in given.values()):
+        if not all(isinstance(value, fx.Node) for value in operands.values()):
             raise NotSimple(node.name)
         if not isinstance(node.target, OpOverload):
             return self.keep(node, node.target, env)
@@ -142,7 +144,7 @@ class _Writer:
         return self.overwrite(node, env)
 
     def overwrite(self, node: fx.Node, env: Values) -> fx.Node:
-        """What is written in place is a new value for whoever reads it from here on."""
+        """Replace a write in place by a new value for all later readers."""
         op, target = functional_op(node.target), node.args[0]
         if op is None or not isinstance(target, fx.Node):
             raise NotSimple(node.name)
@@ -150,91 +152,91 @@ class _Writer:
         memory = {memory_of(target)}
         source = target.args[0] if target.target is operator.getitem else None
         if isinstance(source, fx.Node) and isinstance(source.target, OpOverload) and memory == {source}:
-            memory.add(target)  # one of several that an op makes
+            memory.add(target)  # one of several results of an op
         views = (user for name in names for user in name.users if user in env and user not in names)
         if memory.isdisjoint(names) or any(_lies_in(v, names | memory, env) for v in views):
             raise NotSimple(node.name)
-        # What is copied is of the same dtype and layout (`spell_out`).
-        made = env[node.args[1]] if op is aten.copy.default else self.decompose(node, op, env)  # type: ignore[index]
-        if not isinstance(made, fx.Node) or key(made.meta["val"]) != key(target.meta["val"]):
+        # The source has the same dtype and layout already (`spell_out`).
+        result = env[node.args[1]] if op is aten.copy.default else self.decompose(node, op, env)  # type: ignore[index]
+        if not isinstance(result, fx.Node) or key(result.meta["val"]) != key(target.meta["val"]):
             raise NotSimple(node.name)
-        env.update(dict.fromkeys(names, made))
+        env.update(dict.fromkeys(names, result))
         self.overwritten |= names
         self.places[node] = self.places[target]
-        return made
+        return result
 
     def decompose(self, node: fx.Node, op: Any, env: Values) -> Any:
         if isinstance(op, OpOverload) and op.overloadpacket in DROPOUTS and _drops_nothing(node):
             return env[node.all_input_nodes[0]]
-        op = aten.clone.default if op is aten.lift_fresh_copy.default else op  # a constant is one already
+        op = aten.clone.default if op is aten.lift_fresh_copy.default else op  # a constant is already a fresh copy
         if stays_whole(op, self.how, self.table):
             return self.keep(node, op, env)
         if node.meta.get("unbacked_bindings"):
             if op is aten.item.default:
                 return self.keep(node, aten._local_scalar_dense.default, env)
-            raise NotSimple(node.name)  # traced again, what data decide gets another name
+            raise NotSimple(node.name)  # a new trace would rename data-dependent sizes
         inputs = node.all_input_nodes
         body = self.body(node, op, [env[used] for used in inputs])
-        seen: Values = dict(
+        copies: Values = dict(
             zip((n for n in body.nodes if n.op == "placeholder"), (env[i] for i in inputs), strict=True)
         )
         for inner in body.nodes:
             if inner.op == "call_function":
-                args, kwargs = fx.node.map_arg((inner.args, dict(inner.kwargs)), lambda used: seen[used])
-                seen[inner] = self.make(inner, args, kwargs, {"val": inner.meta.get("val")})
-                edit.inherit_meta(seen[inner], node)
-        return fx.node.map_arg(body.output_node().args[0], lambda used: seen[used])
+                args, kwargs = fx.node.map_arg((inner.args, dict(inner.kwargs)), lambda used: copies[used])
+                copies[inner] = self.make(inner, args, kwargs, {"val": inner.meta.get("val")})
+                edit.inherit_meta(copies[inner], node)
+        return fx.node.map_arg(body.output_node().args[0], lambda used: copies[used])
 
     def keep(self, node: fx.Node, op: Any, env: Values) -> fx.Node:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: env[used])
         meta = dict(node.meta)
         if isinstance(op, OpOverload) and not node.meta.get("unbacked_bindings"):
-            made = self.run(node, op, args, kwargs)
+            result = self.run(node, op, args, kwargs)
             lies_otherwise = any(_lies_otherwise(used, env[used]) for used in node.all_input_nodes)
-            if lies_otherwise or _lazy_bits(made) != _lazy_bits(meta.get("val")):  # a file does not keep these bits
-                meta["val"] = made
+            if lies_otherwise or _lazy_bits(result) != _lazy_bits(meta.get("val")):  # a file does not record these bits
+                meta["val"] = result
         return self.make(node, args, kwargs, meta, op)
 
     def run(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call on fake values, once for each layout: it takes them, and sizes are found to be what it needs."""
-        known = op, key(args), key(kwargs)
-        if known not in self.results:
+        """Run a call on fake values, once per layout, to check that it takes them and that sizes satisfy it."""
+        call = op, key(args), key(kwargs)
+        if call not in self.results:
             args, kwargs = fx.node.map_arg((args, kwargs), lambda used: used.meta.get("val"))
             env = self.mode.shape_env
             try:
                 fresh = env.ignore_fresh_unbacked_symbols() if env is not None else contextlib.nullcontext()
                 with self.mode, torch.no_grad(), enable_python_dispatcher(), fresh:
-                    self.results[known] = op(*args, **kwargs)
-            except Exception as error:  # torch says it better
+                    self.results[call] = op(*args, **kwargs)
+            except Exception as error:  # torch's own error is clearer
                 raise NotSimple(node.name) from error
-        if _shapes(self.results[known]) != _shapes(node.meta.get("val")):
+        if _shapes(self.results[call]) != _shapes(node.meta.get("val")):
             raise NotSimple(node.name)
-        return self.results[known]
+        return self.results[call]
 
     def make(self, node: fx.Node, args: Any, kwargs: Any, meta: dict[str, Any], op: Any = None) -> fx.Node:
-        """A node like this one, or a call of `op`; of a size that a node has already, that one."""
+        """Create a node like this one, or a call of `op`; return the existing node for a size that already has one."""
         value = meta.get("val")
         size = value.node.expr if isinstance(value, torch.SymInt) else None
         if node.op == "call_function" and size in self.sizes:
             return self.sizes[size]
         name = node.name if op in (None, node.target) else op.overloadpacket.__name__
-        made = self.graph.create_node(node.op, node.target if op is None else op, args, kwargs, name=name)
+        created = self.graph.create_node(node.op, node.target if op is None else op, args, kwargs, name=name)
         if node.op == "placeholder":
-            made.name = node.name  # fx would rename what the signature names, such as an input called `input`
-        made.meta = meta
+            created.name = node.name  # fx would rename names in the signature, such as an input called `input`
+        created.meta = meta
         if size is not None:
-            self.sizes[size] = made
-        return made
+            self.sizes[size] = created
+        return created
 
-    def body(self, node: fx.Node, op: Any, given: list[fx.Node]) -> fx.Graph:
-        """What the call is decomposed to; of calls with arguments of the same layout, it is the same."""
+    def body(self, node: fx.Node, op: Any, operands: list[fx.Node]) -> fx.Graph:
+        """Return the decomposition of a call, shared by calls whose arguments have the same layout."""
         number = {used: at for at, used in enumerate(node.all_input_nodes)}
         args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: ("node", number[used]))
-        known = op, key(args), key(given)
-        if known not in self.bodies:
-            values = [each.meta["val"] for each in given]
-            self.bodies[known] = _traced(node, op, values, self.mode, self.table)
-        return self.bodies[known]
+        call = op, key(args), key(operands)
+        if call not in self.bodies:
+            values = [each.meta["val"] for each in operands]
+            self.bodies[call] = _trace_call(node, op, values, self.mode, self.table)
+        return self.bodies[call]
 
 
 def _drops_nothing(node: fx.Node) -> bool:
@@ -243,13 +245,13 @@ def _drops_nothing(node: fx.Node) -> bool:
 
 
 def _lies_otherwise(value: fx.Node, now: fx.Node) -> bool:
-    """Whether what stands for a value has other strides: kernels do not all lay out as their decompositions do."""
-    was, made = value.meta.get("val"), now.meta.get("val")
-    return was is not made and key(was) != key(made)
+    """Return True if a value's replacement has other strides: a decomposition may lay out its result differently."""
+    was, is_now = value.meta.get("val"), now.meta.get("val")
+    return was is not is_now and key(was) != key(is_now)
 
 
 def _lies_in(value: fx.Node, memory: set[fx.Node], env: Values) -> bool:
-    """Whether what a call makes lies, or may lie, in this memory."""
+    """Return True if a call's result is, or may be, in this memory."""
     if value.op != "call_function":
         return False
     if not isinstance(value.target, HigherOrderOperator):
@@ -257,16 +259,18 @@ def _lies_in(value: fx.Node, memory: set[fx.Node], env: Values) -> bool:
     first = WRAPPERS[value.target]
     body: fx.Graph = env[value.args[first - 1]].graph  # type: ignore[index]
     inner = (node for node in body.nodes if node.op == "placeholder")
-    given = {taken for taken, operand in zip(inner, value.args[first:], strict=True) if operand in memory}
-    return any(user.op == "output" or _lies_in(user, given, env) for taken in given for user in taken.users)
+    inputs = {inner_input for inner_input, operand in zip(inner, value.args[first:], strict=True) if operand in memory}
+    return any(
+        user.op == "output" or _lies_in(user, inputs, env) for inner_input in inputs for user in inner_input.users
+    )
 
 
 def _share_memory(program: ExportedProgram, name: str) -> bool:
-    """Whether another leaf lies in the memory of this one."""
-    held = {**program.constants, **program.state_dict}
+    """Return True if another leaf shares memory with this one."""
+    values = {**program.constants, **program.state_dict}
     ranges = {
         each: (value.untyped_storage()._cdata, *_span(value))
-        for each, value in held.items()
+        for each, value in values.items()
         if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
     }
     if name not in ranges:
@@ -276,13 +280,13 @@ def _share_memory(program: ExportedProgram, name: str) -> bool:
 
 
 def _span(value: torch.Tensor) -> tuple[int, int]:
-    """The first and the last element of its memory."""
+    """Return the offsets of the first and the last element in memory."""
     reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return int(value.storage_offset()), int(value.storage_offset() + reach)
 
 
 def _lazy_bits(value: Any) -> list[tuple[bool, bool]]:
-    """Whether tensors are yet to be conjugated, and negated, by who reads them."""
+    """Return for each tensor if its readers still have to conjugate it, and to negate it."""
     return [(v.is_conj(), v.is_neg()) for v in tree_flatten(value)[0] if isinstance(v, torch.Tensor)]
 
 
@@ -290,18 +294,18 @@ def _shapes(value: Any) -> Any:
     return [key((v.dtype, *v.shape)) for v in tree_flatten(value)[0] if isinstance(v, torch.Tensor)]
 
 
-def _traced(node: fx.Node, op: Any, values: list[Any], mode: FakeTensorMode, table: Mapping[Any, Any]) -> fx.Graph:
+def _trace_call(node: fx.Node, op: Any, values: list[Any], mode: FakeTensorMode, table: Mapping[Any, Any]) -> fx.Graph:
     inputs = node.all_input_nodes
     if any(isinstance(v, torch.Tensor) and (v.is_conj() or v.is_neg()) for v in values):
         raise NotSimple(node.name)
 
     def body(*values: Any) -> Any:
-        given = dict(zip(inputs, values, strict=True))
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: given[used])
+        values_of = dict(zip(inputs, values, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: values_of[used])
         return op(*args, **kwargs)
 
     with mode, torch.no_grad(), enable_python_dispatcher():
-        own = [  # a tracer tells its inputs apart as objects
+        own = [  # a tracer identifies its inputs as objects
             torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
             if isinstance(v, torch.Tensor)
             else v

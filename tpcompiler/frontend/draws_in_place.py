@@ -1,6 +1,6 @@
-"""Numbers drawn into memory with gaps, or not in row-major order, as the CPU's kernels draw them.
+"""Draws into memory that has gaps or is not row-major, in the order of the CPU's kernels.
 
-torch's functional forms of `bernoulli_` and `normal_` draw for memory that is row-major and dense, so other numbers.
+torch's functional forms of `bernoulli_` and `normal_` draw for dense row-major memory, which gives other numbers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tpcompiler.frontend.written_back import graph_modules
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import is_contiguous, memory_order
 
-ONE_BY_ONE = 16  # `normal_` fills fewer numbers, or memory that is not contiguous, one by one, and the rest in blocks
+ONE_BY_ONE = 16  # `normal_` fills shorter or non-contiguous memory number by number, and the rest in blocks
 
 
 def refuse_dynamic_gaps(program: ExportedProgram) -> None:
-    """Check that the sizes of what `normal_` writes are known where it is a slice.
+    """Check that a slice into which `normal_` draws has a known size.
 
     Raises:
-        UnsupportedError: they are dynamic.
+        UnsupportedError: its size is dynamic.
     """
     for each in graph_modules(program.graph_module):
         for node in edit.calls(each.graph):
@@ -40,7 +40,7 @@ def refuse_dynamic_gaps(program: ExportedProgram) -> None:
 
 
 def is_dense_draw(node: fx.Node) -> bool:
-    """True if a call draws for row-major memory, and its operand's is not: it is functional already."""
+    """Return True if a call draws for row-major memory although its operand's is not, so it is already functional."""
     if node.target not in AS_DRAWN:
         return False
     value = edit.operands(node)[0].meta["val"]
@@ -48,7 +48,7 @@ def is_dense_draw(node: fx.Node) -> bool:
 
 
 def _bernoulli(x: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
-    """Draw in the order of the memory that is written."""
+    """Draw in the memory order of the operand."""
     order = memory_order(x)
     if order == sorted(order):
         return NotImplemented
@@ -57,7 +57,7 @@ def _bernoulli(x: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any
 
 
 def _normal(x: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Any:
-    """Draw one number after the other, which takes memory that is not contiguous: two columns, and what is left."""
+    """Draw number by number, as torch does for non-contiguous memory: two columns, and an odd last number."""
     count: Any = x.numel()
     if not isinstance(count, int) or count < ONE_BY_ONE or not _has_gaps(x):
         return NotImplemented
@@ -70,7 +70,7 @@ def _normal(x: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: 
 
 
 def _has_gaps(x: torch.Tensor) -> bool:
-    """True if a copy of it is contiguous, and it is not."""
+    """Return True if `x` is not contiguous but a copy of it is."""
     return not is_contiguous(x) and is_contiguous(torch.empty_like(x))
 
 

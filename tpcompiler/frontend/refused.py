@@ -1,4 +1,4 @@
-"""What the compiler does not take, and how it says so."""
+"""Refusals of programs that the compiler does not support."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quin
 
 
 def refuse_others(program: object) -> None:
-    """Check that it is an exported program.
+    """Check that `program` is an exported program.
 
     Raises:
-        ProgramError: it is none.
+        ProgramError: any other object.
     """
     if not isinstance(program, ExportedProgram):
         raise ProgramError(
@@ -31,12 +31,12 @@ def refuse_others(program: object) -> None:
 
 
 def refuse_values(program: ExportedProgram) -> None:
-    """Check what came from outside, before torch works on it: the state, and what kinds of tensors there are.
+    """Check a program's state and kinds of tensors before torch works on it.
 
     Raises:
-        ProgramError: its state is not the one that the graph was exported with, or one of which
-            torch's Python computes something else.
-        UnsupportedError: sparse or quantised tensors, tensor subclasses as inputs.
+        ProgramError: the state does not match the graph, or torch's Python form of the program would compute something
+            else.
+        UnsupportedError: sparse or quantised tensors, or tensor subclasses as inputs.
     """
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     inputs = {name for name, spec in specs.items() if spec.kind is InputKind.USER_INPUT}
@@ -74,8 +74,8 @@ def _other_than_dense(node: fx.Node, value: torch.Tensor, is_input: bool) -> str
     if value.dtype in QUANTISED:
         return f"a quantised tensor ({str(value.dtype).removeprefix('torch.')})"
     if str(node.target).startswith(("aten.quantize_per_", "quantized.")):
-        return "a quantised tensor"  # its fake value does not say so
-    if is_input and not isinstance(value, FakeTensor):  # in leaves torch takes them apart by itself
+        return "a quantised tensor"  # its fake value does not show it
+    if is_input and not isinstance(value, FakeTensor):  # torch unwraps subclasses in leaves itself
         return f"a tensor subclass ({type(value).__name__})"
     return ""
 
@@ -102,7 +102,7 @@ def refuse_hollow(program: ExportedProgram, use: str) -> None:
     """Check that the program's weights have values.
 
     Raises:
-        ProgramError: it was exported without them.
+        ProgramError: the program was exported without them.
     """
     if hollow := sorted(weightless_names(program)):
         raise ProgramError(
@@ -112,10 +112,10 @@ def refuse_hollow(program: ExportedProgram, use: str) -> None:
 
 
 def refuse_unwritable(graph: fx.Graph) -> None:
-    """Check that torch.export.save takes the graph.
+    """Check that torch.export.save supports the graph.
 
     Raises:
-        UnsupportedError: it calls flex_attention, whose arguments torch has no written form for.
+        UnsupportedError: it calls flex_attention, whose arguments torch cannot serialise.
     """
     for node in all_calls(graph):
         if str(node.target) == "flex_attention":
@@ -127,11 +127,10 @@ def refuse_unwritable(graph: fx.Graph) -> None:
 
 
 def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
-    """Check what is left after decomposition, in the program's graph without dead code.
+    """Check the calls after decomposition, in the program's graph without dead code.
 
     Raises:
-        ProgramError: a collective, an op that changes its operand in place, or an input and a written buffer have one
-            name.
+        ProgramError: a collective, an op that mutates its operand, or an input and a written buffer with one name.
         UnsupportedError: higher-order ops other than control flow, custom objects, effects.
     """
     for spec in program.graph_signature.input_specs:

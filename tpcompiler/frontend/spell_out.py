@@ -1,4 +1,4 @@
-"""What torch's decompositions would read wrongly, in words that they read right."""
+"""Rewriting of calls that torch's decompositions would get wrong."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def spell_out(program: ExportedProgram) -> ExportedProgram:
     Before    p = unsafe_split(x, 2); mul_(x, 2); copy_(buffer, y); dropout(z, 1.0, True)
     After     p = split(x, 2); mul_(x, 2); copy_(buffer, y.to(buffer.dtype).expand_as(buffer)); mul(z, 0)
 
-    A view whose schema hides it: what is written to it or beside it would be lost. A copy to a tensor of another dtype,
-    shape or layout: torch's functional form of it is the source as it is. Dropout of everything: torch's decomposition
-    draws random numbers for it, its kernel draws none. A call that draws for row-major memory: that of a call in
-    place is its operand's (`draws_in_place`).
+    - A view whose schema does not declare it: writes to it or to its base would be lost.
+    - A copy to a tensor of another dtype, shape or layout: torch's functional form returns the source unchanged.
+    - Dropout of everything: torch's decomposition draws random numbers, its kernel draws none.
+    - A draw for row-major memory: the same call in place draws in its operand's memory order (`draws_in_place`).
     """
     calls = [node for each in graph_modules(program.graph_module) for node in edit.calls(each.graph)]
     changes = any(map(writes, calls))
@@ -58,7 +58,7 @@ def _drops_all(node: fx.Node) -> bool:
 
 
 def _spell_out_zeros(node: fx.Node) -> None:
-    """Multiply by zero, as the kernels do: what is not finite becomes NaN."""
+    """Multiply by zero, as the kernels do: values that are not finite become NaN."""
     if node.target is aten.dropout.default:
         node.target, node.args, node.kwargs = aten.mul.Tensor, (edit.bound(node)["input"], 0), {}
         return
@@ -71,11 +71,11 @@ def _spell_out_zeros(node: fx.Node) -> None:
 def _spell_out_memory(node: fx.Node) -> None:
     """Draw for a copy of the operand, in row-major memory."""
     (value,) = edit.operands(node)
-    copied = edit.insert_before(node, aten.clone.default, (value,), f"{node.name}_memory")
-    copied.kwargs = {"memory_format": torch.contiguous_format}
+    dense = edit.insert_before(node, aten.clone.default, (value,), f"{node.name}_memory")
+    dense.kwargs = {"memory_format": torch.contiguous_format}
     with fake_mode_of(node.graph):
-        copied.meta["val"] = value.meta["val"].clone(memory_format=torch.contiguous_format)
-    edit.replace_operand(node, 0, copied)
+        dense.meta["val"] = value.meta["val"].clone(memory_format=torch.contiguous_format)
+    edit.replace_operand(node, 0, dense)
 
 
 def _spell_out_copy(node: fx.Node) -> None:
@@ -84,10 +84,10 @@ def _spell_out_copy(node: fx.Node) -> None:
     if is_contiguous(target.meta["val"]):
         steps.append((aten.contiguous.default,))
     for op, *rest in steps:
-        made = edit.insert_before(node, op, (source, *rest), f"{node.name}_source")
+        call = edit.insert_before(node, op, (source, *rest), f"{node.name}_source")
         with fake_mode_of(node.graph):
-            made.meta["val"] = op(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in made.args))
-        source = made
+            call.meta["val"] = op(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in call.args))
+        source = call
     edit.replace_operand(node, 1, source)
 
 

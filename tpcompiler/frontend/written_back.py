@@ -1,13 +1,13 @@
-"""What is written back when a program ends, and what that overwrites.
+"""Values written back at the end of a program, and the results that this would overwrite.
 
-A functional program returns the new values of its buffers; what it reads of them is of before. torch's module copies
-the new values into the buffers one after another, and then returns: a result that lies in the memory of a buffer
-changes on the way. torch's functional form of `previous.copy_(current); current.copy_(x)` has such a result, and its
-module is wrong.
+A functional program returns the new values of its buffers, and reads only their old values. torch's module copies the
+new values into the buffers one after another, and then returns: a result that shares memory with a buffer changes on
+the way. torch's functional form of `previous.copy_(current); current.copy_(x)` has such a result, so its module is
+wrong.
 
-A functional form is made of writes to views by what the ops' schemas say of memory. Some say nothing and still give
-back what they take: `einsum("ij->ji")`, dropout that drops nothing, `type_as` of the same type. A write to their
-result, or to what they took, is lost there, unless they are opened up.
+torch functionalises writes to views by the aliases that op schemas declare. Some ops declare none and still may return
+their operand's memory: `einsum("ij->ji")`, dropout that drops nothing, `type_as` of the same type. A write to such a
+result, or to its operand, would be lost unless these ops are decomposed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from tpcompiler._torch import HigherOrderOperator, OpOverload, aten, calls_others, sym_hint, tree_flatten
 from tpcompiler.ir import edit
 
-# Ops whose results are views, though their schemas do not say so, and the ops whose schemas do.
+# Ops that return views without declaring it, and the equivalent ops that declare it.
 VIEWS = {
     aten._unsafe_view.default: aten.view.default,
     aten.unsafe_split.Tensor: aten.split.Tensor,
@@ -32,14 +32,14 @@ VIEWS = {
     aten.unsafe_chunk.default: aten.chunk.default,
     aten.lift.default: aten.alias.default,
 }
-# Kernels that may give back the memory they take, and whose schemas do not say so: of all of torch's, as
-# tests/frontend/test_hidden_views.py finds. For composite ops the kernel is run.
+# Kernels that may return their operand's memory without declaring it, among all of torch's, as
+# tests/frontend/test_hidden_views.py finds. For composite ops the kernel is run instead.
 UNSAID = {*VIEWS, aten.native_dropout.default}
 STATISTICS = ("running_mean", "running_var")  # operands of norms
 
 
 def find_hidden_views(program: ExportedProgram) -> set[OpOverload]:
-    """The composite ops whose result lies in what they take unsaid, if anything is written in place at all."""
+    """Return the composite ops whose result shares undeclared memory with an operand, if any call writes in place."""
     calls = [node for each in graph_modules(program.graph_module) for node in edit.calls(each.graph)]
     if not any(map(writes, calls)):
         return set()
@@ -48,48 +48,48 @@ def find_hidden_views(program: ExportedProgram) -> set[OpOverload]:
 
 
 def find_written(program: ExportedProgram) -> set[str]:
-    """The leaves (by their names) and user inputs (by their nodes' names) in whose memory a call may write."""
+    """Return the leaves (by name) and user inputs (by node name) whose memory a call may write."""
     placeholders = program.graph.find_nodes(op="placeholder")
     names = {
         node: str(node.name if spec.kind is InputKind.USER_INPUT else spec.target)
         for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True)
     }
     calls = list(edit.calls(program.graph))
-    written = [value for node in calls for value in _written_operands(node)]
+    operands_written = [value for node in calls for value in _written_operands(node)]
     with_bodies = [node for node in calls if isinstance(node.target, HigherOrderOperator)]
     if with_bodies and any(
         writes(node) for each in graph_modules(program.graph_module) for node in edit.calls(each.graph)
     ):
-        written += [operand for node in with_bodies for operand in edit.operands(node)]
-    owners = set(map(memory_of, written))
+        operands_written += [operand for node in with_bodies for operand in edit.operands(node)]
+    owners = set(map(memory_of, operands_written))
     return {name for node, name in names.items() if node in owners}
 
 
 def _written_operands(node: fx.Node) -> list[fx.Node]:
-    """The operands that a call may change."""
+    """Return the operands that a call may change."""
     if not isinstance(node.target, OpOverload):
         return []
-    said = [each.name for each in node.target._schema.arguments if each.alias_info and each.alias_info.is_write]
-    bound, names = edit.bound(node), [*said, *(STATISTICS if writes_unsaid(node) else ())]
-    values, _ = tree_flatten([bound.get(name) for name in names])
+    declared = [each.name for each in node.target._schema.arguments if each.alias_info and each.alias_info.is_write]
+    arguments, names = edit.bound(node), [*declared, *(STATISTICS if writes_unsaid(node) else ())]
+    values, _ = tree_flatten([arguments.get(name) for name in names])
     return [value for value in values if isinstance(value, fx.Node)]
 
 
 def writes(node: fx.Node) -> bool:
-    """True if the schema of a call says that it changes an operand."""
+    """Return True if a call's schema declares that it mutates an operand."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def writes_unsaid(node: fx.Node) -> bool:
-    """True if a norm writes its statistics, in training: its schema does not say so."""
+    """Return True if a norm updates its statistics, in training, which its schema does not declare."""
     if not isinstance(node.target, OpOverload) or "_norm" not in str(node.target):
         return False
-    bound = edit.bound(node)
-    return any(bound.get(name) is True for name in ("training", "train", "use_input_stats"))
+    arguments = edit.bound(node)
+    return any(arguments.get(name) is True for name in ("training", "train", "use_input_stats"))
 
 
 def find_overwritten(program: ExportedProgram) -> Iterator[tuple[int, fx.Node, str]]:
-    """(position among the outputs, value, name of the buffer or input) of each that lies in what is written first."""
+    """Yield (output position, value, name of the buffer or input) for outputs in memory that is written first."""
     goes_to = _written(program)
     if not any(goes_to):
         return
@@ -101,7 +101,7 @@ def find_overwritten(program: ExportedProgram) -> Iterator[tuple[int, fx.Node, s
 
 
 def _written(program: ExportedProgram) -> list[fx.Node | None]:
-    """The placeholder that each output is written back to; of what the user gets, none."""
+    """Return the placeholder that each output is written back to; None for user outputs."""
     placeholders = program.graph.find_nodes(op="placeholder")
     owners = {
         (spec.kind is InputKind.USER_INPUT, spec.target or spec.arg.name): node
@@ -112,14 +112,14 @@ def _written(program: ExportedProgram) -> list[fx.Node | None]:
 
 
 def keep_old_values(program: ExportedProgram) -> ExportedProgram:
-    """Clone what would be overwritten, in the program itself."""
+    """Clone values that would be overwritten, in the program itself."""
     output = program.graph.output_node()
     for position, value, _ in list(find_overwritten(program)):
-        kept = edit.insert_before(output, aten.clone.default, (value,), f"old_{value.name}")
-        kept.meta["val"] = torch.clone(value.meta["val"])
+        clone = edit.insert_before(output, aten.clone.default, (value,), f"old_{value.name}")
+        clone.meta["val"] = torch.clone(value.meta["val"])
         values: Any = output.args[0]
-        output.args = ((*values[:position], kept, *values[position + 1 :]),)
-        program.graph_signature.output_specs[position].arg = TensorArgument(name=kept.name)
+        output.args = ((*values[:position], clone, *values[position + 1 :]),)
+        program.graph_signature.output_specs[position].arg = TensorArgument(name=clone.name)
     program.graph_module.recompile()
     return program
 
@@ -129,7 +129,7 @@ def graph_modules(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def memory_of(value: fx.Node) -> fx.Node:
-    """The value in whose memory this one lies: itself, unless it is a view."""
+    """Return the value that owns this one's memory: itself, unless it is a view."""
     while value.op == "call_function":
         if isinstance(value.target, OpOverload):
             if _says_that_it_shares(value) or edit.is_wait(value) or value.target in UNSAID:
@@ -156,23 +156,24 @@ def _hidden_base(node: fx.Node) -> fx.Node | None:
 
 
 def hidden_bases(node: fx.Node) -> list[fx.Node]:
-    """The operands in whose memory results of a call lie, though its schema does not say so.
+    """Return the operands that share memory with a call's results although its schema does not declare it.
 
-    The op's kernel is run on tensors without memory, of the sizes of the example.
+    The op's kernel is run on tensors without memory, with the example's sizes.
     """
     if _says_that_it_shares(node) or not isinstance(node.target, OpOverload):
         return []
     try:
-        taken = {each: _without_memory(each.meta["val"]) for each in edit.operands(node)}
+        operands = {each: _without_memory(each.meta["val"]) for each in edit.operands(node)}
         args, kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda each: taken[each] if each in taken else _example(each.meta.get("val"))
+            (node.args, node.kwargs),
+            lambda each: operands[each] if each in operands else _example(each.meta.get("val")),
         )
         with torch.no_grad():
-            made, _ = tree_flatten(node.target(*args, **kwargs))
-    except Exception:  # what does not run on sizes alone makes memory of its own
+            results, _ = tree_flatten(node.target(*args, **kwargs))
+    except Exception:  # an op that cannot run on sizes alone returns fresh memory
         return []
-    memory = {_memory(value) for value in made if isinstance(value, torch.Tensor)}
-    return [each for each, value in taken.items() if _memory(value) in memory]
+    memory = {_memory(value) for value in results if isinstance(value, torch.Tensor)}
+    return [each for each, value in operands.items() if _memory(value) in memory]
 
 
 def _without_memory(value: torch.Tensor) -> torch.Tensor:
@@ -185,5 +186,5 @@ def _example(value: Any) -> Any:
 
 
 def _memory(value: torch.Tensor) -> int:
-    made: int = value.untyped_storage()._cdata
-    return made
+    pointer: int = value.untyped_storage()._cdata
+    return pointer

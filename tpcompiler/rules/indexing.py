@@ -78,8 +78,7 @@ def _zeros(values: torch.Tensor, outside: torch.Tensor, inner: int = 0) -> torch
 
 @op_rule(aten.index.Tensor, aten._unsafe_index.Tensor, shards="any")
 def index(node: fx.Node) -> RuleText | None:
-    """ "d0 d1! d2, i0 -> d0 i0 d2": index tensors broadcast and replace the indexed dims (in front, if those are
-    apart).
+    """ "d0 d1! d2, i0 -> d0 i0 d2": index tensors broadcast and replace the indexed dims (in front if those are apart).
 
     One of the indexed dims may be sharded, "d0 d1 d2, i0 -> d0 i0 d2": each rank looks up its own, Partial(sum). Linear
     in the indexed tensor.
