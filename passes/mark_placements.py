@@ -79,8 +79,6 @@ def mark_placements(program: PlannedProgram, found: Solution, *, check_indices: 
 
 @dataclass
 class _Walk:
-    """The state of marking, from the inputs to the outputs."""
-
     program: PlannedProgram
     found: Solution
     at_door: Ranges | None  # the inputs that `load` checks; None: no indices are checked
@@ -299,7 +297,6 @@ def _behind(value: fx.Node) -> fx.Node:
 
 
 def mark_output(program: MarkedProgram) -> None:
-    """Put a Mark on the output node."""
     output = program.output
     values = output.args[0]
     leaves = {fqn: node for node, fqn in program.leaves()} | {n.name: n for n in program.user_inputs()}

@@ -29,7 +29,6 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 
 
 def default_store() -> Any:
-    """Return the key-value store of the default process group."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()

@@ -32,7 +32,6 @@ def read_size(text: str) -> Any:
 
 
 def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:
-    """Return the symbols in the sizes of these values."""
     sizes = [s for v in tree_flatten(list(values))[0] for s in (v.shape if isinstance(v, torch.Tensor) else (v,))]
     return set().union(*(s.node.expr.free_symbols for s in sizes if isinstance(s, torch.SymInt)))
 

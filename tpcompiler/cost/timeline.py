@@ -54,7 +54,6 @@ class StepTime(NamedTuple):
         return f"takes {duration(self.total)} ({each})" if each else "takes no time"
 
     def to_data(self) -> dict[str, float]:
-        """Return the times as JSON."""
         return {**self._asdict(), "total": self.total}
 
 

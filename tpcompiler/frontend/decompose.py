@@ -60,8 +60,6 @@ def decompose_calls(program: ExportedProgram, how: Mapping[Any, Any], table: Map
 
 
 class _Writer:
-    """The writer of a decomposed copy of a program."""
-
     def __init__(self, program: ExportedProgram, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> None:
         self.program, self.how, self.table = program, how, table
         self.graph, self.mode = fx.Graph(), fake_mode_of(program.graph)

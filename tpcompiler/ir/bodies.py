@@ -58,7 +58,6 @@ def changed(body: fx.GraphModule, change: Callable[[fx.Node], None]) -> fx.Graph
 
 
 def change_bodies(graph: fx.Graph, change: Callable[[fx.Node], None]) -> None:
-    """Replace every body of the graph by a changed copy."""
     for node in graph.nodes:
         if node.op == "get_attr" and isinstance(node.meta["val"], fx.GraphModule):
             node.meta["val"] = changed(node.meta["val"], change)

@@ -1,4 +1,4 @@
-"""What a written program says of itself: plain data in `node.meta["custom"]`, read back by views and checks."""
+"""Claims: a written program's description of itself, plain data in `node.meta["custom"]` for views and checks."""
 
 from __future__ import annotations
 
@@ -121,6 +121,6 @@ def _custom(node: fx.Node) -> Claim:
 
 
 def _formed(found: object) -> Claim:
-    """What has its form: the rest is as if it were not claimed."""
+    """Return the well-formed entries; the others count as not claimed."""
     parts = found.items() if isinstance(found, dict) else ()
     return {name: value for name, value in parts if name in FORMS and FORMS[name](value)}  # type: ignore[return-value]

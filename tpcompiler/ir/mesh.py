@@ -127,7 +127,6 @@ class Mesh:
         return tuple(map(self._rank, self._places({name: at for name, at in here.items() if name not in axes})))
 
     def groups(self, axes: Collection[str]) -> tuple[tuple[int, ...], ...]:
-        """Return all groups over these axes."""
         firsts = self._places(dict.fromkeys(self.ordered(axes), 0))
         return tuple(self.group(axes, self._rank(first)) for first in firsts)
 

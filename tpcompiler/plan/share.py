@@ -42,7 +42,6 @@ def share_plan(plans: Sequence[Plan], held: Sequence[Collection[str]], used: Seq
 
 
 def join_plans(plans: Sequence[Plan]) -> Plan:
-    """Return one plan with the entries of all plans."""
     entries = {entry.pattern: entry for plan in plans for entry in plan.entries}
     return replace(plans[0], entries=tuple(entries.values()))
 

@@ -138,7 +138,6 @@ def unflatten(node: fx.Node) -> RuleText:
     relayout=True,
 )
 def permute(node: fx.Node) -> RuleText:
-    """Reorder the dims."""
     (operand,) = edit.operands(node)
     order = list(range(operand.meta["val"].ndim))
     args = edit.bound(node)

@@ -1,0 +1,34 @@
+"""Docstrings of finished rooms name things and give orders: no nominal openers, no borrowed words."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("passes", *(f"tpcompiler/{room}" for room in ("_torch", "cost", "frontend", "ir", "plan", "rules")))
+NOMINAL = re.compile(
+    r"(What|Whether|Which|Of|Those|That|How|Why|Where|As|The same|Who|When|From|In|To|With|By|For|On)\b"
+)
+BORROWED = re.compile(
+    r"\b(anew|beside|but for|as yet|is said|are said|is told|otherwise than|is none|of its own|lies in|holds to)\b"
+)
+
+
+def docstrings(path: Path) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            name = getattr(node, "name", "the file")
+            yield f"{path.relative_to(ROOT)}: {name}", ast.get_docstring(node) or ""
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_are_plain_english(room: str) -> None:
+    texts = [each for path in (ROOT / room).rglob("*.py") for each in docstrings(path)]
+    assert texts
+    assert [where for where, text in texts if NOMINAL.match(text)] == []
+    assert [where for where, text in texts if BORROWED.search(text)] == []
