@@ -72,32 +72,34 @@ def find_demand(
     With `spared`, ops count as able to run on dims that they need whole. A demand is then a pin, such as a whole
     output, that would have to change as many bytes without the gather. Each pin is met by one gather.
     """
-    asked: dict[str, None] = {}
+    demands: dict[str, None] = {}
     queue: list[tuple[fx.Node, Sequence[Sharding]]] = [(node, have)]
     for count, (op, operands) in enumerate(queue):  # it grows
-        made = _kept(op, operands, mesh, despite=spared is not None)
+        produced = _kept(op, operands, mesh, despite=spared is not None)
         seeds = [pinned[operand].asked_by for operand in edit.operands(op) if operand in pinned]
-        if isinstance(made, Refusal) and seeds and op is not node and spared is None:
-            asked.update(dict.fromkeys(seeds))
+        if isinstance(produced, Refusal) and seeds and op is not node and spared is None:
+            demands.update(dict.fromkeys(seeds))
             continue
-        if isinstance(made, Refusal) and spared is not None and op is not node:
+        if isinstance(produced, Refusal) and spared is not None and op is not node:
             continue
-        if isinstance(made, Refusal) or count > MOST:
-            why = f" ({made.text})" if isinstance(made, Refusal) else ""
+        if isinstance(produced, Refusal) or count > MOST:
+            why = f" ({produced.text})" if isinstance(produced, Refusal) else ""
             return None if op is node or spared is not None else Demand(f"'{op.name}'{why}", False)
         for value, at in results(op):
-            is_cut_again = spared is not None and not set(made[at].axes).isdisjoint((seen(value) or made[at]).axes)
+            is_cut_again = spared is not None and not set(produced[at].axes).isdisjoint(
+                (seen(value) or produced[at]).axes
+            )
             for user in () if is_cut_again else value.users:
                 if user.target is pin:
-                    if spared is None or spared.meets(user, _changed(value, made[at], user.meta[PIN], mesh)):
-                        asked[user.meta[PIN].asked_by] = None
+                    if spared is None or spared.meets(user, _changed(value, produced[at], user.meta[PIN], mesh)):
+                        demands[user.meta[PIN].asked_by] = None
                 elif user.op == "call_function" and user.target is not operator.getitem and edit.outputs(user):
-                    others = [made[at] if operand is value else seen(operand) for operand in edit.operands(user)]
-                    known = [other for other in others if other is not None]
-                    if len(known) == len(others) and (user, known) not in queue:
-                        queue.append((user, known))
-    first = next(iter(asked), "")
-    return Demand(f"{first} and {len(asked) - 1} more" if len(asked) > 1 else first, True) if asked else None
+                    others = [produced[at] if operand is value else seen(operand) for operand in edit.operands(user)]
+                    complete = [other for other in others if other is not None]
+                    if len(complete) == len(others) and (user, complete) not in queue:
+                        queue.append((user, complete))
+    first = next(iter(demands), "")
+    return Demand(f"{first} and {len(demands) - 1} more" if len(demands) > 1 else first, True) if demands else None
 
 
 def _changed(value: fx.Node, have: Sharding, asked: Seed, mesh: Mesh) -> int:
@@ -113,8 +115,8 @@ def _kept(node: fx.Node, have: Sequence[Sharding], mesh: Mesh, *, despite: bool)
     """
     rule, options = rule_of(node), list[Option]()
     if rule is not None and despite:
-        made = {factor for term in rule.pattern.outputs for dim in term for factor in dim}
-        rule = replace(rule, pattern=replace(rule.pattern, whole=rule.pattern.whole - made))
+        factors_made = {factor for term in rule.pattern.outputs for dim in term for factor in dim}
+        rule = replace(rule, pattern=replace(rule.pattern, whole=rule.pattern.whole - factors_made))
     for index, sharding in enumerate(have if rule is not None else ()):
         assert rule is not None
         if sharding.cut_axes:

@@ -52,7 +52,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
             continue
         mark: Mark | None = node.meta.get(MARK)
         whole = node.meta.pop(GLOBAL, node.meta.get("val"))
-        done = {node: whole}
+        wholes_of = {node: whole}
         if node.op == "placeholder" and mark is not None and mark.shardings:
             here = program.here
             node.meta["val"] = local_value(whole, mark.shardings[0], program.mesh, here, mode)
@@ -66,7 +66,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
                 parts = list(node.users) if isinstance(whole, (tuple, list)) else [node]
                 replaced.update(parts)
                 wholes = [part.meta["val"] for part in parts]
-                done = dict(zip(_put_in_body(node, parts, program, mode, call), wholes, strict=True))
+                wholes_of = dict(zip(_put_in_body(node, parts, program, mode, call), wholes, strict=True))
             elif lowered or resized or not local.isdisjoint(node.all_input_nodes):
                 if mark is not None and mark.skips_empty and not lowered:
                     _make_empty(node, mark, program)
@@ -77,7 +77,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
                     node.meta["val"] = _run_by_name(node, mark, program, mode)
                 else:
                     node.meta["val"] = _run(node, mode, results)
-        for result, whole in done.items():
+        for result, whole in wholes_of.items():
             mark = result.meta.get(MARK)
             if mark is not None and mark.shardings:
                 _check(result, mark, whole, program)

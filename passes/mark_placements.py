@@ -218,7 +218,7 @@ def mark_with(
     why: Why,
     at_door: Ranges | None,
 ) -> Mark:
-    """Return the mark of a node that runs by an option; `placed`: its outputs, as its users see them, its operands."""
+    """Return the mark of a node that runs by an option; `placed`: (outputs, outputs as users see them, operands)."""
     made, settled, wants = placed
     sizes = {}
     local = None

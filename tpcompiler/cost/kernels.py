@@ -178,7 +178,7 @@ class _Fusion:
                 yield own, (share, max(inputs, key=_bytes).meta["val"].dtype)
 
     def kernels(self) -> dict[fx.Node, Kernel]:
-        kernel_of, paid, read = dict[fx.Node, Kernel](), set[fx.Node](), set[tuple[fx.Node, fx.Node]]()
+        kernel_of, floors_charged, read = dict[fx.Node, Kernel](), set[fx.Node](), set[tuple[fx.Node, fx.Node]]()
         for node in self.calls:
             own, reads = self.root(node), list[float]()
             if own in self.widened:
@@ -191,8 +191,8 @@ class _Fusion:
                 share, _ = self.widened.get(other, (1.0, None))
                 reads.append(share if is_read else 0.0)
             writes = [float(node in self.users)] * len(edit.outputs(node))
-            kernel_of[node] = self._kernel("" if own in paid else _floor(node), node, reads, writes)
-            paid.add(own)
+            kernel_of[node] = self._kernel("" if own in floors_charged else _floor(node), node, reads, writes)
+            floors_charged.add(own)
         return kernel_of
 
     def calls_alone(self) -> dict[fx.Node, Kernel]:

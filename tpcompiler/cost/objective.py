@@ -84,7 +84,7 @@ class Objective(NamedTuple):
         return seconds / self.spread
 
     def floor_seconds(self, kernel: Kernel) -> float:
-        """Return the seconds of the kernel that an op starts, whatever the op's size."""
+        """Return the floor of the kernel that an op starts, in seconds."""
         machine = self.machine.of(kernel.dtype)
         floors = {"product": machine.product, "attention": machine.attention, "other": machine.other}
         return {"": 0.0, "view": machine.view, **floors}[kernel.floor]

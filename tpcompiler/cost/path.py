@@ -140,10 +140,10 @@ def _steps(
     dims = [d for d in range(state.ndim) if source.dims[d].axes or target.dims[d].axes]
     used = mesh.ordered(source.axes | target.axes)
 
-    def step(kind: Kind, axes: tuple[str, ...], made: Sharding) -> Step:
+    def step(kind: Kind, axes: tuple[str, ...], state_after: Sharding) -> Step:
         size = sent_itemsize(pending.get(axes[0], ""), itemsize)
-        moved = _local_bytes(made if kind == "all_gather" else state, shape, size, mesh)
-        return Step(kind, axes, state, made, 0 if kind in FREE else wire_bytes(kind, moved, mesh.size(axes)))
+        moved = _local_bytes(state_after if kind == "all_gather" else state, shape, size, mesh)
+        return Step(kind, axes, state, state_after, 0 if kind in FREE else wire_bytes(kind, moved, mesh.size(axes)))
 
     for axes in (some for count in range(1, len(used) + 1) for some in itertools.combinations(used, count)):
         if len({pending.get(axis) for axis in axes}) > 1:
@@ -151,8 +151,8 @@ def _steps(
         if axes[0] in pending:
             rest = Sharding(state.dims, tuple((a, op) for a, op in state.partial if a not in axes))
             yield step("all_reduce", axes, rest)
-            for made in _grow(rest, axes, dims, target, shape, mesh, dynamic):
-                yield step("reduce_scatter", axes, made)
+            for state_after in _grow(rest, axes, dims, target, shape, mesh, dynamic):
+                yield step("reduce_scatter", axes, state_after)
         elif not state.axes.isdisjoint(axes):
             for dim in dims:
                 stripped = _strip(state.dims[dim], axes, shape[dim], mesh)
@@ -160,11 +160,11 @@ def _steps(
                     continue
                 rest = _with(state, dim, stripped)
                 yield step("all_gather", axes, rest)
-                for made in _grow(rest, axes, [d for d in dims if d != dim], target, shape, mesh, dynamic):
-                    yield step("all_to_all", axes, made)
+                for state_after in _grow(rest, axes, [d for d in dims if d != dim], target, shape, mesh, dynamic):
+                    yield step("all_to_all", axes, state_after)
         elif len(axes) == 1:
-            for made in _grow(state, axes, dims, target, shape, mesh, dynamic):
-                yield step("slice", axes, made)
+            for state_after in _grow(state, axes, dims, target, shape, mesh, dynamic):
+                yield step("slice", axes, state_after)
             if axes[0] in target_pending and commute([target_pending[axes[0]], *pending.values()]):
                 partial = tuple(sorted((*state.partial, (axes[0], target_pending[axes[0]]))))
                 yield step("hold", axes, replace(state, partial=partial))

@@ -33,11 +33,11 @@ def _idle(program: MarkedProgram) -> tuple[Note, ...]:
     """Note the axes over which no value is sharded or pending, and how to shard a batch over them."""
     mesh = program.mesh
     marks = (mark_of(node) for node in program.graph.nodes if node.op != "output")
-    used = {axis for mark in marks for each in (*mark.shardings, *mark.wants) for axis in each.axes}
+    active = {axis for mark in marks for each in (*mark.shardings, *mark.wants) for axis in each.axes}
     batch = next((node.name for node in program.user_inputs() if node.meta["val"].ndim), None)
     texts = []
     for axis in mesh.names:
-        if mesh.degree(axis) > 1 and axis not in used:
+        if mesh.degree(axis) > 1 and axis not in active:
             alike = f"ranks that differ in {axis} alone compute the same"
             how = f'; to cut the batch, inputs={{"{batch}": {{"{axis}": "S(0)"}}}}, or --input {batch}={axis}:S(0)'
             cuts_batch = batch is not None and axis != mesh.model_axis

@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     cut: bool = True
     unit: int = 1
     block: int = 0
-    outside: str = ""  # a later level's axis that the mesh nevertheless names first
+    outside: str = ""  # the axis nested in this one although the mesh names it first
 
 
 @dataclass(frozen=True, repr=False)

@@ -192,7 +192,7 @@ class Sharding:
         """Return `S(1)` on one axis, `[S(0), R]` on several, and more than torch can express: `S(2, unit 4, block 24)`.
 
         `S(0, parts 16 8 8r)`: three pieces in a row; the axis leaves the last one whole. `S(0, outside dp)`: the axis
-        `dp`, which the mesh names first, shards the remainder of this axis; for one piece: `16<dp`.
+        `dp` is nested in this one although the mesh names it first; for one piece: `16<dp`.
         """
         parts = []
         for axis, placement in zip(mesh.names, self.placements(mesh), strict=True):

@@ -163,21 +163,21 @@ class _Replacement:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         name, claim, stack, trace = next(self.said)
-        made = insert_call(self.node, target, args, kwargs)
+        inserted = insert_call(self.node, target, args, kwargs)
         modules = {key: (path, kind) for key, path, kind in stack}
-        made.meta |= {"custom": {CLAIM: claim}, "nn_module_stack": modules, "stack_trace": trace}
-        self.made[made] = name
-        return made
+        inserted.meta |= {"custom": {CLAIM: claim}, "nn_module_stack": modules, "stack_trace": trace}
+        self.made[inserted] = name
+        return inserted
 
     def replace(self, uses: dict[fx.Node, fx.Node], unused: Sequence[fx.Node]) -> None:
-        for node, made in uses.items():
-            edit.replace_uses(node, made)
+        for node, replacement in uses.items():
+            edit.replace_uses(node, replacement)
             edit.erase(node)
         for node in unused:
             if not node.users:
                 edit.erase(node)
-        for made, name in self.made.items():
-            made.name = name
+        for replacement, name in self.made.items():
+            replacement.name = name
 
 
 def _expand_one_shot(calls: _Replacement) -> None:

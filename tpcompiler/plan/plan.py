@@ -127,9 +127,9 @@ class Plan:
             path = os.fsdecode(plan)
             path = os.path.join(path, CONFIG) if os.path.isfile(os.path.join(path, CONFIG)) else path
             name = os.path.basename(path)  # reasons in a written program must not name this machine's folders
-            written = read_plan_file(path)
-            data: Any = {pattern: style for pattern, style, _ in written}
-            lines = {pattern: f"{name} line {line}" for pattern, _, line in written}
+            rows = read_plan_file(path)
+            data: Any = {pattern: style for pattern, style, _ in rows}
+            lines = {pattern: f"{name} line {line}" for pattern, _, line in rows}
         else:
             data, name, lines = plan, "the plan", {}
         if of_config := is_config(data):
@@ -179,12 +179,12 @@ class Plan:
             parts = name.split(".")
             for at in range(1, len(parts)):
                 tail = ".".join(parts[at:])
-                if found := {entry for entry in loose if entry.matches(tail)}:
-                    fits.setdefault(".".join(parts[:at]), set()).update(found)
+                if entries_that_fit := {entry for entry in loose if entry.matches(tail)}:
+                    fits.setdefault(".".join(parts[:at]), set()).update(entries_that_fit)
         if not fits:
             return self
         most = max(map(len, fits.values()))
-        prefix, *others = (prefix for prefix, found in fits.items() if len(found) == most)
+        prefix, *others = (prefix for prefix, entries_that_fit in fits.items() if len(entries_that_fit) == most)
         if others:
             raise PlanError(
                 f"the plan's names may lie in {prefix!r} and in {others[0]!r}",
@@ -211,9 +211,9 @@ class Plan:
         names = list(names)
         rivals: dict[str, list[PlanEntry]] = {}
         matched = {entry: [name for name in names if entry.matches(name)] for entry in self.entries}
-        refuse_unmatched(self.entries, [entry for entry, found in matched.items() if found], names)
-        for entry, found in matched.items():
-            for name in found:
+        refuse_unmatched(self.entries, [entry for entry, names_of_entry in matched.items() if names_of_entry], names)
+        for entry, names_of_entry in matched.items():
+            for name in names_of_entry:
                 rivals.setdefault(name, []).append(entry)
         return {name: _most_specific(rivals[name], name) for name in names if name in rivals}
 
@@ -255,35 +255,35 @@ def _read_entry(pattern: object, style: object, source: str) -> PlanEntry:
             asked_by=source,
         )
     if isinstance(style, type):
-        written = style.__name__
+        style_text = style.__name__
     else:
-        written = json.dumps(style) if isinstance(style, str) else repr(style)
-    where = f"{source} ({json.dumps(pattern)}: {written})"
-    read = read_style(style, where=where)
-    if read == AUTO and pattern != "**":
+        style_text = json.dumps(style) if isinstance(style, str) else repr(style)
+    where = f"{source} ({json.dumps(pattern)}: {style_text})"
+    parsed = read_style(style, where=where)
+    if parsed == AUTO and pattern != "**":
         raise PlanError(
             f"plan entry {pattern!r} is 'auto', which is for '**' alone",
             help='write "**": auto, which leaves to the search what no other entry names',
             asked_by=where,
         )
-    return PlanEntry(pattern, read, where)
+    return PlanEntry(pattern, parsed, where)
 
 
 def refuse_unmatched(entries: Sequence[PlanEntry], matched: Collection[PlanEntry], names: Sequence[str]) -> None:
     """Raise a PlanError if an entry matches none of these names, or the whole plan is for another model."""
-    asked = [entry for entry in entries if entry.style != AUTO]  # AUTO may leave nothing to the search
-    unmatched = [entry for entry in asked if entry not in matched]
+    requested = [entry for entry in entries if entry.style != AUTO]  # AUTO may leave nothing to the search
+    unmatched = [entry for entry in requested if entry not in matched]
     if not unmatched:
         return
     first = unmatched[0]
-    if len(unmatched) < len(asked) or len(asked) == 1:
+    if len(unmatched) < len(requested) or len(requested) == 1:
         raise PlanError(
             f"plan entry {first.pattern!r} matches nothing", help=_nearest(first.pattern, names), asked_by=first.where
         )
-    known = list(dict.fromkeys(_with_stars(name) for name in names))
-    layers = [name for name in known if f"{name}.weight" in known] or known
+    starred = list(dict.fromkeys(_with_stars(name) for name in names))
+    layers = [name for name in starred if f"{name}.weight" in starred] or starred
     raise PlanError(
-        f"none of the plan's {len(asked)} entries matches: this program has {', '.join(map(repr, layers[:SHOWN]))}"
+        f"none of the plan's {len(requested)} entries matches: this program has {', '.join(map(repr, layers[:SHOWN]))}"
         f"{', ..' * (len(layers) > SHOWN)}",
         help="give a plan of this model, or " + option("--plan auto", '"auto"') + ", which finds one",
         asked_by=first.where,

@@ -67,8 +67,8 @@ class Style:
         if self == AUTO or (self.name in STYLES and replace(self, sizes=()) == STYLES[self.name]):
             return self.written
         if self.placement is not None:
-            written = format_spec(self.placement)
-            return written if isinstance(written, str) else {**written}
+            text = format_spec(self.placement)
+            return text if isinstance(text, str) else {**text}
         data: dict[str, object] = {"style": self.written} if self.name in STYLES else {}
         for part, layouts in (("inputs", self.inputs), ("outputs", self.outputs)):
             if layouts:

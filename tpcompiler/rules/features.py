@@ -76,8 +76,8 @@ def _only(dims: Sequence[int | None]) -> int | None:
 
     The inner factor may belong to no dim of the leaf, such as the eight numbers unpacked from each row.
     """
-    known = {dim for dim in dims if dim is not None}
-    return dims[0] if len(known) == 1 else None
+    leaf_dims = {dim for dim in dims if dim is not None}
+    return dims[0] if len(leaf_dims) == 1 else None
 
 
 def _positions(node: fx.Node, user: fx.Node, rule: Rule, side: str, static: Set[fx.Node]) -> set[int]:

@@ -128,8 +128,8 @@ def is_needed(check: PositionCheck, node: fx.Node, at_door: Ranges) -> bool:
     earlier op gets the same positions and accepts no more.
     """
     index, least, most = edit.operands(node)[check.operand], check.least, check.most
-    known = known_range(index, at_door)
-    if known is not None and least <= known[0] and known[1] <= most:
+    index_range = known_range(index, at_door)
+    if index_range is not None and least <= index_range[0] and index_range[1] <= most:
         return False
     for user in index.users:
         if user < node and isinstance(user.target, OpOverload) and (rule := rule_of(user)) is not None:

@@ -73,7 +73,7 @@ def adaptive_pool(node: fx.Node) -> RuleText:
     (operand,) = edit.operands(node)
     space = ADAPTIVE[node.target]
     shapes = zip(operand.meta["val"].shape[-space:], node.meta["val"].shape[-space:], strict=True)
-    close = [sym_quotient(source, made) is not None for source, made in shapes]
+    close = [sym_quotient(source, target) is not None for source, target in shapes]
     inside = [f"(o{d} k{d}!)" if alone else f"s{d}!" for d, alone in enumerate(close)]
     sizes = {"output_size": tuple((f"o{d}",) for d in range(space))}
     return _pooled(node, inside, sizes=sizes, linear=((0,),))

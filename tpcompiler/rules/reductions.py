@@ -25,9 +25,9 @@ def _text_and_reduced_dims(node: fx.Node, mark: str = "") -> tuple[str, list[str
     ndim = operand.meta["val"].ndim
     args = edit.bound(node)
     dims = args.get("dim")
-    chosen = [dims] if isinstance(dims, int) else dims
-    gone = {d % max(ndim, 1) for d in chosen or ()}
-    if not chosen and (dims is None or node.target not in NO_DIMS):
+    dim_list = [dims] if isinstance(dims, int) else dims
+    gone = {d % max(ndim, 1) for d in dim_list or ()}
+    if not dim_list and (dims is None or node.target not in NO_DIMS):
         gone = set(range(ndim))
     operand_term = " ".join(f"d{d}{mark if d in gone else ''}" for d in range(ndim))
     output_term = " ".join("1" if d in gone else f"d{d}" for d in range(ndim) if d not in gone or args.get("keepdim"))

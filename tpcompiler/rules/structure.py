@@ -143,7 +143,7 @@ def slice_(node: fx.Node) -> RuleText:
     args = edit.bound(node)
     ndim = operand.meta["val"].ndim
     dim = args["dim"] % ndim
-    size, made = operand.meta["val"].shape[dim], node.meta["val"].shape[dim]
+    size, part_size = operand.meta["val"].shape[dim], node.meta["val"].shape[dim]
     start, end, step = args["start"] or 0, args["end"], args["step"]
     word, factors = f"d{dim}!", dict[str, int]()
     counts = dict[str, tuple[Dim, ...]]()
@@ -158,7 +158,7 @@ def slice_(node: fx.Node) -> RuleText:
             and sym_quotient(size, step) is not None
         ):
             word, factors = "(c k!)", {"k": step}
-    if slice_text := find_slice(args, size, made, "_"):
+    if slice_text := find_slice(args, size, part_size, "_"):
         word, factors, counts = slice_text
     text = f"{at_dim(ndim, dim, word)} -> {at_dim(ndim, dim, 'c')}"
     return RuleText(text, factors=factors, linear=((0,),), counts=counts)

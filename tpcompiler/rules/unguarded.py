@@ -89,5 +89,5 @@ def _in_body(named: Any) -> str:
 
 
 def _is_within(index: fx.Node, ends: tuple[int, int], at_door: Ranges) -> bool:
-    known = known_range(index, at_door)
-    return known is not None and ends[0] <= known[0] and known[1] <= ends[1]
+    index_range = known_range(index, at_door)
+    return index_range is not None and ends[0] <= index_range[0] and index_range[1] <= ends[1]

@@ -105,10 +105,10 @@ def squeeze(node: fx.Node) -> RuleText:
     shape = operand.meta["val"].shape
     text, factors = dim_groups(shape, node.meta["val"].shape)
     argument = edit.bound(node).get("dim", range(len(shape)))
-    named = {d % max(len(shape), 1) for d in ([argument] if isinstance(argument, int) else argument)}
-    gone = [d for d, size in enumerate(shape) if d in named and is_one(size)]
+    candidates = {d % max(len(shape), 1) for d in ([argument] if isinstance(argument, int) else argument)}
+    gone = [d for d, size in enumerate(shape) if d in candidates and is_one(size)]
     term = parse(text).inputs[0]
-    sharded = [term[d][0] for d, size in enumerate(shape) if d in named and not is_one(size)]
+    sharded = [term[d][0] for d, size in enumerate(shape) if d in candidates and not is_one(size)]
     local = dict.fromkeys(sharded, partial(_squeezed, gone=gone))
     return RuleText(text, factors=factors, linear=((0,),), local=local)
 
