@@ -1,4 +1,4 @@
-"""Reasons for gathering an operand: an op that needs it whole, or a demand further on."""
+"""Find out why an operand is gathered: its op needs it whole, or somebody further on does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeds from plan entries: the shardings of a layer's weights, or of a parameter."""
+"""Find the seeds that a plan entry requests: the shardings of a layer's weights, or of a parameter."""
 
 from __future__ import annotations
 

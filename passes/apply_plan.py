@@ -1,4 +1,4 @@
-"""Resolution of a plan to placements on leaves and values of a graph."""
+"""Resolve a plan to placements on leaves and values of a graph."""
 
 from __future__ import annotations
 

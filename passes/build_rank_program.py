@@ -1,4 +1,4 @@
-"""Assembly of one rank's graph, signature and state into an ordinary exported program."""
+"""Turn graph, signature and state of one rank into an ordinary exported program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Canonical form of exported programs, which the rules can read."""
+"""Bring an exported program into the form that the rules read."""
 
 from __future__ import annotations
 

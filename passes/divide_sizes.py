@@ -1,4 +1,4 @@
-"""Dynamic sizes that the mesh divides, for dims that are sharded."""
+"""Give dynamic dims that are sharded sizes that the mesh divides."""
 
 from __future__ import annotations
 

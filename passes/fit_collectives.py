@@ -1,4 +1,4 @@
-"""Replacement of a finished program's collectives by torch's `symm_mem` ops, where these fit."""
+"""Replace collectives of a finished program by torch's `symm_mem` ops where these fit."""
 
 from __future__ import annotations
 

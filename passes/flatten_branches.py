@@ -1,4 +1,4 @@
-"""Both branches of a `cond` that uses planned weights, with a choice between their results."""
+"""Compute both branches of a `cond` that uses planned weights, and choose between their results."""
 
 from __future__ import annotations
 

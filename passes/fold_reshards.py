@@ -1,4 +1,4 @@
-"""Sharing, chaining and cancelling of reshards."""
+"""Share, chain and cancel reshards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Explicit nodes for changes of sharding."""
+"""Make every change of sharding visible."""
 
 from __future__ import annotations
 

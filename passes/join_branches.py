@@ -1,4 +1,4 @@
-"""Joining of the same op on every part of a split into one op on the whole."""
+"""Join the same op on every part of a split into one op on the whole."""
 
 from __future__ import annotations
 

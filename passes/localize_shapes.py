@@ -1,4 +1,4 @@
-"""Local sizes in arguments and fake values, checked against every value's claimed sharding."""
+"""Make the sizes in arguments and fake values local, and check every value against its sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowering of reshards to collectives."""
+"""Replace every reshard by collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfer of the search's solution to the nodes."""
+"""Put the search's solution on the nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retargeting of a rank's finished program to another type of device."""
+"""Retarget a rank's finished program to another device type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharding of parameters, buffers and constants for one rank."""
+"""Shard parameters, buffers and constants for one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts dealt out to ranks: each rank runs the experts that it holds, on all tokens."""
+"""Let every rank run the experts that it holds, on all tokens."""
 
 from __future__ import annotations
 

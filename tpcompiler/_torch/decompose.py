@@ -1,4 +1,4 @@
-"""Decomposition as `run_decompositions` does it, restricted to the ops that matter."""
+"""Decompose as `run_decompositions` does, but only the ops that matter."""
 
 from __future__ import annotations
 

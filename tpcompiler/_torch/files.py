@@ -1,4 +1,4 @@
-"""Program files, by torch's own readers and writers."""
+"""Read and write program files with torch's own readers and writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracing without torch's work on modules."""
+"""Trace functions without torch's work on modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machine files: YAML descriptions given by the user or shipped with the package."""
+"""Read machine files: YAML descriptions, given by the user or shipped with the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain weights after quantisers, which leave tensor subclasses and unused weights."""
+"""Replace quantisers' tensor subclasses by plain weights, and drop the weights that nothing uses any more."""
 
 from __future__ import annotations
 

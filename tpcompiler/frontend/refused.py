@@ -1,4 +1,4 @@
-"""Refusals of programs that the compiler does not support."""
+"""Refuse programs that the compiler does not support."""
 
 from __future__ import annotations
 

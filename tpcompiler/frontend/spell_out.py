@@ -1,4 +1,4 @@
-"""Rewriting of calls that torch's decompositions would get wrong."""
+"""Rewrite calls that torch's decompositions would get wrong."""
 
 from __future__ import annotations
 

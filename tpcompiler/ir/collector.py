@@ -1,4 +1,4 @@
-"""A pause for Python's cycle collector: graphs under construction are full of cycles, and none of them is garbage."""
+"""Pause Python's cycle collector while graphs are built: they are full of cycles, and none of them is garbage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cutting whole tensors into ranks' shares, and joining shares again."""
+"""Cut a whole tensor into the shares of ranks, and join shares again."""
 
 from __future__ import annotations
 

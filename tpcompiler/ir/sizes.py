@@ -1,4 +1,4 @@
-"""Comparison and division of dynamic sizes, without adding guards."""
+"""Compare and divide dynamic sizes without adding guards."""
 
 from __future__ import annotations
 

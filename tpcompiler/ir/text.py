@@ -1,4 +1,4 @@
-"""The text form of programs, used by tests, dumps and errors."""
+"""Print programs: tests, dumps and errors show this text form."""
 
 from __future__ import annotations
 

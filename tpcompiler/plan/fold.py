@@ -1,4 +1,4 @@
-"""Names that repeat, such as those of layers, grouped under one pattern."""
+"""Group repeated names, such as those of layers, under one pattern."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registration of rules for users' own ops."""
+"""Register rules for users' own ops."""
 
 from __future__ import annotations
 
