@@ -1,7 +1,7 @@
-"""Forms of a program that a style asks for, where the search may try them of its own accord: which could pay.
+"""Find forms of a program that the search may try although no style requests them.
 
-Experts that are dealt out to ranks, norms on shares of the sequence, and attention in turns. Each finder is a cheap
-necessary condition on what was found without the form; whether it pays is for the search to say.
+The forms are dealt-out experts, norms on shares of the sequence, and attention in turns. Each finder is a cheap
+necessary condition on the solution without the form; the search decides if the form pays.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tpcompiler.solver.step_time import seconds_of_ops, sends_of
 
 
 class Base(NamedTuple):
-    """What was found without a form.
+    """The solution without any form.
 
     Attributes:
-        programs: as the plan has them.
-        is_tight: the fastest placements do not fit a rank's memory.
+        programs: the programs as planned.
+        is_tight: True if the fastest placements do not fit a rank's memory.
     """
 
     programs: Sequence[PlannedProgram]
@@ -48,19 +48,19 @@ class Base(NamedTuple):
 
 
 class _Placed:
-    """A program of a solution, some ops of which may be in simpler ones there."""
+    """A program of a solution, in which some ops may be replaced by simpler ones."""
 
     def __init__(self, program: PlannedProgram, found: Solution, simpler: Set[str]) -> None:
         self.program, self.found, self.simpler = program, found, simpler
         self.nodes = {node.name: node for node in program.graph.nodes}
 
     def sharding(self, value: fx.Node) -> Sharding | None:
-        """Of a value of the program as it was planned, as its users see it."""
+        """Return the sharding that users see of a value, which is given by its node in the planned program."""
         own = self.nodes.get(value.name)
         return None if own is None else self.found.settled.get(own) or sharding_of(self.program, self.found, own)
 
     def is_changed_for(self, node: fx.Node, operands: set[str]) -> bool:
-        """True if an op runs in simpler ones, or not on these operands as they are made."""
+        """Return True if an op runs as simpler ones, or needs some of these operands resharded."""
         own = self.nodes.get(node.name)
         if own is None or node.name in self.simpler:
             return True
@@ -70,9 +70,9 @@ class _Placed:
 
 
 def find_experts(base: Base) -> Iterator[tuple[str, str]]:
-    """Name the weights of experts that could be dealt out.
+    """Yield the weights of experts that could be dealt out.
 
-    Where experts are cut inside evenly, and nothing is sent between their matmuls, dealing them out saves nothing.
+    If experts are sharded evenly inside, and nothing is sent between their matmuls, dealing them out saves nothing.
     """
     for program, placed in base.pairs():
         mesh, style = program.mesh, STYLES["grouped_gemm"]
@@ -99,9 +99,9 @@ def _is_paid_inside(region: Region, weights: Sequence[fx.Node], placed: _Placed,
 
 
 def find_norms(base: Base) -> Iterator[tuple[str, str]]:
-    """Name the norms between products that could work on shares of dim 1, and leave shares to the sums before them.
+    """Yield the norms between products that could work on shares of dim 1, and leave shares to the sums before them.
 
-    Where memory is not short, only if what ranks compute alike there, and send inside of norms, takes longer than a
+    If memory suffices, a norm is yielded only if the ranks' duplicate work and traffic inside norms takes longer than a
     reduce_scatter and an all_gather instead of each all_reduce.
     """
     names = dict.fromkeys(name for program, placed in base.pairs() for name in _find_norms(program, placed))
@@ -117,7 +117,7 @@ def _find_norms(program: PlannedProgram, placed: _Placed) -> Iterator[str]:
         for name, members in _innermost(program.graph).items()
         if ranks > 1 and (given := _given(members, static)) and _has_shares(members, given, ranks)
     }
-    heavy = set[fx.Node]()  # products, and what comes of one
+    heavy = set[fx.Node]()  # products, and values that depend on one
     for node in edit.calls(program.graph) if fitting else ():
         if _is_product(node) or not heavy.isdisjoint(node.all_input_nodes):
             heavy.add(node)
@@ -129,7 +129,7 @@ def _find_norms(program: PlannedProgram, placed: _Placed) -> Iterator[str]:
 
 
 def _innermost(graph: fx.Graph) -> dict[str, list[fx.Node]]:
-    """The ops of each module that has no other inside."""
+    """Return the ops of each module that contains no other module."""
     modules, outer = dict[str, list[fx.Node]](), {""}
     for node in edit.calls(graph):
         *around, own = edit.module_paths(node) or [""]
@@ -139,15 +139,13 @@ def _innermost(graph: fx.Graph) -> dict[str, list[fx.Node]]:
 
 
 def _given(members: Sequence[fx.Node], static: Set[fx.Node]) -> set[fx.Node]:
-    """What a module takes from others."""
+    """Return the values that a module takes from outside."""
     inside = {*members, *static}
     return {value for node in members for value in edit.operands(node) if value not in inside}
 
 
 def _has_shares(members: Sequence[fx.Node], given: Set[fx.Node], ranks: int) -> bool:
-    """True if all that a module takes and gives is [samples, steps, features], of which ranks can have even shares of
-    the steps.
-    """
+    """Return True if all inputs and results of a module are [samples, steps, features] with evenly divisible steps."""
     inside = set(members)
     made = [node for node in members if any(user not in inside for user in node.users)]
     if not all(map(edit.is_tensor, (*given, *made))):
@@ -161,7 +159,7 @@ def _has_shares(members: Sequence[fx.Node], given: Set[fx.Node], ranks: int) -> 
 
 
 def _most_saved(base: Base, names: Mapping[str, Any]) -> float:
-    """What at most is saved where these norms work on shares."""
+    """Return an upper bound on the seconds saved if these norms work on shares."""
     mesh, axes = base.found.mesh, base.found.model
     alike = (
         seconds
@@ -185,7 +183,7 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def find_attention(base: Base) -> Iterator[tuple[str, str]]:
-    """Name the modules that attend over steps that are cut, where memory is short."""
+    """Yield the modules that attend over sharded steps, if memory is short."""
     for program, placed in base.pairs() if base.is_tight else ():
         axis = axis_of_turns(program.mesh)
         if program.mesh.degree(axis) == 1:

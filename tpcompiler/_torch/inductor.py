@@ -1,4 +1,4 @@
-"""Every private name of torch's Inductor, as `_torch` has the others: importing it takes seconds, so few do."""
+"""Every private name of torch's Inductor, apart from `_torch` itself because importing it takes seconds."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from tpcompiler._torch import archive_stream
 
 
 def compile_module(module: fx.GraphModule, args: Sequence[torch.Tensor], threads: int) -> list[Any]:
-    """The files of one model for `write_package`: code, and no weights.
+    """Return one model's files for `write_package`: code without weights.
 
-    No value is looked at: every tensor of the module is given by name when the model is loaded.
+    No value is read: every tensor of the module is passed by name when the model is loaded.
     """
     options = {
         "aot_inductor.package": True,
         "aot_inductor.package_constants_in_so": False,
-        "always_keep_tensor_constants": True,  # otherwise small ones are written into the code
+        "always_keep_tensor_constants": True,  # else small ones are written into the code
         "joint_graph_constant_folding": False,
         "cpp.threads": threads,  # by default, those of this process
     }
-    made = torch._inductor.aot_compile(module, tuple(args), options=options)
-    assert isinstance(made, list)
-    return made
+    files = torch._inductor.aot_compile(module, tuple(args), options=options)
+    assert isinstance(files, list)
+    return files
 
 
 def write_package(path: Path, models: Mapping[str, list[Any]]) -> None:
     """Write models by name into one file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with archive_stream(path) as file:
         package_aoti(cast(Any, file), dict(models))
 
 
 def compiler() -> str:
-    """The C++ compiler that Inductor calls.
+    """Return the C++ compiler that Inductor calls.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no compiler.
     """
-    found: str = get_cpp_compiler()
-    return found
+    path: str = get_cpp_compiler()
+    return path
 
 
 @contextlib.contextmanager
 def quiet_inductor() -> Iterator[None]:
-    """Keep what Inductor logs off the terminal."""
+    """Keep Inductor's logs off the terminal."""
     import logging
 
     logger = logging.getLogger("torch._inductor")

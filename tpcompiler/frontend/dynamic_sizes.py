@@ -1,4 +1,4 @@
-"""The sizes of an example that an exported program leaves dynamic, under the names that the example gives them."""
+"""Dynamic sizes of an exported program, under the names that the example gives them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.export import Dim, ExportedProgram
 from tpcompiler._torch import passes_guards, sym_expr
 from tpcompiler.frontend.example_inputs import Example
 
-MOST = 1024  # of a size without a limit of its own
+MOST = 1024  # of a size without a given limit
 
 
 class Sizes:
@@ -37,10 +37,10 @@ class Sizes:
         )
 
     def fix_guarded(self, program: ExportedProgram) -> bool:
-        """Fix the sizes of which the program takes some only, such as multiples of 4; true if there are any."""
-        found = {size for size in self._example if not self._is_free(program, size)}
-        self._fixed |= found
-        return bool(found)
+        """Fix the sizes for which the program accepts only some values, such as multiples of 4; return True if any."""
+        guarded = {size for size in self._example if not self._is_free(program, size)}
+        self._fixed |= guarded
+        return bool(guarded)
 
     def _is_free(self, program: ExportedProgram, size: str) -> bool:
         other = self._example[size] + (1 if self._example[size] < self._limits[size][1] else -1)
@@ -51,7 +51,7 @@ class Sizes:
         return passes_guards(program, [torch.empty(shape, device="meta") for shape in shapes])
 
     def refinements(self, program: ExportedProgram) -> Iterator[dict[str, Any]]:
-        """Yield better shapes for a program in which torch decided: a size has one symbol, and may be 1."""
+        """Yield better shapes for a program with sizes that torch chose: one symbol per size, and sizes down to 1."""
         values, ranges = self._values(program), program.range_constraints
         found = {
             size: (max(int(ranges[one].lower) for one in each), min(int(ranges[one].upper) for one in each))
@@ -65,7 +65,7 @@ class Sizes:
             yield self._shapes({size: Dim(size, min=low, max=high) for size, (low, high) in found.items()})
 
     def describe(self, program: ExportedProgram, reason: str) -> str:
-        """Describe in one line which sizes are dynamic, which are fixed, and why."""
+        """Describe in one line the dynamic sizes, the fixed ones, and the reason."""
         dynamic: list[str] = []
         fixed: dict[str, list[str]] = {}
         for size, values in self._values(program).items():
@@ -86,10 +86,10 @@ class Sizes:
         }
 
     def _values(self, program: ExportedProgram) -> dict[str, list[Any]]:
-        """Size -> its values in the shapes of the program's inputs, as expressions."""
+        """Map a size to its values in the shapes of the program's inputs, as expressions."""
         values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-        found: dict[str, list[Any]] = {}
+        values_of: dict[str, list[Any]] = {}
         for name, dims in self._of.items():
             for dim, size in dims.items():
-                found.setdefault(size, []).append(sym_expr(values[name].shape[dim]))
-        return found
+                values_of.setdefault(size, []).append(sym_expr(values[name].shape[dim]))
+        return values_of

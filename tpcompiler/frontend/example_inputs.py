@@ -13,15 +13,15 @@ import torch
 from tpcompiler._torch import KnownTensor, mode_of_parameters
 from tpcompiler.errors import ProgramError
 
-IMAGE, WINDOW = 224, 16  # pixels of a side, and frames or samples per token, where the config has no number
+IMAGE, WINDOW = 224, 16  # pixels of a side, and frames or samples per token, if the config has no number
 FLAGS = {"use_cache": False, "return_dict": True}
 
 
 @dataclass
 class Example:
-    """The inputs of one call by name, and which of their dims may have other sizes in the next call.
+    """The inputs of one call by name, and the names of dims that may have other sizes in the next call.
 
-    `flags` and `known` become constants of the program: `known` are tensors, such as the grid of an image's patches, by
+    `flags` and `known` become constants of the program. `known` are tensors, such as the grid of an image's patches, by
     whose values a model splits others.
     """
 
@@ -37,11 +37,11 @@ class Example:
         self.sizes[name] = dict(enumerate(sizes))
 
     def arguments(self) -> dict[str, Any]:
-        """All keyword arguments of forward."""
+        """Return all keyword arguments of forward."""
         return {**self.inputs, **self.flags, **self.known}
 
     def only(self, names: Iterable[str]) -> Example:
-        """The same without other inputs, flags and known tensors."""
+        """Return the example without other inputs, flags and known tensors."""
         chosen = list(names)
         inputs = {name: self.inputs[name] for name in chosen}
         return Example(self.dtype, inputs, {name: self.sizes[name] for name in chosen})
@@ -53,13 +53,13 @@ class Example:
         }
 
     def faked(self) -> dict[str, Any]:
-        """The inputs as fake tensors: a model that is run on them computes shapes only."""
+        """Return the inputs as fake tensors, on which a model only computes shapes."""
         with mode_of_parameters():
             return {name: value.clone() for name, value in self.inputs.items()}
 
 
 def takes_only(call: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
-    """Return a forward whose signature has these keyword arguments only: torch.export names inputs by it."""
+    """Return a forward whose signature has only these keyword arguments, by which torch.export names inputs."""
 
     def forward(**inputs: Any) -> Any:
         return call(**inputs)
@@ -77,7 +77,7 @@ def build_example(model: Any, batch: int, length: int) -> Example:
     """
     parameters = inspect.signature(model.forward).parameters
     sounds = list(_sounds(model, set(parameters), batch, length)) or [Example(model.dtype)]
-    images = "images" if hasattr(model, "get_text_features") else "batch"  # two towers meet at the end only
+    images = "images" if hasattr(model, "get_text_features") else "batch"  # two towers only meet at the end
     for example in sounds:
         example.flags.update({name: value for name, value in FLAGS.items() if name in parameters})
         _add_images(example, set(parameters), model.config, batch, images)
@@ -97,7 +97,7 @@ def build_example(model: Any, batch: int, length: int) -> Example:
 def _runs(model: Any, example: Example) -> bool:
     try:
         model(**example.arguments())
-    except Exception:  # whatever a model raises for inputs of another layout
+    except Exception:  # any error that a model raises for inputs of another layout
         return False
     return True
 
@@ -111,13 +111,13 @@ def configs_of(config: Any) -> Iterator[Any]:
 
 
 def _find(config: Any, *names: str) -> Any:
-    """The first of these fields that the config or one of its parts has."""
-    found = (getattr(one, name, None) for one in configs_of(config) for name in names)
-    return next((value for value in found if value is not None), None)
+    """Return the first of these fields that the config or one of its parts has."""
+    values = (getattr(one, name, None) for one in configs_of(config) for name in names)
+    return next((value for value in values if value is not None), None)
 
 
 def _add_text(example: Example, takes: set[str], model: Any, batch: int, length: int) -> None:
-    """Add token ids. They include the placeholders of images and sound where the model puts features in their place."""
+    """Add token ids, including placeholders of images and sound if the model replaces them by features."""
     config = model.config
     if "input_ids" in takes:
         ids = _ids(config, _vocabulary(config), batch, length)
@@ -145,7 +145,7 @@ def _vocabulary(config: Any) -> int:
 
 
 def _ids(config: Any, vocabulary: int, batch: int, length: int) -> torch.Tensor:
-    """Ids that differ from place to place, of which none marks padding, an image or an end."""
+    """Return ids that differ from place to place, none of which marks padding, an image or an end."""
     fields = [field for one in configs_of(config) for field in vars(one).items()]
     marks = {mark for name, mark in fields if name.endswith(("_token_id", "_token_index")) and isinstance(mark, int)}
     ordinary = [number for number in range(min(vocabulary, 1 << 15)) if number not in marks] or [0]
@@ -154,30 +154,30 @@ def _ids(config: Any, vocabulary: int, batch: int, length: int) -> torch.Tensor:
 
 
 def _token(config: Any, modality: str) -> int | None:
-    """The id of the placeholder for a feature of this modality."""
-    found = _find(config, f"{modality}_token_id", f"{modality}_token_index")
-    return found if isinstance(found, int) else None
+    """Return the id of the placeholder for a feature of this modality."""
+    token_id = _find(config, f"{modality}_token_id", f"{modality}_token_index")
+    return token_id if isinstance(token_id, int) else None
 
 
 def _count_features(model: Any, example: Example, modality: str) -> int:
-    """Count the features that take the place of this modality's placeholders, by computing them (their shapes)."""
+    """Count the features that replace this modality's placeholders, by computing them (their shapes)."""
     make: Callable[..., Any] | None = getattr(model, f"get_{modality}_features", None)
     if make is None or not example.inputs or _token(model.config, modality) is None:
         return 0
     try:
-        made = _call(make, example)
-    except (ValueError, IndexError):  # some models take several images of each text
+        features = _call(make, example)
+    except (ValueError, IndexError):  # some models take several images per text
         if modality != "image":
             raise
         example.inputs["pixel_values"] = example.inputs["pixel_values"].unsqueeze(1)
-        made = _call(make, example)
-    made = made.pooler_output if hasattr(made, "pooler_output") else made
-    rows = [made] if isinstance(made, torch.Tensor) else list(made)
+        features = _call(make, example)
+    features = features.pooler_output if hasattr(features, "pooler_output") else features
+    rows = [features] if isinstance(features, torch.Tensor) else list(features)
     return sum(row.numel() // row.shape[-1] for row in rows)
 
 
 def _call(function: Callable[..., Any], example: Example) -> Any:
-    """Call a method of the model with those arguments of forward that it takes."""
+    """Call a method of the model with the arguments of forward that it accepts."""
     takes = inspect.signature(function).parameters
     return function(**{name: value for name, value in example.arguments().items() if name in takes})
 
@@ -205,7 +205,7 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def _sounds(model: Any, takes: set[str], batch: int, length: int) -> Iterator[Example]:
-    """Yield samples, or frames of a spectrum, in each layout that models use: the model takes one of them."""
+    """Yield samples, or frames of a spectrum, in each layout that models use; the model accepts one of them."""
     config = model.config
     names = [name for name in ("input_features", "input_values") if name in takes]
     if not names or ("input_ids" in takes and model.main_input_name not in names and _token(config, "audio") is None):

@@ -1,4 +1,4 @@
-"""Export a model without its weights, from a Hugging Face directory or a factory of the user's."""
+"""Export a model without its weights, from a Hugging Face directory or a user's factory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FACTORY = "write module:factory, of a function that returns (model, args), (mode
 
 
 class Export(NamedTuple):
-    """A program, and which of its sizes are dynamic, in words."""
+    """A program, and a description of its dynamic sizes."""
 
     program: ExportedProgram
     sizes: str
@@ -50,15 +50,15 @@ def export_without_weights(
     dtype: str | None = None,
     static: bool = False,
 ) -> Export:
-    """Export a model whose parameters have no values; memory holds its graph and its small buffers only.
+    """Export a model whose parameters have no values; memory holds only its graph and its small buffers.
 
     Args:
         source: a Hugging Face directory, of which config.json is read and no weights, or `module:factory`: a function
-            without arguments that returns (model, args), with kwargs, and dynamic shapes, behind them if there are any.
-        batch: of the example's rows, at least 2 where the batch is dynamic.
-        length: of its tokens, at least 2 where that is dynamic; of sound, as many steps.
+            without arguments that returns (model, args), optionally followed by kwargs and dynamic shapes.
+        batch: rows of the example, at least 2 if the batch is dynamic.
+        length: tokens of the example, at least 2 if their number is dynamic; for sound, the steps.
         dtype: of the parameters, such as "bfloat16"; by default the config's, or float32.
-        static: make all sizes fixed numbers, as in the example; of a factory, what it says counts.
+        static: make all sizes fixed numbers, as in the example; a factory's own shapes take precedence.
 
     Raises:
         ArtifactError: no config.json, a model that transformers does not have, a module that cannot be imported.
@@ -76,21 +76,21 @@ def export_without_weights(
 def export_prefill_and_decode(
     source: str | os.PathLike[str], *, batch: int = 1, length: int = 16, max_length: int = 512, dtype: str | None = None
 ) -> dict[str, Export]:
-    """Export the programs that a Hugging Face model generates with, over one state, its parameters without values.
+    """Export the programs that a Hugging Face model generates with, over one state, without parameter values.
 
     `prefill` takes a prompt and `decode` one token, as `input_ids` and `cache_position`; both return logits. The state
-    is buffers that they write: keys and values, and the states of convolutions and recurrences. Of a model with an
-    encoder the first program is `encoder`, whose output `prefill` takes as `encoder_hidden_states`.
+    is buffers that they write: keys and values, and the states of convolutions and recurrences. A model with an encoder
+    has a first program, `encoder`, whose output `prefill` takes as `encoder_hidden_states`.
 
     Args:
         source: a Hugging Face directory, of which config.json is read and no weights.
-        batch: the rows of all programs, fixed, as the state's are.
+        batch: rows of all programs, fixed like the state's.
         length: tokens of the example of `prefill`, at least 2.
         max_length: tokens that the caches have room for.
-        dtype: as of `export_without_weights`.
+        dtype: as in `export_without_weights`.
 
     Raises:
-        ArtifactError: as `export_without_weights`; a model that does not generate.
+        ArtifactError: as `export_without_weights`; or a model that does not generate.
         ProgramError: torch.export cannot export it.
     """
     path = Path(source)
@@ -104,7 +104,7 @@ def export_prefill_and_decode(
             )
         try:
             steps = build_steps(model.eval(), batch, min(max(length, 2), max_length - 1), max_length)
-        except Exception as error:  # whatever a model raises that runs on an example
+        except Exception as error:  # any error that a model raises on an example
             raise error if isinstance(error, ProgramError) else _not_exported(str(path), error) from error
         least = 1 if "encoder" in steps else 2
         limits = {"length": (least, max_length), "source": (1, max_length)}
@@ -119,18 +119,18 @@ def _exported(
     args: Any = (),
 ) -> ExportedProgram:
     kwargs = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, dict(kwargs))
-    try:  # on copies: torch marks the examples of dynamic inputs
-        with quiet_torch(), contextlib.redirect_stderr(io.StringIO()):  # it prints the graph that it could not finish
+    try:  # on copies, because torch marks the examples of dynamic inputs
+        with quiet_torch(), contextlib.redirect_stderr(io.StringIO()):  # torch prints a graph that it could not finish
             return torch.export.export(model.eval(), tuple(args), kwargs, dynamic_shapes=shapes, strict=False)
-    except Exception as error:  # whatever a model raises
+    except Exception as error:  # any error that a model raises
         raise _not_exported(text, error) from error
 
 
 def _not_exported(text: str, error: Exception) -> ProgramError:
-    """Name the line of the model that cannot be exported, in place of torch's own account of it."""
+    """Return an error that names the line of the model that cannot be exported, instead of torch's message."""
     of_torch, line = type(error).__module__.startswith("torch."), _line_of_model(error)
     own = error
-    while of_torch and isinstance(own.__cause__, Exception):  # what torch has wrapped
+    while of_torch and isinstance(own.__cause__, Exception):  # errors that torch wrapped
         own = own.__cause__
     reason = f"torch.export cannot trace {line}" if of_torch and line else f"{_line(own)}{line and f', in {line}'}"
     return ProgramError(
@@ -140,16 +140,16 @@ def _not_exported(text: str, error: Exception) -> ProgramError:
 
 
 def _line_of_model(error: BaseException | None) -> str:
-    """The innermost line of the model's code that an error or its cause went through."""
-    others, found = (Path(torch.__file__).parent, Path(__file__).parents[1]), ""
+    """Return the innermost line of the model's code in the traceback of an error or its cause."""
+    others, text = (Path(torch.__file__).parent, Path(__file__).parents[1]), ""
     while error is not None:
         for frame in traceback.extract_tb(error.__traceback__):
             file = Path(frame.filename)
             is_python = file.is_relative_to(Path(os.__file__).parent) and "site-packages" not in file.parts
             if file.is_absolute() and not is_python and not any(file.is_relative_to(folder) for folder in others):
-                found = f"{file.parent.name}/{file.name}:{frame.lineno}: {frame.line}"
+                text = f"{file.parent.name}/{file.name}:{frame.lineno}: {frame.line}"
         error = error.__cause__ or error.__context__
-    return found
+    return text
 
 
 def _from_factory(text: str) -> tuple[torch.nn.Module, Any, Any, Any]:
@@ -159,12 +159,12 @@ def _from_factory(text: str) -> tuple[torch.nn.Module, Any, Any, Any]:
     if not callable(factory):
         raise ArtifactError(f"{name} has no function {attribute!r}", help=FACTORY)
     try:
-        made = factory()
-    except Exception as error:  # the user's own
+        results = factory()
+    except Exception as error:  # the user's own error
         raise ProgramError(f"{text} raised {_line(error)}", help=FACTORY) from error
-    if not isinstance(made, tuple) or not 2 <= len(made) <= 4 or not isinstance(made[0], torch.nn.Module):
-        raise ArtifactError(f"{text} returned a {type(made).__name__} that is no (model, args)", help=FACTORY)
-    model, args, *rest = made
+    if not isinstance(results, tuple) or not 2 <= len(results) <= 4 or not isinstance(results[0], torch.nn.Module):
+        raise ArtifactError(f"{text} returned a {type(results).__name__} that is no (model, args)", help=FACTORY)
+    model, args, *rest = results
     kwargs, shapes = (*rest, None, None)[:2]
     return model, args, kwargs or {}, shapes
 
@@ -176,14 +176,14 @@ def _export_directory(path: Path, batch: int, length: int, dtype: str | None, st
             config.use_cache = False
     try:
         example = build_example(model, batch, length)
-    except Exception as error:  # whatever a model raises that computes its features
+    except Exception as error:  # any error that a model raises while computing its features
         raise error if isinstance(error, ProgramError) else _not_exported(str(path), error) from error
     forward = model.forward
 
     def call(**inputs: torch.Tensor) -> Any:
         return _tensors_of(forward(**replace(example, inputs=inputs).arguments()))
 
-    model.forward = takes_only(call, example.inputs)  # no caches, and of the results the tensors
+    model.forward = takes_only(call, example.inputs)  # no caches, and only the tensors of the results
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     most = min(positions, MOST_TOKENS) if isinstance(positions, int) and positions > 1 else MOST_TOKENS
     limits = {"length": (2, most), "target": (2, most), "samples": (2, MOST_SAMPLES)}
@@ -193,7 +193,7 @@ def _export_directory(path: Path, batch: int, length: int, dtype: str | None, st
 def _export_dynamic(
     text: str, model: torch.nn.Module, example: Example, limits: Mapping[str, tuple[int, int]], *, static: bool = False
 ) -> Export:
-    """Export with as many of the example's sizes dynamic as torch.export can keep so."""
+    """Export with as many of the example's sizes dynamic as torch.export can keep."""
     sizes = Sizes(example, limits)
     reason = "by --static" if static else ""
     for shapes in () if static else sizes.proposals():
@@ -213,16 +213,16 @@ def _export_dynamic(
 
 
 def _tensors_of(value: Any) -> Any:
-    """The tensors of an output, in plain dicts and tuples; None where it has none."""
+    """Return the tensors of an output, in plain dicts and tuples; None if it has no tensor."""
     if isinstance(value, Mapping):
-        return {name: made for name, each in value.items() if (made := _tensors_of(each)) is not None} or None
+        return {name: tensors for name, each in value.items() if (tensors := _tensors_of(each)) is not None} or None
     if isinstance(value, tuple | list):
-        return tuple(made for each in value if (made := _tensors_of(each)) is not None) or None
+        return tuple(tensors for each in value if (tensors := _tensors_of(each)) is not None) or None
     return value if isinstance(value, torch.Tensor) else None
 
 
 def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
-    """The model of a config.json, and its class's name."""
+    """Return the model of a config.json, and its class's name."""
     file = path / "config.json" if path.is_dir() else path
     directory = f"give a Hugging Face directory, or {FACTORY}"
     if not os.path.lexists(path):
@@ -250,7 +250,7 @@ def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
         raise ArtifactError(f"{chosen!r} is no dtype of weights", help='give one such as "bfloat16"')
     try:
         config = transformers.AutoConfig.from_pretrained(file.parent, local_files_only=True)
-        # Of experts' implementations the one that torch.export takes.
+        # Of the implementations of experts, use the one that torch.export supports.
         experts = any(getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
         more = {"experts_implementation": "batched_mm"} if experts else {}
         model = build._from_config(config, dtype=found, **more)
@@ -258,12 +258,12 @@ def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
         _compute_unsaved(model, stored)
         _keep_optional_buffers(model, stored)
         return model, name
-    except Exception as error:  # whatever transformers raises of a config that makes no sense
+    except Exception as error:  # any error of transformers for a nonsensical config
         raise ArtifactError(f"{file} makes no {name}: {_line(error)}", help=directory) from error
 
 
 def _compute_unsaved(model: Any, stored: set[str]) -> None:
-    """Make buffers with values of the parameters that transformers computes and saves in no checkpoint: sinusoids."""
+    """Turn parameters that transformers computes and never saves, such as sinusoids, into buffers with values."""
     for name in set(getattr(model, "_keys_to_ignore_on_save", None) or ()) - stored:
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -275,7 +275,7 @@ def _compute_unsaved(model: Any, stored: set[str]) -> None:
 
 
 def _keep_optional_buffers(model: torch.nn.Module, stored: Collection[str]) -> None:
-    """Make buffers that transformers lets a checkpoint lack, and this one lacks, non-persistent: none is asked for."""
+    """Make buffers non-persistent that a checkpoint may lack, and this one lacks, so that nobody requires them."""
     ends = {name.rpartition(".")[2] for name in stored}
     optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     for path, module in model.named_modules() if ends else ():
@@ -285,7 +285,7 @@ def _keep_optional_buffers(model: torch.nn.Module, stored: Collection[str]) -> N
 
 
 def _stored_names(directory: Path) -> set[str]:
-    """The names of the tensors in a directory's safetensors files, by their headers; a damaged file has none."""
+    """Return the names of tensors in a directory's safetensors files, by their headers; a damaged file has none."""
     names: set[str] = set()
     for file in directory.glob("*.safetensors"):
         with contextlib.suppress(OSError, SafetensorError), safe_open(file, framework="pt") as opened:

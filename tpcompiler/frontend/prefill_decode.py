@@ -1,4 +1,4 @@
-"""The programs that a model generates with: prefill and decode, after an encoder where it has one, over one state."""
+"""Programs of a generating model over one state: prefill and decode, after an encoder if it has one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tpcompiler.errors import ProgramError
 from tpcompiler.frontend.example_inputs import Example, build_example, takes_only
 from tpcompiler.runtime.weightless import lazy_zeros
 
-CACHES = ("past_key_values", "cache_params")  # the parameters of forward that take one
+CACHES = ("past_key_values", "cache_params")  # forward's parameters for a cache
 COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
 WINDOWS = {"sliding_attention": "full_attention", "chunked_attention": "full_attention", "hybrid_sliding": "hybrid"}
 NAMES = {
@@ -27,20 +27,20 @@ LENGTH, CROSS, MASK = "cumulative_length", "cross_", "source_mask"
 
 
 class Slot(NamedTuple):
-    """The place where the code of transformers finds a tensor of its cache."""
+    """The place where transformers' code finds a tensor of its cache."""
 
     holder: MutableMapping[Any, Any]
     key: Any
 
 
 class State:
-    """A cache of transformers, whose tensors are buffers of the programs: keys and values, convolutions, recurrences.
+    """A cache of transformers whose tensors are buffers of the programs: keys and values, convolutions, recurrences.
 
     Args:
-        model: without weights; it is run once on fake tensors, and its cache then has the shapes.
+        model: without weights; it runs once on fake tensors, which gives its cache the shapes.
         example: the inputs of that run.
-        room: tokens that the cache has room for.
-        source: vectors of an encoder that it has room for, or 0.
+        room: the number of tokens that fit the cache.
+        source: the number of an encoder's vectors that fit it, or 0.
     """
 
     def __init__(self, model: Any, example: Example, room: int, source: int) -> None:
@@ -75,11 +75,11 @@ class State:
             self.buffers[MASK] = torch.zeros(len(mask), source, dtype=mask.dtype)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of forward that make the model use this state."""
+        """Return the arguments of forward that make the model use this state."""
         return {str(self._parameter): self._cache, "use_cache": True}
 
     def enter(self, *, prefill: bool) -> None:
-        """Set the flags by which the model chooses between its code for a prompt and that for one more token."""
+        """Set the flags by which the model chooses between its code for a prompt and for one more token."""
         for layer in self._layers:
             for index in getattr(layer, "has_previous_state", ()):
                 layer.has_previous_state[index] = not prefill
@@ -99,7 +99,7 @@ class State:
                             yield f"{name}_{number}" if number else name, Slot(value, number)
 
     def _shaped(self, slot: Slot) -> torch.Tensor:
-        """A tensor of a buffer's shape: there is room for more of the encoder's vectors than the example has."""
+        """Return a tensor of a buffer's shape, with room for more of the encoder's vectors than the example has."""
         value: torch.Tensor = slot.holder[slot.key]
         if any(slot.holder is vars(layer) for layer in self._cross):
             return value.new_empty(*value.shape[:2], self.source, *value.shape[3:])
@@ -107,7 +107,7 @@ class State:
 
 
 class _CrossLayer:
-    """Keys and values of the encoder's vectors: a prompt makes them, and the tokens after it read them."""
+    """Keys and values of the encoder's vectors: a prompt computes them, and the tokens after it read them."""
 
     is_sliding = False
 
@@ -121,9 +121,9 @@ class _CrossLayer:
 
 
 def _config_of(model: Any) -> Any:
-    """The config of the part that generates: with the number of its own layers, and windows that are masks only.
+    """Return the config of the generating part, with the number of its layers, and windows as masks only.
 
-    The code of a cache that is as short as a window depends on the number of its tokens.
+    In transformers, the code of a cache as short as a window depends on the number of its tokens.
     """
     config = copy.deepcopy(model.config.get_text_config(decoder=True))
     kinds = getattr(config, "layer_types", None)
@@ -141,8 +141,8 @@ class Step(torch.nn.Module):
     """One program of a set. Its forward takes the inputs of the example, by name.
 
     Args:
-        example: its inputs, of which `cache_position` is no argument of the model.
-        state: what it reads and writes; an encoder has none.
+        example: its inputs, among which `cache_position` is no argument of the model.
+        state: the state that it reads and writes; an encoder has none.
     """
 
     def __init__(self, model: Any, example: Example, state: State | None, *, prefill: bool) -> None:
@@ -154,14 +154,14 @@ class Step(torch.nn.Module):
         self.forward = takes_only(self._run if state else self._encode, example.inputs)
 
     def _encode(self, **inputs: torch.Tensor) -> torch.Tensor:
-        """The encoder by itself, in the model: so its weights have the names that they have in the others."""
+        """Run the encoder inside the model, so that its weights have the same names as in the other programs."""
         vectors: torch.Tensor = self.model.get_encoder()(**inputs).last_hidden_state
         return vectors
 
     def _run(self, cache_position: torch.Tensor, **inputs: Any) -> torch.Tensor:
         state = self._state
         assert state is not None
-        # Looked up, so that a position that the cache has no room for is refused as what it is: an input.
+        # Looked up, so that a position beyond the cache is refused as a wrong input.
         positions = torch.arange(state.room).index_select(0, cache_position)
         state.enter(prefill=self._is_prefill)
         for name, slot in state.slots.items():
@@ -169,48 +169,48 @@ class Step(torch.nn.Module):
             if slot.key == LENGTH:
                 buffer.copy_(positions[0])
             elif isinstance(slot.key, int) and not self._is_prefill:
-                buffer.mul_((positions[0] > 0).to(buffer.dtype))  # a text that begins with this token has no past
+                buffer.mul_((positions[0] > 0).to(buffer.dtype))  # a text that starts with this token has no past
         if state.source:
             inputs = self._cross(state, **inputs)
-        made: torch.Tensor = self.model(**inputs, **state.arguments()).logits
+        logits: torch.Tensor = self.model(**inputs, **state.arguments()).logits
         if self._is_prefill:
             self._keep(state, cache_position)
-        return made
+        return logits
 
     def _keep(self, state: State, cache_position: torch.Tensor) -> None:
-        """Write what a prompt leaves behind, beside what the model's own code writes."""
+        """Write the parts of a prompt's state that the model's own code does not write."""
         for name, slot in state.slots.items():
             buffer = self.get_buffer(name)
             if isinstance(slot.key, int):
-                # Such a prompt has no past: looked up in one row, a position that is not the first is refused.
+                # Such a prompt has no past: a look-up in one row refuses any position except the first.
                 buffer.add_(torch.zeros(1, dtype=buffer.dtype).index_select(0, cache_position[:1]))
             elif name.startswith(CROSS):
                 vectors = slot.holder[slot.key]
                 buffer.index_copy_(2, torch.arange(vectors.shape[2]), vectors)
 
     def _cross(self, state: State, input_ids: torch.Tensor, **inputs: torch.Tensor) -> dict[str, Any]:
-        """The arguments of a decoder that reads an encoder's vectors, and the mask of those that it may read."""
+        """Return the arguments of a decoder that reads an encoder's vectors, and the mask of the visible ones."""
         mask = inputs.get("attention_mask")
         if self._is_prefill:
             vectors = inputs["encoder_hidden_states"]
             if mask is not None:
                 self.get_buffer(MASK).zero_().index_copy_(1, torch.arange(mask.shape[1]), mask)
-        else:  # the keys and values are in the cache: of the vectors the model reads the shape
+        else:  # the keys and values are in the cache, and the model only reads the vectors' shape
             vectors = torch.zeros((), dtype=self.model.dtype).expand(len(input_ids), state.source, state.width)
             mask = self.get_buffer(MASK) if MASK in state.buffers else None
         return {"decoder_input_ids": input_ids, "encoder_outputs": (vectors,), "attention_mask": mask}
 
 
 def build_steps(model: Any, batch: int, length: int, room: int) -> dict[str, Step]:
-    """Return the programs' modules by name, in the order in which they are called.
+    """Return the programs' modules by name, in the order of their calls.
 
     Args:
-        batch: rows of all of them, fixed as the state's are.
+        batch: rows of all of them, fixed like the state's.
         length: tokens of the example of `prefill`, and of an encoder.
-        room: tokens that the caches have room for.
+        room: the number of tokens that fit the caches.
 
     Raises:
-        ProgramError: the model keeps its state in no cache, or takes inputs beside text that prefill has no place for.
+        ProgramError: the model keeps its state in no cache, or prefill would need inputs other than text.
     """
     example = build_example(model, batch, length)
     steps: dict[str, Step] = {}

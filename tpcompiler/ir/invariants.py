@@ -1,4 +1,4 @@
-"""What every stage promises, checked on the program itself."""
+"""Check the invariants of every stage on the program itself."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tpcompiler.ir.program import (
 
 
 def check_invariants(program: Program) -> None:
-    """Check the promises of the program's own stage.
+    """Check the invariants of the program's stage.
 
     Raises:
-        InternalError: naming the stage, the node and what does not hold.
+        InternalError: names the stage, the node and the violation.
     """
     for node in program.graph.nodes:
         if isinstance(program, MarkedProgram):
-            _marked(node, program)
+            _check_mark(node, program)
         if isinstance(program, ReshardedProgram):
-            _agrees(node, program)
+            _check_operands(node, program)
         if isinstance(program, LoweredProgram):
             _require(node.target not in (pin, reshard), node, program, "is still a marker")
         if isinstance(program, LocalProgram) and node.op == "call_function" and edit.is_tensor(node):
@@ -38,7 +38,7 @@ def check_invariants(program: Program) -> None:
     program.graph.lint()
 
 
-def _marked(node: fx.Node, program: Program) -> None:
+def _check_mark(node: fx.Node, program: Program) -> None:
     _require(MARK in node.meta, node, program, "has no mark")
     mark = mark_of(node)
     values = edit.outputs(node) if node.op != "output" else ()
@@ -49,7 +49,7 @@ def _marked(node: fx.Node, program: Program) -> None:
         _require(len(cut) == len(set(cut)), node, program, "uses a mesh axis twice")
 
 
-def _agrees(node: fx.Node, program: Program) -> None:
+def _check_operands(node: fx.Node, program: Program) -> None:
     _require(node.target is not pin, node, program, "is still a pin")
     mark = mark_of(node)
     _require(mark.shardings == mark.settled, node, program, "is reduced by nothing")
