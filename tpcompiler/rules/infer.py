@@ -259,7 +259,7 @@ def shardings(rule: Rule, option: Option, mesh: Mesh) -> tuple[tuple[Sharding, .
     if any(op != "sum" for op in pending.values()) and rule.pattern.addends:
         return Refusal("an addend beside a reduction other than sum")
     passed = {axis: op for axis, (op, _) in option.through.items()}
-    if passed.keys() & pending.keys():  # a product of two sums over the ranks would add the cross terms too
+    if passed.keys() & pending.keys():  # a product of two sums over the ranks would lack the cross terms
         return Refusal("it sums over a dim that is cut by the axis over which another operand is pending")
     wants, outputs = [], []
     for index, term in enumerate(rule.pattern.inputs):
