@@ -76,9 +76,8 @@ def apply_plan(
         own = owned.get(wrapped.get(name, name), {})
         found_seeds = find_seeds(name, assigned[name], leaves, weight, own, aliases, constant, mesh)
         if plan.searches and style.whole and not weight:
-            found_seeds = {
-                leaf: replace(seed, loose=True) for leaf, seed in found_seeds.items()
-            }  # follow the layer's weight
+            # they follow the layer's weight
+            found_seeds = {leaf: replace(seed, loose=True) for leaf, seed in found_seeds.items()}
         for shared in () if weight else seeds.keys() & found_seeds.keys():
             if not name.startswith(f"{named[shared]}."):
                 _refuse_two(

@@ -44,15 +44,13 @@ def divide_sizes(program: PlannedProgram, device_type: str = "cpu") -> PlannedPr
     """
     parts: dict[Any, int] = {}
     ranges = program.source.range_constraints
-    chosen_by_user = symbols_of(
-        node.meta["val"] for node in program.user_inputs()
-    )  # nobody chooses sizes that depend on data
+    symbols = symbols_of(node.meta["val"] for node in program.user_inputs())  # others depend on data
     for what, value, dim, degree, asked_by in _divided(program, device_type):
         size = value.shape[dim]
         if isinstance(size, int) or sym_quotient(size, degree) is not None:
             continue
         multiple = sym_multiple(size)
-        if multiple is None or multiple[0] not in chosen_by_user:
+        if multiple is None or multiple[0] not in symbols:
             raise UnsupportedError(
                 f"cannot shard {what} on dim {dim}: its size {size} is dynamic and need not be a multiple of {degree}",
                 help=f"export with that dim static or as {degree} * Dim(...), or leave it whole",

@@ -59,10 +59,7 @@ def cheapest_path(
     """
     if source == target:
         return ()
-    nearest, seconds_to = (
-        {source: (0, 0, 0)},
-        {source: 0.0},
-    )  # distance: time, wire bytes, steps; and the time in seconds
+    nearest, seconds_to = {source: (0, 0, 0)}, {source: 0.0}  # (time, wire bytes, steps), and seconds
     reached: dict[Sharding, Step] = {}
     serial = itertools.count()  # of equally distant states the target goes first, then the earliest one
     open_ = [(nearest[source], True, next(serial), source)]
