@@ -1,1 +1,1 @@
-"""What a deployment needs: the manifest and the loader. Imports nothing of the compiler."""
+"""The runtime of a deployment: the manifest and the loader. Imports nothing of the compiler."""

@@ -1,4 +1,4 @@
-"""What all ranks must agree on before their first collective: each says what it has, and sees what the others have."""
+"""Let all ranks compare facts before their first collective: each publishes its own and reads those of the others."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tpcompiler.errors import LaunchError, TpCompilerError, reason
 from tpcompiler.runtime.artifact import VERSION, Manifest
 from tpcompiler.runtime.manifest_form import is_whole
 
-WAIT = timedelta(minutes=5)  # for others: longer than reading a shard takes, shorter than a person waits
-POLL = 0.02  # seconds between looks at the store
+WAIT = timedelta(minutes=5)  # longer than another rank needs to read its shard, shorter than a person waits
+POLL = 0.02  # seconds between polls of the store
 RESTART = "look for the first error in the logs of all ranks, and start all of them anew"
 
 _turns: Iterator[int] = itertools.count()
@@ -28,23 +28,23 @@ _turns: Iterator[int] = itertools.count()
 
 @contextmanager
 def agreeing(timeout: timedelta) -> Iterator[dict[str, Any]]:
-    """Exchange what the block puts in the dict; an error in the block is told to the others before it goes on.
+    """Exchange the facts that the block puts in the dict; if the block fails, the other ranks receive its error.
 
     Raises:
-        LaunchError: a rank that did not come in time, one that failed, or one that said something else.
+        LaunchError: a rank did not arrive in time, failed, or has other facts.
     """
     mine: dict[str, Any] = {}
     key = f"tpcompiler/{next(_turns)}"
     try:
         yield mine
     except TpCompilerError as error:
-        _say(key, {"error": error.message})
+        _publish(key, {"error": error.message})
         raise
     except Exception as error:
-        _say(key, {"error": f"{type(error).__name__}: {error}"})
+        _publish(key, {"error": f"{type(error).__name__}: {error}"})
         raise
-    _say(key, mine)
-    for rank, theirs in enumerate(_heard(key, timeout)):
+    _publish(key, mine)
+    for rank, theirs in enumerate(_collect_facts(key, timeout)):
         for what, value in mine.items():
             if theirs.get(what) != value:
                 raise LaunchError(
@@ -54,7 +54,7 @@ def agreeing(timeout: timedelta) -> Iterator[dict[str, Any]]:
 
 
 def artifact_facts(manifest: Manifest) -> dict[str, Any]:
-    """What must be the same on all ranks: the artifact, the world, the versions that run it."""
+    """Return the facts that must be the same on all ranks: the artifact, the world, the versions that run it."""
     data = json.dumps([manifest.files, manifest.mesh, manifest.groups], sort_keys=True)
     return {
         "the artifact": f"SHA-256 {hashlib.sha256(data.encode()).hexdigest()[:12]}..",
@@ -65,12 +65,12 @@ def artifact_facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def input_facts(named: Mapping[str, torch.Tensor], manifest: Manifest) -> dict[str, Any]:
-    """Dtype and shape of every input; of one that all ranks are given whole, a hash of its content too."""
+    """Return the dtype and shape of every input, plus a hash of the content for inputs that every rank gets whole."""
     rows = {row["name"]: row for row in manifest.inputs}
     facts = {}
     for name, value in named.items():
         whole = is_whole(rows[name]["sharding"])
-        # Of a dim that is cut unevenly each rank has its own number of rows, which its program knows.
+        # Ranks have different sizes along a dim that is cut unevenly; each rank's program checks its own.
         sizes = ", ".join(
             str(size) if whole or isinstance(known, str) else str(known)
             for size, known in zip(value.shape, rows[name]["shape"], strict=True)
@@ -84,35 +84,35 @@ def _digest(value: torch.Tensor) -> str:
     return hashlib.sha256(content.numpy().tobytes()).hexdigest()[:12]
 
 
-def _say(key: str, what: Mapping[str, Any]) -> None:
-    default_store().set(f"{key}/{dist.get_rank()}", json.dumps(what))
+def _publish(key: str, facts: Mapping[str, Any]) -> None:
+    default_store().set(f"{key}/{dist.get_rank()}", json.dumps(facts))
 
 
-def _heard(key: str, timeout: timedelta) -> list[dict[str, Any]]:
-    """What every rank has said, in order; an error of one as soon as it is there."""
+def _collect_facts(key: str, timeout: timedelta) -> list[dict[str, Any]]:
+    """Return the facts of every rank, in order; raise the error of a failed rank as soon as it arrives."""
     store, ranks = default_store(), range(dist.get_world_size())
     deadline = time.monotonic() + timeout.total_seconds()
-    heard: dict[int, dict[str, Any]] = {}
+    facts: dict[int, dict[str, Any]] = {}
     try:
-        while len(heard) < len(ranks):
+        while len(facts) < len(ranks):
             for rank in ranks:
-                if rank not in heard and store.check([f"{key}/{rank}"]):
-                    heard[rank] = json.loads(store.get(f"{key}/{rank}"))
-                    if "error" in heard[rank]:
-                        raise _following(
-                            f"rank {rank} has failed: {heard[rank]['error']}", help="mend that rank, and start all anew"
+                if rank not in facts and store.check([f"{key}/{rank}"]):
+                    facts[rank] = json.loads(store.get(f"{key}/{rank}"))
+                    if "error" in facts[rank]:
+                        raise _consequent_error(
+                            f"rank {rank} has failed: {facts[rank]['error']}", help="mend that rank, and start all anew"
                         )
             if time.monotonic() > deadline:
-                late = ", ".join(str(rank) for rank in ranks if rank not in heard)
+                late = ", ".join(str(rank) for rank in ranks if rank not in facts)
                 raise LaunchError(f"rank {late} did not come within {timeout.total_seconds():g} s", help=RESTART)
             time.sleep(POLL)
-    except RuntimeError as error:  # torch's DistNetworkError is one
-        raise _following("the process in which the ranks meet has ended", help=RESTART) from error
-    return [heard[rank] for rank in ranks]
+    except RuntimeError as error:  # includes torch's DistNetworkError
+        raise _consequent_error("the process in which the ranks meet has ended", help=RESTART) from error
+    return [facts[rank] for rank in ranks]
 
 
-def _following(message: str, *, help: str) -> LaunchError:
-    """Return the error of a rank that fails because another one has."""
+def _consequent_error(message: str, *, help: str) -> LaunchError:
+    """Return the error of a rank that fails because another rank failed."""
     error = LaunchError(message, help=help)
     error.follows = True
     return error
@@ -120,25 +120,25 @@ def _following(message: str, *, help: str) -> LaunchError:
 
 @contextmanager
 def named_failures(groups: Mapping[str, Sequence[Sequence[int]]]) -> Iterator[None]:
-    """Say of a collective that fails what it means: another rank has ended, or has not come to it.
+    """Explain a failed collective: another rank has ended, or never reached it.
 
     Args:
-        groups: the process groups that it may be of, as `Manifest.groups`.
+        groups: the process groups that the collective may run in, as in `Manifest.groups`.
 
     Raises:
-        LaunchError: in place of what gloo or NCCL raise.
+        LaunchError: instead of the errors that gloo or NCCL raise.
     """
     try:
         yield
     except RuntimeError as error:
         line = reason(error)
-        unsaid = "API call failed" in line  # what a package says before torch 2.13, whatever has failed in it
-        if not unsaid and not any(w in line.lower() for w in ("gloo", "nccl", "connection", "timed out", "timeout")):
+        opaque = "API call failed" in line  # a package's only text before torch 2.13, whatever failed in it
+        if not opaque and not any(w in line.lower() for w in ("gloo", "nccl", "connection", "timed out", "timeout")):
             raise
         own = {name: next((r for r in of if dist.get_rank() in r), []) for name, of in groups.items()}
         named = " or ".join(f"{name!r} (ranks {', '.join(map(str, r))})" for name, r in own.items() if len(r) > 1)
-        raise _following(
-            f"rank {dist.get_rank()}: {'the package has failed, as it does where ' * unsaid}a collective of the group "
+        raise _consequent_error(
+            f"rank {dist.get_rank()}: {'the package has failed, as it does where ' * opaque}a collective of the group "
             f"{named} has failed: another rank has ended, or did not come to it ({line})",
             help=RESTART,
         ) from error

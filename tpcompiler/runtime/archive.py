@@ -1,6 +1,6 @@
-"""Look into a .pt2 before torch reads it: `torch.export.load` unpickles, evaluates and imports what a file says.
+"""Inspect a .pt2 before torch reads it: `torch.export.load` unpickles, evaluates and imports parts of a file.
 
-Every way that torch has is in docs/security.md, with what is done about it.
+docs/security.md lists every way in which torch does so, and the defence against each.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ from tpcompiler.errors import ArtifactError, option
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.program_text import Unsafe, check_keys, check_program
 
-OLD_FORMAT = "serialized_exported_program.json"  # written by torch 2.7 and before, still read
-HEADER = 30  # bytes before an entry's name
-LARGEST_RATIO = 100  # torch compresses nothing, text shrinks to a tenth, and a bomb to a thousandth
-# Brackets and commas of JSON for each byte that is stored: Python makes an object of some 60 bytes of every value.
+OLD_FORMAT = "serialized_exported_program.json"  # the format of torch 2.7 and earlier, which torch still reads
+HEADER = 30  # bytes of an entry's header before its name
+LARGEST_RATIO = 100  # torch does not compress, text shrinks to a tenth, a zip bomb to a thousandth
+# Brackets and commas of JSON per stored byte: Python makes an object of about 60 bytes for every value.
 LARGEST_DENSITY, FEW = 4, 1 << 18
-LARGEST_PACKED = 1 << 25  # bytes of a compressed text: that of a hundred layers is 5 MB
-# What torch's safe reader makes as large as a number in the pickle says, or as a list that shares its parts.
+LARGEST_PACKED = 1 << 25  # bytes of a compressed text; a model of a hundred layers has 5 MB
+# Globals with which torch's safe unpickler builds objects far larger than the pickle: sized by a number in it, or lists
+# that share their parts.
 WITHOUT_END = re.compile(
     r"(builtins|__builtin__) bytearray|collections Counter|_codecs encode|torch (\w*Tensor|UntypedStorage)"
 )
 TENSORS = re.compile(r"data/weights/weight_\d+|data/constants/tensor_\d+")
 
-Entries = tuple[list[str], Callable[[str], bytes]]  # their names, and what reads one
+Entries = tuple[list[str], Callable[[str], bytes]]  # the entries' names, and a function that reads one
 
 
 def inspect_archive(file: Opened) -> None:
-    """Check that reading the file runs nothing that it says, whatever it says; what was looked into stays as it is.
+    """Check that torch can read the file without running code from it, and pin the bytes that were checked.
 
     Raises:
-        ArtifactError: an entry that needs a pickle, could run code, or is none of an exported program.
+        ArtifactError: an entry needs a pickle, could run code, or does not belong in an exported program.
         OSError, ValueError, RuntimeError: the file, or an entry, is damaged.
     """
     with zipfile.ZipFile(file) as archive:
         loose = _tensor_bytes(file, archive)
     file.keep(loose)
-    with zipfile.ZipFile(file) as archive:  # as it is kept, which need not be as it was a moment ago
+    with zipfile.ZipFile(file) as archive:  # the pinned bytes, which may differ from those on disk a moment ago
         entry = ""
         try:
             _check_sizes(file, archive)
@@ -80,7 +81,7 @@ def inspect_archive(file: Opened) -> None:
 
 
 def why_not_read(path: Path) -> str | None:
-    """What keeps a file from being read without trust; None if nothing does."""
+    """Return the reason why a file is not read without trust; None if it is read."""
     try:
         with Opened(path) as file:
             inspect_archive(file)
@@ -90,27 +91,27 @@ def why_not_read(path: Path) -> str | None:
 
 
 def has_pickled_examples(program: ExportedProgram) -> bool:
-    """Whether a file with the program's example inputs could only be read on trust."""
+    """Return True if a file with the program's example inputs could only be read with trust."""
     content = io.BytesIO()
     try:
         torch.save(program.example_inputs, content)
         _check_pickle(content.getvalue())
-    except Exception:  # what cannot be pickled, or not be read back
+    except Exception:  # they cannot be pickled, or not read back
         return True
     return False
 
 
 def _check_sizes(file: IO[bytes] | io.RawIOBase, archive: zipfile.ZipFile) -> None:
-    """Names that stand for one entry each, and entries that are as large as what is stored."""
+    """Check that names are unambiguous, and that entries are not much larger than the bytes stored for them."""
     infos = archive.infolist()
-    seen: set[str] = set()
+    names: set[str] = set()
     for info in infos:
         name = info.filename
         if name.startswith("/") or ".." in name.split("/") or "\\" in name or not name.isprintable():
             raise Unsafe(f"has an entry {name!r}, which leads out of it")
-        if name.lower() in seen:  # torch's reader takes no notice of case
+        if name.lower() in names:  # torch's reader ignores case
             raise Unsafe(f"has two entries {name!r}")
-        seen.add(name.lower())
+        names.add(name.lower())
         if info.flag_bits & 1:
             raise Unsafe(f"has an entry {name!r}, which is encrypted")
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -126,10 +127,13 @@ def _check_sizes(file: IO[bytes] | io.RawIOBase, archive: zipfile.ZipFile) -> No
 
 
 def _content(file: IO[bytes] | io.RawIOBase, info: zipfile.ZipInfo) -> tuple[int, int]:
-    """Where the content of an entry begins and ends: its own header, before it, may be longer than the directory's."""
+    """Return the first byte and the end of an entry's content, read from its local header.
+
+    The local header may be longer than its copy in the directory.
+    """
     file.seek(info.header_offset)
     header = (file.read(HEADER) or b"").ljust(HEADER, b"\0")
-    start = info.header_offset + HEADER + sum(struct.unpack("<HH", header[-4:]))  # of the name and of what follows it
+    start = info.header_offset + HEADER + sum(struct.unpack("<HH", header[-4:]))  # of the name and the extra field
     return start, start + info.compress_size
 
 
@@ -142,13 +146,13 @@ def _check_density(content: bytes, stored: int) -> None:
 
 
 def _tensor_bytes(file: IO[bytes] | io.RawIOBase, archive: zipfile.ZipFile) -> list[tuple[int, int]]:
-    """Where in the file the content of tensors lies, which may be large, and of which nothing but numbers is made."""
+    """Return the byte ranges of tensors: they may be large, and torch makes nothing but numbers from them."""
     infos = [] if OLD_FORMAT in archive.namelist() else archive.infolist()
     return [_content(file, info) for info in infos if TENSORS.fullmatch(info.filename.partition("/")[2])]
 
 
 def _entries(file: Opened, archive: zipfile.ZipFile) -> Entries:
-    """As torch's reader sees them, without the folder they lie in; `zipfile` must see the same."""
+    """Return the entries that torch's reader sees, without their common folder; `zipfile` must see the same."""
     reader = record_reader(file)
     inside: list[str] = reader.get_all_records()
     root = archive.namelist()[0].partition("/")[0]
@@ -161,7 +165,7 @@ def _entries(file: Opened, archive: zipfile.ZipFile) -> Entries:
 
 
 def _old_entries(file: Opened, archive: zipfile.ZipFile) -> Entries:
-    """As `zipfile` sees them; torch takes them for a program only where its own reader finds no folder in the file."""
+    """Return the entries that `zipfile` sees, if torch's reader finds no folder: only then it reads the old format."""
     try:
         record_reader(file)
     except RuntimeError:
@@ -170,7 +174,7 @@ def _old_entries(file: Opened, archive: zipfile.ZipFile) -> Entries:
 
 
 def _inert(content: bytes) -> None:
-    """Bytes of which torch makes tensors, or text."""
+    """Accept content from which torch makes only tensors or text."""
 
 
 def _check_json(content: bytes) -> None:
@@ -188,7 +192,7 @@ def _check_config(content: bytes) -> None:
 
 
 def _refuse_empty(content: bytes, folder: str, stored: Mapping[str, int]) -> None:
-    """Raises ValueError if nothing is stored of a tensor that has elements: torch would read zeros."""
+    """Raise ValueError for a tensor with elements but no stored bytes: torch would read zeros."""
     for name, row in json.loads(content)["config"].items():
         sizes = [size["as_int"] for size in row["tensor_meta"]["sizes"]]
         if stored.get(f"{folder}/{row['path_name']}") == 0 and 0 not in sizes:
@@ -196,7 +200,7 @@ def _refuse_empty(content: bytes, folder: str, stored: Mapping[str, int]) -> Non
 
 
 def _check_pickle(content: bytes) -> None:
-    """Read it as torch does first; where that fails torch unpickles whatever is there."""
+    """Read the pickle with torch's safe unpickler, as torch does first; if that fails, torch unpickles anything."""
     if not content:
         return
     try:
@@ -206,13 +210,13 @@ def _check_pickle(content: bytes) -> None:
             names = {str(value) for op, value, _ in pickletools.genops(archive.read(pickle)) if op.name == "GLOBAL"}
     except (zipfile.BadZipFile, ValueError) as error:
         raise Unsafe("needs a pickle in a form that torch does not write any more") from error
-    if found := sorted(filter(WITHOUT_END.fullmatch, names)):
-        raise Unsafe(f"needs a pickle that may make a thing of any size ({'.'.join(found[0].split())})")
+    if unsafe_names := sorted(filter(WITHOUT_END.fullmatch, names)):
+        raise Unsafe(f"needs a pickle that may make a thing of any size ({'.'.join(unsafe_names[0].split())})")
     try:
         value = torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:
         if "torch.cuda.is_available() is False" in str(error):
-            raise  # no pickle, but tensors of a device that is not here
+            raise  # a damaged or foreign device, not a forbidden pickle
         called = re.search(r"GLOBAL (\S+)", str(error))
         raise Unsafe(f"needs a pickle that may run code{f' ({called[1]})' if called else ''}") from error
     check_keys(value)
@@ -224,7 +228,7 @@ KINDS: tuple[tuple[str, Callable[[bytes], None]], ...] = (
     (TENSORS.pattern, _inert),
     (r"data/weights/[^/]+_weights_config\.json|data/constants/[^/]+_constants_config\.json", _check_config),
     (r"models/[^/]+\.json", _check_json),
-    (r"data/(sample_inputs|weights|constants)/[^/]+\.pt", _check_pickle),  # the last two in files of torch 2.8
+    (r"data/(sample_inputs|weights|constants)/[^/]+\.pt", _check_pickle),  # torch 2.8 wrote the last two
 )
 OLD_KINDS: tuple[tuple[str, Callable[[bytes], None]], ...] = (
     (r"version|extra_files/.*", _inert),

@@ -1,6 +1,6 @@
-"""The written form: a directory with `manifest.json`, and one `rank_N.pt2` per rank, which torch alone can read.
+"""The artifact on disk: `manifest.json` and one `rank_N.pt2` per rank, which torch alone can read.
 
-Or, where ranks share programs, one `program.pt2` for all that run one graph, and the weights of each in a
+In the shared layout, one `program.pt2` serves all ranks with equal graphs, and each rank's weights are in a
 `rank_N.safetensors`.
 """
 
@@ -24,41 +24,41 @@ from tpcompiler.terminal.progress import counted
 VERSION = "0.1.0"
 FORMAT = 2
 VALUES = "values.safetensors"
-MODEL = "model.pt2"  # what was converted, without its weights
+MODEL = "model.pt2"  # the program that was converted, without its weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Plain data about an artifact; every field is JSON.
+    """The manifest of an artifact; every field is plain JSON data.
 
     Attributes:
         mesh: axis -> degree.
-        groups: process-group name in the graphs -> the groups of ranks that have it, which share no rank.
-        plan: the plan, as a plan file would say it.
-        tensors: name, kind, shape, dtype, sharding of every parameter, buffer and constant, global; `tied_to` another
-            one, `stored_in` the files of another program beside this one, `persistent` false of a buffer that a
-            model's state dict leaves out.
-        inputs: name, shape, dtype, sharding of the user's tensors, global; a symbolic size is its text. `values`: the
-            least and the greatest of one that is indices.
-        outputs: the same of what is returned.
+        groups: process-group name in the graphs -> the disjoint groups of ranks with that name.
+        plan: the plan, in the form of a plan file.
+        tensors: name, kind, global shape, dtype, sharding of every parameter, buffer and constant; `tied_to` another
+            one, `stored_in` another program of the set, `persistent` false for a buffer that the
+            model's state dict omits.
+        inputs: name, global shape, dtype, sharding of the user's tensors; a symbolic size is its text. `values`: the
+            least and greatest value of an input of indices.
+        outputs: the same rows for the returned tensors.
         collectives: the records of `ParallelProgram.collectives()`.
-        notes: kind and text of what the compiler declined or could not use.
-        output_type: the class that the model returned, where a plain dict was written instead.
-        versions: of tpcompiler, torch and python.
+        notes: kind and text of the requests that the compiler declined or could not use.
+        output_type: the class that the model returned, if a plain dict was written instead.
+        versions: the versions of tpcompiler, torch and python.
         files: file name -> SHA-256 (hex).
-        calling: how every rank's program is called: the pytrees that it takes and returns, the names of its arguments,
-            the range of every dynamic size (None: without an end), and what is asserted of inputs.
-        rank_numbers: the constant that tells ranks with one graph apart, such as where their slices begin: its name and
-            every rank's row. Empty where nothing does.
-        symm_mem: the constants that are memory which the GPUs of a group map from each other, and the group of each. No
-            file has them: `tpcompiler.load` allocates them.
-        programs: file name -> the ranks that run it, each with weights in a file of its own. Empty where every rank has
-            a file with both.
-        asked: how it was converted: `mesh`; the placements of `inputs` and `outputs` that were given, or None; the name
-            of the `machine` by whose seconds its collectives were chosen, without the path of a file;
-            `collectives` where they are not NCCL's or gloo's; `check_indices`, false where ranks assert nothing of
-            computed indices; `plan`, where that was "auto:free", or one that the search has completed to the one above.
-        compiled: the package of a lone artifact (`runtime/package.py`); of several programs it is named beside them.
+        calling: the calling convention of every rank's program: its input and output pytrees, its argument names,
+            the range of every dynamic size (None: unbounded), and the assertions on inputs.
+        rank_numbers: the constant in which ranks with equal graphs differ (such as slice starts): its name and
+            every rank's row. Empty if they differ in nothing.
+        symm_mem: the constants in memory that the GPUs of a group map from each other, and the group of each. No
+            file contains them: `tpcompiler.load` allocates them.
+        programs: file name -> the ranks that run it, each with its weights in a separate file. Empty if every rank has
+            one file with both.
+        asked: the conversion request: `mesh`; the requested placements of `inputs` and `outputs`, or None; the name
+            of the `machine` whose prices chose its collectives, without the path of a file;
+            `collectives` unless they are NCCL's or gloo's; `check_indices`, false if ranks do not check
+            computed indices; `plan`, if that was "auto:free", or a partial plan that the search completed.
+        compiled: the package of an artifact with one program (`runtime/package.py`); a set lists it in programs.json.
     """
 
     mesh: dict[str, int]
@@ -98,25 +98,26 @@ def weights_file(rank: int) -> str:
 
 
 def lacks_weights(manifest: Manifest) -> list[int]:
-    """The ranks whose weights are still to be cut from a checkpoint."""
+    """Return the ranks whose weights must still be cut from a checkpoint."""
     ranks = range(manifest.world_size) if manifest.programs else ()
     return [rank for rank in ranks if weights_file(rank) not in manifest.files]
 
 
 def program_file(manifest: Manifest, rank: int) -> str:
-    """The file with the program that a rank runs."""
+    """Return the file with the program that a rank runs."""
     return next((name for name, ranks in manifest.programs.items() if rank in ranks), rank_file(rank))
 
 
 Inspect = Callable[[Path], None]
-Write = Callable[[int, Path], str | None]  # of a rank; gives the file's SHA-256 if it is known
+Write = Callable[[int, Path], str | None]  # (rank, path) -> the file's SHA-256, or None to have it computed
 
 
 class Writer(NamedTuple):
-    """What writes an artifact: of every rank its file, or its weights and (`program`) the programs that ranks share.
+    """The functions that write an artifact's files.
 
-    `values`: of a model without weights, in the place of `rank`, what has values all the same, whole. `model`: the
-    program that was converted.
+    Each rank has a file from `rank`; `program` writes the programs that ranks share, if they share any. `values`: for a
+    model without weights, writes the tensors that do have values, whole, instead of `rank`. `model`: writes the program
+    that was converted.
     """
 
     manifest: Manifest
@@ -127,7 +128,7 @@ class Writer(NamedTuple):
 
 
 def _accept(directory: Path) -> None:
-    """What is written is not looked at again."""
+    """Accept any content: the default for `inspect`."""
 
 
 def write_artifact(
@@ -141,9 +142,9 @@ def write_artifact(
     force: bool = False,
     inspect: Inspect = _accept,
 ) -> None:
-    """Write all files under a temporary name beside `directory`, then move them into place.
+    """Write all files into a temporary sibling of `directory`, then move them into place.
 
-    `inspect` is given the directory with that name; what it raises goes on, and nothing is left behind.
+    `inspect` is called with the temporary directory; if it raises, nothing is left behind.
 
     Raises:
         ArtifactError: the directory exists and `force` is not set, or a file cannot be written; nothing is left behind.
@@ -160,9 +161,9 @@ def write_set(
     force: bool = False,
     inspect: Inspect = _accept,
 ) -> None:
-    """Write an artifact for each program into a directory of its name, and the list of them, all or nothing.
+    """Write an artifact for each program into a subdirectory of its name, and the list of them: all or nothing.
 
-    `inspect`: as of `write_artifact`.
+    `inspect`: as in `write_artifact`.
 
     Raises:
         ArtifactError: as `write_artifact`.
@@ -195,10 +196,10 @@ def _write(directory: Path, writer: Writer) -> None:
 
 
 def say_files(directory: Path, manifest: Manifest, files: Mapping[str, str]) -> None:
-    """Add files, with their SHA-256, to those that the manifest names.
+    """Add files with their SHA-256 to the manifest.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the manifest cannot be written.
     """
     with replacing(directory / MANIFEST) as path:
         _write_manifest(path, dataclasses.replace(manifest, files={**manifest.files, **files}))
@@ -212,7 +213,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """Read and check the manifest of an artifact.
 
     Raises:
-        ArtifactError: no artifact there, unreadable, of another format version, or with fields missing.
+        ArtifactError: there is no artifact, or its manifest is unreadable, damaged, or of another format version.
     """
     path = inside(directory, MANIFEST)
     if programs := programs_in(directory):
@@ -258,11 +259,11 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             f"{path} names files {sorted(manifest.files)} for {manifest.world_size} ranks",
             help="convert the model again",
         )
-    # Two artifacts that were copied into one directory: which of them each file is of, nobody can say.
+    # Two artifacts were copied into one directory: their files cannot be told apart.
     there = {file.name for file in Path(directory).iterdir()}
     unfinished: set[str] = (
         every if CUT in there else set()
-    )  # a cut that was ended before the manifest named its last files
+    )  # a cut was interrupted before the manifest named its last files
     known = {MANIFEST, *manifest.files, *manifest.compiled.get("files", ())}
     stray = set(filter(PARTS.fullmatch, there)) - known - unfinished
     if stray:
@@ -275,15 +276,15 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
 
 def _writer(data: Any) -> str:
     versions = data.get("versions") if isinstance(data, Mapping) else None
-    found = versions.get("tpcompiler") if isinstance(versions, Mapping) else None
-    return f" of tpcompiler {found}" if isinstance(found, str) else ""
+    writer = versions.get("tpcompiler") if isinstance(versions, Mapping) else None
+    return f" of tpcompiler {writer}" if isinstance(writer, str) else ""
 
 
 def programs_in(directory: str | os.PathLike[str]) -> list[str]:
-    """The names of the programs that `write_set` wrote there, in order; none where there is no such list.
+    """Return the names of the programs that `write_set` wrote, in order; empty if there is no such list.
 
     Raises:
-        ArtifactError: a list that cannot be read, or a name that leads out of the directory.
+        ArtifactError: the list cannot be read, or a name leads out of the directory.
     """
     path = inside(directory, SET)
     try:
@@ -302,7 +303,7 @@ def programs_in(directory: str | os.PathLike[str]) -> list[str]:
 
 
 def inside(directory: str | os.PathLike[str], name: str) -> Path:
-    """The path of a file of the artifact, which must not be a link to somewhere else."""
+    """Return the path of a file of the artifact; reject links that lead out of the directory."""
     path = Path(directory) / name
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(directory)):
         raise ArtifactError(f"{path} leads out of {os.fspath(directory)}", help="copy the files themselves, not links")
@@ -310,10 +311,10 @@ def inside(directory: str | os.PathLike[str], name: str) -> Path:
 
 
 def open_checked(directory: str | os.PathLike[str], manifest: Manifest, rank: int, *, weights: bool = False) -> Opened:
-    """A rank's program, or its weights where they have a file of their own, open, after the hash was compared.
+    """Open a rank's program, or with `weights` its weights file, after comparing its hash.
 
     Raises:
-        ArtifactError: a rank outside the world, the file is missing, a link to elsewhere, or not what was written.
+        ArtifactError: the rank is outside the world; the file is missing, a link to elsewhere, or has other content.
     """
     if not 0 <= rank < manifest.world_size:
         raise ArtifactError(
@@ -330,7 +331,7 @@ def open_checked(directory: str | os.PathLike[str], manifest: Manifest, rank: in
 
 
 def open_values(directory: str | os.PathLike[str], manifest: Manifest) -> Opened:
-    """What has values in a model that was exported without weights, open, after the hash was compared.
+    """Open the file with the tensors that have values in a model exported without weights, after comparing its hash.
 
     Raises:
         ArtifactError: as `open_checked`.
@@ -339,10 +340,10 @@ def open_values(directory: str | os.PathLike[str], manifest: Manifest) -> Opened
 
 
 def open_model_of(directory: str | os.PathLike[str], manifest: Manifest) -> Opened:
-    """The program that was converted, without its weights, open, after the hash was compared.
+    """Open the program that was converted, without its weights, after comparing its hash.
 
     Raises:
-        ArtifactError: as `open_checked`; it has none.
+        ArtifactError: as `open_checked`; the artifact has no such file.
     """
     if MODEL not in manifest.files:
         raise ArtifactError(f"{os.fspath(directory)} has no {MODEL}", help="convert the model again")
@@ -355,7 +356,7 @@ def open_known(
     name: str,
     again: str = "copy the artifact again, or convert the model again",
 ) -> Opened:
-    """A file of an artifact, open, after its hash was compared with what `files` says of it.
+    """Open a file of an artifact, after comparing its hash with the one in `files`.
 
     Raises:
         ArtifactError: as `open_checked`.
@@ -376,10 +377,10 @@ def open_known(
 
 
 def _other_than_written(file: Opened, hash: str) -> str:
-    """What a rank's file is, if it is not the one with this hash."""
-    if (found := file.sha256()) != hash:
-        return f"has SHA-256 {found[:12]}.., the manifest says {hash[:12]}.."
-    # The graphs of all ranks may be equal: then nothing but this name tells that a file has another's weights.
+    """Describe a file whose hash differs, or that was written for another rank; empty if neither."""
+    if (actual := file.sha256()) != hash:
+        return f"has SHA-256 {actual[:12]}.., the manifest says {hash[:12]}.."
+    # The graphs of all ranks may be equal: then only this name reveals that a file has another rank's weights.
     with contextlib.suppress(zipfile.BadZipFile, ValueError, NotImplementedError), zipfile.ZipFile(file) as archive:
         folder = archive.namelist()[0].partition("/")[0] if archive.namelist() else ""
         if folder.startswith("rank_") and folder != file.path.stem:
@@ -388,6 +389,5 @@ def _other_than_written(file: Opened, hash: str) -> str:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file."""
     with Opened(path) as file:
         return file.sha256()

@@ -1,4 +1,4 @@
-"""Several programs over one set of weights: each lies beside the others, and its weights in the files of one."""
+"""Several programs with one set of weights: each tensor is stored in the files of one of the programs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tpcompiler.runtime.artifact import Manifest, inside, read_manifest
 
 
 def manifests_beside(directory: str | os.PathLike[str], manifest: Manifest) -> dict[str, Manifest]:
-    """Of the other programs in whose files tensors of this one lie, by name.
+    """Return the other programs that store tensors of this one, by name.
 
     Raises:
-        ArtifactError: as `read_manifest`; a link to somewhere else.
+        ArtifactError: as `read_manifest`; a link out of the directory.
     """
     above = Path(directory).parent
     return {
@@ -23,7 +23,7 @@ def manifests_beside(directory: str | os.PathLike[str], manifest: Manifest) -> d
 
 
 def misfit_of(programs: Mapping[str, Manifest]) -> str:
-    """What keeps programs from sharing their tensors; nothing where they do."""
+    """Return the reason why programs cannot share their tensors; empty if they can."""
     holder: dict[str, str] = {}
     for name, manifest in programs.items():
         first, other = next(iter(programs.items()))

@@ -1,7 +1,7 @@
-"""What an expression in a program's file may be: arithmetic of sizes, whose numbers stay small.
+"""Bound the expressions in a program's file: only arithmetic of sizes, with small numbers.
 
-torch evaluates two kinds: sizes, by sympy, and input checks (guards), as Python. Both are parsed here and taken only if
-every part of them is one that torch writes.
+torch evaluates two kinds: sizes, with sympy, and input checks (guards), as Python. Both are parsed here and accepted
+only if torch writes every part of them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 
 LONGEST = 20_000  # characters
 PARTS = 4_000
-BITS = 4_096  # of the largest number that evaluating it can make
-SIZE_BITS = 64  # of a size that is not known yet
-FLOAT_BITS = 128  # of a float's whole part, where it has no large exponent
-TERMS = 10_000  # of a size when it is multiplied out; those of real models have fewer than ten
+BITS = 4_096  # of the largest number that evaluation can produce
+SIZE_BITS = 64  # of an unknown size
+FLOAT_BITS = 128  # of a float's integer part, unless its exponent is large
+TERMS = 10_000  # of a size after expansion; real models have fewer than ten
 LARGEST_EXPONENT = 64  # of a power, and the places of a shift
 
 SYMPY = re.compile(
@@ -32,36 +32,36 @@ SYMPY = re.compile(
     "|Identity"
 )
 SYMPY_POWERS = ("Pow", "PowByNatural", "FloatPow", "LShift")
-SYMPY_BOUNDED = ("PowByNatural", "FloatPow")  # torch makes infinity of what would be large
+SYMPY_BOUNDED = ("PowByNatural", "FloatPow")  # torch returns infinity for large results
 PLAIN = ("Add", "Sub", "USub", "Symbol", "Integer", "Float", "Rational", "ToFloat")  # no functions
 SYMPY_LEAVES = re.compile(r"oo|pi|E|true|false|int_oo|[a-z]+\d+")
 SYMPY_TEXTS = {"Symbol": r"[A-Za-z_]\w*", "Float": r"[-+]?[\d.]+(e[-+]?\d{1,3})?|-?inf|nan"}
 SYMPY_KEYWORDS = re.compile("precision|integer|real|finite|(non)?(zero|positive|negative)|even|odd")
-FUNCTIONS = {  # of guards, by where they lie
+FUNCTIONS = {  # of guards, by module
     "": re.compile(
         "IsNonOverlappingAndDenseIndicator|cast_symbool_to_symint_guardless|max|min|abs|int|float|bool|round|len"
     ),
     "math": re.compile("floor|ceil|trunc|sqrt|isnan|isinf|a?(sin|cos|tan)h?|log2?|exp|fabs"),
     "torch": re.compile("_?sym_(float|int|ite|max|min|not|sqrt|log2|a?(sin|cos|tan)h?)"),
 }
-LISTS, NUMBERS = ("size", "stride"), ("storage_offset", "numel", "dim")  # of an input's layout
+LISTS, NUMBERS = ("size", "stride"), ("storage_offset", "numel", "dim")  # methods for an input's layout
 
 
 class Strange(Exception):
-    """A part that is not among those that torch writes."""
+    """A part that torch never writes."""
 
 
-Leaf = Callable[[ast.expr], int]  # bits of what is neither a number nor an operator; raises Strange
+Leaf = Callable[[ast.expr], int]  # bits of a part that is neither a number nor an operator; raises Strange
 
 
 @functools.lru_cache(maxsize=4096)
 def count_terms(text: str) -> float | None:
-    """Bound the work that sympy has with a size by the number of terms that it has when it is multiplied out.
+    """Bound sympy's work on a size by the number of terms in its expansion.
 
     Returns:
-        None if sympy would make something else than arithmetic of symbols and numbers of it, or too many terms.
+        None if sympy would read anything but arithmetic of symbols and numbers, or too many terms.
     """
-    # sympy takes 1e9999 for a whole number, which Python does not; nobody writes 1_000.
+    # sympy reads 1e9999 as an integer, unlike Python; torch never writes 1_000.
     if re.search(r"[^\w ,.='+*/%<>!&|~()-]|[\d.]e[-+]?\d{3}|\d_", text, re.I) or not _is_small(text, _size_leaf):
         return None
     with contextlib.suppress(OverflowError):
@@ -71,7 +71,7 @@ def count_terms(text: str) -> float | None:
 
 
 def _terms(node: ast.expr) -> float:
-    """Count the terms of an expanded expression; a function of it counts double, for sympy proves its bounds."""
+    """Count the terms of an expanded expression; a function counts double, because sympy proves its bounds."""
     if isinstance(node, ast.Call):
         kind, parts = node.func.id if isinstance(node.func, ast.Name) else "", node.args
     else:
@@ -84,38 +84,38 @@ def _terms(node: ast.expr) -> float:
         return math.prod(terms)
     if not parts or kind in PLAIN:
         return max(1.0, sum(terms))
-    return 2 * sum(terms) if len(parts) < 3 else sum(terms) ** 2  # which are compared in pairs
+    return 2 * sum(terms) if len(parts) < 3 else sum(terms) ** 2  # compared in pairs
 
 
 def _degree(exponent: ast.expr) -> float:
-    """Return a number that is written out; of a fraction the product of both its parts, as a root is a power too."""
+    """Return the value of a literal; for a fraction the product of both parts, because a root is a power too."""
     parts = exponent.args if isinstance(exponent, ast.Call) and len(exponent.args) > 1 else [exponent]
     return min(math.prod(abs(_number(part)) for part in parts), LARGEST_EXPONENT)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_guard(text: str) -> bool:
-    """Whether it compares sizes, strides and numbers of inputs, and does nothing else."""
-    # torch writes it between double quotes too, as `ast.unparse` spells it.
+    """Return True if the text only compares sizes, strides and numbers of inputs."""
+    # torch also writes it between double quotes, in the spelling of `ast.unparse`.
     return not re.search(r'["\\#\n\r]|\'\'', text) and _is_small(text, _guard_leaf)
 
 
 def computed_inputs(text: str) -> set[str]:
-    """The inputs themselves (`L['n']`) that a guard computes with: a text or a list becomes as long as `*` says."""
-    found: set[str] = set()
-    left: list[tuple[ast.AST, bool]] = [(ast.parse(text.strip(), mode="eval"), False)]
-    while left:
-        node, computes = left.pop()
+    """Return the inputs (`L['n']`) that a guard computes with: `*` would make a text or a list very long."""
+    inputs: set[str] = set()
+    pending: list[tuple[ast.AST, bool]] = [(ast.parse(text.strip(), mode="eval"), False)]
+    while pending:
+        node, computes = pending.pop()
         if _is_bare_input(node):
-            found |= {_spelled(node)} if computes else set()
+            inputs |= {_spelled(node)} if computes else set()
         elif not _is_layout(node):
             inside = computes or isinstance(node, ast.BinOp)
-            left += ((child, inside) for child in ast.iter_child_nodes(node))
-    return found
+            pending += ((child, inside) for child in ast.iter_child_nodes(node))
+    return inputs
 
 
 def _spelled(node: ast.AST) -> str:
-    """As `ast.unparse` does, but soon: a guard may have thousands."""
+    """Return the text of `ast.unparse`, but quickly: a program may have thousands of guards."""
     if isinstance(node, ast.Subscript):
         index = node.slice.value if isinstance(node.slice, ast.Constant) else ast.unparse(node.slice)
         return f"{_spelled(node.value)}[{index!r}]"
@@ -123,7 +123,7 @@ def _spelled(node: ast.AST) -> str:
 
 
 def _is_bare_input(node: ast.AST) -> bool:
-    """`L['n']` or a part of it, and not an entry of its `.size()`."""
+    """Return True for `L['n']` or a part of it, except an entry of its `.size()`."""
     if not isinstance(node, (ast.Attribute, ast.Subscript)):
         return False
     while isinstance(node, (ast.Attribute, ast.Subscript)):
@@ -136,7 +136,7 @@ def _is_small(text: str, leaf: Leaf) -> bool:
         return False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a number that is called, which is Strange here
+            warnings.simplefilter("ignore")  # a number that is called, which is rejected below
             tree = ast.parse(text.strip(), mode="eval")
         few = sum(1 for _ in ast.walk(tree)) <= PARTS
         return few and _bits(tree.body, leaf) <= BITS and '"' not in ast.unparse(tree)
@@ -145,12 +145,12 @@ def _is_small(text: str, leaf: Leaf) -> bool:
 
 
 def _bits(node: ast.expr, leaf: Leaf) -> int:
-    """Of the largest number that evaluating it makes on the way."""
+    """Return the bits of the largest number that evaluation produces on the way."""
 
     def bits(part: ast.expr) -> int:
         return _bits(part, leaf)
 
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):  # bool is one too
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):  # includes bool
         if isinstance(node.value, float) and not math.isfinite(node.value):
             raise Strange
         return _few(node.value.bit_length() if isinstance(node.value, int) else SIZE_BITS)
@@ -183,7 +183,7 @@ def _few(bits: int) -> int:
 
 
 def _power(base: ast.expr, exponent: ast.expr, shifts: bool, bits: Callable[[ast.expr], int]) -> int:
-    """Of a power (a shift) by a number that is written out: nobody knows how large another is."""
+    """Return the bits of a power or shift by a literal; an unknown exponent has no bound."""
     bits(exponent)
     value = _number(exponent)
     if not -LARGEST_EXPONENT <= value <= LARGEST_EXPONENT:
@@ -192,14 +192,14 @@ def _power(base: ast.expr, exponent: ast.expr, shifts: bool, bits: Callable[[ast
 
 
 def _number(node: ast.expr) -> float:
-    """What is written out as `2`, `-2`, `Integer(2)`, `Float('0.5')` or `Rational(1, 2)`."""
+    """Return the value of a literal such as `2`, `-2`, `Integer(2)`, `Float('0.5')` or `Rational(1, 2)`."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_number(node.operand)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         kind, args = node.func.id, node.args
         values = [arg.value for arg in args if isinstance(arg, ast.Constant)]
         if kind == "Rational" and len(args) == len(values) == 2 and isinstance(values[1], int) and values[1] > 0:
-            return _number(args[0])  # no less than the quotient
+            return _number(args[0])  # an upper bound of the quotient
         if kind == "Float" and len(args) == 1 and values and isinstance(values[0], str):
             return float(values[0])
         if kind in ("Integer", "ToFloat") and len(args) == 1 and not node.keywords:
@@ -215,13 +215,13 @@ def _size_leaf(node: ast.expr) -> int:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and SYMPY.fullmatch(node.func.id)):
         raise Strange
     kind, args = node.func.id, node.args
-    for keyword in node.keywords:  # what is assumed of a symbol, and a float's precision
+    for keyword in node.keywords:  # assumptions about a symbol, or a float's precision
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         if kind not in SYMPY_TEXTS or not SYMPY_KEYWORDS.fullmatch(keyword.arg or "") or not isinstance(value, int):
             raise Strange
         if not 0 <= value <= 1_000:
             raise Strange
-    if kind == "Float" and len(args) > 1:  # its precision is given by name
+    if kind == "Float" and len(args) > 1:  # torch gives the precision by name
         raise Strange
     first = args[0] if args else None
     if isinstance(first, ast.Constant) and isinstance(first.value, str):
@@ -232,7 +232,7 @@ def _size_leaf(node: ast.expr) -> int:
             return FLOAT_BITS if re.fullmatch(r"[-+]?[\d.]{1,32}(e[-+]?[0-2]?\d)?", first.value) else BITS // 4
         return SIZE_BITS
     if kind in SYMPY_POWERS:
-        base, exponent = args  # and no third, that says not to evaluate it
+        base, exponent = args  # a third argument would turn evaluation off
         if kind in SYMPY_BOUNDED:
             return _few(max(_bits(part, _size_leaf) for part in args))
         return _power(base, exponent, kind == "LShift", lambda part: _bits(part, _size_leaf))
@@ -243,7 +243,7 @@ def _size_leaf(node: ast.expr) -> int:
 
 
 def _is_whole(node: ast.expr) -> bool:
-    """Whether nothing in it is a fraction, and nothing is without end."""
+    """Return True if no part is a fraction or infinite."""
     parts = list(ast.walk(node))
     names = {part.id for part in parts if isinstance(part, ast.Name)}
     if any(isinstance(part, (ast.Div, ast.Pow)) or isinstance(getattr(part, "value", 0), float) for part in parts):
@@ -277,9 +277,9 @@ def _is_named(node: ast.expr, name: str) -> bool:
 
 
 def _is_input(node: ast.expr) -> bool:
-    """`L['x']`, a part of it such as `L['x'][0]['key'].field`, or an entry of its `.size()` or `.stride()`."""
+    """Return True for `L['x']`, a part such as `L['x'][0]['key'].field`, or an entry of `.size()` or `.stride()`."""
     if isinstance(node, ast.Attribute):
-        # A field of a named tuple, and nothing that a tensor has.
+        # A field of a named tuple, not an attribute of a tensor.
         field = not node.attr.startswith("_") and not hasattr(torch.Tensor, node.attr)
         return field and _is_input(node.value) and not _is_named(node.value, "L")
     if not isinstance(node, ast.Subscript):
@@ -299,7 +299,7 @@ def _is_input(node: ast.expr) -> bool:
 
 
 def _is_layout(node: ast.AST) -> bool:
-    """`L['x'].size()`, whose receiver is an input and nothing else."""
+    """Return True for a call such as `L['x'].size()` whose receiver is an input."""
     if not (isinstance(node, ast.Call) and not node.keywords and isinstance(node.func, ast.Attribute)):
         return False
     plain = all(isinstance(each, ast.Constant) and isinstance(each.value, int) for each in node.args)

@@ -1,7 +1,7 @@
 """The inputs file: safetensors with one tensor per tensor input, under the input's name. No pickles.
 
 `inspect` prints the names. Inputs that were constants at export (None, bools, numbers) are not in the file: the program
-knows them. An outputs file has the same form, with the names of the outputs.
+contains them. An outputs file has the same form, with the names of the outputs.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from tpcompiler.errors import ArtifactError, InputsError, reason
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.target import refuse_full_disk, replacing
 
-LARGEST_HEADER = 10_000_000  # bytes: every tensor in it is made before it is looked at
+LARGEST_HEADER = 10_000_000  # bytes: every tensor in the header is created before any check
 
 
 def read_inputs(path: str | os.PathLike[str], program: ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`(args, kwargs)` for the program, from an inputs file.
+    """Read `(args, kwargs)` for the program from an inputs file.
 
     Raises:
-        InputsError: not a safetensors file; a tensor that is missing, unknown, or of another shape or dtype.
+        InputsError: it is not a safetensors file, or a tensor is missing, unknown, or of another shape or dtype.
     """
     return arrange_inputs(read_tensors(path), program, str(path))
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """What an inputs file holds.
+    """Return the tensors of an inputs file by name.
 
     Raises:
-        InputsError: not a safetensors file.
+        InputsError: it is not a safetensors file.
     """
     try:
-        with Opened(Path(path)) as file:  # not mapped: who shortens a mapped file ends the process
+        with Opened(Path(path)) as file:  # not mapped: truncating a mapped file kills the process
             content = file.read() or b""
         if (size := int.from_bytes(content[:8], "little")) > LARGEST_HEADER and size < len(content):
             raise ValueError(f"its header has {size:,} bytes, and {LARGEST_HEADER:,} are enough for all inputs")
@@ -49,13 +49,13 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     except FileNotFoundError as error:
         raise InputsError(f"inputs file {path} does not exist", help="give the path of a safetensors file") from error
     except OSError as error:
-        said = "is a directory" if os.path.isdir(path) else f"cannot be read: {reason(error)}"
-        raise InputsError(f"inputs file {path} {said}", help="give the path of a safetensors file") from error
+        problem = "is a directory" if os.path.isdir(path) else f"cannot be read: {reason(error)}"
+        raise InputsError(f"inputs file {path} {problem}", help="give the path of a safetensors file") from error
     except KeyError as error:
         raise InputsError(
             f"{path} has tensors of dtype {error}, which torch does not read", help="write them in another dtype"
         ) from error
-    except (SafetensorError, ValueError, RuntimeError, OverflowError, TypeError) as error:  # as torch takes the sizes
+    except (SafetensorError, ValueError, RuntimeError, OverflowError, TypeError) as error:  # for invalid sizes
         raise InputsError(
             f"{path} is not a safetensors file: {reason(error)}",
             help="write it with safetensors.torch.save_file({name: tensor}, path)",
@@ -65,10 +65,10 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 def arrange_inputs(
     tensors: Mapping[str, torch.Tensor], program: ExportedProgram, where: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Named tensors in the program's calling convention, `(args, kwargs)`; `where` names their origin in errors.
+    """Arrange named tensors as the `(args, kwargs)` of the program; `where` names their origin in errors.
 
     Raises:
-        InputsError: a tensor that is missing, unknown, or of another shape or dtype.
+        InputsError: a tensor is missing, unknown, or of another shape or dtype.
     """
     specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
@@ -85,7 +85,7 @@ def arrange_inputs(
             raise InputsError(f"{where}: input {spec.arg.name!r} is missing", help=f"its inputs are {', '.join(names)}")
         else:
             check_tensor(spec.arg.name, tensors[spec.arg.name], values[spec.arg.name], f"{where}: ")
-            flat.append(tensors[spec.arg.name].to(values[spec.arg.name].device.type))  # the current one of its type
+            flat.append(tensors[spec.arg.name].to(values[spec.arg.name].device.type))  # the current device of its type
     if program.call_spec.in_spec is None:
         return tuple(flat), {}
     args, kwargs = tree_unflatten(flat, program.call_spec.in_spec)
@@ -93,16 +93,16 @@ def arrange_inputs(
 
 
 def keywords_of(spec: TreeSpec) -> list[str]:
-    """The names of the keyword arguments, in the order of the flat arguments."""
+    """Return the names of the keyword arguments, in the order of the flat arguments."""
     names = spec.child(1).context if hasattr(spec, "child") else spec.children_specs[1].context
     return list(names)
 
 
 def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The user's arguments in the program's flat order, keyword arguments reordered.
+    """Flatten the user's arguments into the program's order, with keyword arguments reordered.
 
     Raises:
-        InputsError: another number, structure, shape or type of arguments than the program takes.
+        InputsError: the number, structure, shape or type of the arguments differs from the program's.
     """
     flat = _in_order(program, args, kwargs)
     if program.call_spec.in_spec is not None:
@@ -143,7 +143,7 @@ def _in_order(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str
             help=f"pass what it was exported with: {', '.join(inputs)}",
         )
     try:
-        flat: list[Any] = spec.flatten_up_to((tuple(args), dict(kwargs)))  # by key, whatever the order in a dict
+        flat: list[Any] = spec.flatten_up_to((tuple(args), dict(kwargs)))  # matches dicts by key, in any order
     except ValueError as error:
         raise InputsError(
             f"the arguments have another structure than the program takes: {reason(error)}",
@@ -179,7 +179,7 @@ def _python_type(value: Any) -> type:
 
 
 def named_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The user's tensors by the names of the program's inputs.
+    """Return the user's tensors by the names of the program's inputs.
 
     Raises:
         InputsError: as `flatten_inputs`.
@@ -190,13 +190,13 @@ def named_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[
 
 
 def check_values(given: Mapping[str, torch.Tensor], inputs: Sequence[Mapping[str, Any]]) -> None:
-    """Compare inputs that are indices with what they may be; on a GPU by an assertion that the host does not wait for.
+    """Check that inputs of indices are in their range; on a GPU with an assertion that the host does not wait for.
 
     Args:
         inputs: as `Manifest.inputs`.
 
     Raises:
-        InputsError: a value that is beyond, such as a position that a cache has no room for.
+        InputsError: a value is out of range, such as a position beyond a cache.
     """
     for row in inputs:
         value = given.get(row["name"])
@@ -216,12 +216,12 @@ def check_values(given: Mapping[str, torch.Tensor], inputs: Sequence[Mapping[str
 
 
 def check_tensor(name: str, given: torch.Tensor, expected: torch.Tensor, where: str = "") -> None:
-    """Compare an input with the program's own (fake) value for it; dynamic sizes may be anything.
+    """Compare an input with the program's (fake) value for it; dynamic sizes may be anything.
 
-    A size that was exported as dynamic, and of which the export found that it is one number, is that number.
+    A size that was exported as dynamic, and that the export found to be one number, must be that number.
 
     Raises:
-        InputsError: another shape or dtype; `where` comes first.
+        InputsError: the shape or dtype differs; `where` precedes the message.
     """
     sizes = [size if isinstance(size, int) else size.node.maybe_as_int() for size in expected.shape]
     same = given.ndim == expected.ndim and all(
@@ -236,17 +236,12 @@ def check_tensor(name: str, given: torch.Tensor, expected: torch.Tensor, where: 
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write an inputs or outputs file.
-
-    Raises:
-        ArtifactError: the file cannot be written.
-    """
-    # Clones: two names of one memory are an error for safetensors.
+    # Clones: safetensors rejects two names of one memory.
     written = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     try:
         with replacing(Path(path)) as temporary:
             refuse_full_disk(temporary, sum(tensor.nbytes for tensor in written.values()))
-            if temporary == Path(path):  # a device or a pipe, which safetensors would put a new file in place of
+            if temporary == Path(path):  # a device or a pipe, which safetensors would replace by a new file
                 temporary.write_bytes(save(written))
             else:
                 save_file(written, temporary)

@@ -31,8 +31,8 @@ from tpcompiler.runtime.turns import taking_turns
 from tpcompiler.runtime.world import greet_groups, join_world, register_groups
 
 
-class _Asked(NamedTuple):
-    """What `load` was given."""
+class _Arguments(NamedTuple):
+    """The arguments of `load`."""
 
     check_inputs: bool
     timeout: timedelta
@@ -40,9 +40,7 @@ class _Asked(NamedTuple):
     weights: Weights | None
 
 
-class _Read(NamedTuple):
-    """A rank's program on its device."""
-
+class _RankProgram(NamedTuple):
     program: ExportedProgram
     manifest: Manifest
 
@@ -58,8 +56,8 @@ def load(
     backend: str | None = None,
     weights: Weights | None = None,
 ) -> Any:
-    """What `tpcompiler.load` does (`checkpoint/load.py`); `weights` reads a rank's where its files have none."""
-    asked = _Asked(check_inputs, timeout, trust, weights)
+    """Load an artifact's programs (see `checkpoint/load.py`); `weights` reads weights that its files lack."""
+    arguments = _Arguments(check_inputs, timeout, trust, weights)
     names = programs_in(directory)
     manifests = {name: read_manifest(Path(directory) / name) for name in names or [""]}
     if misfit := misfit_of(manifests):
@@ -72,7 +70,9 @@ def load(
         package = package_to_run(directory, compiled, trust)
         mine["the package"] = f"SHA-256 {package.files.get(COMPILED, '')[:12]}.." if package else "not run"
     stored: dict[str, torch.Tensor] = {}
-    read = {name: _read(Path(directory), name, manifests[name], package, device, stored, asked) for name in manifests}
+    read = {
+        name: _read(Path(directory), name, manifests[name], package, device, stored, arguments) for name in manifests
+    }
     with agreeing(timeout):
         modules = {
             name: packaged_module(directory, package, name, dist.get_rank(), each.program)
@@ -82,14 +82,14 @@ def load(
         }
     for name, each in read.items():
         module: Any = modules[name]
-        module.forward = _guarded(module, each, asked)
+        module.forward = _guarded(module, each, arguments)
         module.register_forward_pre_hook(structure_check(each.program), prepend=True, with_kwargs=True)
         module.exported_program = each.program
     return modules if names else modules[""]
 
 
 def _refuse_alone(directory: str | os.PathLike[str], manifest: Manifest | None) -> None:
-    """Check that an artifact holds all of its own tensors."""
+    """Check that the artifact contains all of its tensors."""
     left_out = [row["name"] for row in manifest.tensors if "stored_in" in row] if manifest else []
     if left_out:
         raise ArtifactError(
@@ -106,63 +106,67 @@ def _read(
     package: Package | None,
     device: torch.device,
     stored: dict[str, torch.Tensor],
-    asked: _Asked,
-) -> _Read:
-    """This rank's program on its device; what its file leaves out is taken from `stored`, what it holds put there."""
+    arguments: _Arguments,
+) -> _RankProgram:
+    """Read this rank's program onto its device; take missing tensors from `stored`, and add its own there."""
     left_out = {row["name"] for row in manifest.tensors if "stored_in" in row}
-    with agreeing(asked.timeout) as mine:
+    with agreeing(arguments.timeout) as mine:
         if package is not None:
-            exported = read_called(directory, package, name, manifest, dist.get_rank(), asked.trust, asked.weights)
+            exported = read_called(
+                directory, package, name, manifest, dist.get_rank(), arguments.trust, arguments.weights
+            )
         else:
-            exported = read_rank(directory / name, manifest, dist.get_rank(), trust=asked.trust, weights=asked.weights)
+            exported = read_rank(
+                directory / name, manifest, dist.get_rank(), trust=arguments.trust, weights=arguments.weights
+            )
             refuse_unsendable(exported, dist.get_backend())
         mine.update(artifact_facts(manifest))
     with named_failures(manifest.groups):
-        register_groups(manifest, asked.timeout)
-    greet_groups(manifest, device, asked.timeout)
+        register_groups(manifest, arguments.timeout)
+    greet_groups(manifest, device, arguments.timeout)
     wanted = taken_by(exported)
     for each in sorted(left_out & wanted.keys()):
-        if (found := strides_of(stored[each])) != (said := strides_of(wanted[each])):
+        if (actual := strides_of(stored[each])) != (expected := strides_of(wanted[each])):
             raise ArtifactError(
-                f"{directory / name} takes {each!r} with the strides {said}, the program beside it has {found}",
+                f"{directory / name} takes {each!r} with the strides {expected}, the program beside it has {actual}",
                 help=AGAIN,
             )
-    for held in (exported.state_dict, exported.constants):
-        held.update({each: stored[each] for each in held.keys() & left_out})
+    for state in (exported.state_dict, exported.constants):
+        state.update({each: stored[each] for each in state.keys() & left_out})
     place_state(exported, device)
     map_buffers(exported, manifest, device)
     for row in manifest.tensors:
         fqn = row["name"]
         stored[fqn] = exported.state_dict[fqn] if fqn in exported.state_dict else exported.constants[fqn]
-    return _Read(exported, manifest)
+    return _RankProgram(exported, manifest)
 
 
-def _guarded(module: fx.GraphModule, read: _Read, asked: _Asked) -> Callable[..., Any]:
-    """The call of a module as it is when it is called, with what all ranks agree on at the first one."""
-    unchecked = asked.check_inputs
+def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: _Arguments) -> Callable[..., Any]:
+    """Return a forward that also checks inputs, on the first call across all ranks."""
+    unchecked = arguments.check_inputs
     indices = [row["name"] for row in read.manifest.inputs if "values" in row]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal unchecked
         if unchecked:
-            with agreeing(asked.timeout) as mine:
+            with agreeing(arguments.timeout) as mine:
                 mine.update(input_facts(named_inputs(read.program, args, kwargs), read.manifest))
             unchecked = False
         if indices and not torch.compiler.is_compiling():
             check_values(named_inputs(read.program, args, kwargs), read.manifest.inputs)
-        # A backward would run and give wrong gradients: sums over the ranks of a loss that is the same on all, and
-        # parts that nothing adds up. Without a record of the forward it raises.
+        # A backward would run and give wrong gradients: it would add up the loss of all ranks, which is the same on
+        # each, and leave other parts without a sum. Without a record of the forward it raises.
         with torch.no_grad(), named_failures(read.manifest.groups):
             try:
                 return type(module).forward(module, *args, **kwargs)
             except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):
-                if not torch.compiler.is_compiling():  # where the inputs are at fault, say so in our words
+                if not torch.compiler.is_compiling():  # if the inputs are wrong, raise our error
                     flatten_inputs(read.program, args, kwargs)
                 raise
 
     @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # it takes no locks into a graph
+        if torch.compiler.is_compiling():  # locks cannot be compiled into a graph
             return run(*args, **kwargs)
         with taking_turns(read.manifest.groups):
             return run(*args, **kwargs)

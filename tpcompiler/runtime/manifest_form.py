@@ -1,4 +1,4 @@
-"""The form of a manifest's fields, so that readers need not ask of each value whether it is one."""
+"""The form of a manifest's fields: checked once, so that readers can rely on the types."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ DTYPES = {
     "int8": "i8",
     "uint8": "u8",
     "bool": "b8",
-}  # by torch's name; others are written as torch prints them
+}  # by torch's names; torch's own text for all others
 OTHERS = "complex32 complex64 complex128 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
-DEEPEST = 8  # what a plan says of one name is a text, or a table of texts
+DEEPEST = 8  # of a plan: a name's entry is a text, or a table of texts
 MOST_PROGRAMS = 1_000
-MOST_DIMS = 64  # of a tensor or a mesh: torch has as many
+MOST_DIMS = 64  # of a tensor or a mesh, as in torch
 MOST_SHARES = 1 << 22  # of all tensors on all ranks
-LARGEST = 1 << 62  # elements or bytes: what a size in a file can be
+LARGEST = 1 << 62  # elements or bytes: the largest size that a file can state
 
 
 def nesting(value: Any) -> int:
-    """How many lists and dicts lie in one another, counted up to one more than is allowed."""
+    """Return how deep lists and dicts are nested, counted to one more than is allowed."""
     depth, level = 0, [value]
     while depth <= DEEPEST and (level := [part for part in level if isinstance(part, (dict, list))]):
         depth += 1
@@ -54,7 +54,7 @@ def whole(value: Any) -> bool:
 
 
 def end(value: Any) -> bool:
-    """Of a range of sizes; None where it has none."""
+    """Accept the end of a range of sizes; None if it is unbounded."""
     return value is None or number(value)
 
 
@@ -84,7 +84,7 @@ def sharding(value: Any) -> bool:
 
 
 def is_whole(text: str) -> bool:
-    """Whether every rank has all of a tensor of this sharding: `R`, or `[R, R]` on two axes."""
+    """Return True if every rank has the whole tensor: `R`, or `[R, R]` on two axes."""
     return not re.search("[SP]", text)
 
 
@@ -93,7 +93,7 @@ def dtype(value: Any) -> bool:
 
 
 def shape(value: Any) -> bool:
-    """Sizes, symbolic ones as their text; not more elements than a file could say."""
+    """Accept a list of sizes, symbolic ones as text, with no more elements than a file could hold."""
     if not isinstance(value, list) or len(value) > MOST_DIMS or not all(number(size) or text(size) for size in value):
         return False
     return math.prod(int(size) for size in value if number(size)) < LARGEST
@@ -104,7 +104,7 @@ def sha256(value: Any) -> bool:
 
 
 def program(value: Any) -> bool:
-    """The name of a directory beside another one: it leads nowhere else."""
+    """Accept the name of a sibling directory, which leads nowhere else."""
     return isinstance(value, str) and value.isidentifier()
 
 
@@ -138,7 +138,7 @@ PLACED: Form = lambda value: text(value) or table(text, text)(value)  # noqa: E7
 
 
 def boundaries(value: Any) -> bool:
-    """Placements that were asked for, by name or in order."""
+    """Accept requested placements, by name or in order."""
     listed = some(lambda each: each is None or PLACED(each))
     return value is None or listed(value) or table(text, PLACED)(value)
 
@@ -186,7 +186,7 @@ FIELDS: dict[str, Form] = {
 
 
 def malformed(data: Mapping[str, Any]) -> str | None:
-    """The first field that is not in its form."""
+    """Return the first field with an invalid form, or None."""
     wrong = next((name for name, form in FIELDS.items() if not form(data[name])), None)
     if wrong is None and len(data["tensors"]) * math.prod(data["mesh"].values()) > MOST_SHARES:
         return "tensors"
@@ -200,17 +200,17 @@ def malformed(data: Mapping[str, Any]) -> str | None:
 
 
 def malformed_set(data: Mapping[str, Any]) -> bool:
-    """Whether a list of programs is not in its form."""
+    """Return True if the list of programs is invalid."""
     names = data["programs"]
     listed = some(program)(names) and len(names) <= MOST_PROGRAMS
     return not (listed and PACKED(data.get("compiled", {})) and data.keys() <= {"format", "programs", "compiled"})
 
 
 def _has_rows(numbers: Mapping[str, Sequence[Sequence[int]]], world: int) -> bool:
-    """Whether there is one constant at most, and a row of it for every rank, all of one length."""
+    """Return True if there is at most one constant, with a row for every rank and all rows equally long."""
     return len(numbers) <= 1 and all(len(rows) == world and len(set(map(len, rows))) == 1 for rows in numbers.values())
 
 
 def _is_partition(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> bool:
-    """Whether every rank is in one group."""
+    """Return True if every rank is in exactly one group."""
     return sorted(rank for ranks in groups for rank in ranks) == list(range(math.prod(mesh.values())))

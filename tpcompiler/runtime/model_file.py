@@ -1,4 +1,4 @@
-"""Read a .pt2 file, and say what a file is that is none."""
+"""Read a .pt2 file, or explain what the file is instead."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.python_code import WRITE, find_difference
 from tpcompiler.runtime.weightless import empty_hollow
 
-# A class in the tree of inputs or outputs: JSON in a text of JSON. transformers registers its own on import.
+# A class in the pytree of inputs or outputs: JSON within a JSON text. transformers registers its own classes on import.
 TREE = re.compile(rb'"(?:in|out)_spec": ?"((?:[^"\\]|\\.)*)"')
 MOST_CLASSES = 8
 MOST_REPEATED = 1 << 26  # bytes
 NAMED_CLASS = re.compile(rb'\\"type\\": ?\\"(transformers(?:\.\w+)+)\.(\w+)\\"')
 KNOWN_MODULES = re.compile(r"transformers\.(modeling_outputs|cache_utils|models\.(\w+)\.modeling_\2)")
-KNOWN_OPS = {  # namespace of ops -> what registers them
+KNOWN_OPS = {  # namespace of ops -> the module that registers them
     "transformers": "transformers.integrations.moe",
     "torchao": "torchao.quantization",
 }
@@ -41,16 +41,16 @@ EXPORT = "export the model and write it with torch.export.save(exported_program,
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import modules that register what a file needs: output classes, custom ops.
+    """Import modules that register classes of outputs or custom ops for a file.
 
     Raises:
-        ArtifactError: a module that cannot be imported.
+        ArtifactError: a module cannot be imported.
     """
     for name in names:
         try:
             with _working_directory() if _is_only_here(name) else contextlib.nullcontext():
                 importlib.import_module(name)
-        except (Exception, SystemExit) as error:  # whatever the module's own code raises
+        except (Exception, SystemExit) as error:  # a module's code may raise anything
             raise ArtifactError(
                 f"cannot import {name}: {type(error).__name__}: {reason(error)}",
                 help="give the dotted name of a module that python can import here",
@@ -58,17 +58,17 @@ def import_modules(names: Sequence[str]) -> None:
 
 
 def import_known_modules(file: Opened) -> None:
-    """Import what a file names of two libraries: classes of transformers that it takes and returns, and their ops.
+    """Import the modules of transformers and torchao that a file names: classes of inputs and outputs, and ops.
 
-    Nothing else is imported for a file: other classes and ops need `--import`.
+    Nothing else is imported because a file names it: other classes and ops need `--import`.
     """
     with contextlib.suppress(zipfile.BadZipFile, OSError), zipfile.ZipFile(file) as archive:
         for entry in archive.namelist():
             if re.fullmatch(r"[^/]+/models/model\.json", entry) or entry == OLD_FORMAT:
                 text = archive.read(entry)
                 trees = b"".join(TREE.findall(text))
-                found = {(module.decode(), name.decode()) for module, name in NAMED_CLASS.findall(trees)}
-                for module, name in sorted(found)[:MOST_CLASSES]:
+                classes = {(module.decode(), name.decode()) for module, name in NAMED_CLASS.findall(trees)}
+                for module, name in sorted(classes)[:MOST_CLASSES]:
                     if KNOWN_MODULES.fullmatch(module) and _import_installed(module):
                         if name == "DynamicCache" and not is_registered_class(f"{module}.{name}"):
                             importlib.import_module(EXPORT_SUPPORT).register_dynamic_cache_export_support()
@@ -78,7 +78,7 @@ def import_known_modules(file: Opened) -> None:
 
 
 def _import_installed(module: str) -> bool:
-    """Whether the library is there. What its module lacks, torch says."""
+    """Import a module if its library is installed; if the module fails, torch reports what is missing later."""
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         return False
     with contextlib.suppress(ArtifactError):
@@ -87,15 +87,17 @@ def _import_installed(module: str) -> bool:
 
 
 def _is_only_here(name: str) -> bool:
-    """Whether an installed command, which does not look for modules where it was called, would find it there only."""
+    """Return True if only the working directory has the module: an installed command does not search there."""
     first = name.partition(".")[0]
     return first not in sys.modules and importlib.util.find_spec(first) is None
 
 
 @contextlib.contextmanager
 def _working_directory() -> Iterator[None]:
-    """Look for modules where the command was called, for the time of an import: what an installed module asks for, now
-    or later, must not come from there."""
+    """Search the working directory for modules in the block only.
+
+    Later imports of an installed module must not find files there.
+    """
     here = os.getcwd()
     sys.path.append(here)
     try:
@@ -106,13 +108,13 @@ def _working_directory() -> Iterator[None]:
 
 
 def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, trust: bool = False) -> ExportedProgram:
-    """Read what `torch.export.save` wrote; `imports` are modules to import first.
+    """Read a file of `torch.export.save`; `imports` are modules to import first.
 
-    `trust` reads it as `torch.export.load` does, which runs code that the file may hold (docs/security.md).
+    `trust` reads it with `torch.export.load` unchecked, which runs code that the file may contain (docs/security.md).
 
     Raises:
-        ArtifactError: no such file, a file of another kind, a damaged one, one that needs a module imported, or,
-            without `trust`, one that needs a pickle or could run code.
+        ArtifactError: there is no such file, it is of another kind or damaged, it needs a module imported or, without
+            `trust`, it needs a pickle or could run code.
     """
     import_modules(imports)
     with open_model(path, trust=trust) as file:
@@ -122,7 +124,7 @@ def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, tru
 
 
 def _refuse_repeated(program: ExportedProgram, file: Opened) -> None:
-    """Raises ArtifactError of a large weight that is one number, said to stand everywhere: ranks would hold it all."""
+    """Raise ArtifactError for a large weight stored as one repeated number: ranks would hold it in full."""
     for name, value in {**program.constants, **program.state_dict}.items():
         if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.layout is torch.strided:
             whole, there = value.numel() * value.element_size(), value.untyped_storage().nbytes()
@@ -134,7 +136,7 @@ def _refuse_repeated(program: ExportedProgram, file: Opened) -> None:
 
 
 def load_opened(file: Opened) -> ExportedProgram:
-    """The program in what `open_model` gave."""
+    """Load the program from a file that `open_model` opened."""
     import_known_modules(file)
     file.seek(0)
     with quick_files():
@@ -149,13 +151,13 @@ def load_opened(file: Opened) -> ExportedProgram:
 
 @contextlib.contextmanager
 def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator[Opened]:
-    """A .pt2, open and, without `trust`, looked into; what is read of it in the block is what was looked into.
+    """Open a .pt2 and, without `trust`, inspect it; the block reads exactly the bytes that were inspected.
 
     Raises:
-        ArtifactError: as `read_model`; whatever the block raises is said to be the file's fault.
+        ArtifactError: as `read_model`; also for any error in the block, which is blamed on the file.
     """
     file = Path(path)
-    if os.path.isdir(file):  # unlike pathlib's, it does not raise where a name is too long or a folder is closed
+    if os.path.isdir(file):  # unlike pathlib's, it does not raise for a long name or a closed folder
         raise _refusal(file, *_directory(file))
     try:
         opened = Opened(file)
@@ -165,17 +167,17 @@ def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator
             file, "does not exist", help or f"give the path of a .pt2 file; to make one, {EXPORT}"
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        said = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise _refusal(file, said, "check the path and the permissions") from error
+        problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise _refusal(file, problem, "check the path and the permissions") from error
     with opened, looked_into(opened, trust=trust):
         yield opened
 
 
 @contextlib.contextmanager
 def looked_into(file: Opened, *, trust: bool) -> Iterator[None]:
-    """What `open_model` does with an open file."""
-    if found := _other_than_pt2(file):
-        raise _refusal(file.path, *found)
+    """Inspect a file that is already open, as `open_model` does."""
+    if problem := _other_than_pt2(file):
+        raise _refusal(file.path, *problem)
     try:
         with quiet_torch() as heard, file.telling():
             if not trust:
@@ -183,16 +185,16 @@ def looked_into(file: Opened, *, trust: bool) -> Iterator[None]:
             yield
     except ArtifactError:
         raise
-    except Exception as error:  # torch raises what the layer that fails happens to raise
+    except Exception as error:  # torch raises any type of error here
         file.refuse_change()
-        # torch.export.load logs the cause, and then raises a general text that says to look above.
+        # torch.export.load logs the cause, and then raises a general text that points to the log.
         cause = _innermost(heard[-1]) if heard else error
         raise _load_error(file.path, cause) from error
     file.refuse_change()
 
 
 def _strange_calling(program: ExportedProgram) -> str:
-    """torch takes a program without its calling convention, and fails when it is called."""
+    """Describe a missing or inconsistent calling convention: torch loads such a program, and fails in the call."""
     signature, graph = program.graph_signature, program.module_call_graph
     spec = graph[0].signature if graph else None
     if spec is None or spec.in_spec is None or spec.out_spec is None or graph[0].fqn != "":
@@ -210,7 +212,7 @@ def _strange_calling(program: ExportedProgram) -> str:
 
 
 def _strange_examples(program: ExportedProgram) -> str:
-    """torch gives back whatever the file has."""
+    """Describe invalid example inputs: torch returns any object that the file contains."""
     examples = program.example_inputs
     if examples is None or (
         isinstance(examples, tuple)
@@ -229,7 +231,7 @@ def _strange_examples(program: ExportedProgram) -> str:
 
 
 def _fit(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether these are arguments of the program; torch's module makes its input checks of them."""
+    """Return True if these are arguments of the program; torch derives its input checks from them."""
     spec = program.call_spec.in_spec
     assert spec is not None
     names = keywords_of(spec)
@@ -239,7 +241,7 @@ def _fit(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _strange_texts(program: ExportedProgram, examples: Sequence[Any]) -> str:
-    """What is wrong with examples that are text: an input check taken for one of numbers computes with them."""
+    """Describe example inputs that are text where the program takes none: an input check would compute with them."""
     takes = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     if any(isinstance(spec, ConstantArgument) and isinstance(spec.value, str) for spec in takes):
         return ""
@@ -264,7 +266,7 @@ def _directory(file: Path) -> tuple[str, str]:
 
 
 def _other_than_pt2(file: Opened) -> tuple[str, str] | None:
-    """(what the file seems to be, what to do) unless it looks like a .pt2 with an exported program."""
+    """Return (what the file seems to be, the remedy), or None if it looks like a .pt2 with an exported program."""
     head = file.read(512)
     file.seek(0)
     if not head.startswith(b"PK"):
@@ -293,7 +295,7 @@ def _other_than_zip(head: bytes) -> tuple[str, str]:
 
 
 def _other_archive(names: Sequence[str]) -> tuple[str, str] | None:
-    inside = {name.partition("/")[2] for name in names}  # every entry lies under one folder with the archive's name
+    inside = {name.partition("/")[2] for name in names}  # every entry is in one folder named after the archive
     models = sorted(name[7:-5] for name in inside if name.startswith("models/") and name.endswith(".json"))
     if "model" in models or OLD_FORMAT in names:
         return None
@@ -313,15 +315,15 @@ def _other_archive(names: Sequence[str]) -> tuple[str, str] | None:
 
 def _load_error(file: Path, cause: BaseException) -> ArtifactError:
     text = str(cause)
-    if found := re.search(r"Deserializing (\S+) in pytree is not registered", text):
-        module = found[1].rpartition(".")[0] or "MODULE"
+    if match := re.search(r"Deserializing (\S+) in pytree is not registered", text):
+        module = match[1].rpartition(".")[0] or "MODULE"
         return ArtifactError(
-            f"{file} takes or returns a {found[1]}, a class that is not imported here",
+            f"{file} takes or returns a {match[1]}, a class that is not imported here",
             help=option(f"pass --import {module}", f"import {module} first"),
         )
-    if found := re.search(r"failed to resolve torch\.ops\.(\S+) to an operator", text):
+    if match := re.search(r"failed to resolve torch\.ops\.(\S+) to an operator", text):
         return ArtifactError(
-            f"{file} calls the op {found[1]}, which this torch {torch.__version__} does not have",
+            f"{file} calls the op {match[1]}, which this torch {torch.__version__} does not have",
             help=option("pass --import MODULE with", "import")
             + " the module that registers the op, or export with this version of torch",
         )

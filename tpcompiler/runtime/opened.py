@@ -1,4 +1,4 @@
-"""A file that is opened once: what was looked into is what is read, whatever happens to its path meanwhile."""
+"""A file opened once: the bytes that were checked are the bytes that are read, even if its path changes meanwhile."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Opened(io.RawIOBase):
     """A regular file, open for reading.
 
     Attributes:
-        path: where it was found, for messages; nothing is read from there again.
+        path: the path it was opened at, for messages; nothing is read from there again.
 
     Raises:
-        OSError: there is none, it may not be read, or it is no regular file: reading a pipe would wait for a writer.
+        OSError: the file is missing, unreadable, or not regular: reading a pipe would wait for a writer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,7 @@ class Opened(io.RawIOBase):
         self.size: int = os.fstat(self._descriptor).st_size
 
     def keep(self, loose: Sequence[tuple[int, int]]) -> None:
-        """Read everything but these ranges (first byte, end) into memory, and answer from there from now on."""
+        """Read everything except these ranges (first byte, end) into memory, and answer later reads from there."""
         at = 0
         for start, end in (*sorted(loose), (self.size, self.size)):
             if start > at:
@@ -58,7 +58,7 @@ class Opened(io.RawIOBase):
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell in the block how many of its bytes are read; some are read again, which does not count."""
+        """Report in the block how many bytes have been read; bytes that are read twice count once."""
         with measured(f"reading {self.path.name}", "bytes", self.size) as self._tell:
             try:
                 yield
@@ -66,7 +66,7 @@ class Opened(io.RawIOBase):
                 self._tell = None
 
     def refuse_change(self) -> None:
-        """Raises ArtifactError if the file, or what its path leads to, is another than when it was opened."""
+        """Raise ArtifactError if the file, or the target of its path, has changed since it was opened."""
         try:
             there = os.stat(self.path)
             same = (there.st_dev, there.st_ino) == self._known[:2]
@@ -76,7 +76,6 @@ class Opened(io.RawIOBase):
             raise ArtifactError(f"{self.path} was changed while it was read", help="read it again when it is whole")
 
     def sha256(self) -> str:
-        """In hex, read in pieces."""
         digest = hashlib.sha256()
         self.seek(0)
         with measured(f"hashing {self.path.name}", "bytes", self.size) as tell:
@@ -104,7 +103,7 @@ class Opened(io.RawIOBase):
         count = max(0, min(len(into), self.size - self._at))
         done = 0
         while done < count and (step := self._read_piece(self._at + done, into[done:count])):
-            done += step  # less than all of it, if the file was cut short: refuse_change says so
+            done += step  # fewer bytes if the file was truncated: refuse_change reports that
         self._at += done
         return done
 
@@ -114,7 +113,7 @@ class Opened(io.RawIOBase):
         super().close()
 
     def _read_piece(self, at: int, into: memoryview) -> int:
-        """Put some bytes from there on: kept ones, or the file's up to the next kept ones; how many."""
+        """Copy bytes from `at` on, from memory or from the file up to the next range in memory; return their number."""
         index = bisect.bisect_right(self._starts, at) - 1
         if index >= 0 and (inside := at - self._starts[index]) < len(self._kept[index]):
             piece = memoryview(self._kept[index])[inside : inside + len(into)]
@@ -139,12 +138,12 @@ class Opened(io.RawIOBase):
             self._tell(self._read)
 
     def _state(self) -> tuple[int, ...]:
-        found = os.fstat(self._descriptor)
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_nlink
+        status = os.fstat(self._descriptor)
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink
 
 
 def open_input(path: Path) -> io.RawIOBase | BinaryIO:
-    """A file, or a pipe that this process was started with, such as the shell's `<(command)`, to be read once.
+    """Open a file, or a pipe given to this process such as the shell's `<(command)`, to be read once.
 
     Raises:
         OSError: as `Opened`.
@@ -154,10 +153,10 @@ def open_input(path: Path) -> io.RawIOBase | BinaryIO:
 
 
 def read_text(path: Path) -> str:
-    """All of a small text file.
+    """Read a whole small text file.
 
     Raises:
-        OSError, UnicodeDecodeError: as `Opened`; it is no UTF-8.
+        OSError, UnicodeDecodeError: as `Opened`; it is not UTF-8.
     """
     with open_input(path) as file:
         return (file.read() or b"").decode("utf-8")

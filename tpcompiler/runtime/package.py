@@ -1,4 +1,4 @@
-"""The compiled form of an artifact's programs: one AOTInductor package for all ranks, and what it was compiled for."""
+"""The compiled form of an artifact: one AOTInductor package for all ranks, and its target machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tpcompiler.runtime.opened import read_text
 from tpcompiler.runtime.target import MANIFEST, SET, replacing
 
 AGAIN = "package it again here: tpcompiler package {}"
-# What `-march=native` may use beyond what every such CPU has.
+# Extensions that `-march=native` may use and that not every CPU has.
 EXTENSIONS = re.compile(
     "3dnow|adx|aes|amx|avx|bmi|f16c|fma|gfni|lzcnt|abm|movbe|pclmul|popcnt|rd|sha|ss?se|sve|vaes|vpclmul|bf16|i8mm|asimd"
 )
@@ -26,18 +26,18 @@ EXTENSIONS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Package:
-    """What is known of an artifact's package, as plain data.
+    """An artifact's package, as plain data.
 
     Attributes:
-        files: file name -> SHA-256 (hex), of the package, of the library that runs it from Python, and of programs that
-            say how each model is called (`called_file`).
+        files: file name -> SHA-256 (hex), for the package, the library that runs it from Python, and the programs that
+            define how each model is called (`called_file`).
         models: program -> model in the package -> the ranks that run it. The program of a lone artifact is "".
         device_type: "cpu" or "cuda".
-        torch: the version that compiled it, and runs it.
-        compiler: the C++ compiler, as it names itself.
-        strides: of the tensors that do not lie in memory as in a file, row by row.
-        capability: what it needs of the CPU, or of the GPU.
-        threads: of a rank's process, on the CPU.
+        torch: the version that compiled it, and must run it.
+        compiler: the C++ compiler, with its own description.
+        strides: of the tensors that are not contiguous in memory.
+        capability: the required CPU extensions, or GPU generation.
+        threads: number in a rank's process, on the CPU.
     """
 
     files: dict[str, str]
@@ -51,23 +51,23 @@ class Package:
 
 
 def read_package(directory: str | os.PathLike[str]) -> Package | None:
-    """What an artifact, or a directory of several programs, says of its package; None where it has none.
+    """Return the package of an artifact or of a set of programs; None if it has none.
 
     Raises:
         ArtifactError: as `read_manifest`.
     """
     if programs_in(directory):
-        said = json.loads(read_text(Path(directory) / SET)).get("compiled")
+        data = json.loads(read_text(Path(directory) / SET)).get("compiled")
     else:
-        said = read_manifest(directory).compiled
-    return Package(**said) if said else None
+        data = read_manifest(directory).compiled
+    return Package(**data) if data else None
 
 
 def refuse_other_package(directory: str | os.PathLike[str]) -> None:
     """Compare the files of a package, if there is one, with their hashes.
 
     Raises:
-        ArtifactError: one that is missing, no regular file, a link to elsewhere, or not what was written.
+        ArtifactError: a file is missing, not regular, a link to elsewhere, or has other content.
     """
     package = read_package(directory)
     files = package.files if package else {}
@@ -76,12 +76,12 @@ def refuse_other_package(directory: str | os.PathLike[str]) -> None:
 
 
 def called_file(model: str) -> str:
-    """A program with a model's inputs, outputs and tensors, and nothing that is computed: read in no time."""
+    """Return the name of the file with a model's inputs, outputs and tensors but no ops: it loads quickly."""
     return f"compiled_{model}.pt2"
 
 
 def drop_package(directory: Path) -> None:
-    """Delete a package, and its name from the listing, which a full disk has room for then."""
+    """Delete a package and its entry in the listing; deleting first makes room on a full disk."""
     package = read_package(directory)
     for name in package.files if package else ():
         (directory / name).unlink(missing_ok=True)
@@ -89,10 +89,10 @@ def drop_package(directory: Path) -> None:
 
 
 def say_package(directory: Path, package: Package | None, files: Sequence[Path] = ()) -> None:
-    """Name a package, or none, in the listing of the directory that it lies in, and move its files there.
+    """Record a package, or None, in the directory's listing, and move its files there.
 
     Raises:
-        OSError: it cannot be written; no file was moved.
+        OSError: the listing cannot be written; no file was moved.
     """
     listing = directory / (SET if programs_in(directory) else MANIFEST)
     data = json.loads(listing.read_text(encoding="utf-8"))
@@ -104,7 +104,7 @@ def say_package(directory: Path, package: Package | None, files: Sequence[Path] 
 
 
 def find_capability(device_type: str) -> list[str]:
-    """What code that is compiled here may ask of the machine: a GPU's generation, or the extensions of the CPU."""
+    """Return the machine features that code compiled here may need: a GPU's generation, or the CPU's extensions."""
     if device_type == "cuda":
         major, minor = torch.cuda.get_device_capability()
         return [f"sm_{major}{minor}"]
@@ -114,9 +114,9 @@ def find_capability(device_type: str) -> list[str]:
 def _cpu_flags() -> Iterator[str]:
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, said = line.partition(":")
+            name, _, words = line.partition(":")
             if name.strip() in ("flags", "Features"):
-                yield from said.split()
+                yield from words.split()
                 return
     except OSError:
         return
@@ -126,7 +126,7 @@ def refuse_elsewhere(directory: str | os.PathLike[str], package: Package) -> Non
     """Check that this process can run the package.
 
     Raises:
-        ArtifactError: another torch, a CPU or GPU that lacks what the code uses, another number of threads.
+        ArtifactError: another torch or thread count, or a CPU or GPU without a feature that the code uses.
     """
     at, again = os.fspath(directory), AGAIN.format(os.fspath(directory))
     if package.torch != torch.__version__:
@@ -148,13 +148,13 @@ def refuse_elsewhere(directory: str | os.PathLike[str], package: Package) -> Non
 
 
 def package_to_run(directory: str | os.PathLike[str], compiled: bool | None, trust: bool) -> Package | None:
-    """The package of an artifact, if it is to be run in place of the programs.
+    """Return the package of an artifact if it should run instead of the programs.
 
     Args:
-        compiled: whether it is; by default where there is one and the artifact is trusted: it is machine code.
+        compiled: True or False decides; None runs a package only in a trusted artifact, because it is machine code.
 
     Raises:
-        ArtifactError: there is none and `compiled` is set; as `refuse_elsewhere`.
+        ArtifactError: `compiled` is set and there is no package; as `refuse_elsewhere`.
     """
     package = read_package(directory) if compiled is not False else None
     if package is None:

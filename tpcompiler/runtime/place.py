@@ -1,4 +1,4 @@
-"""Put the tensors that a program holds on the device that it runs on."""
+"""Move a program's tensors to the device that it runs on."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tpcompiler.runtime.weightless import hollow_like
 
 
 def place_state(program: ExportedProgram, device: torch.device | str) -> None:
-    """Move parameters, buffers, constants and example inputs, in place; what is on the device already is not copied.
+    """Move parameters, buffers, constants and example inputs in place; tensors already on the device are not copied.
 
-    A program that `parallelize` made for CUDA names its device in the graph and holds its tensors on the CPU, because
-    it was made where there need be no GPU. `tpcompiler.load` calls this. A program that torch alone has loaded is moved
-    by `torch.export.passes.move_to_device_pass`, but not by `program.module().to`, which leaves lifted literals behind.
+    A program that `parallelize` made for CUDA names its device in the graph and has its tensors on the CPU, because no
+    GPU is needed to make it. `tpcompiler.load` calls this function. For a program that torch alone has loaded, use
+    `torch.export.passes.move_to_device_pass`, not `program.module().to`, which leaves lifted literals behind.
     """
-    made: dict[object, torch.Tensor] = {}
-    for held in (program.state_dict, program.constants):
-        for name, value in held.items():
+    copies: dict[object, torch.Tensor] = {}
+    for state in (program.state_dict, program.constants):
+        for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 key = memory_of(value)
-                if key not in made:
-                    made[key] = _placed(value, device)
-                held[name] = made[key]
+                if key not in copies:
+                    copies[key] = _placed(value, device)
+                state[name] = copies[key]
     if program.example_inputs is not None:
         program.example_inputs = tree_map(
             lambda value: _placed(value, device) if isinstance(value, torch.Tensor) else value, program.example_inputs
@@ -31,7 +31,7 @@ def place_state(program: ExportedProgram, device: torch.device | str) -> None:
 
 
 def memory_of(value: torch.Tensor) -> object:
-    """Equal for tensors that are tied: one copy serves them, here as on the CPU."""
+    """Return a key that tied tensors share: one copy serves them, on this device as on the CPU."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.numel():
         return id(value)
     storage = value.untyped_storage().data_ptr()
@@ -48,8 +48,8 @@ def _placed(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def leave_out(program: ExportedProgram, fqn: str) -> None:
-    """Put a tensor of the same shape in the place of a leaf that takes no room in a file."""
-    held = program.state_dict if fqn in program.state_dict else program.constants
-    value = held[fqn]
+    """Replace a leaf by a tensor of the same shape that takes no room in a file."""
+    state = program.state_dict if fqn in program.state_dict else program.constants
+    value = state[fqn]
     if value.numel():
-        held[fqn] = hollow_like(value)
+        state[fqn] = hollow_like(value)

@@ -1,4 +1,4 @@
-"""What the JSON of an exported program may say: torch makes Python source, expressions and imports of parts of it."""
+"""Check the JSON of an exported program: torch turns parts of it into Python source, expressions and imports."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from tpcompiler.runtime.expressions import (
 
 Check = Callable[[str], str | None]
 
-# What torch keeps of a node's origin, and neither runs nor calls.
+# Texts about a node's origin, which torch neither runs nor calls.
 FREE = ("stack_trace", "nn_module_stack", "torch_fn", "custom", "from_node")
 QUOTES = frozenset("\"'\\")
 FILE_OPS = frozenset({"aten.save", "aten.from_file", "debugprims.load_tensor"})  # they open a file by its name
-PRINTING_OPS = frozenset({"aten._print", "aten.warn", "print"})  # what the file says, past every filter
-CODE_OPS = frozenset({"aoti_call_delegate", "inline_asm_elementwise"})  # they run machine code that an argument names
+PRINTING_OPS = frozenset({"aten._print", "aten.warn", "print"})  # they print the file's text, past every filter
+CODE_OPS = frozenset({"aoti_call_delegate", "inline_asm_elementwise"})  # they run machine code given by an argument
 OPERATORS = re.compile(
     r"_operator\.(add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|eq|ne|lt|le|gt|ge|and_|or_|xor|not_|lshift|rshift"
     r"|getitem)|math\.(?!factorial|comb|perm)[a-z]\w*|torch\.(_sym|sym)_\w+"
 )
 LARGEST_EXAMPLES = 100_000  # parts
-LONGEST_LIST = 4_096  # of example inputs: an input check may multiply it
-TERMS_OF_ALL = 3_000_000  # of all sizes, each as often as it stands there
+LONGEST_LIST = 4_096  # of example inputs: an input check may multiply its length
+TERMS_OF_ALL = 3_000_000  # of all sizes, repeated ones included
 POWERS = ("_operator.pow", "_operator.lshift")
 NUMBERS = {"as_int", "as_sym_int", "as_float", "as_sym_float", "as_bool", "as_sym_bool"}
-COUNTED = re.compile("(u|zuf)")  # of sizes that data decide, torch counts from 0 to the number in the name
-VMAP = re.compile(r"torch\._functorch\.predispatch\.\w+")  # what torch.vmap leaves in a training program
+COUNTED = re.compile("(u|zuf)")  # for data-dependent sizes, torch counts from 0 to the number in the name
+VMAP = re.compile(r"torch\._functorch\.predispatch\.\w+")  # torch.vmap leaves these in a training program
 
 
 class Unsafe(Exception):
-    """A part of a file that could run code; the text says what, and `cure` what makes it loadable but for trust."""
+    """A part of a file that could run code; the text names it, and `cure` is a remedy other than trust."""
 
     def __init__(self, what: str, cure: str = "") -> None:
         super().__init__(what)
@@ -63,14 +63,14 @@ def check_program(data: object) -> None:
     """Check every text in a program's JSON, or in the JSON that lists its weights.
 
     Raises:
-        Unsafe: a text of which torch would make more than a name, a number or an op.
+        Unsafe: torch would make more of a text than a name, a number or an op.
     """
     seen: set[tuple[str, str]] = set()
     terms = 0.0
     for key, parent, text in _texts(data, "", ""):
         if key == "expr_str" and (terms := terms + (count_terms(text) or 0)) > TERMS_OF_ALL:
             raise Unsafe(f"has more sizes than torch reads in some minutes: {_short(text)}")
-        # An op's own text argument is written into torch's source by `repr`; a constant input is not.
+        # torch writes an op's text argument into its source with `repr`, but a constant input unquoted.
         if (key, text) in seen or (key in ("as_string", "as_strings") and parent == "arg"):
             continue
         if key not in CHECKS:
@@ -94,7 +94,7 @@ def check_program(data: object) -> None:
 
 @dataclass(frozen=True)
 class _Bound:
-    """Of a number: how many bits it may have, and how large it is where sizes that nobody knows are small."""
+    """A bound on a number: its bits, and its value if unknown sizes are small."""
 
     bits: int = SIZE_BITS
     value: int = LARGEST_EXPONENT
@@ -106,30 +106,29 @@ class _Bound:
 
 
 def _check_numbers(data: object) -> None:
-    """Numbers that nodes compute stay small, and they compute no texts: torch does it to compile.
+    """Check that the numbers that nodes compute stay small, and that no node computes a text: torch evaluates them.
 
-    A name that no node makes is an input: in a graph inside of another it may be any number of that one.
+    A name that no node defines is an input: in a nested graph it may be any number of the outer graph.
     """
     inputs = _Bound()
     for graph in (each for each in _dicts(data) if isinstance(each.get("nodes"), list)):
-        said = {name: each.get("as_int") for name, each in (graph.get("sym_int_values") or {}).items()}
-        known = {name: _Bound(n.bit_length(), abs(n)) for name, n in said.items() if isinstance(n, int)}
+        literals = {name: each.get("as_int") for name, each in (graph.get("sym_int_values") or {}).items()}
+        known = {name: _Bound(n.bit_length(), abs(n)) for name, n in literals.items() if isinstance(n, int)}
         for node in graph["nodes"]:
             target = str(node["target"])
             if not OPERATORS.fullmatch(target):
                 continue
-            made = _bound(target, [list(_dicts(each["arg"])) for each in node["inputs"]], known, inputs)
-            if made.bits > BITS:
+            bound = _bound(target, [list(_dicts(each["arg"])) for each in node["inputs"]], known, inputs)
+            if bound.bits > BITS:
                 raise Unsafe(f"computes a number that is too large, by {_short(target)}")
             names = (part.get("as_name") for part in _dicts(node["outputs"]))
-            known |= {name: made for name in names if isinstance(name, str)}
+            known |= {name: bound for name in names if isinstance(name, str)}
         inputs = _Bound.over(known.values(), inputs)
 
 
 def _bound(
     target: str, given: Sequence[Sequence[Mapping[str, Any]]], known: Mapping[str, _Bound], inputs: _Bound
 ) -> _Bound:
-    """Of what an operator makes."""
     parts = [part for each in given for part in each]
     if any(key.startswith("as_string") for part in parts for key in part):
         raise Unsafe(f"computes with text: {_short(target)}")
@@ -149,7 +148,7 @@ def _bound(
 
 
 def _written(argument: Mapping[str, Any], known: Mapping[str, _Bound], inputs: _Bound) -> _Bound:
-    """Of a number that is written out, or made before, or not known."""
+    """Return the bound of an argument: a literal, the result of an earlier node, or an unknown input."""
     if isinstance(name := argument.get("as_name"), str):
         return known.get(name, inputs)
     if isinstance(number := argument.get("as_float"), float):
@@ -159,7 +158,7 @@ def _written(argument: Mapping[str, Any], known: Mapping[str, _Bound], inputs: _
 
 
 def _numbers_taken(data: Any) -> set[str]:
-    """The inputs that are numbers, as input checks name them: `L['n']`, `L['sizes'][0]`, `L['size']['height']`."""
+    """Return the inputs that are numbers, as input checks name them: `L['n']`, `L['sizes'][0]`, `L['x']['y']`."""
     try:
         signature = data["graph_module"]["module_call_graph"][0]["signature"]
         args, named = json.loads(signature["in_spec"])[1]["children_spec"]
@@ -193,13 +192,13 @@ def check_keys(value: object) -> None:
     """Check the keys of dicts in example inputs: torch writes them into the source of a module's input checks.
 
     Raises:
-        Unsafe: a key that is neither a number, None nor plain text.
+        Unsafe: a key is neither a number, None nor plain text.
     """
     level = [value]
     for count in itertools.count():
         if not level:
             return
-        if count > LARGEST_EXAMPLES:  # of lists that share their parts, torch takes each part as often as it is there
+        if count > LARGEST_EXAMPLES:  # torch visits a part that lists share once per occurrence
             raise Unsafe("has example inputs without end")
         value = level.pop()
         if isinstance(value, (list, tuple)) and len(value) > LONGEST_LIST:
@@ -212,7 +211,7 @@ def check_keys(value: object) -> None:
 
 
 def _texts(value: object, key: str, parent: str) -> Iterator[tuple[str, str, str]]:
-    """(key, key of the dict that has it, text) of every text; a list's texts are under the list's key."""
+    """Yield (key, key of the enclosing dict, text) for every text; the texts of a list have the list's key."""
     left: list[tuple[object, str, str]] = [(value, key, parent)]
     while left:
         value, key, parent = left.pop()
@@ -239,16 +238,16 @@ def _path(text: str) -> str | None:
 
 
 def _origins(text: str) -> str | None:
-    """Functions that nodes came from, which torch looks up by `getattr`: that of a loader opens a library."""
+    """Check the functions that nodes came from: torch looks them up by `getattr`, and a loader would open a library."""
     for origin in text.split(";"):
         target = origin.rpartition(",")[2]
         if not target.startswith(("torch", "math", "_operator")):
             continue
-        found: Any = {"torch": torch, "math": math}.get(target.partition(".")[0], operator)
+        owner: Any = {"torch": torch, "math": math}.get(target.partition(".")[0], operator)
         for part in target.split(".")[1:]:
-            if not isinstance(found, (types.ModuleType, type, OpOverloadPacket)):
+            if not isinstance(owner, (types.ModuleType, type, OpOverloadPacket)):
                 return "looks into what is no module, class or op"
-            found = getattr(found, part, None)
+            owner = getattr(owner, part, None)
     return None
 
 
@@ -256,7 +255,7 @@ def _target(text: str) -> str | None:
     if OPERATORS.fullmatch(text):
         return None
     if not text.startswith("torch.ops.") and not VMAP.fullmatch(text):
-        # What torch cannot find it refuses by itself: only a name that stands for something may be wrong.
+        # torch itself rejects names that it cannot find: only names that exist may be dangerous.
         return "calls what is no op" if text.startswith(("torch", "math", "_operator", "#")) else None
     op = program_target(text)
     if op is None:
@@ -288,16 +287,16 @@ def _inputs_tree(text: str) -> str | None:
     if what := _outputs_tree(text):
         return what
     children = json.loads(text)[1]["children_spec"]
-    if len(children) == 2 and children[1]["type"] == "builtins.dict":  # names of arguments of a `def`
+    if len(children) == 2 and children[1]["type"] == "builtins.dict":  # argument names of a `def`
         return next(filter(None, (_name(str(name)) for name in json.loads(children[1]["context"]))), None)
     return None
 
 
 def _tree(spec: dict[str, Any]) -> str | None:
-    """What is wrong with a pytree's description, of which a class may be looked up by module and name."""
+    """Return the fault in a pytree's description, which may make torch look up a class by module and name."""
     context = spec["context"]
     if isinstance(context, str):
-        with contextlib.suppress(ValueError):  # the name of a named tuple
+        with contextlib.suppress(ValueError):  # a string that is not JSON is the name of a named tuple
             context = json.loads(context)
     for part in _dicts(context):
         if "default_factory_module" in part:
@@ -327,16 +326,16 @@ def _number(text: str) -> str | None:
 
 
 def _look_up(module: str, name: str, kind: type) -> None:
-    """torch imports the module; one that is imported already runs nothing, and `vars` makes nothing lazy run."""
+    """Reject modules that torch would have to import; `vars` finds the class without running lazy attributes."""
     if sys.modules.get(module) is None:
         raise Unsafe(
             f"makes torch import the module {_short(module)}",
             option(f"pass --import {module}", f"import {module} first"),
         )
-    found: Any = sys.modules[module]
+    owner: Any = sys.modules[module]
     for part in name.split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    if not isinstance(found, kind):
+        owner = vars(owner).get(part) if hasattr(owner, "__dict__") else None
+    if not isinstance(owner, kind):
         raise Unsafe(f"makes torch look up {_short(f'{module}.{name}')}, which is no class of that kind")
 
 

@@ -1,10 +1,10 @@
-"""Whether the Python that torch writes for a program computes what its graph says.
+"""Check that the Python that torch writes for a program computes its graph.
 
-`ExportedProgram.module()` makes the state attributes of a module, writes the graph as Python, and runs that; the judges
-read the graph. The two can differ, by names (an argument hides a global of its name, Python takes two spellings of an
-identifier for one, a value called `self` hides the module) and by literals (`-1 ** n`, `infj`). So the Python is read
-back here, by Python's own parser and rules of scope, statement by statement: each must be the node that it was written
-for. Nothing of it is run.
+`ExportedProgram.module()` turns the state into attributes of a module, writes the graph as Python, and runs that; the
+judges read the graph. The two can differ by names (an argument hides a global of its name, Python treats two spellings
+of an identifier as one, a value called `self` hides the module) and by literals (`-1 ** n`, `infj`). So the Python is
+read back here with Python's own parser and scope rules, statement by statement: each must match the node that it was
+written for. None of it is run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tpcompiler._torch import LEAF_KINDS, NAMED_BY_TORCH, WRAPPERS, WRITTEN_KIND
 from tpcompiler.errors import reason
 
 WRITE = "give what is named so another name in the model, or write the constant in another way, and export again"
-GUARDS = "_guards_fn"  # the attribute in which torch puts a module of its own
-VALUES = {torch.device, complex, slice, torch.Size}  # called with literals, they are literals
+GUARDS = "_guards_fn"  # the attribute for torch's own module of input checks
+VALUES = {torch.device, complex, slice, torch.Size}  # calls of these with literals are literals
 OPERATORS: dict[type[ast.AST], Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.MatMult: operator.matmul,
     ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
@@ -44,8 +44,8 @@ TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), *NAMED_BY_TORCH, 
 ATTRIBUTES = set(dir(fx.GraphModule))
 
 
-class Otherwise(Exception):
-    """The module is not what the graph says; the text says where."""
+class _Difference(Exception):
+    """A difference between the module and the graph; the text locates it."""
 
 
 @dataclass(frozen=True)
@@ -57,43 +57,43 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of `forward`, before torch has flattened it."""
+    """An argument of `forward`, before torch flattens it."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Call:
+class _TracedCall:
     function: object
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 def find_difference(program: ExportedProgram) -> str:
-    """What the module of the program does otherwise than its graph says: the first such thing, or nothing."""
+    """Return the first difference between a program's module and its graph; empty if they agree."""
     if both := sorted(program.state_dict.keys() & program.constants.keys()):
         return f"{both[0]!r} is in the state and in the constants"
     if is_plain(program):
         return ""
     try:
         module = program.module()
-    except Exception as error:  # whatever Python's compiler or torch raises at such names
+    except Exception as error:  # Python's compiler or torch raise anything for such names
         return f"torch cannot make a module of it: {reason(error)}"
     try:
         _read_state(program, module)
         for part in module.modules():
             if isinstance(part, fx.GraphModule):
                 _Reader(part).read()
-    except Otherwise as difference:
+    except _Difference as difference:
         return str(difference)
     return ""
 
 
 def is_plain(program: ExportedProgram) -> bool:
-    """Whether names and literals are such that Python cannot but read what torch writes: no other ones need reading.
+    """Return True if names and literals are so plain that Python can only read them as intended.
 
-    Names in ASCII that are no words of Python, of builtins, of the module or of torch's Python; ops of a library, on
-    numbers that are finite; nothing that is written back.
+    Names are ASCII and differ from the words of Python, builtins, the module and torch's Python; ops come from a
+    library and take finite numbers; nothing is written back.
     """
     specs = program.graph_signature
     if any(spec.kind in WRITTEN_KINDS for spec in specs.output_specs):
@@ -141,7 +141,7 @@ def _is_plain_value(value: Any) -> bool:
 
 
 def _is_attribute(word: str) -> bool:
-    """Of a module's own: a weight, or a module that has some; layers have numbers."""
+    """Return True if a word can be an attribute of a module: the name of a weight or submodule, or a layer's number."""
     return word.isdecimal() or (_is_free(word) and word not in ATTRIBUTES and not word.startswith("_"))
 
 
@@ -150,22 +150,22 @@ def _is_free(name: str) -> bool:
 
 
 def _read_state(program: ExportedProgram, module: fx.GraphModule) -> None:
-    """That each attribute is the tensor of its name, and each write goes where the signature says."""
+    """Check that each attribute is the tensor of its name, and that each write has the target in the signature."""
     signature = program.graph_signature
     for spec in signature.input_specs:
         if spec.kind in LEAF_KINDS:
-            held = program.state_dict.get(str(spec.target), program.constants.get(str(spec.target)))
-            if not _same_tensor(operator.attrgetter(str(spec.target))(module), held):
-                raise Otherwise(f"torch puts another tensor in the place of {spec.target!r}")
+            tensor = program.state_dict.get(str(spec.target), program.constants.get(str(spec.target)))
+            if not _same_tensor(operator.attrgetter(str(spec.target))(module), tensor):
+                raise _Difference(f"torch puts another tensor in the place of {spec.target!r}")
     if any(node.op == "get_attr" and node.target == GUARDS for node in program.graph.nodes):
-        raise Otherwise(f"torch puts a module of its own in the place of {GUARDS!r}")
+        raise _Difference(f"torch puts a module of its own in the place of {GUARDS!r}")
     copies = [node for node in module.graph.nodes if node.target is aten.copy_.default]
     written = [spec for spec in signature.output_specs if spec.kind in WRITTEN_KINDS]
     for spec, copy in zip(written, copies[len(copies) - len(written) :], strict=True):
         into = copy.args[0]
         kind = "placeholder" if spec.kind is OutputKind.USER_INPUT_MUTATION else "get_attr"
         if (into.op, into.target) != (kind, spec.target):
-            raise Otherwise(f"torch writes to another tensor of the name {spec.target!r}")
+            raise _Difference(f"torch writes to another tensor of the name {spec.target!r}")
 
 
 def _same_tensor(one: Any, other: Any) -> bool:
@@ -177,7 +177,7 @@ def _same_tensor(one: Any, other: Any) -> bool:
 
 
 class _Reader:
-    """Reads the Python of one graph: what each name stands for is a node, or what comes before the nodes."""
+    """A reader of the Python of one graph, in which every name stands for a node or for an input of the function."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.globals = {**vars(builtins), **type(module).forward.__globals__}
@@ -190,7 +190,7 @@ class _Reader:
         flat = not isinstance(module.graph._codegen, fx.graph._PyTreeCodeGen)
         self.values: dict[str, Any] = {first: Attribute()}
         self.values |= zip(names, self.inputs if flat else map(Argument, names), strict=flat)
-        # Python: a name that is bound anywhere in a function is the function's own everywhere in it.
+        # Python: a name that is bound anywhere in a function is local everywhere in it.
         bound = (each for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
         self.own = {each.id for each in bound} | self.values.keys()
 
@@ -198,11 +198,11 @@ class _Reader:
         for statement in self.body:
             try:
                 self._statement(statement)
-            except (Otherwise, LookupError, TypeError, AttributeError, ValueError):
-                said = ast.unparse(statement)[:200]
-                raise Otherwise(f"torch's Python for it has `{said}`, which is not what its graph says") from None
+            except (_Difference, LookupError, TypeError, AttributeError, ValueError):
+                source = ast.unparse(statement)[:200]
+                raise _Difference(f"torch's Python for it has `{source}`, which is not what its graph says") from None
         if self.left:
-            raise Otherwise(f"torch's Python has no {self.left[-1].name!r}")
+            raise _Difference(f"torch's Python has no {self.left[-1].name!r}")
 
     def _statement(self, statement: ast.stmt) -> None:
         match statement:
@@ -210,7 +210,7 @@ class _Reader:
                 self._flattened(self._value(value))
                 bound = [name.id for name in names if isinstance(name, ast.Name)]
                 self.values |= zip(bound, self.inputs, strict=True)
-            case ast.Assign(targets=names, value=ast.Constant(value=None)):  # and drops what is not needed any more
+            case ast.Assign(targets=names, value=ast.Constant(value=None)):  # torch drops values after their last use
                 for name in names:
                     assert isinstance(name, ast.Name)
                     del self.values[name.id]
@@ -218,44 +218,44 @@ class _Reader:
                 ast.Assign(targets=[ast.Name(id=name)], value=value)
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
             ):
-                found = self._value(value)
-                if isinstance(found, Call | Attribute):
-                    found = self._next(found, name)
-                self.values[name] = found
+                parsed_value = self._value(value)
+                if isinstance(parsed_value, _TracedCall | Attribute):
+                    parsed_value = self._next(parsed_value, name)
+                self.values[name] = parsed_value
             case ast.AnnAssign(value=None) | ast.Pass():
                 pass
             case ast.Return(value=ast.expr() as value):
                 self._next(self._value(value))
             case _:
-                raise Otherwise
+                raise _Difference
 
-    def _next(self, found: Any, name: str = "") -> fx.Node:
-        """The node that the statement is for."""
+    def _next(self, actual: Any, name: str = "") -> fx.Node:
+        """Return the node that matches the statement."""
         node: fx.Node = self.left.pop()
         match node.op:
             case "get_attr":
-                said: Any = Attribute(tuple(str(node.target).split(".")))
+                expected: Any = Attribute(tuple(str(node.target).split(".")))
             case "call_function":
-                said = Call(node.target, node.args, node.kwargs)
+                expected = _TracedCall(node.target, node.args, node.kwargs)
             case "call_module":
-                said = Call(Attribute(tuple(str(node.target).split("."))), node.args, node.kwargs)
+                expected = _TracedCall(Attribute(tuple(str(node.target).split("."))), node.args, node.kwargs)
             case "output":
-                if isinstance(found, Call) and found.args[1:] == (Attribute(("_out_spec",)),):
-                    found = found.args[0]
-                (said,), name = node.args, node.name
+                if isinstance(actual, _TracedCall) and actual.args[1:] == (Attribute(("_out_spec",)),):
+                    actual = actual.args[0]
+                (expected,), name = node.args, node.name
             case _:
-                raise Otherwise
-        if node.name != name or not _same(found, said):
-            raise Otherwise
+                raise _Difference
+        if node.name != name or not _same(actual, expected):
+            raise _Difference
         return node
 
-    def _flattened(self, found: Any) -> None:
-        """That each argument goes under its own name into what is flattened."""
-        given, spec = found.args
+    def _flattened(self, call: Any) -> None:
+        """Check that each argument is flattened under its own name."""
+        given, spec = call.args
         args, kwargs = given if isinstance(given, tuple) else (given, {})
         names = [value.name for value in (*args, *kwargs.values())]
         if spec != Attribute(("_in_spec",)) or names != list(self.values)[1:] or names[len(args) :] != list(kwargs):
-            raise Otherwise
+            raise _Difference
 
     def _value(self, read: ast.expr) -> Any:
         match read:
@@ -272,64 +272,68 @@ class _Reader:
             case ast.Attribute(value=of, attr=name):
                 return _attribute(self._value(of), name)
             case ast.Subscript(value=of, slice=at):
-                return Call(operator.getitem, (self._value(of), self._value(at)))
+                return _TracedCall(operator.getitem, (self._value(of), self._value(at)))
             case ast.UnaryOp(op=sign, operand=operand):
                 value = self._value(operand)
                 if isinstance(sign, ast.USub) and type(value) in (int, float, complex):
                     return -value
-                return Call(OPERATORS[type(sign)], (value,))
+                return _TracedCall(OPERATORS[type(sign)], (value,))
             case ast.BinOp(left=left, op=sign, right=right):
                 return _result(OPERATORS[type(sign)], self._value(left), self._value(right))
             case ast.Compare(left=left, ops=[sign], comparators=[right]):
-                return Call(OPERATORS[type(sign)], (self._value(left), self._value(right)))
+                return _TracedCall(OPERATORS[type(sign)], (self._value(left), self._value(right)))
             case ast.Call(func=function, args=args, keywords=keywords):
-                made = Call(
+                call = _TracedCall(
                     self._value(function),
                     tuple(map(self._value, args)),
                     {str(each.arg): self._value(each.value) for each in keywords},
                 )
-                if made.function is getattr and isinstance(made.args[0], Attribute):
-                    return _attribute(*made.args)
-                return made.function(*made.args, **made.kwargs) if made.function in VALUES else made
-        raise Otherwise
+                if call.function is getattr and isinstance(call.args[0], Attribute):
+                    return _attribute(*call.args)
+                return call.function(*call.args, **call.kwargs) if call.function in VALUES else call
+        raise _Difference
 
 
 def _attribute(of: Any, name: str) -> Any:
     if isinstance(of, Attribute):
         return Attribute((*of.path, name))
-    if isinstance(of, fx.Node | Argument | Call):
-        raise Otherwise
+    if isinstance(of, fx.Node | Argument | _TracedCall):
+        raise _Difference
     return getattr(of, name)
 
 
 def _result(function: Any, left: Any, right: Any) -> Any:
-    """Of `(1+2j)` the number, of all else the call."""
+    """Return a number for `(1+2j)`, and a call for anything else."""
     if function in (operator.add, operator.sub) and type(right) is complex and type(left) in (int, float):
         return complex(function(left, right))
-    return Call(function, (left, right))
+    return _TracedCall(function, (left, right))
 
 
-def _same(found: Any, said: Any) -> bool:
-    if isinstance(said, fx.Node):
-        return found is said
-    if isinstance(said, Call):
+def _same(actual: Any, expected: Any) -> bool:
+    if isinstance(expected, fx.Node):
+        return actual is expected
+    if isinstance(expected, _TracedCall):
         return (
-            isinstance(found, Call)
-            and found.function == said.function
-            and _same(found.args, said.args)
-            and _same(found.kwargs, said.kwargs)
+            isinstance(actual, _TracedCall)
+            and actual.function == expected.function
+            and _same(actual.args, expected.args)
+            and _same(actual.kwargs, expected.kwargs)
         )
-    if isinstance(said, slice):
-        return isinstance(found, slice) and _same(
-            [found.start, found.stop, found.step], [said.start, said.stop, said.step]
+    if isinstance(expected, slice):
+        return isinstance(actual, slice) and _same(
+            [actual.start, actual.stop, actual.step], [expected.start, expected.stop, expected.step]
         )
-    if isinstance(said, dict):
-        return isinstance(found, dict) and list(found) == list(said) and _same([*found.values()], [*said.values()])
-    if isinstance(said, list | tuple):
-        kind = tuple if isinstance(said, tuple) else list
-        return isinstance(found, kind) and len(found) == len(said) and all(map(_same, found, said))
-    if isinstance(said, complex) and found == said and said.imag:
-        return True  # torch writes -0.0-2j as -0 - 2j, which Python reads as 0.0-2j: beside a number that is no other
-    # Numbers by their text, which tells -0.0 from 0.0, and a NaN from nothing but other numbers.
-    alike = repr(found) == repr(said) if isinstance(said, float | complex) else found == said
-    return type(found) is type(said) and bool(alike)
+    if isinstance(expected, dict):
+        return (
+            isinstance(actual, dict)
+            and list(actual) == list(expected)
+            and _same([*actual.values()], [*expected.values()])
+        )
+    if isinstance(expected, list | tuple):
+        kind = tuple if isinstance(expected, tuple) else list
+        return isinstance(actual, kind) and len(actual) == len(expected) and all(map(_same, actual, expected))
+    if isinstance(expected, complex) and actual == expected and expected.imag:
+        return True  # torch writes -0.0-2j as -0 - 2j, which Python reads as 0.0-2j: equal in every use
+    # Compare numbers by text, which separates -0.0 from 0.0 and equates NaNs.
+    alike = repr(actual) == repr(expected) if isinstance(expected, float | complex) else actual == expected
+    return type(actual) is type(expected) and bool(alike)

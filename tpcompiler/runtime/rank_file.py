@@ -1,4 +1,4 @@
-"""Read a rank's file, whose tensors, inputs and outputs must be those of its graph and of the manifest."""
+"""Read a rank's file; its tensors, inputs and outputs must match its graph and the manifest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tpcompiler.runtime.model_file import load_opened, looked_into
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.weights import read_weights
 
-# Reads the weights of a rank: of which artifact, and of which program.
+# Reads a rank's weights for a program: (artifact, manifest, rank, program) -> tensors by name.
 Weights = Callable[[str | os.PathLike[str], Manifest, int, ExportedProgram], dict[str, torch.Tensor]]
 AGAIN = "copy the artifact again, or convert the model again"
 NEUTRAL = {"P(sum)": 0, "P(product)": 1}
@@ -36,13 +36,15 @@ def read_rank(
     trust: bool = False,
     weights: Weights | None = None,
 ) -> ExportedProgram:
-    """The program of a rank, after its hash, its tensors and the names of its inputs and outputs were compared.
+    """Read a rank's program; compare its hash, its tensors, and the names of its inputs and outputs.
 
-    torch compares none: a bias of one element is spread over all features, and the numbers are wrong.
+    torch compares none of them: it would spread a bias of one element over all features, and the numbers would be
+    wrong.
 
     Raises:
-        ArtifactError: as `open_rank`; a tensor too many or missing, of another shape or dtype;
-            other inputs or outputs than the manifest's.
+        ArtifactError: as `open_rank`; a tensor is extra, missing, or of another shape or dtype; inputs or outputs
+            differ
+            from the manifest.
     """
     with open_rank(directory, manifest, rank, trust=trust) as file:
         program = load_rank(file, manifest)
@@ -57,7 +59,7 @@ def fill_rank(
     path: Path,
     weights: Weights | None = None,
 ) -> ExportedProgram:
-    """Put a rank's weights into a program, where they lie in a file of their own, and compare it with the manifest.
+    """Put a rank's weights into a program, if they have a separate file, and compare it with the manifest.
 
     Raises:
         ArtifactError: as `read_rank`; `path` is the program's file.
@@ -74,7 +76,7 @@ def fill_rank(
 def open_rank(
     directory: str | os.PathLike[str], manifest: Manifest, rank: int, *, trust: bool = False
 ) -> Iterator[Opened]:
-    """A rank's file, open, with its hash compared and, without `trust`, looked into.
+    """Open a rank's file, compare its hash and, without `trust`, inspect it.
 
     Raises:
         ArtifactError: as `open_checked` and `open_model`.
@@ -84,23 +86,23 @@ def open_rank(
 
 
 def load_rank(file: Opened, manifest: Manifest) -> ExportedProgram:
-    """The program in what `open_rank` gave.
+    """Load the program from a file that `open_rank` opened.
 
     Raises:
-        ArtifactError: as `load_opened`; it names another device than the manifest.
+        ArtifactError: as `load_opened`; the program names another device than the manifest.
     """
     program = load_opened(file)
-    found: set[str] = set()
+    devices: set[str] = set()
     for part in program.graph_module.modules():
         if isinstance(part, fx.GraphModule):
             named = tree_flatten([(node.args, node.kwargs) for node in part.graph.nodes])[0]
-            found |= {value.type for value in named if isinstance(value, torch.device)}
-    if other := sorted(found - {manifest.device_type}):
+            devices |= {value.type for value in named if isinstance(value, torch.device)}
+    if other := sorted(devices - {manifest.device_type}):
         raise ArtifactError(
             f"{file.path} names the device {other[0]!r}, and the manifest says {manifest.device_type!r}", help=AGAIN
         )
     tensors = {*manifest.rank_numbers, *(row["name"] for row in manifest.tensors)}
-    if both := sorted(tensors.intersection(manifest.symm_mem)):  # it would be exchanged for memory without values
+    if both := sorted(tensors.intersection(manifest.symm_mem)):  # a tensor would be replaced by memory without values
         raise ArtifactError(f"the manifest has {both[0]!r} as a tensor and as symmetric memory", help=AGAIN)
     if lacking := sorted(manifest.symm_mem.keys() - program.constants.keys()):
         raise ArtifactError(
@@ -114,7 +116,7 @@ def load_rank(file: Opened, manifest: Manifest) -> ExportedProgram:
 def read_state(
     directory: str | os.PathLike[str], manifest: Manifest, rank: int, program: ExportedProgram
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a rank by name, mapped from the file that has its weights.
+    """Map the tensors of a rank from its weights file, by name.
 
     Raises:
         ArtifactError: as `open_checked` and `read_weights`.
@@ -128,20 +130,20 @@ def read_state(
 
 
 def with_tied(state: dict[str, torch.Tensor], manifest: Manifest) -> dict[str, torch.Tensor]:
-    """The tensors under all their names."""
+    """Add the tied names of tensors."""
     tied = {row["name"]: row["tied_to"] for row in manifest.tensors if row.get("tied_to") in state}
     return {**state, **{name: state[first] for name, first in tied.items()}}
 
 
 def put_state(program: ExportedProgram, state: Mapping[str, torch.Tensor]) -> None:
-    """Put these values in the place of those that a program holds."""
-    made: dict[int, torch.Tensor] = {}
-    for held in (program.state_dict, program.constants):
-        for name in held.keys() & state.keys():
-            value, old = state[name], held[name]
-            if isinstance(old, torch.nn.Parameter):  # tied ones stay one
-                value = made.setdefault(id(value), torch.nn.Parameter(value, requires_grad=old.requires_grad))
-            held[name] = value
+    """Replace the tensors of a program by these."""
+    parameters: dict[int, torch.Tensor] = {}
+    for target in (program.state_dict, program.constants):
+        for name in target.keys() & state.keys():
+            value, old = state[name], target[name]
+            if isinstance(old, torch.nn.Parameter):  # tied parameters stay one object
+                value = parameters.setdefault(id(value), torch.nn.Parameter(value, requires_grad=old.requires_grad))
+            target[name] = value
 
 
 def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path: Path) -> None:
@@ -186,7 +188,7 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path
 
 
 def _neutral(sharding: str, mesh: Mapping[str, int], rank: int) -> int | None:
-    """What a rank holds of a leaf whose pending sum or product is the first rank's of its axis; None if it is that."""
+    """Return the neutral number in every element of a pending leaf on ranks other than the first; None on the first."""
     apart = None
     for degree, placement in reversed(list(zip(mesh.values(), re.findall(PLACEMENT, sharding), strict=False))):
         rank, here = divmod(rank, degree)
@@ -196,14 +198,14 @@ def _neutral(sharding: str, mesh: Mapping[str, int], rank: int) -> int | None:
 
 
 def taken_by(program: ExportedProgram) -> dict[str, Any]:
-    """What the graph says of each parameter, buffer and constant that it takes, by name."""
+    """Return the (fake) value in the graph of each parameter, buffer and constant, by name."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     specs = program.graph_signature.input_specs
     return {spec.target: values[spec.arg.name] for spec in specs if spec.target is not None}
 
 
 def strides_of(value: torch.Tensor) -> list[int]:
-    """Of the dims that have more than one element; what is written to may not overlap itself."""
+    """Return the strides of dims with more than one element: others do not matter, even for writes."""
     if value.layout is not torch.strided or not value.numel():
         return []
     return [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]

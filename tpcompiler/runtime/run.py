@@ -17,13 +17,13 @@ from tpcompiler.runtime.inputs import arrange_inputs, read_tensors
 def run_file(
     module: Any, manifest: Manifest, path: str | os.PathLike[str], shares: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Call what `load` returned on an inputs file; its tensor outputs by the manifest's names.
+    """Call a loaded program on an inputs file; return its tensor outputs by the manifest's names.
 
     Args:
-        shares: the rank's shares of what the file holds, where inputs are cut.
+        shares: the rank's shares of the file's tensors, if inputs are cut.
 
     Raises:
-        InputsError: an inputs file that does not fit, or sizes that the program refuses.
+        InputsError: the inputs file does not fit, or the program rejects its sizes.
     """
     result = call_on(module, read_tensors(path) if shares is None else shares, str(path))
     tensors = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
@@ -31,22 +31,22 @@ def run_file(
 
 
 def call_on(module: Any, given: Mapping[str, torch.Tensor], where: str) -> Any:
-    """Call what `load` returned on inputs by name; `where` names their origin in errors.
+    """Call a loaded program on inputs by name; `where` names their origin in errors.
 
     Raises:
-        InputsError: inputs that do not fit, or sizes that the program refuses.
+        InputsError: inputs do not fit, or the program rejects their sizes.
     """
     args, kwargs = arrange_inputs(given, module.exported_program, where)
     try:
         with torch.no_grad():
             return module(*args, **kwargs)
-    except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:  # of a guard, or of an op
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:  # from a guard or an op
         line = reason(error)
         raise InputsError(f"{where}: the program does not run: {line}", help="check the sizes and values") from error
 
 
 class Summary(NamedTuple):
-    """What is said of a tensor; `largest` is a magnitude. One without elements has neither, a complex mean is text."""
+    """A tensor in brief; `largest` is a magnitude. Both numbers are None without elements; a complex mean is text."""
 
     name: str
     shape: list[int]
@@ -56,10 +56,10 @@ class Summary(NamedTuple):
 
 
 def summarize(tensors: Mapping[str, torch.Tensor]) -> list[Summary]:
-    found = []
+    summaries = []
     for name, tensor in tensors.items():
         numbers = tensor.detach().cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
         mean, largest = (numbers.mean().item(), numbers.abs().amax().item()) if numbers.numel() else (None, None)
-        said = f"{mean:.6g}" if isinstance(mean, complex) else mean
-        found.append(Summary(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), said, largest))
-    return found
+        shown = f"{mean:.6g}" if isinstance(mean, complex) else mean
+        summaries.append(Summary(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), shown, largest))
+    return summaries

@@ -1,4 +1,4 @@
-"""Run a package's models in the place of an artifact's programs."""
+"""Run a package's models instead of an artifact's programs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _loaded: list[Path] = []
 def read_called(
     directory: Path, package: Package, name: str, manifest: Manifest, rank: int, trust: bool, weights: Weights | None
 ) -> ExportedProgram:
-    """A rank's program as far as a model takes its place: inputs, outputs, and tensors with their values.
+    """Read the parts of a rank's program that a model does not replace: inputs, outputs, and tensors with values.
 
     Raises:
         ArtifactError: as `read_rank`.
     """
-    if not manifest.programs:  # the weights lie in the program's own file
+    if not manifest.programs:  # the weights are in the program's own file
         return read_rank(directory / name, manifest, rank, trust=trust)
     model = _model_of(directory, package, name, rank)
     again = AGAIN.format(directory)
@@ -54,39 +54,39 @@ def _model_of(directory: str | os.PathLike[str], package: Package, name: str, ra
 def packaged_module(
     directory: str | os.PathLike[str], package: Package, name: str, rank: int, program: ExportedProgram
 ) -> fx.GraphModule:
-    """One of a package's models, over the tensors that the rank's program holds.
+    """Return one of a package's models, bound to the tensors of the rank's program.
 
     Raises:
-        ArtifactError: a file that is missing or not what was written, or has another model or other tensors.
+        ArtifactError: a file is missing or changed, or has another model or other tensors.
     """
     for file in (COMPILED, RUNNER):
         open_known(directory, package.files, file, AGAIN.format(directory)).close()
     _load_library(Path(directory) / RUNNER)
     path = Path(directory) / COMPILED
     device = torch.cuda.current_device() if package.device_type == "cuda" else -1
-    held = {**program.constants, **program.state_dict}
+    tensors = {**program.constants, **program.state_dict}
     try:
         model = torch.classes.tpcompiler.Model(str(path), _model_of(directory, package, name, rank), device)
-        lacks = [each for each in model.constants() if each not in held]
+        lacks = [each for each in model.constants() if each not in tensors]
     except RuntimeError as error:
         raise ArtifactError(f"{path} cannot be loaded: {reason(error)}", help=AGAIN.format(directory)) from error
     if lacks:
         raise ArtifactError(
             f"{path} takes the tensor {lacks[0]!r}, which its program does not", help=AGAIN.format(directory)
         )
-    model.load({each: held[each].detach() for each in model.constants()})
+    model.load({each: tensors[each].detach() for each in model.constants()})
     return _call_model(program, model)
 
 
 def _load_library(path: Path) -> None:
-    """Once for a process, whatever the artifact: all of one torch are built from one source."""
+    """Load the library once per process, for all artifacts: for one torch it always has the same source."""
     if not _loaded:
         torch.classes.load_library(str(path))
         _loaded.append(path)
 
 
 def _call_model(program: ExportedProgram, model: Any) -> fx.GraphModule:
-    """The module of a program, with its checks of what it is given, and the model in the place of its ops."""
+    """Return a program's module, with its input checks, and the model instead of its ops."""
     module: Any = program.module()
     graph: fx.Graph = module.graph
     taken = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
@@ -97,21 +97,23 @@ def _call_model(program: ExportedProgram, model: Any) -> fx.GraphModule:
     def run(*given: torch.Tensor) -> list[torch.Tensor]:
         for (name, wanted), value in zip(like.items(), given, strict=True):
             check_tensor(name, value, wanted)
-        own = [value.contiguous() for value in given]  # as it was compiled
-        made: list[torch.Tensor] = model.run(own)
+        own = [value.contiguous() for value in given]  # the layout it was compiled for
+        results: list[torch.Tensor] = model.run(own)
         for name, value, rows in zip(like, given, own, strict=True):
             if rows is not value and name in written:
                 value.copy_(rows)
-        return made
+        return results
 
     (output,) = graph.find_nodes(op="output")
     with graph.inserting_before(output):
-        made = graph.call_function(run, tuple(inputs))
+        results = graph.call_function(run, tuple(inputs))
         numbered = itertools.count()
-        output.args = fx.map_arg(output.args, lambda _: graph.call_function(operator.getitem, (made, next(numbered))))
-    kept = {"placeholder", "call_module", "output"}  # a module checks the inputs
+        output.args = fx.map_arg(
+            output.args, lambda _: graph.call_function(operator.getitem, (results, next(numbered)))
+        )
+    needed = {"placeholder", "call_module", "output"}  # a module checks the inputs
     for node in reversed(graph.nodes):
-        if node.op not in kept and not node.users and node is not made:  # it may do nothing but write
+        if node.op not in needed and not node.users and node is not results:  # an op without users may still write
             graph.erase_node(node)
     module.recompile()
     return cast(fx.GraphModule, module)

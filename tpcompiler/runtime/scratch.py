@@ -1,4 +1,4 @@
-"""Hidden folders to write into, and what killed processes left of theirs."""
+"""Hidden folders for temporary files; those of killed processes are removed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-LONGEST = 100  # bytes of the name, of 255 that a folder's may have
+LONGEST = 100  # bytes of the target's name: a folder's name may have 255
 
 
 @contextlib.contextmanager
 def scratch_folder(directory: Path, name: str) -> Iterator[Path]:
-    """Make a hidden folder in a directory, to write what is to be called `name` there; what is left in it is deleted.
+    """Make a hidden folder in a directory for writing `name`; its remaining content is deleted afterwards.
 
-    A lock that the kernel releases tells the folder of a live process from one that a killed process left: those are
+    A lock that the kernel releases separates the folders of live processes from leftovers of killed ones, which are
     deleted here.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     remove_leftovers(directory)
     short = name.encode(errors="ignore")[:LONGEST].decode(errors="ignore")
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f".{short}.{_mark()}", dir=directory))
         lock = _lock(folder)
-        if folder.is_dir():  # no other process took it for a leftover before it was locked
+        if folder.is_dir():  # no other process mistook it for a leftover before it was locked
             break
         _release(lock)
     try:
@@ -42,21 +42,21 @@ def scratch_folder(directory: Path, name: str) -> Iterator[Path]:
 
 def remove_leftovers(directory: Path) -> None:
     """Delete the folders that killed processes on this machine left in a directory."""
-    left = re.compile(rf"\..*\.{_mark()}[a-z0-9_]{{8}}")
+    leftover = re.compile(rf"\..*\.{_mark()}[a-z0-9_]{{8}}")
     with contextlib.suppress(OSError):
-        for name in filter(left.fullmatch, os.listdir(directory)):
+        for name in filter(leftover.fullmatch, os.listdir(directory)):
             if (lock := _lock(Path(directory) / name)) is not None:
                 shutil.rmtree(Path(directory) / name, ignore_errors=True)
                 _release(lock)
 
 
 def _mark() -> str:
-    """Return what a folder's name tells of its machine: elsewhere a lock may not be seen."""
+    """Return the machine's mark in folder names: locks of other machines may be invisible."""
     return f"tpcompiler-{hashlib.sha256(platform.node().encode()).hexdigest()[:6]}-"
 
 
 def _lock(folder: Path) -> int | None:
-    """Return an open descriptor that holds the folder's lock; None if another process has it, or there are no locks."""
+    """Return an open descriptor that holds the folder's lock; None if another process has it, or there are none."""
     try:
         import fcntl
 

@@ -1,4 +1,4 @@
-"""Memory that the GPUs of a group map from each other, for the reductions that run over it (docs/gpu.md)."""
+"""Memory that the GPUs of a group map from each other, for reductions that run in it (docs/gpu.md)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tpcompiler.runtime.artifact import Manifest
 
 
 def map_buffers(program: ExportedProgram, manifest: Manifest, device: torch.device) -> None:
-    """Put symmetric memory in the place of every constant that the manifest says is some, in place.
+    """Replace the constants that the manifest lists as symmetric memory, in place.
 
-    All ranks of a group do it at the same time.
+    All ranks of a group must do so at the same time.
 
     Raises:
-        LaunchError: GPUs that cannot map each other's memory.
+        LaunchError: GPUs cannot map each other's memory.
     """
     for name, group in manifest.symm_mem.items():
         value = program.constants[name]

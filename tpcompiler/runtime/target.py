@@ -1,4 +1,4 @@
-"""Where things are written: under a temporary name first, so that what was there stays until all is written."""
+"""Write under a temporary name first, so that the old content stays until the new one is complete."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from tpcompiler.runtime.scratch import scratch_folder
 
 MANIFEST = "manifest.json"
 SET = "programs.json"
-CUT = ".cut.json"  # of weights that are being cut
-COMPILED, RUNNER = "compiled.pt2", "runner.so"  # a package, and what runs it from Python
-# The files of an artifact, and what an interrupted cut of its weights leaves beside them.
+CUT = ".cut.json"  # progress of an unfinished cut of weights
+COMPILED, RUNNER = "compiled.pt2", "runner.so"  # a package, and the library that runs it from Python
+# The files of an artifact, and of an interrupted cut of its weights.
 PARTS = re.compile(
     r"manifest\.json|(rank|program)_\d+\.pt2|(program|model|compiled(_\w+)?)\.pt2|runner\.so|(rank_\d+|values)\.safetensors"
 )
 UNFINISHED = re.compile(r"\.cut\.json|\.rank_\d+\.safetensors\.part")
-STREAMS = re.compile(r"/dev/std(out|err)|/dev/fd/\d+|/proc/[^/]+/fd/\d+")  # which may lead to files, and are none
+STREAMS = re.compile(r"/dev/std(out|err)|/dev/fd/\d+|/proc/[^/]+/fd/\d+")  # they may lead to files, but are not files
 FIELDS = {MANIFEST: {"format", "mesh", "groups", "tensors", "collectives", "files"}, SET: {"format", "programs"}}
 
 
 def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Path:
-    """The directory as a path, if an artifact may be written there: ask before the expensive work.
+    """Return the directory as a path if an artifact may be written there; call it before the expensive work.
 
     Raises:
-        ArtifactError: it exists, and `force` is not set or it is more, or something else, than an artifact; or the
-            folder it belongs in cannot be written.
+        ArtifactError: it exists, and `force` is not set or it is not just an artifact; or its parent folder cannot be
+            written.
     """
     target = Path(os.path.abspath(directory)) if os.path.basename(directory) in ("", ".", "..") else Path(directory)
     refuse_strange_name(target)
@@ -47,19 +47,19 @@ def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Pa
         os.lstat(target)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError as error:  # a name may be too long
+    except OSError as error:  # the name may be too long
         raise ArtifactError(f"cannot write {target}: {reason(error)}", help="choose another directory") from error
     above = next(parent for parent in (*target.parents, Path()) if os.path.lexists(parent))
     if not os.path.isdir(above) or not os.access(above, os.W_OK):
-        said = "is no directory" if not os.path.isdir(above) else "cannot be written"
-        raise ArtifactError(f"cannot write {target}: {above} {said}", help="choose another directory")
+        problem = "is no directory" if not os.path.isdir(above) else "cannot be written"
+        raise ArtifactError(f"cannot write {target}: {above} {problem}", help="choose another directory")
     if os.path.lexists(target):
         _refuse_others(target, target)
     return target
 
 
 def refuse_strange_name(target: Path) -> None:
-    """Raises ArtifactError where a path is no text: torch's writer ends the process then."""
+    """Raise ArtifactError for a path that is not text: torch's writer would end the process."""
     try:
         os.fspath(target).encode()
     except UnicodeEncodeError as error:
@@ -68,10 +68,10 @@ def refuse_strange_name(target: Path) -> None:
 
 @contextlib.contextmanager
 def in_place_of(target: Path, *, force: bool) -> Iterator[Path]:
-    """A directory to write into, which becomes the target when all is written. Nothing but an artifact is replaced.
+    """Yield a directory to write into, which replaces the target in the end. Only artifacts are replaced.
 
     Raises:
-        ArtifactError: it cannot be written, or what `free_target` refuses has come to be there meanwhile.
+        ArtifactError: it cannot be written, or something that `free_target` rejects has appeared meanwhile.
     """
     above = [parent for parent in target.parents if not os.path.exists(parent)]
     with contextlib.ExitStack() as opened:
@@ -99,7 +99,7 @@ def in_place_of(target: Path, *, force: bool) -> Iterator[Path]:
 
 
 def _open_to_all(directory: Path) -> None:
-    """As any new directory, and not as a temporary one. Never what a link leads to."""
+    """Give the directory the mode of an ordinary new one. Never follow a link."""
     opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         os.fchmod(opened, 0o755)
@@ -108,7 +108,7 @@ def _open_to_all(directory: Path) -> None:
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:
-    """Those that were made for what is not there in the end, innermost first."""
+    """Remove the empty directories that were made for nothing, innermost first."""
     for directory in directories:
         with contextlib.suppress(OSError):
             directory.rmdir()
@@ -116,9 +116,9 @@ def _remove_empty(directories: Sequence[Path]) -> None:
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """A path to write, whose content becomes the file's when all is written; a link is replaced, not followed.
+    """Yield a path to write, which replaces the file in the end; a link is replaced, not followed.
 
-    Devices and pipes are written as they are. Raises OSError.
+    Devices and pipes are written directly. Raises OSError.
     """
     absolute = Path(os.path.abspath(file))
     if STREAMS.fullmatch(str(absolute)) or not _is_replaceable(file):
@@ -133,10 +133,10 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def refuse_full_disk(file: Path, size: int) -> None:
-    """Ask for room first: torch's writer ends the process where it finds none while it closes a file.
+    """Check the free space first: torch's writer ends the process if the disk is full when it closes a file.
 
     Raises:
-        OSError: there are not so many bytes left, or a file may not be as large.
+        OSError: the disk has too little space, or the file would exceed a limit.
     """
     with contextlib.suppress(ImportError):  # on Windows
         import resource
@@ -149,10 +149,10 @@ def refuse_full_disk(file: Path, size: int) -> None:
 
 
 def _is_replaceable(file: Path) -> bool:
-    """Whether there is nothing, a file or a link to one.
+    """Return True if there is nothing, a file, or a link to a file.
 
     Raises:
-        PermissionError: a file that may not be written, though its directory may.
+        PermissionError: the file may not be written, though its directory may.
     """
     try:
         regular = stat.S_ISREG(os.stat(file).st_mode)
@@ -164,7 +164,7 @@ def _is_replaceable(file: Path) -> bool:
 
 
 def _refuse_others(directory: Path, target: Path) -> None:
-    """Raises ArtifactError unless all that lies in the directory is an artifact's; `target` is what it is called."""
+    """Raise ArtifactError unless everything in the directory belongs to an artifact; messages name it `target`."""
     names = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
     listing = SET if SET in names else MANIFEST
     if listing not in names or not _is_ours(directory / listing):
@@ -185,7 +185,7 @@ def _refuse_others(directory: Path, target: Path) -> None:
 
 
 def _is_ours(listing: Path) -> bool:
-    """Whether a manifest is one of an artifact, though of another version or damaged: others use the name too."""
+    """Return True for an artifact's manifest, even of another version or damaged: other tools use the same name."""
     try:
         data = json.loads(read_text(listing))
     except (OSError, ValueError, RecursionError):
@@ -194,38 +194,37 @@ def _is_ours(listing: Path) -> bool:
 
 
 def _packaged(names: Sequence[str]) -> list[str]:
-    """Of the names in a directory, those of a package's files."""
     return [name for name in names if (name.startswith("compiled") and PARTS.fullmatch(name)) or name == RUNNER]
 
 
 def _files(manifest: Path, there: Sequence[str]) -> list[str]:
-    """The files that a manifest names, and those of a package."""
+    """Return the files that a manifest names, and those of a package."""
     names = json.loads(read_text(manifest))["files"]
-    found = [name for name in names if PARTS.fullmatch(name)] if isinstance(names, dict) else []
-    return [*found, *_packaged(there)]
+    files = [name for name in names if PARTS.fullmatch(name)] if isinstance(names, dict) else []
+    return [*files, *_packaged(there)]
 
 
 def _rename_to_free(temporary: Path, target: Path) -> None:
     try:
         temporary.rename(target)
     except OSError as error:
-        if os.path.lexists(target):  # it has come meanwhile
+        if os.path.lexists(target):  # another process has written it meanwhile
             raise ArtifactError(f"{target} exists already", help="choose another directory") from error
         raise
 
 
 def _replace(temporary: Path, target: Path) -> None:
-    """Move an artifact aside, the new one in its place, and delete the old one, of which nothing is lost before."""
+    """Move the old artifact aside and the new one into its place, then delete the old one; a failure loses nothing."""
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
     old = aside / "artifact"
     try:
         target.rename(old)
         try:
-            if not old.is_symlink():  # of which nothing but the link is deleted
+            if not old.is_symlink():  # only the link itself is deleted
                 _refuse_others(old, target)
             _rename_to_free(temporary, target)
         except (OSError, ArtifactError) as error:
-            if os.path.lexists(target):  # another save was quicker
+            if os.path.lexists(target):  # another save was faster
                 raise ArtifactError(
                     f"cannot write {target}: another one came there, and the old one lies in {old}",
                     help="look which of them you want, and delete the other",
@@ -239,10 +238,10 @@ def _replace(temporary: Path, target: Path) -> None:
 
 
 def _delete(artifact: Path) -> None:
-    """Delete the files of an artifact, and the directory if nothing else has come into it.
+    """Delete the files of an artifact, and the directory unless other files have appeared in it.
 
     Raises:
-        ArtifactError: something has; it is left where it is.
+        ArtifactError: other files have appeared; they stay.
     """
     if artifact.is_symlink():
         artifact.unlink()

@@ -1,6 +1,6 @@
-"""One thread at a time calls a rank's programs: the order of calls is the order of collectives, on every rank.
+"""Let one thread at a time call a rank's programs: the order of calls is the order of collectives on every rank.
 
-A lock would not do: where two threads of each rank wait for their turn, rank 0 may run one request first and rank 1 the
+A lock would not do: if two threads of each rank wait for their turn, rank 0 may run one request first and rank 1 the
 other, and each gets parts of the other's answer.
 """
 
@@ -25,7 +25,7 @@ HELP = (
 
 @dataclass
 class _Turn:
-    """Of the programs that use one process group; `spoiled`: two threads have called them at once."""
+    """The turn of the programs that use one process group; `spoiled`: two threads have called them at once."""
 
     lock: Any = field(default_factory=threading.RLock)
     spoiled: bool = False
@@ -36,18 +36,18 @@ _turns: dict[str, _Turn] = {}
 
 @contextlib.contextmanager
 def taking_turns(groups: Iterable[str]) -> Iterator[None]:
-    """Let no other thread call a program of these process groups in the block; the same thread may, again.
+    """Keep other threads from calling programs of these process groups in the block; the same thread may call again.
 
-    Where another thread tries, both calls raise, and so does every later one: which request the other ranks ran is not
-    known. The groups are closed, so that ranks that wait for this one raise too.
+    If another thread tries, both calls raise, and so does every later one: nobody knows which request the other ranks
+    ran. The groups are closed, so that ranks that wait for this one raise too.
 
     Raises:
-        LaunchError: another thread is in such a block, or has been while this one was.
+        LaunchError: another thread is in such a block, or was during this one.
     """
     names = sorted(groups)
     turns = [_turns.setdefault(name, _Turn()) for name in names]
     where = f"of the group {' and '.join(map(repr, names))} on rank {dist.get_rank()}" if names else ""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         for turn in turns:
             if not turn.lock.acquire(blocking=False):
                 for each in turns:
@@ -57,7 +57,7 @@ def taking_turns(groups: Iterable[str]) -> Iterator[None]:
                     "requests in another order, and mix up the answers",
                     help=HELP,
                 )
-            held.callback(turn.lock.release)
+            locks.callback(turn.lock.release)
         try:
             _refuse_spoiled(turns, f"no program {where} can be called any more: two threads have called at once")
             yield
@@ -76,7 +76,7 @@ def _refuse_spoiled(turns: Iterable[_Turn], said: str) -> None:
 
 
 def _close(names: Iterable[str]) -> None:
-    """Let what other ranks wait for in these groups fail, rather than meet a call that it does not belong to."""
+    """Make other ranks that wait in these groups fail, so that they do not meet a call of another request."""
     for name in names if dist.get_backend() == "gloo" else ():
         if group_is_registered(name):
             with contextlib.suppress(ValueError):  # the caller has destroyed it

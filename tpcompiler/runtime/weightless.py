@@ -1,4 +1,4 @@
-"""Programs whose weights have no values: exported without them, to be converted and then cut from a checkpoint."""
+"""Programs exported without weights, to be converted first and then filled from a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.opened import Opened
 
 LARGE = 1 << 20  # bytes
-MARK = "tpcompiler_weightless.json"  # an extra file in the .pt2: the names, for torch reads such tensors as zeros
+MARK = "tpcompiler_weightless.json"  # an extra file in the .pt2 with the names: torch would read zeros
 
 
 @contextlib.contextmanager
 def weightless() -> Iterator[None]:
-    """Make models that take no memory: in this block every parameter that a module gets is a fake tensor.
+    """Make models that take no memory: in this block every parameter of a module becomes a fake tensor.
 
-    Buffers, such as the frequencies of rotary embeddings, are computed as ever. The model can be converted as any other
+    Buffers, such as the frequencies of rotary embeddings, are computed as usual. The model can be cast like any other
     (`model.to(torch.bfloat16)`), in the block or later. Export it in the block too, and write it with
     `tpcompiler.save_weightless`.
     """
@@ -50,34 +50,34 @@ def weightless() -> Iterator[None]:
 
 
 def weightless_names(program: ExportedProgram) -> set[str]:
-    """The parameters, buffers and constants that have no values."""
-    held = {**program.constants, **program.state_dict}
-    return {name for name, value in held.items() if isinstance(value, FakeTensor)}
+    """Return the parameters, buffers and constants that have no values."""
+    tensors = {**program.constants, **program.state_dict}
+    return {name for name, value in tensors.items() if isinstance(value, FakeTensor)}
 
 
 def lazy_zeros(like: torch.Tensor) -> torch.Tensor:
-    """Zeros of a tensor's shape and dtype, which take no memory before they are written."""
+    """Return zeros of a tensor's shape and dtype that take no memory until they are written."""
     if not like.numel():
         return torch.empty(like.shape, dtype=like.dtype)
-    data = numpy.zeros(like.numel() * like.element_size(), numpy.uint8)  # unlike torch's: calloc's pages, untouched
+    data = numpy.zeros(like.numel() * like.element_size(), numpy.uint8)  # unlike torch's: untouched pages of calloc
     return torch.from_numpy(data).view(like.dtype).view(like.shape)
 
 
 def save_weightless(program: ExportedProgram, path: str | os.PathLike[str]) -> None:
-    """Write a program whose weights have no values, and say so: torch would read them as zeros.
+    """Write a program whose weights have no values, and mark them: torch would read them as zeros.
 
     Large buffers of zeros, such as caches, take no room in the file either.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     state, constants = dict(program.state_dict), dict(program.constants)
     names = weightless_names(program)
     zeros = {name for name, value in constants.items() if name not in names and _is_large(value) and not value.any()}
     hollow = {name: hollow_like(value) for name, value in {**constants, **state}.items() if name in names | zeros}
     try:
-        for held in (program.state_dict, program.constants):
-            held.update({name: hollow[name] for name in held.keys() & hollow.keys()})
+        for target in (program.state_dict, program.constants):
+            target.update({name: hollow[name] for name in target.keys() & hollow.keys()})
         save_marked(program, path, names, {**constants, **state}, zeros)
     finally:
         program.state_dict.update(state)
@@ -91,10 +91,10 @@ def save_marked(
     values: dict[str, Any],
     zeros: Collection[str] = (),
 ) -> None:
-    """Write a program whose tensors of these names are hollow, and say so, which of them are tied, and which zeros.
+    """Write a program whose tensors of these names are hollow, with a mark that lists them, their ties, and the zeros.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     first: dict[int, str] = {}
     marks: dict[str, str | None] = dict.fromkeys(sorted(zeros))
@@ -108,19 +108,19 @@ def _is_large(value: object) -> bool:
 
 
 def hollow_like(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and dtype that takes no room in a file."""
-    if not value.numel():  # it takes no room, and of one that is expanded torch computes a negative size
-        made = torch.empty(value.shape, dtype=value.dtype)
+    """Return a tensor of the same shape and dtype that takes no room in a file."""
+    if not value.numel():  # it takes no room, and torch computes a negative size for an expanded one
+        hollow = torch.empty(value.shape, dtype=value.dtype)
     else:
-        made = torch.zeros((), dtype=value.dtype).expand(value.shape)
-    return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+        hollow = torch.zeros((), dtype=value.dtype).expand(value.shape)
+    return nn.Parameter(hollow, value.requires_grad) if isinstance(value, nn.Parameter) else hollow
 
 
 def empty_hollow(program: ExportedProgram, file: Opened) -> None:
-    """Put fake tensors where the file says that a program's have no values, and zeros where it says zeros.
+    """Put fake tensors into a program where its file marks missing values, and zeros where it marks zeros.
 
     Raises:
-        ArtifactError: the mark names what the program does not hold.
+        ArtifactError: the mark names a tensor that the program does not have.
     """
     tied = _read_mark(file)
     if not tied:
@@ -133,28 +133,28 @@ def empty_hollow(program: ExportedProgram, file: Opened) -> None:
         raise ArtifactError(
             f"{file.path} says that {lacking[0]!r} has no values, and has no such tensor", help="export the model again"
         )
-    made: dict[str, torch.Tensor] = {}
-    for held in (program.state_dict, program.constants):
-        for name in sorted(held.keys() & tied.keys()):
+    fakes: dict[str, torch.Tensor] = {}
+    for target in (program.state_dict, program.constants):
+        for name in sorted(target.keys() & tied.keys()):
             first = tied[name]
-            if name not in taken and first not in values:  # torch keeps a shared constant by all names, and takes one
-                del held[name]
+            if name not in taken and first not in values:  # torch keeps a shared constant under all names
+                del target[name]
                 continue
             value = taken.get(name) if first is None else values.get(first)
             if not isinstance(value, FakeTensor):
                 raise ArtifactError(f"{file.path} says that {name!r} has no values", help="export the model again")
             if first is None:
-                held[name] = lazy_zeros(value)
+                target[name] = lazy_zeros(value)
                 continue
-            if first not in made:
-                grad = held[name].requires_grad
-                is_leaf = isinstance(held[name], nn.Parameter)
-                made[first] = nn.Parameter(value, requires_grad=grad) if is_leaf else value
-            held[name] = made[first]
+            if first not in fakes:
+                grad = target[name].requires_grad
+                is_leaf = isinstance(target[name], nn.Parameter)
+                fakes[first] = nn.Parameter(value, requires_grad=grad) if is_leaf else value
+            target[name] = fakes[first]
 
 
 def _read_mark(file: Opened) -> dict[str, str | None]:
-    """Name -> the first of those that are tied to it; of zeros, None."""
+    """Return the mark: name -> the first of the tensors tied to it, or None for zeros."""
     file.seek(0)
     with contextlib.suppress(zipfile.BadZipFile, ValueError, OSError), zipfile.ZipFile(file) as archive:
         for entry in archive.namelist():

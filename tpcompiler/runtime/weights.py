@@ -1,4 +1,4 @@
-"""The weights of one rank as a safetensors file: written tensor by tensor, mapped into memory when read."""
+"""A rank's weights as a safetensors file: written tensor by tensor, mapped into memory when read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ AGAIN = "cut the weights again, or copy the artifact again"
 PIECE = 1 << 26  # bytes that are hashed and written at once
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor of a file."""
 
     name: str
@@ -53,44 +53,44 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def lay_out(entries: Iterable[Entry]) -> list[Entry]:
-    """Entries in the order in which they lie in a file: wide dtypes first, so that each is aligned to its own.
+def lay_out(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """Sort entries into the order of a file: wide dtypes first, which aligns each tensor to its dtype.
 
     Raises:
-        UnsupportedError: a dtype that the format does not have.
+        UnsupportedError: the format lacks a dtype.
     """
-    found = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
-    for entry in found:
+    ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
+    for entry in ordered:
         if entry.dtype not in NAMES:
             raise UnsupportedError(
                 f"'{entry.name}' is of {entry.dtype}, which a safetensors file cannot hold",
                 help="write self-contained files: " + option("--layout ranks", 'layout="ranks"'),
             )
-    return found
+    return ordered
 
 
 class OtherContent(Exception):
-    """A file that is being continued holds another tensor than the one to write."""
+    """A continued file contains another tensor than the one to write."""
 
 
 class Writing:
     """A file that is written tensor by tensor, in the order of its entries (`lay_out`).
 
     Attributes:
-        count: how many tensors are written, or compared with those that an interrupted writing has left.
-        kept: how many bytes of tensors that writing has left.
+        count: number of tensors that were written, or compared with those of an interrupted run.
+        kept: bytes of tensors that the interrupted run left.
     """
 
-    def __init__(self, path: Path, entries: Sequence[Entry], *, go_on: bool = False) -> None:
-        """`go_on`: keep the whole tensors that an interrupted writing has left there.
+    def __init__(self, path: Path, entries: Sequence[TensorEntry], *, go_on: bool = False) -> None:
+        """Open the file; `go_on` keeps the whole tensors that an interrupted run left in it.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         self.entries, self.count, self.kept, whole = entries, 0, 0, 0
         head = _header(entries)
         self._hash = hashlib.sha256(head)
-        self._writer = ThreadPoolExecutor(1)  # writes a piece while it is hashed: either takes as long
+        self._writer = ThreadPoolExecutor(1)  # writes a piece while it is hashed, which takes as long
         self._file = path.open("r+b" if go_on and path.is_file() else "w+b")
         if self._file.read(len(head)) == head:
             there = path.stat().st_size - len(head)
@@ -104,10 +104,10 @@ class Writing:
         self._file.truncate(len(head) + self.kept)
 
     def put(self, value: torch.Tensor) -> int:
-        """Write the next tensor, or compare it with the one that is there; how many bytes were written.
+        """Write the next tensor, or compare it with the one in the file; return the number of bytes written.
 
         Raises:
-            OtherContent: what is there differs.
+            OtherContent: the file contains another tensor.
         """
         entry = self.entries[self.count]
         assert (value.dtype, tuple(value.shape)) == (entry.dtype, entry.shape), entry.name
@@ -126,7 +126,6 @@ class Writing:
             raise OtherContent(self.entries[self.count].name)
 
     def finish(self) -> str:
-        """The SHA-256 of the whole file, in hex."""
         assert self.count == len(self.entries)
         self._file.flush()
         return self._hash.hexdigest()
@@ -139,11 +138,11 @@ class Writing:
         self._file.close()
 
 
-def write_weights(path: Path, entries: Sequence[Entry], values: Iterable[torch.Tensor]) -> str:
-    """Write a whole file, its values one at a time. Returns its SHA-256.
+def write_weights(path: Path, entries: Sequence[TensorEntry], values: Iterable[torch.Tensor]) -> str:
+    """Write a whole file, its values one at a time; return its SHA-256.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with Writing(path, entries) as writing:
         for value in values:
@@ -151,7 +150,7 @@ def write_weights(path: Path, entries: Sequence[Entry], values: Iterable[torch.T
         return writing.finish()
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
+def _header(entries: Sequence[TensorEntry]) -> bytes:
     rows, at = {}, 0
     for entry in entries:
         offsets = [at, at + entry.nbytes]
@@ -163,48 +162,48 @@ def _header(entries: Sequence[Entry]) -> bytes:
 
 
 def read_all(file: Opened) -> dict[str, torch.Tensor]:
-    """All tensors of a file, mapped.
+    """Map all tensors of a file.
 
     Raises:
-        ArtifactError: it is no safetensors file.
+        ArtifactError: it is not a safetensors file.
     """
     try:
         with safe_open(file.path, "pt") as opened:
-            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
     except (SafetensorError, OSError, ValueError) as error:
         raise ArtifactError(f"{file.path} cannot be read: {error}", help=AGAIN) from error
     file.refuse_change()
-    return found
+    return tensors
 
 
 def read_weights(file: Opened, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All tensors of a file, mapped: read when they are used, private to this process when they are written to.
+    """Map all tensors of a file: read at first use, private to this process when written to.
 
     Args:
-        wanted: name -> a (fake) tensor of the dtype, shape and strides that it must have.
+        wanted: name -> a (fake) tensor with the required dtype, shape and strides.
 
     Raises:
-        ArtifactError: it is no safetensors file, or has other tensors than these.
+        ArtifactError: it is not a safetensors file, or has other tensors than these.
     """
-    found = read_all(file)
-    if differ := sorted(found.keys() ^ wanted.keys()):
+    tensors = read_all(file)
+    if differ := sorted(tensors.keys() ^ wanted.keys()):
         lacks = "has no tensor" if differ[0] in wanted else "holds the tensor"
         but = "which its program takes" if differ[0] in wanted else "which its program does not take"
         raise ArtifactError(f"{file.path} {lacks} {differ[0]!r}, {but}", help=AGAIN)
     for name, want in wanted.items():
-        value = found[name]
+        value = tensors[name]
         if (value.dtype, value.shape) != (want.dtype, want.shape):
             raise ArtifactError(
                 f"{file.path}: {name!r} is {value.dtype} {list(value.shape)}, its program takes {want.dtype} "
                 f"{list(want.shape)}",
                 help=AGAIN,
             )
-        found[name] = laid_out(value, want)
-    return found
+        tensors[name] = laid_out(value, want)
+    return tensors
 
 
 def laid_out(value: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """A tensor with the strides of another, which may have its dims in another order, or one number along some."""
+    """Return the tensor with the strides of `want`, whose dims may be in another order, or expanded."""
     if value.stride() == want.stride():
         return value
     own = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in want.stride())

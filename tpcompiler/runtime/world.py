@@ -1,4 +1,4 @@
-"""The world that a rank's program runs in: its device, its process group, and the groups that the graphs name."""
+"""The world of a rank's program: its device, its process group, and the groups that the graphs name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tpcompiler.runtime.leave import destroy_at_exit, release_default_group
 
 
 def own_device(manifest: Manifest, backend: str | None = None) -> torch.device:
-    """The device of this process, which for CUDA becomes the current one: the programs name no index.
+    """Return the device of this process; for CUDA, make it the current one, because programs name no index.
 
     Raises:
-        LaunchError: there is no GPU for it, or gloo is to gather on GPUs.
+        LaunchError: there is no GPU for this process, or gloo would have to gather on GPUs.
     """
     if manifest.device_type != "cuda":
         return torch.device(manifest.device_type)
@@ -30,18 +30,19 @@ def own_device(manifest: Manifest, backend: str | None = None) -> torch.device:
             help=f"run it on a machine with GPUs, or convert the model again with {_device('cpu')}",
         )
     count = torch.cuda.device_count()
-    joined = dist.is_initialized()
-    rank = dist.get_rank() if joined else _number("RANK")
+    has_group = dist.is_initialized()
+    rank = dist.get_rank() if has_group else _number("RANK")
     local = _number("LOCAL_RANK", rank % count)
     processes = max(_number("LOCAL_WORLD_SIZE", 1), local + 1)
-    # gloo's processes may share a device, and NCCL's that do not know of each other; who joined a group has seen to it.
-    if processes > count and not joined and backend != "gloo" and "NCCL_HOSTID" not in os.environ:
+    # gloo's processes may share a device, and so may NCCL's that do not see each other; a caller that made a group has
+    # already chosen.
+    if processes > count and not has_group and backend != "gloo" and "NCCL_HOSTID" not in os.environ:
         raise LaunchError(
             f"{processes} processes on this machine, and torch finds {count} CUDA device{'s' * (count != 1)}: NCCL "
             "needs one each",
             help=f"start {count} on a machine, each of which sees all its GPUs (CUDA_VISIBLE_DEVICES)",
         )
-    if "gloo" in (backend, joined and dist.get_backend()):
+    if "gloo" in (backend, has_group and dist.get_backend()):
         _refuse_gathers(manifest)
     device = torch.device("cuda", local % count)
     torch.cuda.set_device(device)
@@ -53,7 +54,7 @@ def _device(kind: str) -> str:
 
 
 def _refuse_gathers(manifest: Manifest) -> None:
-    """Of torch's collectives on gloo, all take tensors on a GPU but one."""
+    """Reject all_gather on GPUs with gloo: the only collective for which torch's gloo fails there."""
     if gathers := sum(row["kind"] == "all_gather" for row in manifest.collectives):
         raise LaunchError(
             f"{gathers} all_gather of tensors on GPUs, which ends a process by SIGSEGV in torch's gloo",
@@ -65,13 +66,13 @@ def _refuse_gathers(manifest: Manifest) -> None:
 def join_world(
     manifest: Manifest, timeout: timedelta, backend: str | None = None, rank: int | None = None
 ) -> torch.device:
-    """The device of this process, after it has joined the world that the artifact is for.
+    """Join the world that the artifact is for, and return the device of this process.
 
     Args:
-        rank: which this process is said to be.
+        rank: the rank that the caller expects this process to be.
 
     Raises:
-        LaunchError: as `own_device`; the environment or the world is another, or not all ranks came in time.
+        LaunchError: as `own_device`; the environment or the world differs, or not all ranks arrived in time.
     """
     device = own_device(manifest, backend)
     release_default_group()
@@ -121,7 +122,6 @@ def _join(manifest: Manifest, timeout: timedelta, backend: str | None) -> None:
 
 
 def _number(name: str, otherwise: int = 0) -> int:
-    """What the environment says of this process."""
     text = os.environ.get(name, str(otherwise))
     if not (text.isascii() and text.isdecimal()):
         raise LaunchError(f"{name} is {text!r}, which is no number", help="start it with torchrun, which sets it")
@@ -137,21 +137,21 @@ def _same_world(size: int, manifest: Manifest) -> None:
 
 
 def register_groups(manifest: Manifest, timeout: timedelta) -> None:
-    """Every name stands for a group of this rank; an equal registration by another artifact is used again.
+    """Register a group of this rank under every name in the manifest; reuse an equal one of another artifact.
 
-    With gloo every group is made here, also one of all ranks, so that it can be destroyed at exit (see `leave`): the
+    With gloo every group is made here, even one of all ranks, so that it can be destroyed at exit (see `leave`): the
     default group may be the caller's. With NCCL another group of all ranks would only take GPU memory.
     """
     nccl = dist.get_backend() == "nccl"
     for name, groups in manifest.groups.items():
         own = next(ranks for ranks in groups if dist.get_rank() in ranks)
         if not group_is_registered(name):
-            # Every rank makes every group, in the same order, as new_group asks for.
-            made = [
+            # new_group requires every rank to make every group, in the same order.
+            own_groups = [
                 dist.group.WORLD if nccl and len(ranks) == dist.get_world_size() else dist.new_group(ranks, timeout)
                 for ranks in groups
             ]
-            group = made[groups.index(own)]
+            group = own_groups[groups.index(own)]
             assert group is not None
             register_group(name, group)
             if not nccl:
@@ -164,10 +164,10 @@ def register_groups(manifest: Manifest, timeout: timedelta) -> None:
 
 
 def warn_of_machines(manifest: Manifest) -> None:
-    """Say it where the last axis of the mesh, which is for what communicates most, lies on several machines.
+    """Warn if the last axis of the mesh, which communicates most, spans several machines.
 
-    Ranks are numbered row by row, and torchrun numbers them machine by machine: so the last axis stays within one if
-    its degree divides a machine's number of processes.
+    Ranks are numbered row by row, and torchrun numbers them machine by machine: so the last axis stays within one
+    machine if its degree divides the machine's number of processes.
     """
     axis, degree = list(manifest.mesh.items())[-1]
     there = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else 0
@@ -183,22 +183,22 @@ def warn_of_machines(manifest: Manifest) -> None:
 
 
 def greet_groups(manifest: Manifest, device: torch.device, timeout: timedelta) -> None:
-    """One number summed over every group: what keeps ranks apart shows here, by the group's name.
+    """Sum one number over every group, so that ranks that cannot reach each other fail here, with the group's name.
 
     Raises:
-        LaunchError: a group that does not answer.
+        LaunchError: a group does not answer.
     """
     for name, groups in manifest.groups.items():
         own = next(ranks for ranks in groups if dist.get_rank() in ranks)
         ones = torch.ones(1, device=device if device.type == "cuda" else "cpu")
         try:
             dist.all_reduce(ones, group=resolve_group(name))
-            said = f"counts {ones.item():g} ranks"
+            answer = f"counts {ones.item():g} ranks"
         except RuntimeError as error:
-            said = reason(error)
-        if said != f"counts {len(own)} ranks":
+            answer = reason(error)
+        if answer != f"counts {len(own)} ranks":
             raise LaunchError(
-                f"the group {name!r} of the ranks {own} did not answer within {timeout.total_seconds():g} s: {said}",
+                f"the group {name!r} of the ranks {own} did not answer within {timeout.total_seconds():g} s: {answer}",
                 help="look whether its ranks reach one another (network, firewall, NCCL_SOCKET_IFNAME, "
                 "GLOO_SOCKET_IFNAME), and start all anew",
             )
