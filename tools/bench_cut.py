@@ -38,7 +38,7 @@ def write_checkpoint(directory: Path, size: float, hidden: int) -> None:
 
     import tpcompiler
     from tpcompiler.checkpoint.files import INDEX
-    from tpcompiler.runtime.weights import Entry, lay_out, write_weights
+    from tpcompiler.runtime.weights import TensorEntry, lay_out, write_weights
 
     inner = 43 * hidden // 16  # of Llama's 7B
     shape: Any = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": 32000}
@@ -50,9 +50,9 @@ def write_checkpoint(directory: Path, size: float, hidden: int) -> None:
     with tpcompiler.weightless():
         model = build(config, dtype=torch.bfloat16)
     config.save_pretrained(directory)
-    files: list[list[Entry]] = [[]]
+    files: list[list[TensorEntry]] = [[]]
     for name, value in model.named_parameters():
-        entry = Entry(name, value.dtype, tuple(value.shape))
+        entry = TensorEntry(name, value.dtype, tuple(value.shape))
         if sum(each.nbytes for each in files[-1]) + entry.nbytes > FILE:
             files.append([])
         files[-1].append(entry)

@@ -1,4 +1,4 @@
-"""An artifact for another number of ranks, or back into one program: from its own files, the weights streamed."""
+"""Convert an artifact to another number of ranks, or back to one program, from its files alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tpcompiler.plan import Plan, join_plans
 from tpcompiler.runtime.artifact import MODEL, Manifest, programs_in, read_manifest
 from tpcompiler.runtime.target import free_target, in_place_of, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
-from tpcompiler.runtime.weights import Entry, lay_out, write_weights
+from tpcompiler.runtime.weights import TensorEntry, lay_out, write_weights
 from tpcompiler.solver.place import Aim
 
 
@@ -43,29 +43,29 @@ def reshard(
     trust: bool = False,
     progress: Progress = TELL,
 ) -> None:
-    """Write an artifact for another mesh, by the same plan, from an artifact alone.
+    """Write an artifact for another mesh, with the same plan, from an artifact alone.
 
-    The program is converted again from the `model.pt2` that the artifact holds, and its weights, put together from the
-    ranks' shares, are cut one tensor at a time (docs/scale.md has the memory that this takes). They are the same bits.
-    What is written has the shared layout.
+    The program is converted again from the artifact's `model.pt2`, and its weights, joined from the
+    ranks' shares, are cut one tensor at a time (docs/scale.md lists the memory needed). They are the same bits.
+    The result has the shared layout.
 
     Args:
-        directory: an artifact with weights, or a directory of several programs.
-        mesh: the degree of the one axis `tp`, or `{axis: degree}`.
+        directory: an artifact with weights, or a set of programs.
+        mesh: the degree of a single axis `tp`, or `{axis: degree}`.
         out: the directory to write.
         force: replace an earlier artifact there.
-        trust: read files too that need a pickle or could run code (docs/security.md).
-        progress: called with the bytes that are written, and those of all.
+        trust: also read files that need a pickle or could run code (docs/security.md).
+        progress: called with (bytes written, total).
 
     Raises:
-        ArtifactError: no artifact with weights, or `out` cannot be written.
-        MeshError, ShardingError, ...: as `parallelize`, where the plan does not suit the mesh.
+        ArtifactError: there is no artifact with weights, or `out` cannot be written.
+        MeshError, ShardingError, ...: as `parallelize`, if the plan does not suit the mesh.
     """
     mesh, target = Mesh.of(mesh), free_target(out, force=force)
     _refuse_inside(directory, target)
     names = programs_in(directory)
     manifests = {name: read_manifest(Path(directory) / name) for name in names or [""]}
-    source = RankShares(directory, trust=trust)  # what it refuses comes before the minutes that follow
+    source = RankShares(directory, trust=trust)  # rejects bad files before the expensive steps below
     programs: Any = {
         name: _read_model(Path(directory) / name, manifest, source, trust) for name, manifest in manifests.items()
     }
@@ -85,7 +85,7 @@ def reshard(
     hollow = [weightless_names(each) for each in (programs.values() if names else [programs])]
     with in_place_of(target, force=force) as temporary:
         try:
-            made.save(temporary / "new", layout="shared", keep_output_types=True)  # what is not kept is a dict already
+            made.save(temporary / "new", layout="shared", keep_output_types=True)  # other classes are dicts already
             for file in (temporary / "new").iterdir():
                 file.rename(temporary / file.name)
             (temporary / "new").rmdir()
@@ -93,7 +93,7 @@ def reshard(
                 cut_checkpoint(temporary, source, partial=True, progress=progress)
         except ArtifactError as error:
             if isinstance(error.__cause__, OSError) and os.fspath(temporary) in error.message:
-                raise error.__cause__ from None  # `in_place_of` names the target, and nothing is left to go on from
+                raise error.__cause__ from None  # `in_place_of` names the target, and nothing remains to continue from
             raise
 
 
@@ -106,17 +106,17 @@ def merge(
 ) -> None:
     """Write the single-device program that an artifact was made from, with its weights, from the artifact alone.
 
-    Weights are put together one at a time, and are the same bits. A class that the model returned is a plain dict, as
+    Weights are joined one at a time, and are the same bits. A class that the model returned is a plain dict, as
     in the artifact.
 
     Args:
-        directory: an artifact with weights; of several programs, one's.
+        directory: an artifact with weights; one program of a set.
         path: the .pt2 to write.
         safetensors: write a checkpoint instead: the parameters and persistent buffers by name, tied ones once.
-        trust: read files too that need a pickle or could run code (docs/security.md).
+        trust: also read files that need a pickle or could run code (docs/security.md).
 
     Raises:
-        ArtifactError: no artifact with weights, or the file cannot be written.
+        ArtifactError: there is no artifact with weights, or the file cannot be written.
     """
     manifest, target = read_manifest(directory), Path(path)
     _refuse_inside(directory, target)
@@ -126,14 +126,14 @@ def merge(
         if safetensors:
             first = _persistent(manifest, program)
             stored = {name: source.tensors[first[name]] for name in first}
-            entries = lay_out(Entry(name, each.dtype, each.shape) for name, each in stored.items())
+            entries = lay_out(TensorEntry(name, each.dtype, each.shape) for name, each in stored.items())
             with replacing(target) as file:
                 refuse_full_disk(file, sum(entry.nbytes for entry in entries))
                 write_weights(file, entries, (source.read(first[entry.name]) for entry in entries))
             return
         size = sum(math.prod(each.shape) * each.dtype.itemsize for each in source.tensors.values())
         with replacing(target) as file, tempfile.TemporaryDirectory(prefix=".merge.", dir=file.parent) as folder:
-            refuse_full_disk(file, 2 * size)  # beside the file what it is written from
+            refuse_full_disk(file, 2 * size)  # for the file, and for the weights that it is written from
             _fill_from_disk(program, source, Path(folder))
             with archive_stream(file) as stream:
                 save_program(program, stream)
@@ -146,10 +146,10 @@ def merge(
 def _read_model(
     directory: str | os.PathLike[str], manifest: Manifest, source: RankShares, trust: bool
 ) -> ExportedProgram:
-    """The model that the ranks run. The values that it has itself, such as literals, must be the ranks'.
+    """Read the model that the ranks run; the values in it, such as literals, must equal the ranks'.
 
     Raises:
-        ArtifactError: as `read_proved_model`; other values.
+        ArtifactError: as `read_proved_model`; or a value differs.
     """
     program = read_proved_model(directory, manifest, prepare=on_cpu, canonical=canonicalize, trust=trust)
     first = {row["name"]: row.get("tied_to", row["name"]) for row in manifest.tensors}
@@ -165,7 +165,7 @@ def _read_model(
 
 
 def _persistent(manifest: Manifest, program: ExportedProgram) -> dict[str, str]:
-    """The first persistent name of each tensor, and the name under which the ranks hold it."""
+    """Return the first persistent name of each tensor -> the ranks' name for it."""
     first: dict[str, str] = {}
     for row in manifest.tensors:
         if row["name"] in program.state_dict and row.get("tied_to", row["name"]) not in first.values():
@@ -183,15 +183,15 @@ def _refuse_inside(directory: str | os.PathLike[str], target: Path) -> None:
 
 
 def _fill_from_disk(program: ExportedProgram, source: RankShares, folder: Path) -> None:
-    """Give a program its weights, each mapped from a file of its own: memory need not hold them."""
+    """Give a program its weights, each mapped from a temporary file, so that memory need not hold them."""
 
     def on_disk(name: str, value: torch.Tensor) -> torch.Tensor:
         file = folder / str(len(list(folder.iterdir())))
-        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())  # what is expanded
+        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())  # skips expanded dims
         own = torch.empty_strided(value[once].shape, value.stride(), dtype=value.dtype).copy_(value[once])
         file.write_bytes(
             torch.empty(0, dtype=torch.uint8).set_(own.untyped_storage()).numpy().data
-        )  # raises if it is full
+        )  # raises if the disk is full
         storage = cast(torch.UntypedStorage, torch.UntypedStorage.from_file(str(file), False, file.stat().st_size))
         return torch.empty(0, dtype=value.dtype).set_(storage, 0, value.shape, value.stride())
 

@@ -1,4 +1,4 @@
-"""What writes an artifact's files: the ranks' programs and weights, and the model that they were made from."""
+"""Write an artifact's files: the ranks' programs and weights, and the model that they were made from."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from tpcompiler.runtime.artifact import Manifest, Writer
 from tpcompiler.runtime.place import leave_out, memory_of, place_state
 from tpcompiler.runtime.target import refuse_full_disk
 from tpcompiler.runtime.weightless import hollow_like, save_marked, weightless_names
-from tpcompiler.runtime.weights import Entry, lay_out, write_weights
+from tpcompiler.runtime.weights import TensorEntry, lay_out, write_weights
 
-FEW, MOST_PLACES = 64, 1 << 20  # elements of a literal; of one that holds places in a dim
-NODE_BYTES, FILE_BYTES = 4_000, 1 << 16  # of a node's text, and of an archive without nodes, at most
-Files = Literal["ranks", "shared"]  # a file for each rank with all that it needs; or one for all, and weights apart
+FEW, MOST_PLACES = 64, 1 << 20  # elements of a literal; of one that holds positions in a dim
+NODE_BYTES, FILE_BYTES = 4_000, 1 << 16  # upper bounds of a node's text, and of an archive without nodes
+Files = Literal["ranks", "shared"]  # a self-contained file per rank, or shared programs and separate weights
 
 
-class _Written(NamedTuple):
-    """A program on its way into files: what `writer_of` was asked for."""
+class _WriterInput(NamedTuple):
+    """The arguments of `writer_of`, and facts derived from them."""
 
     converted: Converted
     manifest: Manifest
-    own: list[str]  # the tensors that these files hold, once
+    own: list[str]  # the tensors stored in these files, once each
     elsewhere: Mapping[str, str]
-    plain: bool  # an output class becomes a dict
+    plain: bool  # True if an output class becomes a dict
 
 
 def writer_of(
@@ -50,14 +50,14 @@ def writer_of(
     elsewhere: Mapping[str, str] | None = None,
     layout: Files | None = None,
 ) -> Writer:
-    """The manifest, and what writes the files.
+    """Return the manifest and the functions that write the files.
 
     Args:
-        elsewhere: leaf -> the program whose files hold it; in these files it has a shape and no values.
-        layout: "shared" by default where the model was exported without weights, else "ranks".
+        elsewhere: leaf -> the program that stores it; in these files it has a shape but no values.
+        layout: by default "shared" if the model was exported without weights, else "ranks".
 
     Raises:
-        UnsupportedError, ProgramError: what torch's file format, or this layout, cannot keep.
+        UnsupportedError, ProgramError: torch's file format, or this layout, cannot store the program.
     """
     elsewhere, hollow = elsewhere or {}, weightless_names(converted.original)
     if layout == "ranks":
@@ -73,7 +73,7 @@ def writer_of(
         calling = {**calling, "returns": tree_text(plain_outputs(spec)[0])}
     manifest = replace(manifest, output_type=replaced, tensors=tensors, calling=calling)
     own = [row["name"] for row in tensors if "tied_to" not in row and "stored_in" not in row]
-    written = _Written(converted, manifest, own, elsewhere, replaced is not None)
+    written = _WriterInput(converted, manifest, own, elsewhere, replaced is not None)
     if layout == "ranks":
         return Writer(manifest, lambda rank, path: _write_rank(written, rank, path), model=_model_writer(written))
     count = len(converted.partition.classes)
@@ -106,12 +106,12 @@ def _refuse_unwritable(converted: Converted) -> None:
             )
 
 
-def _write_rank(written: _Written, rank: int, path: Path, *, shared: bool = False) -> None:
+def _write_rank(written: _WriterInput, rank: int, path: Path, *, shared: bool = False) -> None:
     program = written.converted.partition.rank_program(rank)
     all_of = [name for name, v in {**program.constants, **program.state_dict}.items() if _has_room(v)]
     for fqn in all_of if shared else (*written.elsewhere, *written.manifest.symm_mem):
         leave_out(program, fqn)
-    place_state(program, "cpu")  # a file that says cuda:0 would be read to cuda:0 by every rank
+    place_state(program, "cpu")  # every rank would load a file with cuda:0 onto cuda:0
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
     for _, value in (pair for graph in graphs for pair in values(graph)):
         forget_index(value)
@@ -120,11 +120,11 @@ def _write_rank(written: _Written, rank: int, path: Path, *, shared: bool = Fals
         assert signature is not None
         signature.out_spec = plain_outputs(signature.out_spec)[0]
     if has_pickled_examples(program):
-        program.example_inputs = None  # so that the file is read without trust
+        program.example_inputs = None  # makes the file readable without trust
     refuse_full_disk(path, _bytes_in_file(program))
-    held = {**program.constants, **program.state_dict}
+    tensors = {**program.constants, **program.state_dict}
     if shared:
-        _save_without_weights(program, path, all_of, held)
+        _save_without_weights(program, path, all_of, tensors)
     else:
         _save(lambda: save_program(program, path))
     if rank == 0 and (reason := why_not_read(path)):
@@ -135,31 +135,31 @@ def _write_rank(written: _Written, rank: int, path: Path, *, shared: bool = Fals
         )
 
 
-def _write_weights(written: _Written, rank: int, path: Path) -> str:
+def _write_weights(written: _WriterInput, rank: int, path: Path) -> str:
     state = written.converted.partition.share(rank).local_state
     names = (*written.own, *written.manifest.rank_numbers)
-    entries = lay_out(Entry(name, state[name].dtype, tuple(state[name].shape)) for name in names)
+    entries = lay_out(TensorEntry(name, state[name].dtype, tuple(state[name].shape)) for name in names)
     refuse_full_disk(path, sum(entry.nbytes for entry in entries))
     return write_weights(path, entries, (state[entry.name] for entry in entries))
 
 
-def _write_values(written: _Written, hollow: set[str], path: Path) -> str:
+def _write_values(written: _WriterInput, hollow: set[str], path: Path) -> str:
     kept = {name: written.converted.partition.program.state(name) for name in written.own if name not in hollow}
-    entries = lay_out(Entry(name, value.dtype, tuple(value.shape)) for name, value in kept.items())
+    entries = lay_out(TensorEntry(name, value.dtype, tuple(value.shape)) for name, value in kept.items())
     return write_weights(path, entries, (kept[entry.name] for entry in entries))
 
 
-def _model_writer(written: _Written) -> Callable[[Path], None]:
-    """What writes the single-device program without its weights, to convert it again for another number of ranks."""
+def _model_writer(written: _WriterInput) -> Callable[[Path], None]:
+    """Return a function that writes the single-device program without its weights, for conversion to other ranks."""
 
     def write(path: Path) -> None:
         original = written.converted.original
         held = {**original.constants, **original.state_dict}
         tied = {row["name"]: row.get("tied_to", row["name"]) for row in written.manifest.tensors}
-        # torch keeps a tied weight under all its names, also those that no input takes.
+        # torch keeps a tied weight under all its names, even those that no input takes.
         first = {memory_of(held[name]): taken for name, taken in tied.items()}
         tied |= {name: first[at] for name, v in held.items() if _has_room(v) and (at := memory_of(v)) in first}
-        # Small literals are no weights, and a trace may read them.
+        # Small literals are not weights, and a trace may read them.
         literals = {row["name"] for row in written.manifest.tensors if row["kind"] == "constant_tensor"}
         kept = {name for name in literals if held[name].numel() <= (MOST_PLACES if _has_places(held[name]) else FEW)}
         names = {name for name, value in held.items() if name in tied.keys() - kept and _has_room(value)}
@@ -182,7 +182,7 @@ def _model_writer(written: _Written) -> Callable[[Path], None]:
     return write
 
 
-@collector_rests()  # with weights it may not: other ranks' programs are garbage by now
+@collector_rests()  # not if it holds weights: other ranks' programs are garbage by then
 def _save_without_weights(program: ExportedProgram, path: Path, names: Collection[str], held: dict[str, Any]) -> None:
     _save(lambda: save_marked(program, path, names, held))
 
@@ -190,14 +190,14 @@ def _save_without_weights(program: ExportedProgram, path: Path, names: Collectio
 def _save(save: Callable[[], None]) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "No complete tensor found")  # of leaves that are left out
+            warnings.filterwarnings("ignore", "No complete tensor found")  # for leaves that are left out
             save()
-    except RuntimeError as error:  # torch's archive writer makes one of a failed write
+    except RuntimeError as error:  # torch's archive writer raises this for a failed write
         raise OSError(str(error)) from error
 
 
 def _has_places(value: torch.Tensor) -> bool:
-    """True if a conversion may read it: a list of rows that are looked up is a slice where they follow one another."""
+    """Return True if a conversion may read the values: looking up consecutive rows becomes a slice."""
     return value.ndim == 1 and not value.is_floating_point() and not value.is_complex()
 
 
@@ -206,7 +206,7 @@ def _has_room(value: object) -> bool:
 
 
 def _bytes_in_file(program: ExportedProgram) -> int:
-    """Return what a file of it takes at most: its tensors, once each, and its graph."""
+    """Return an upper bound of the program's file: its tensors, once each, and its graph."""
     held = {
         id(v): v for v in (*program.state_dict.values(), *program.constants.values()) if isinstance(v, torch.Tensor)
     }

@@ -1,1 +1,1 @@
-"""Checkpoints: what safetensors files hold, which of it a program takes, and its shares for the ranks."""
+"""Checkpoints: the tensors of safetensors files, their match with a program's, and each rank's shares."""

@@ -1,4 +1,4 @@
-"""How the names and shapes of published checkpoints become a model's: transformers' own table, read as data."""
+"""Map the names and shapes of published checkpoints to a model's: transformers' own table, read as data."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tpcompiler.runtime.weightless import weightless
 Read = Callable[[str], torch.Tensor]
 Shape = tuple[int, ...]
 Steps = tuple[tuple[str, int], ...]
-STEPS = {"MergeModulelist": "stack", "Concatenate": "cat"}  # transformers' names of them
+STEPS = {"MergeModulelist": "stack", "Concatenate": "cat"}  # transformers' names of the steps
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A parameter made of tensors of a checkpoint: lists of them (of one, or one per expert), put together in steps."""
+    """A parameter made from a checkpoint: lists of tensors (of one, or one per expert) and the steps that join them."""
 
     sources: tuple[tuple[str, ...], ...]
     steps: Steps = ()
@@ -30,7 +30,7 @@ class Recipe:
         return [name for part in self.sources for name in part]
 
     def make(self, read: Read) -> torch.Tensor:
-        """The parameter; one tensor as it is, mapped."""
+        """Make the parameter; a single tensor stays mapped."""
         if not self.steps:
             return read(self.sources[0][0])
         parts: list[Any] = [[read(name) for name in part] for part in self.sources]
@@ -39,20 +39,20 @@ class Recipe:
                 parts = [torch.stack(part, dim) for part in parts]
             elif step == "cat":
                 parts = [torch.cat([part if isinstance(part, torch.Tensor) else part[0] for part in parts], dim)]
-        (made,) = parts
-        value: torch.Tensor = made if isinstance(made, torch.Tensor) else made[0]
+        (parameter,) = parts
+        value: torch.Tensor = parameter if isinstance(parameter, torch.Tensor) else parameter[0]
         return value
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """Of what it makes."""
-        made: torch.Tensor = self.make(lambda name: torch.empty(shapes[name], device="meta"))
-        return tuple(made.shape)
+        """Return the shape of the parameter."""
+        value: torch.Tensor = self.make(lambda name: torch.empty(shapes[name], device="meta"))
+        return tuple(value.shape)
 
 
 def recipes_of(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Recipe]:
-    """For the names of a checkpoint of this model, what parameters they make; those that are what they are called, too.
+    """Return the parameters that a checkpoint's tensors make, by name, including those that keep their names.
 
-    A conversion that has a step which is not known here makes nothing: its parameters are missing, by name.
+    A conversion with an unknown step makes nothing: its parameters are missing, by name.
 
     Raises:
         ValueError: two names become one, or the parts of a parameter are not numbered 0, 1, ...
@@ -60,9 +60,9 @@ def recipes_of(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Rec
     transforms = _transforms(config)
     renamings = [each for each in transforms if not getattr(each, "operations", ())]
     mapping = _table(transforms)
-    found: dict[str, dict[int, dict[str, str]]] = {}
+    pieces: dict[str, dict[int, dict[str, str]]] = {}
     steps_of: dict[str, Steps] = {}
-    made: dict[str, Recipe] = {}
+    recipes: dict[str, Recipe] = {}
     for name in names:
         own = name
         for renaming in renamings:
@@ -71,24 +71,24 @@ def recipes_of(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Rec
             at = next((i for i, pattern in enumerate(patterns) if _matches(pattern, own)), None)
             if at is not None:
                 whole, number = _put(patterns[at], target, own)
-                parts = found.setdefault(whole, {}).setdefault(at, {})
+                parts = pieces.setdefault(whole, {}).setdefault(at, {})
                 if (other := parts.setdefault(number, name)) != name:
                     raise ValueError(f"{other!r} and {name!r} are the same part of {whole!r}")
                 steps_of[whole] = steps
                 break
         else:
-            if (one := made.setdefault(own, Recipe(((name,),)))).names() != [name]:
+            if (one := recipes.setdefault(own, Recipe(((name,),)))).names() != [name]:
                 raise ValueError(f"{one.names()[0]!r} and {name!r} are both {own!r}")
-    for whole, lists in found.items():
+    for whole, lists in pieces.items():
         for numbers in lists.values():
             if sorted(map(_number, numbers)) != list(range(len(numbers))):
                 have = ", ".join(sorted(numbers, key=_number))
                 raise ValueError(f"the parts of {whole!r} are numbered {have}, not 0 to {len(numbers) - 1}")
-        if whole in made:
-            raise ValueError(f"{made[whole].names()[0]!r} is {whole!r}, which has parts too")
+        if whole in recipes:
+            raise ValueError(f"{recipes[whole].names()[0]!r} is {whole!r}, which has parts too")
         sources = tuple(tuple(lists[at][n] for n in sorted(lists[at], key=_number)) for at in sorted(lists))
-        made[whole] = Recipe(sources, steps_of[whole])
-    return made
+        recipes[whole] = Recipe(sources, steps_of[whole])
+    return recipes
 
 
 def _number(text: str) -> int:
@@ -104,16 +104,16 @@ def _matches(source: str, name: str) -> bool:
 
 
 def _put(source: str, target: str, name: str) -> tuple[str, str]:
-    """The name with the target in the place of the source, and the number that stood at the star."""
-    found = re.search(_pattern(source), name)
-    assert found is not None
-    return name[: found.start()] + target + name[found.end() :], found[1] if found.groups() else ""
+    """Replace the source by the target in a name; return it with the number at the star."""
+    match = re.search(_pattern(source), name)
+    assert match is not None
+    return name[: match.start()] + target + name[match.end() :], match[1] if match.groups() else ""
 
 
 def base_prefix(config: Mapping[str, Any]) -> str:
-    """Return the prefix that transformers declares for the base of a model, such as `model.`; empty for none.
+    """Return the prefix that transformers declares for the base of a model, such as `model.`, or an empty text.
 
-    A checkpoint of the base has its tensors without it, and a base model reads those of a whole model.
+    A checkpoint of the base lacks the prefix, and a base model reads checkpoints of a whole model.
     """
     listed = config.get("architectures")
     name = listed[0] if isinstance(listed, list) and listed else ""
@@ -126,7 +126,7 @@ def base_prefix(config: Mapping[str, Any]) -> str:
 
 
 def _transforms(config: Mapping[str, Any]) -> list[Any]:
-    """Return transformers' conversions for a model, with those of the models that it is made of."""
+    """Return transformers' conversions for a model, including those of its submodels."""
     if not config.get("model_type") or importlib.util.find_spec("transformers") is None:
         return []
     import transformers
@@ -136,14 +136,14 @@ def _transforms(config: Mapping[str, Any]) -> list[Any]:
     listed = config.get("architectures")
     build: Any = getattr(transformers, str(listed[0]), None) if isinstance(listed, list) and listed else None
     if build is not None and hasattr(conversions, "get_model_conversion_mapping"):
-        with contextlib.suppress(Exception), weightless():  # a config that makes no model leaves those of its type
+        with contextlib.suppress(Exception), weightless():  # else use the conversions of its type
             model = build._from_config(transformers.AutoConfig.for_model(**config))
             return list(conversions.get_model_conversion_mapping(model))
     return list(conversions.get_checkpoint_conversion_mapping(str(config["model_type"])) or ())
 
 
 def _table(transforms: Sequence[Any]) -> list[tuple[list[str], str, Steps]]:
-    """(source patterns, target, steps) of the conversions whose steps are all known."""
+    """Return (source patterns, target, steps) of the conversions whose steps are all known."""
     out: list[tuple[list[str], str, Steps]] = []
     for each in transforms:
         operations = list(getattr(each, "operations", ()))

@@ -36,8 +36,8 @@ from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import OtherContent, Writing, laid_out, read_all
 from tpcompiler.terminal.progress import telling
 
-READ_AHEAD = 1 << 28  # bytes of two tensors of which the second is read while the first is written
-Progress = Callable[[int, int], None]  # bytes done, of all
+READ_AHEAD = 1 << 28  # bytes of two successive tensors up to which the second is read while the first is written
+Progress = Callable[[int, int], None]  # (bytes done, total)
 TELL = telling("cutting the weights", "bytes")
 
 
@@ -53,21 +53,21 @@ def cut_checkpoint(
 ) -> None:
     """Write `rank_N.safetensors` into an artifact that was converted without weights.
 
-    Every tensor of the checkpoint is mapped, cut for all ranks and let go before the next one; two are held while they
-    are small. An interrupted cut goes on: what it has written is compared with the checkpoint, and stays.
+    Every tensor of the checkpoint is mapped, cut for all ranks and released before the next one; two small ones may be
+    held at once. A repeated call continues an interrupted cut, after comparing its files with the checkpoint.
 
     Args:
-        directory: what `tpcompiler convert MODEL.pt2` wrote of a model without weights; of several programs, all.
+        directory: an artifact of a model without weights, or a set of them.
         checkpoint: a directory of safetensors files, or one file; or an artifact with weights, of any degree.
-        ranks: which ranks' weights; by default all.
-        partial: take no notice of tensors that the program does not name.
-        force: write weights again that are there, and begin a cut of another checkpoint anew.
-        trust: read an artifact's files too that need a pickle or could run code (docs/security.md).
-        progress: called with the bytes that are written, and those of all; by default whoever listens is told.
+        ranks: the ranks to write weights for; all by default.
+        partial: ignore checkpoint tensors that the program does not use.
+        force: overwrite weights, and replace an interrupted cut of another checkpoint.
+        trust: also read an artifact's files that need a pickle or could run code (docs/security.md).
+        progress: called with (bytes written, total); reports to the progress listener by default.
 
     Raises:
-        ArtifactError: no artifact that lacks weights, a checkpoint that does not fit it (all that is wrong at once), an
-            interrupted cut of another checkpoint, or a file that cannot be written.
+        ArtifactError: there is no artifact without weights, the checkpoint does not fit it (all faults at once), an
+            interrupted cut of another checkpoint exists, or a file cannot be written.
     """
     source = open_source(checkpoint, trust=trust)
     names = programs_in(directory)
@@ -75,7 +75,7 @@ def cut_checkpoint(
     every = {leaf.name: leaf for work in works for leaf in wanted_leaves(work.manifest, work.values)}
     recipes = find_sources(list(every.values()), source, partial=partial)
     if any(not work.is_cut for work in works) and not force:
-        works = [work for work in works if not work.is_cut]  # of several programs, what an interrupted cut has left
+        works = [work for work in works if not work.is_cut]  # those that an interrupted cut left out
     for work in works:
         work.begin(recipes, force)
     total, done = sum(work.size for work in works), 0
@@ -91,7 +91,7 @@ def refuse_other_checkpoint(
     """Check that a checkpoint has the weights that programs lack, before anything is written.
 
     Raises:
-        ArtifactError: as `cut_checkpoint`; the programs have their weights.
+        ArtifactError: as `cut_checkpoint`; or the programs already have their weights.
     """
     if not any(weightless_names(program) for _, program in programs):
         raise ArtifactError(
@@ -107,7 +107,7 @@ def refuse_other_checkpoint(
 
 
 class _Work:
-    """The files of one program's ranks."""
+    """The weights files of one program's ranks."""
 
     def __init__(self, directory: Path, source: Source, ranks: Sequence[int] | None) -> None:
         self.directory, self.source = directory, source
@@ -132,11 +132,11 @@ class _Work:
 
     @property
     def is_cut(self) -> bool:
-        """Whether all ranks that are asked for have their weights."""
+        """True if all requested ranks have their weights."""
         return all(weights_file(rank) in self.manifest.files for rank in self.ranks)
 
     def begin(self, recipes: Mapping[str, Recipe], force: bool) -> None:
-        """Refuse what would be written again, or over another cut."""
+        """Reject overwriting weights or another cut, and open the state of this one."""
         if there := [rank for rank in self.ranks if weights_file(rank) in self.manifest.files and not force]:
             raise ArtifactError(
                 f"{self.directory} has the weights of rank {there[0]} already",
@@ -146,18 +146,18 @@ class _Work:
         self.begun = self._begun(force)
 
     def _begun(self, force: bool) -> bool:
-        """Return whether an interrupted cut of the same is there; `run` compares its content."""
+        """Return True if an interrupted cut of the same files exists; `run` compares its content."""
         self.sources = self.source.fingerprint()
-        said = {"sources": self.sources, "programs": dict(self.manifest.files), "ranks": self.ranks}
+        expected = {"sources": self.sources, "programs": dict(self.manifest.files), "ranks": self.ranks}
         state = self.directory / CUT
         with contextlib.suppress(OSError, ValueError):
-            if json.loads(state.read_text(encoding="utf-8")) == said and not force:
+            if json.loads(state.read_text(encoding="utf-8")) == expected and not force:
                 return True
         if state.is_file() and not force:
             raise self._refuse_to_go_on()
         try:
             with replacing(state) as path:
-                path.write_text(json.dumps(said), encoding="utf-8")
+                path.write_text(json.dumps(expected), encoding="utf-8")
         except OSError as error:
             raise ArtifactError(f"cannot write {state}: {reason(error)}", help="check the free space") from error
         return False
@@ -169,7 +169,7 @@ class _Work:
         )
 
     def run(self) -> Iterator[int]:
-        """Cut tensor by tensor; yields how many bytes were written."""
+        """Cut tensor by tensor; yield the number of bytes written."""
         parts = {rank: self.directory / f".{weights_file(rank)}.part" for rank in self.ranks}
         hashes: dict[str, str] = {}
         try:
@@ -204,7 +204,7 @@ class _Work:
             ) from error
 
     def _wholes(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Every tensor, of which a small one is read while the one before is written."""
+        """Yield every tensor; small ones are read while the previous one is written."""
         shapes = {leaf.name: math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves}
         with ThreadPoolExecutor(1) as reader:
             ahead: Future[torch.Tensor | None] | None = None
@@ -233,7 +233,7 @@ def read_shares(
     rank: int,
     program: ExportedProgram,
 ) -> dict[str, torch.Tensor]:
-    """One rank's weights, from a checkpoint: no more of it is read than they are.
+    """Read one rank's weights from a checkpoint, and no more of it.
 
     Raises:
         ArtifactError: as `cut_checkpoint`.
@@ -242,9 +242,9 @@ def read_shares(
     with open_values(directory, manifest) as file:
         values = read_all(file)
     recipes = find_sources(wanted_leaves(manifest, values), source, partial=True)
-    shardings, taken, found = shardings_of(manifest), taken_by(program), {}
+    shardings, taken, shares = shardings_of(manifest), taken_by(program), {}
     for leaf in leaves:
         whole = recipes[leaf.name].make(source.read) if leaf.name in recipes else values[leaf.name]
-        found[leaf.name] = laid_out(cut(whole, shardings[leaf.name], mesh, rank).clone(), taken[leaf.name])
+        shares[leaf.name] = laid_out(cut(whole, shardings[leaf.name], mesh, rank).clone(), taken[leaf.name])
     numbers = {name: torch.tensor([rows[rank]]) for name, rows in manifest.rank_numbers.items()}
-    return with_tied({**found, **numbers}, manifest)
+    return with_tied({**shares, **numbers}, manifest)

@@ -1,4 +1,4 @@
-"""An artifact's weights as DTensors, for torch.distributed.checkpoint and fine-tuning tools, and back."""
+"""Convert an artifact's weights to DTensors, for torch.distributed.checkpoint and fine-tuning tools, and back."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ SHOWN = 3
 
 
 def state_dict(directory: str | os.PathLike[str], mesh: DeviceMesh, *, trust: bool = False) -> dict[str, Any]:
-    """The parameters and persistent buffers of an artifact as DTensors, in the process of each rank.
+    """Return the parameters and persistent buffers of an artifact as DTensors, in the process of each rank.
 
-    Every rank's local tensor is its own share, mapped from its file: what is written to it stays in the process. A
-    weight whose cut torch's placements cannot say (parts, blocks, whole heads), or which is pending, is whole on all
-    ranks, and a warning names it.
+    Every rank's local tensor is its own share, mapped from its file: writes to it stay in the process. A weight is
+    whole on all ranks, with a warning, if torch's placements cannot express its sharding (parts, blocks, whole
+    heads) or it is pending.
 
     Args:
-        directory: an artifact with weights; of several programs, one's.
-        mesh: of the same sizes as the artifact's, and its ranks in order.
-        trust: read files too that need a pickle or could run code (docs/security.md).
+        directory: an artifact with weights; one program of a set.
+        mesh: a mesh with the artifact's sizes and its ranks in order.
+        trust: also read files that need a pickle or could run code (docs/security.md).
 
     Raises:
-        ArtifactError: no artifact with weights, or a damaged one.
-        MeshError: a mesh of other sizes.
+        ArtifactError: there is no artifact with weights, or it is damaged.
+        MeshError: the mesh has other sizes.
     """
     manifest = read_manifest(directory)
     rank = _rank_in(mesh, manifest)
     source, shardings, own = RankShares(directory, trust=trust), shardings_of(manifest), Mesh.of(manifest.mesh)
-    kept = {
+    stored = {
         row["name"]: row for row in manifest.tensors if row["kind"] != "constant_tensor" and row.get("persistent", True)
     }
-    made: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     whole = []
-    for name, row in kept.items():
+    for name, row in stored.items():
         first = row.get("tied_to", name)
-        if first in made:
-            made[name] = made[first]
+        if first in state:
+            state[name] = state[first]
             continue
         placements = _placements(shardings[first], own)
         if placements is None:
@@ -65,7 +65,7 @@ def state_dict(directory: str | os.PathLike[str], mesh: DeviceMesh, *, trust: bo
         else:
             local = source.share(first, rank)
         shape = torch.Size(row["shape"])
-        made[name] = DTensor.from_local(
+        state[name] = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=shape, stride=tuple(local_strides(local, shape))
         )
     if whole:
@@ -75,7 +75,7 @@ def state_dict(directory: str | os.PathLike[str], mesh: DeviceMesh, *, trust: bo
             TpCompilerWarning,
             stacklevel=2,
         )
-    return made
+    return state
 
 
 def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
@@ -83,14 +83,14 @@ def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any])
 
     Args:
         directory: the artifact, on a disk that all ranks see.
-        state: DTensors with any placements, or whole tensors, by name, the same on all ranks; weights that are not
-            named stay as they are.
+        state: DTensors with any placements, or whole tensors, by name, the same on all ranks; other weights
+            stay unchanged.
 
     Raises:
-        ArtifactError: other names, shapes or dtypes than the artifact's, another layout, names, placements or
-            replicated values that differ between ranks, tied names with different values, or a file that cannot be
-            written; then all ranks raise, and the artifact stays as it was.
-        MeshError: not as many ranks as the artifact has.
+        ArtifactError: names, shapes or dtypes differ from the artifact's, the layout is not shared, placements or
+            replicated values differ between ranks, tied names have different values, or a file cannot be
+            written. All ranks raise, and the artifact stays unchanged.
+        MeshError: the world has another number of ranks than the artifact.
     """
     manifest = read_manifest(directory)
     mesh, rank, path = Mesh.of(manifest.mesh), dist.get_rank(), Path(directory)
@@ -99,7 +99,7 @@ def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any])
             f"the artifact has {mesh.world_size} ranks, this world has {dist.get_world_size()}",
             help=f"start {mesh.world_size} processes, or reshard the artifact",
         )
-    _agree(_misfit(manifest, state, path), path)  # before the collectives that follow
+    _agree(_misfit(manifest, state, path), path)  # before the collectives below, which would hang
     _agree(_disagreement(state), path)
     source, shardings = RankShares(path), shardings_of(manifest)
     tied = {row["name"]: row.get("tied_to", row["name"]) for row in manifest.tensors}
@@ -110,7 +110,7 @@ def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any])
     numbers = {name: torch.tensor([rows[rank]]) for name, rows in manifest.rank_numbers.items()}
     new, entries = path / f".{weights_file(rank)}.part", entries_of(manifest, rank)
     values, digests = {}, {}
-    for entry in entries:  # in one order on all ranks, which put each tensor together in turn
+    for entry in entries:  # in one order on all ranks, which join each tensor together
         for name in given.get(entry.name, ()):
             whole = _whole(state[name])
             digests[name] = _digest(whole)
@@ -148,22 +148,22 @@ def _rank_in(mesh: DeviceMesh, manifest: Manifest) -> int:
 
 
 def _placements(sharding: Sharding, mesh: Mesh) -> Sequence[Placement] | None:
-    """As torch says it; None where it cannot."""
-    found = sharding.placements(mesh)
-    said = [format_placement(each) for each in found]
-    if sharding.partial or sharding.text(mesh) != (said[0] if len(said) == 1 else f"[{', '.join(said)}]"):
+    """Return torch's placements for a sharding; None if they cannot express it."""
+    placements = sharding.placements(mesh)
+    texts = [format_placement(each) for each in placements]
+    if sharding.partial or sharding.text(mesh) != (texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"):
         return None
-    return found
+    return placements
 
 
 def _agree(problem: tuple[str, str] | None, path: Path) -> None:
-    """Raise on all ranks what is wrong on any of them; a collective."""
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, problem)
-    for rank, found in enumerate(said):
-        if found is not None:
-            of = f"rank {rank}: " if rank != dist.get_rank() and f"rank {rank}" not in found[0] else ""
-            raise ArtifactError(f"{of}{found[0]}", help=found[1])
+    """Raise an error of any rank on all ranks; a collective."""
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, each in enumerate(problems):
+        if each is not None:
+            of = f"rank {rank}: " if rank != dist.get_rank() and f"rank {rank}" not in each[0] else ""
+            raise ArtifactError(f"{of}{each[0]}", help=each[1])
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
@@ -172,13 +172,13 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(value: torch.Tensor) -> str:
-    """Return a hash of a tensor's bits: NaN equals itself."""
+    """Hash a tensor's bits, so that NaN equals itself."""
     data = value.contiguous().view(-1).view(torch.uint8).numpy().data
     return hashlib.sha256(data).hexdigest()
 
 
 def _disagreement(state: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Compare with rank 0 the names and placements, by which ranks put tensors together; a collective."""
+    """Compare names and placements with rank 0, because ranks join tensors by them; a collective."""
     own = {name: _form(value) for name, value in state.items()}
     first = [own]
     dist.broadcast_object_list(first)
@@ -197,7 +197,7 @@ def _form(value: torch.Tensor) -> str:
 
 
 def _difference(digests: Mapping[str, str], tied: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return which weight has different values, on two ranks or under its names; a collective."""
+    """Find a weight with different values, on two ranks or under its names; a collective."""
     first = [dict(digests)]
     dist.broadcast_object_list(first)
     for name, digest in digests.items():
@@ -212,7 +212,7 @@ def _difference(digests: Mapping[str, str], tied: Mapping[str, str]) -> tuple[st
 
 
 def _misfit(manifest: Manifest, state: Mapping[str, Any], path: Path) -> tuple[str, str] | None:
-    """(what keeps these weights from being the artifact's, what to do)."""
+    """Return (the first misfit of these weights with the artifact, the remedy), or None."""
     if not manifest.programs:
         return (
             f"{path} has self-contained files, whose weights stay as they were written",
@@ -227,6 +227,6 @@ def _misfit(manifest: Manifest, state: Mapping[str, Any], path: Path) -> tuple[s
             return f"{path} has no weight {name!r}", "give the names of its manifest"
         have, want = (value.dtype, tuple(value.shape)), (leaves[name].dtype, leaves[name].shape)
         if have != want:
-            said = f"{name!r} is {have[0]} {list(have[1])}, {path} has {want[0]} {list(want[1])}"
-            return said, "give the weights of the same model"
+            problem = f"{name!r} is {have[0]} {list(have[1])}, {path} has {want[0]} {list(want[1])}"
+            return problem, "give the weights of the same model"
     return None

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, found without reading them."""
+"""Find the tensors of a checkpoint without reading them."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ DOWNLOAD = "give the directory with the model's *.safetensors files"
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint: where it lies, and what it is."""
+    """The place, dtype and shape of a tensor in a checkpoint."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    bytes: tuple[int, int] = (0, 0)  # of a checkpoint's file: the first, and the one behind the last
+    bytes: tuple[int, int] = (0, 0)  # in a checkpoint's file: the first byte, and the end
 
 
 class Checkpoint:
     """A safetensors file, or a directory of them with or without an index, as Hugging Face writes it.
 
     Attributes:
-        tensors: by name.
-        config: of a config.json beside them; empty for none.
+        tensors: tensors by name.
+        config: the content of config.json in the same folder; empty without one.
 
     Raises:
-        ArtifactError: there is none, a file of it is missing or damaged, one name stands in two files, or the index
-            places one where it is not.
+        ArtifactError: it does not exist, a file is missing or damaged, one name is in two files, or the index
+            names the wrong file for a tensor.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -56,23 +56,23 @@ class Checkpoint:
                     raise ArtifactError(f"{self.path}: {name!r} stands in {both}", help="give one checkpoint")
                 self.tensors[name] = stored
         for name, place in self.places.items():
-            if name in self.tensors and (found := self.tensors[name].file.name) != place:
-                raise ArtifactError(f"{self.path}: {name!r} is in {found}, {INDEX} says {place}", help=DOWNLOAD)
+            if name in self.tensors and (actual := self.tensors[name].file.name) != place:
+                raise ArtifactError(f"{self.path}: {name!r} is in {actual}, {INDEX} says {place}", help=DOWNLOAD)
         config = (self.path if os.path.isdir(self.path) else self.path.parent) / "config.json"
         self.config: Mapping[str, Any] = _read_json(config) if config.is_file() else {}
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor, mapped: what is never looked at is never read. Its pages are given back when it goes."""
+        """Map a tensor: unused parts are never read, and its pages are freed with it."""
         with safe_open(self.tensors[name].file, "pt") as file:
             value: torch.Tensor = file.get_tensor(name)
         return value
 
     def load(self, name: str) -> torch.Tensor:
-        """A tensor, read into memory: faster than page by page where all of it is wanted."""
+        """Read a tensor into memory: faster than page by page if all of it is needed."""
         stored = self.tensors[name]
         start, end = stored.bytes
-        made = torch.empty(end - start, dtype=torch.uint8)  # of numpy's empty arrays torch refuses a view
-        data = made.numpy()
+        data_bytes = torch.empty(end - start, dtype=torch.uint8)  # torch rejects a view of numpy's empty arrays
+        data = data_bytes.numpy()
         with stored.file.open("rb", buffering=0) as file:
             file.seek(start)
             done = 0
@@ -81,18 +81,18 @@ class Checkpoint:
                 if not count:
                     raise ArtifactError(f"{stored.file} ends in {name!r}", help="copy the file again")
                 done += count
-        return made.view(stored.dtype).view(stored.shape)
+        return data_bytes.view(stored.dtype).view(stored.shape)
 
     def fingerprint(self) -> dict[str, list[int]]:
-        """Return the size and times of every file, to see a change."""
+        """Return the size and times of every file, to detect a change."""
         return {file.name: state_of(file) for file in self.files}
 
     def _listed(self) -> list[Path]:
         if not os.path.isdir(self.path):
             raise ArtifactError(f"{self.path} does not exist", help=download_help(self.path, "give {}") or DOWNLOAD)
         if not (self.path / INDEX).is_file():
-            if found := sorted(self.path.glob("*.safetensors")):
-                return found
+            if files := sorted(self.path.glob("*.safetensors")):
+                return files
             others = sorted(p.name for p in self.path.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
             there = f"no safetensors files, but {others[0]}, a pickle" if others else "no safetensors files"
             raise ArtifactError(f"{self.path} has {there}", help=DOWNLOAD)
@@ -109,15 +109,15 @@ class Checkpoint:
 
 
 def state_of(file: Path) -> list[int]:
-    """Return a file's size, the time of its content, and that of its inode, which nobody can set."""
-    found = file.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    """Return a file's size, its modification time, and its inode's change time, which nobody can set."""
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _read_header(file: Path) -> dict[str, Stored]:
     again = "copy the file again"
     try:
-        Opened(file).close()  # no pipe
+        Opened(file).close()  # reject pipes
         with safe_open(file, "pt") as opened, file.open("rb") as raw:
             length = int.from_bytes(raw.read(8), "little")
             rows, base, found = json.loads(raw.read(length)), 8 + length, {}

@@ -1,4 +1,4 @@
-"""Give a program that was exported without weights those of a checkpoint, or of an artifact's ranks."""
+"""Fill a program that was exported without weights from a checkpoint, or from an artifact's ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import with_state
-from tpcompiler.checkpoint.leaves import Leaf
+from tpcompiler.checkpoint.leaves import CheckpointLeaf
 from tpcompiler.checkpoint.ranks import RankShares, Source, open_source
 from tpcompiler.checkpoint.sources import find_sources
 from tpcompiler.errors import ArtifactError, option
@@ -24,10 +24,10 @@ Keep = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def read_original(directory: str | os.PathLike[str], manifest: Manifest, *, trust: bool = False) -> ExportedProgram:
-    """The program that an artifact was made from, without its weights.
+    """Read the program that an artifact was made from, without its weights.
 
     Raises:
-        ArtifactError: it has none, or it is not what was written, or, without `trust`, one that could run code.
+        ArtifactError: the artifact has none, the file has changed or, without `trust`, could run code.
     """
     with open_model_of(directory, manifest) as file, looked_into(file, trust=trust):
         return load_opened(file)
@@ -40,10 +40,10 @@ def with_weights(
     *,
     trust: bool = False,
 ) -> ExportedProgram:
-    """The model of an artifact with all its weights, mapped: those that it lacks are the checkpoint's, or the ranks'.
+    """Return an artifact's model with all its weights, mapped; missing ones come from the checkpoint, or the ranks.
 
     Raises:
-        ArtifactError: as `fill_weights`; a checkpoint for a model that has its weights.
+        ArtifactError: as `fill_weights`; or a checkpoint was given for a model that has its weights.
     """
     if not weightless_names(program):
         if checkpoint is not None:
@@ -53,58 +53,60 @@ def with_weights(
             )
         return program
     state, constants = dict(program.state_dict), dict(program.constants)
-    made = with_state(program, state, constants, program.module_call_graph, program.example_inputs)
-    if checkpoint is not None:  # of which none has what was computed, such as rotary frequencies
-        for name, value in _computed(made, directory, trust=trust).items():
+    filled = with_state(program, state, constants, program.module_call_graph, program.example_inputs)
+    if checkpoint is not None:  # no checkpoint contains computed values, such as rotary frequencies
+        for name, value in _computed(filled, directory, trust=trust).items():
             (state if name in state else constants)[name] = value
-    fill_weights(made, open_source(directory if checkpoint is None else checkpoint, trust=trust), partial=True)
-    return made
+    fill_weights(filled, open_source(directory if checkpoint is None else checkpoint, trust=trust), partial=True)
+    return filled
 
 
 def _computed(program: ExportedProgram, directory: str | os.PathLike[str], *, trust: bool) -> dict[str, torch.Tensor]:
-    """The constants and buffers without values, as the artifact has them."""
-    manifest, found = read_manifest(directory), dict[str, torch.Tensor]()
+    """Return the artifact's values of constants and buffers that the program lacks."""
+    manifest, values = read_manifest(directory), dict[str, torch.Tensor]()
     lacking = weightless_names(program) & {*program.constants, *program.graph_signature.buffers}
     if VALUES in manifest.files:
         with open_values(directory, manifest) as file:
-            found = {name: value for name, value in read_all(file).items() if name in lacking}
-    if lacking - found.keys() and not lacks_weights(manifest):
+            values = {name: value for name, value in read_all(file).items() if name in lacking}
+    if lacking - values.keys() and not lacks_weights(manifest):
         source = RankShares(directory, trust=trust)
-        found |= {name: source.read(name) for name in (lacking - found.keys()) & source.tensors.keys()}
-    return found
+        values |= {name: source.read(name) for name in (lacking - values.keys()) & source.tensors.keys()}
+    return values
 
 
 def fill_weights(
     program: ExportedProgram, source: Source, *, partial: bool = False, keep: Keep = lambda name, value: value
 ) -> None:
-    """Put weights in the place of all that have no values, one tensor at a time; tied ones stay one.
+    """Fill in all weights without values, one tensor at a time; tied weights stay tied.
 
-    A persistent buffer gets the source's value, where it has one.
+    A persistent buffer gets the source's value, if it has one.
 
     Args:
-        source: what holds them; a tensor that lies there as the program takes it is mapped.
-        partial: take no notice of tensors that the program does not name.
-        keep: what becomes of each before the next one is read.
+        source: the source of the tensors, which are mapped if their layout is the program's.
+        partial: ignore tensors that the program does not use.
+        keep: transforms each tensor before the next one is read.
 
     Raises:
-        ArtifactError: a source that does not fit the program; all that is wrong at once.
+        ArtifactError: the source does not fit the program; one message has all faults.
     """
-    held = {**program.constants, **program.state_dict}
+    tensors = {**program.constants, **program.state_dict}
     names: dict[int, list[str]] = {}
     lacking = weightless_names(program)
     buffers = program.state_dict.keys() & set(program.graph_signature.buffers)
     for name in sorted(lacking | buffers):
-        names.setdefault(id(held[name]), []).append(name)
+        names.setdefault(id(tensors[name]), []).append(name)
     taken = taken_by(program)
     leaves = [
-        Leaf(first, held[first].dtype, tuple(held[first].shape), tuple(rest), is_optional=first not in lacking)
+        CheckpointLeaf(
+            first, tensors[first].dtype, tuple(tensors[first].shape), tuple(rest), is_optional=first not in lacking
+        )
         for first, *rest in names.values()
     ]
     recipes = find_sources(leaves, source, partial=partial)
     for leaf in (leaf for leaf in leaves if leaf.name in recipes):
-        value, old = recipes[leaf.name].make(source.read), held[leaf.name]
+        value, old = recipes[leaf.name].make(source.read), tensors[leaf.name]
         want = next(taken[name] for name in (leaf.name, *leaf.aliases) if name in taken)
         value = keep(leaf.name, laid_out(value, want))
-        made = nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
+        weight = nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
         for state in (program.state_dict, program.constants):
-            state.update({name: made for name in (leaf.name, *leaf.aliases) if name in state})
+            state.update({name: weight for name in (leaf.name, *leaf.aliases) if name in state})

@@ -1,4 +1,4 @@
-"""What the ranks of an artifact hold, as a checkpoint does: whole tensors, each once."""
+"""The tensors in an artifact's ranks, seen as a checkpoint: whole, each once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.weights import Entry, lay_out
+from tpcompiler.runtime.weights import TensorEntry, lay_out
 
 LONG = {short: dtype for dtype, short in DTYPES.items()}
 
 
-class Leaf(NamedTuple):
-    """A tensor of a program: `aliases` are the other names of a tied one.
+class CheckpointLeaf(NamedTuple):
+    """A tensor of a program; `aliases` are its tied names.
 
     `is_buffer`: a persistent buffer. `is_optional`: a source may lack it.
     """
@@ -32,23 +32,23 @@ class Leaf(NamedTuple):
     is_optional: bool = False
 
 
-def wanted_leaves(manifest: Manifest, values: Collection[str]) -> list[Leaf]:
+def wanted_leaves(manifest: Manifest, values: Collection[str]) -> list[CheckpointLeaf]:
     """Return the tensors that a checkpoint must have: those without a value, and persistent buffers.
 
-    As in torch, a state dict holds persistent buffers, such as the bias of a router or running statistics. The value
-    that the model's constructor gave them is not that of a trained model.
+    As in torch, a state dict contains persistent buffers, such as the bias of a router or running statistics, whose
+    values in a trained model differ from the constructor's.
     """
     return [leaf for leaf in leaves_of(manifest) if leaf.name not in values or leaf.is_buffer]
 
 
-def leaves_of(manifest: Manifest) -> list[Leaf]:
-    """The tensors in the files of a program's ranks, but for those that lie in another program's."""
+def leaves_of(manifest: Manifest) -> list[CheckpointLeaf]:
+    """Return the tensors in the files of a program's ranks, except those stored by another program."""
     names: dict[str, list[str]] = {}
     for row in manifest.tensors:
         if "tied_to" in row:
             names.setdefault(row["tied_to"], []).append(row["name"])
     return [
-        Leaf(
+        CheckpointLeaf(
             row["name"],
             dtype_of(row["dtype"]),
             tuple(row["shape"]),
@@ -61,25 +61,25 @@ def leaves_of(manifest: Manifest) -> list[Leaf]:
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """The dtype that a manifest calls so."""
-    found: Any = LONG.get(text) or getattr(torch, text.removeprefix("torch."))
-    assert isinstance(found, torch.dtype)
-    return found
+    """Return the dtype for a manifest's text."""
+    dtype: Any = LONG.get(text) or getattr(torch, text.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def shardings_of(manifest: Manifest) -> dict[str, Sharding]:
-    """How each of them is cut, by name."""
+    """Return the sharding of each tensor by name."""
     mesh = Mesh.of(manifest.mesh)
     return {row["name"]: row_sharding(row, mesh) for row in manifest.tensors}
 
 
-def entries_of(manifest: Manifest, rank: int) -> list[Entry]:
-    """What a rank's file of weights holds, in order."""
+def entries_of(manifest: Manifest, rank: int) -> list[TensorEntry]:
+    """Return the entries of a rank's weights file, in order."""
     shardings, mesh = shardings_of(manifest), Mesh.of(manifest.mesh)
     here = mesh.coordinate(rank)
     own = [
-        Entry(leaf.name, leaf.dtype, tuple(map(int, shardings[leaf.name].local_shape(leaf.shape, mesh, here))))
+        TensorEntry(leaf.name, leaf.dtype, tuple(map(int, shardings[leaf.name].local_shape(leaf.shape, mesh, here))))
         for leaf in leaves_of(manifest)
     ]
     numbers = manifest.rank_numbers.items()
-    return lay_out([*own, *(Entry(name, torch.int64, (1, len(rows[rank]))) for name, rows in numbers)])
+    return lay_out([*own, *(TensorEntry(name, torch.int64, (1, len(rows[rank]))) for name, rows in numbers)])

@@ -1,4 +1,4 @@
-"""The tensors of an artifact, whole: each is put together from the shares of its ranks when it is read."""
+"""The whole tensors of an artifact, each joined from its ranks' shares when it is read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tpcompiler.runtime.target import MANIFEST, SET
 
 
 class Source(Protocol):
-    """Where whole tensors come from, one at a time: a `Checkpoint`, or an artifact's `RankShares`."""
+    """A source of whole tensors, one at a time: a `Checkpoint`, or an artifact's `RankShares`."""
 
     path: Path
     tensors: dict[str, Stored]
@@ -37,10 +37,10 @@ class Source(Protocol):
 
 
 def open_source(path: str | os.PathLike[str] | Source, *, trust: bool = False) -> Source:
-    """A checkpoint, or an artifact with weights; one that is open as it is.
+    """Open a checkpoint, or an artifact with weights; return a source that is already open.
 
     Raises:
-        ArtifactError: neither, or a damaged one.
+        ArtifactError: the path is neither, or damaged.
     """
     if not isinstance(path, (str, os.PathLike)):
         return path
@@ -49,12 +49,12 @@ def open_source(path: str | os.PathLike[str] | Source, *, trust: bool = False) -
 
 
 class RankShares:
-    """An artifact, or several programs' over one set of weights, as a source of whole tensors.
+    """An artifact, or a set of programs with one set of weights, as a source of whole tensors.
 
-    The files' hashes are compared here, once.
+    The files' hashes are compared once, here.
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or one without weights.
+        ArtifactError: the artifact is missing, damaged, or without weights.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, trust: bool = False) -> None:
@@ -75,7 +75,7 @@ class RankShares:
                 self.tensors[leaf.name] = Stored(directory, leaf.dtype, leaf.shape)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor, whole: one that no axis cuts is mapped."""
+        """Read a whole tensor; one that no axis cuts is mapped."""
         stored = self.tensors[name]
         value = self._programs[name].read(name, stored.shape)
         if value.dtype != stored.dtype:
@@ -86,15 +86,15 @@ class RankShares:
         return value
 
     def load(self, name: str) -> torch.Tensor:
-        """The same."""
+        """Read a whole tensor, like `read`."""
         return self.read(name)
 
     def share(self, name: str, rank: int) -> torch.Tensor:
-        """What one rank holds of a tensor, mapped."""
+        """Map one rank's share of a tensor."""
         return self._programs[name].share(name, rank)
 
     def fingerprint(self) -> dict[str, list[int]]:
-        """Return the size and times of every file, to see a change."""
+        """Return the size and times of every file, to detect a change."""
         files = {path for program in set(self._programs.values()) for path in program.files}
         return {str(file): state_of(file) for file in sorted(files)}
 
@@ -128,6 +128,6 @@ class _Program:
     def share(self, name: str, rank: int) -> torch.Tensor:
         if rank in self.mapped:
             return self.mapped[rank][name].detach()
-        with safe_open(self.files[rank], "pt") as file:  # anew each time: its pages are given back with the tensor
+        with safe_open(self.files[rank], "pt") as file:  # opened every time: its pages are freed with the tensor
             value: torch.Tensor = file.get_tensor(name)
         return value
