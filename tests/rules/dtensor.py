@@ -14,7 +14,7 @@ from torch.distributed.tensor._op_schema import OpSchema
 from tests.rules.sample import Sample
 from tpcompiler._torch import DeviceMesh, fake_group, traced_mesh, tree_flatten, tree_unflatten
 from tpcompiler.ir.placements import format_placement
-from tpcompiler.judge.rules.placements import Way
+from tpcompiler.judge.rules.placements import SoundWay
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def text(placements: Sequence[Placement]) -> str:
     return ", ".join(format_placement(p) if type(p) in ours else type(p).__name__ for p in placements)
 
 
-def answer(sample: Sample, inputs: Sequence[Placement], mesh: DeviceMesh) -> Way | None:
+def answer(sample: Sample, inputs: Sequence[Placement], mesh: DeviceMesh) -> SoundWay | None:
     """The placements of the outputs that DTensor gives operands placed so; None if it would place them otherwise.
 
     Raises:
@@ -55,7 +55,7 @@ def answer(sample: Sample, inputs: Sequence[Placement], mesh: DeviceMesh) -> Way
     if found.needs_redistribute and _moved(placed, found.redistribute_schema):
         return None
     specs = found.output_spec if isinstance(found.output_spec, (tuple, list)) else [found.output_spec]
-    return Way(tuple(inputs), tuple(each.placements[0] for each in specs if each is not None))
+    return SoundWay(tuple(inputs), tuple(each.placements[0] for each in specs if each is not None))
 
 
 def _moved(placed: Sequence[Any], schema: Any) -> bool:

@@ -28,7 +28,7 @@ from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.judge.rules.check_rule import is_even, is_idle
-from tpcompiler.judge.rules.placements import Way, combinations, sound_placements
+from tpcompiler.judge.rules.placements import SoundWay, combinations, sound_placements
 from tpcompiler.rules.infer import Refusal, options, shardings
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
@@ -53,7 +53,7 @@ def disagreements(samples: list[Sample]) -> set[str]:
                 continue
             ways = []
             for inputs in combinations(operands, DEGREE):
-                if is_even(Way(inputs, ()), operands, DEGREE):
+                if is_even(SoundWay(inputs, ()), operands, DEGREE):
                     try:
                         ways += [way] if (way := answer(sample, inputs, mesh)) else []
                     except Exception:
@@ -62,7 +62,7 @@ def disagreements(samples: list[Sample]) -> set[str]:
     return found
 
 
-def _compared(sample: Sample, rule: Rule | None, ways: list[Way]) -> set[str]:
+def _compared(sample: Sample, rule: Rule | None, ways: list[SoundWay]) -> set[str]:
     try:
         sound = sound_placements(sample.target, sample.args, sample.kwargs, DEGREE)
     except RuleError:  # a call that shows nothing
@@ -119,7 +119,9 @@ def test_a_disagreement_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert disagreements([sample]) == set()
     monkeypatch.setattr("tests.rules.test_dtensor.rule_of", lambda node: None)
     assert "aten.mm.default: offers S(0), R -> S(0)" in disagreements([sample])
-    monkeypatch.setattr("tests.rules.test_dtensor.answer", lambda sample, inputs, mesh: Way(inputs, (Replicate(),) * 1))
+    monkeypatch.setattr(
+        "tests.rules.test_dtensor.answer", lambda sample, inputs, mesh: SoundWay(inputs, (Replicate(),) * 1)
+    )
     assert "aten.mm.default: wrong, S(0), R -> R" in disagreements([sample])
 
 

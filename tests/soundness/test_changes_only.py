@@ -14,7 +14,7 @@ import tpcompiler
 from tests.trust.damage import Artifact, inserted
 from tpcompiler.ir import edit
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.judge.sound.drawn import LEAST, SPREAD, Sizes
+from tpcompiler.judge.sound.drawn import LEAST, SPREAD, DrawnSizes
 from tpcompiler.judge.sound.regions import MANY, _numbers
 
 aten = torch.ops.aten
@@ -93,11 +93,11 @@ def test_numbers_of_which_sums_are_exact(count: int, world: int) -> None:
 def test_sizes_are_drawn_anew() -> None:
     """Not those of the trial before."""
     symbols = [f"s{i}" for i in range(40)]
-    first, second = Sizes(), Sizes()
+    first, second = DrawnSizes(), DrawnSizes()
     drawn = [sizes.of(symbol, None) for sizes in (first, second) for symbol in symbols]
     assert len(set(drawn)) > 10
     assert all(LEAST <= size <= LEAST + SPREAD for size in drawn)
-    assert [Sizes(first.chosen).of(symbol, None) != first.chosen[symbol] for symbol in symbols] == [True] * 40
+    assert [DrawnSizes(first.chosen).of(symbol, None) != first.chosen[symbol] for symbol in symbols] == [True] * 40
 
 
 def test_an_empty_share_beside_a_dynamic_size() -> None:

@@ -15,7 +15,7 @@ from tests.trust.damage import Artifact, damaged
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.judge.sound.drawn import MULTIPLE, Sizes
+from tpcompiler.judge.sound.drawn import MULTIPLE, DrawnSizes
 from tpcompiler.judge.sound.folded import Folded, folded
 from tpcompiler.judge.sound.sizes import change_shape, operand_shapes
 
@@ -77,9 +77,9 @@ def test_many_numbers_are_short() -> None:
 def test_sizes_are_drawn_in_their_range(fits: bool) -> None:
     """Those that fit are multiples of many numbers; others need not be."""
     known = ValueRanges(3, 400)
-    found = {Sizes(fits=fits).of("s0", known) for _ in range(200)}
+    found = {DrawnSizes(fits=fits).of("s0", known) for _ in range(200)}
     assert len(found) > 1
     assert all(3 <= size <= 400 for size in found)
     assert all(size % MULTIPLE == 0 for size in found) == fits
-    assert Sizes({"s0": 24}, fits=True).of("s0", ValueRanges(24, 25)) == 25
-    assert Sizes().of("s1", None) >= 0
+    assert DrawnSizes({"s0": 24}, fits=True).of("s0", ValueRanges(24, 25)) == 25
+    assert DrawnSizes().of("s1", None) >= 0

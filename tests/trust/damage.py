@@ -15,7 +15,7 @@ import tpcompiler
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import CLAIM, Claim, read_claim
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.judge.sound.written import Written, written
+from tpcompiler.judge.sound.written import WrittenRank, written
 from tpcompiler.runtime.artifact import Manifest
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Artifact:
         """One to damage: nothing that a damage writes to is shared with this one."""
         return Artifact([_copied(program) for program in self.ranks], copy.deepcopy(self.manifest))
 
-    def written(self) -> list[Written]:
+    def written(self) -> list[WrittenRank]:
         return [written(program) for program in self.ranks]
 
     @property

@@ -1,4 +1,4 @@
-"""Views of bits (`x.view(torch.int32)`) in another dtype, where a value and its bits cannot share memory."""
+"""Views of bits (`x.view(torch.int32)`) in a promoted dtype, in which a value and its bits cannot share memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READS_BITS = aten.view.dtype
 
 
 def keep_bits_in_step(graph: fx.Graph) -> None:
-    """Carry what is written to a value over to its bits, and what is written to the bits over to the value.
+    """Copy every write to a value over to its bits, and every write to the bits over to the value.
 
     Before    bits = view(x, int32); zero_(bits)
     After     bits = view(x, int32); zero_(bits); _copy_bits(bits, x)      x is in float64
@@ -28,20 +28,20 @@ def keep_bits_in_step(graph: fx.Graph) -> None:
         elif views and writes(node):
             target = edit.operands(node)[0]
             above = [each for each in _chain(target) if each in views]
-            beside = [each for each in views if each not in above and memory_of(each) is memory_of(target)]
-            pairs = [(each, each.args[0]) for each in above] + [(each.args[0], each) for each in beside]
-            for source, to in reversed(pairs):  # each is put right behind the call
+            siblings = [each for each in views if each not in above and memory_of(each) is memory_of(target)]
+            pairs = [(each, each.args[0]) for each in above] + [(each.args[0], each) for each in siblings]
+            for source, to in reversed(pairs):  # each is inserted right after the call
                 dtypes = [each.meta["val"].dtype for each in (source, to)]  # type: ignore[union-attr]
                 edit.insert_after(node, _copy_bits, (source, to, *dtypes), "bits")
 
 
 def _chain(value: Any) -> Iterator[fx.Node]:
-    """A value, what it is a view of, and so on."""
+    """Yield a value, the value that it is a view of, and so on."""
     while isinstance(value, fx.Node):
         yield value
         value = value.args[0] if value.op == "call_function" and value.args else None
 
 
 def _copy_bits(source: torch.Tensor, target: torch.Tensor, exported: torch.dtype, others: torch.dtype) -> None:
-    """Write the bits that `source` has in its exported dtype to `target`, in that one's."""
+    """Write the bits of `source` in its exported dtype to `target`, in the other's."""
     target.copy_(source.to(exported).view(others))

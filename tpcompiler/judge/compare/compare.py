@@ -1,4 +1,4 @@
-"""Compare all ranks with the single-device program, at a tolerance that the program itself sets."""
+"""Compare all ranks with the single-device program, at a tolerance derived from the program itself."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tpcompiler.judge.compare.subject import Subject, deal
 from tpcompiler.runtime.inputs import check_values, flatten_inputs
 from tpcompiler.terminal.tables import Shown
 
-# What a further call is given: args, or (args, kwargs).
+# The inputs of a further call: args, or (args, kwargs).
 Call = Sequence[Any] | tuple[Sequence[Any], Mapping[str, Any]]
-FAILURES = (RuntimeError, LookupError, ValueError, ArithmeticError)  # of ops, on what they do not take
+FAILURES = (RuntimeError, LookupError, ValueError, ArithmeticError)  # of ops, for inputs that they reject
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class VerifyReport(Shown):
     """The verdict, and the largest errors of the program in its own dtype.
 
     Attributes:
-        first_diverging: the first value, in the order of the program, that is wrong on some rank.
-        note: which program was run, if it is not the one that was asked about.
+        first_diverging: the first value in program order that is wrong on some rank.
+        note: the program that was run, if it differs from the requested one.
         magnitude: the largest magnitude in the output that has the largest absolute error.
-        tolerance: the relative error that was allowed in the output that has the largest one.
+        tolerance: the relative error allowed in the output with the largest relative error.
     """
 
     ok: bool
@@ -92,29 +92,29 @@ def compare(
     intermediate: ExportedProgram | None = None,
     then: Sequence[Call] = (),
 ) -> VerifyReport:
-    """Run the reference once, and once more in float64, and all ranks in lock step; compare every output on every rank.
+    """Run the reference, the reference in float64, and all ranks in lock step; compare every output on every rank.
 
     Outputs of the model and values written back to buffers and inputs are compared. Each output's tolerance is
     `SPREAD` times the reference's own error against float64, at least `FLOOR` machine epsilons and at most `CEILING`;
-    values of very different magnitude (`_bands`) are judged by tolerances of their own. Integer and
-    boolean outputs must be equal. A program with values in less than float32 is compared as it is, dtypes included, and
+    values of very different magnitude (`_bands`) have separate tolerances. Integer and
+    boolean outputs must be equal. A program with values below float32 is compared unchanged, dtypes included, and
     once more in float32.
 
     Args:
-        then: args, or (args, kwargs), of further calls, each on the buffers that the calls before have written.
-        intermediate: the canonical single-device program, whose values are looked at to name the first wrong one.
+        then: args, or (args, kwargs), of further calls, each on the buffers that earlier calls have written.
+        intermediate: the canonical single-device program, whose values locate the first wrong one.
 
     Raises:
-        InputsError: arguments that the program does not take.
-        MeshError: not one program per rank.
-        ProgramError: weights without values.
+        InputsError: the program rejects the arguments.
+        MeshError: there is not one program per rank.
+        ProgramError: weights have no values.
     """
     subject = Subject(reference, programs, layout, input_names, output_names, intermediate)
     return compare_calls({"": subject}, [("", args, kwargs), *(("", *read_call(call)) for call in then)])
 
 
 def read_call(call: Call) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """(args, kwargs) of a call that is given as these two, or as args alone."""
+    """Return (args, kwargs) for a call given as both, or as args alone."""
     if len(call) == 2 and isinstance(call[0], (tuple, list)) and isinstance(call[1], Mapping):
         return call[0], call[1]
     return call, {}
@@ -123,9 +123,9 @@ def read_call(call: Call) -> tuple[Sequence[Any], Mapping[str, Any]]:
 def compare_calls(
     subjects: Mapping[str, Subject], calls: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]]
 ) -> VerifyReport:
-    """`compare` for several programs that share their buffers.
+    """Compare several programs that share their buffers, like `compare`.
 
-    Each call, (name, args, kwargs), goes on with what those before wrote.
+    Each call, (name, args, kwargs), starts from the buffers that earlier calls have written.
     """
     trials = {name: [_Trial(subject)] for name, subject in subjects.items()}
     simulated = all(subject.run is None for subject in subjects.values())
@@ -143,19 +143,19 @@ def compare_calls(
         shares = deal(flat, subjects[name])
         for trial in trials[name]:
             try:
-                found = trial.call(flat, shares)
+                results = trial.call(flat, shares)
             except _OneRaises as error:
                 differences.append(Difference(str(error), float("inf"), float("inf"), 0.0, False))
                 return VerifyReport(False, float("inf"), float("inf"), differences)
-            own += found if trial.dtype is None else []
+            own += results if trial.dtype is None else []
             if narrow and trial.dtype is None:
-                # Rounding decides between near equals there: what is counted or chosen is judged in float32.
-                found = [replace(d, ok=True) if d.counted and d.abs < float("inf") else d for d in found]
-            elif first is None and not all(d.ok for d in found):
+                # In low precision, rounding decides between close values: counts and choices are judged in float32.
+                results = [replace(d, ok=True) if d.counted and d.abs < float("inf") else d for d in results]
+            elif first is None and not all(d.ok for d in results):
                 first = trial.first_diverging(flat, shares)
             trial.remember()
             of = f"call {number + 1}{f' ({name})' if name else ''}: " if len(calls) > 1 else ""
-            differences += [replace(d, name=f"{of}{d.name}") for d in found]
+            differences += [replace(d, name=f"{of}{d.name}") for d in results]
     nothing = Difference("", 0.0, 0.0, 0.0, True)
     furthest, worst = (max(own, key=key, default=nothing) for key in (_absolute, _relative))
     return VerifyReport(
@@ -182,9 +182,9 @@ class _OneRaises(Exception):
 
 
 class _Trial:
-    """The single-device program, the same in float64, and all ranks, side by side, call after call.
+    """The single-device program, the same in float64, and all ranks, run side by side, call after call.
 
-    Each goes on with the buffers that it has written itself. With a `dtype`, all floating-point inputs are in it.
+    Each keeps the buffers that it has written. With a `dtype`, all floating-point inputs are in it.
     """
 
     def __init__(self, subject: Subject, dtype: torch.dtype | None = None) -> None:
@@ -209,7 +209,7 @@ class _Trial:
         self.held: list[dict[str, torch.Tensor]] = [{} for _ in subject.programs]
 
     def share(self, other: _Trial) -> None:
-        """Go on with what the other program's calls write."""
+        """Share the buffers of another program's trial."""
         self.known, self.precise, self.held = other.known, other.precise, other.held
 
     def call(self, flat: Sequence[Any], shares: Sequence[Sequence[Any]]) -> list[Difference]:
@@ -227,7 +227,7 @@ class _Trial:
             raise InputsError(
                 f"a rank's program does not run on these inputs: {error}", help="check shapes and dtypes"
             ) from error
-        best = self.best if _drew_alike(self.best, self.expected) else self.expected  # whose noise means nothing
+        best = self.best if _drew_alike(self.best, self.expected) else self.expected  # its noise means nothing
         single = (self.reference, self.known, flat, self.expected), (self.exact, self.precise, flat, best)
         ranks = zip(self.programs, self.held, shares, self.got, strict=True)
         runs = [*single, *ranks]
@@ -256,19 +256,19 @@ class _Trial:
         return [replace(d, name=f"{d.name} in float32") for d in found] if self.dtype is not None else found
 
     def _check_at_door(self, shares: Sequence[Sequence[Any]]) -> None:
-        """Refuse what `load` refuses.
+        """Reject inputs that `load` rejects.
 
         Raises:
-            InputsError: an index that is beyond.
+            InputsError: an index is out of range.
         """
         for share in shares:
             tensors = [value for value in share if isinstance(value, torch.Tensor)]
             check_values(dict(zip(self.input_names, tensors, strict=True)), self.indices)
 
     def _refused(self, error: Exception, shares: Sequence[Sequence[Any]]) -> Exception:
-        """What to raise where the single device does: a rank must, which ends the others.
+        """Return the error to raise if the single device raises: a rank must raise too, which stops the others.
 
-        A rank whose part is right may answer, if nothing that it returns waits for the rank that raises.
+        A rank with correct inputs may answer, if its results do not depend on the rank that raises.
         """
         line = reason(error)
         failed: dict[int, Exception] = {}
@@ -287,7 +287,7 @@ class _Trial:
         )
 
     def remember(self) -> None:
-        """Let the next call start from what the last one wrote."""
+        """Make the next call start from the buffers that the last one wrote."""
         self.known.update(self.expected.mutated)
         self.precise.update(self.best.mutated)
         for before, result in zip(self.held, self.got, strict=True):
@@ -297,12 +297,12 @@ class _Trial:
         return [promoted(v, self.dtype) for v in values] if self.dtype is not None else list(values)
 
     def first_diverging(self, flat: Sequence[Any], shares: Sequence[Sequence[Any]]) -> str | None:
-        """The first value whose claim (origin and sharding) does not hold, by name and source."""
+        """Return the first value whose claim (origin and sharding) is wrong, by name and source."""
         if (intermediate := self.intermediate) is None:
             return None
         flat, shares = self._cast(flat), [self._cast(share) for share in shares]
         wanted: dict[str, torch.Tensor] = {}
-        found: dict[str, tuple[float, float]] = {}
+        errors: dict[str, tuple[float, float]] = {}
 
         def keep(_: int, node: fx.Node, value: Any) -> None:
             if isinstance(value, torch.Tensor) and node.op == "call_function":
@@ -312,11 +312,12 @@ class _Trial:
 
         def measure(_: int, node: fx.Node, value: Any) -> None:
             if node.name in wanted and is_rounded(wanted[node.name]):
-                found[node.name] = scale_and_noise(wanted[node.name], value.cpu())
+                errors[node.name] = scale_and_noise(wanted[node.name], value.cpu())
 
         exact = Promoted(intermediate, torch.float64)
         simulate([exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise], seen=measure)
-        # What pads uneven shards is in some graphs only, so that the nodes behind it bear other names; claims do not.
+        # Padding of uneven shards appears in some graphs only and shifts the names of later nodes; claims stay the
+        # same.
         names = [_claimed(program.graph) for program in self.programs]
         parts: dict[Any, dict[int, Any]] = {}
 
@@ -339,7 +340,7 @@ class _Trial:
                 return f"'{node.name}' ({node.target}, claimed {text}) has shapes that do not fit together"
             if not want.numel():
                 continue
-            scale, noise = found.get(origin, (1.0, 0.0))
+            scale, noise = errors.get(origin, (1.0, 0.0))
             limit = max(SPREAD * noise, FLOOR * 1.2e-7)
             if any(largest_difference(w, want) / scale > limit for w in whole):
                 reason = claim.get("reshard_reason") or claim.get("reason", "")
@@ -348,7 +349,7 @@ class _Trial:
 
 
 def _value_after(name: str, program: Any, held: Mapping[str, Any], flat: Sequence[Any], result: RankResult) -> Any:
-    """The value of a leaf or an input after a call that may have written it; None where the program has none."""
+    """Return a leaf or input after a call that may have written it; None if the program has none."""
     specs = program.graph_signature.input_specs
     inputs = (spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT)
     given = dict(zip(inputs, flat, strict=True))
@@ -357,7 +358,7 @@ def _value_after(name: str, program: Any, held: Mapping[str, Any], flat: Sequenc
 
 
 def _drew_alike(result: RankResult, expected: RankResult) -> bool:
-    """True if two runs leave the generators in the same state; what is not known is no difference."""
+    """Return True if two runs leave the generators in the same state, or if a state is unknown."""
     if result.drawn is None or expected.drawn is None:
         return True
     pairs = zip(result.drawn, expected.drawn, strict=True)
@@ -365,10 +366,10 @@ def _drew_alike(result: RankResult, expected: RankResult) -> bool:
 
 
 def _refuse_nothing_finite(outputs: Sequence[Any], names: Sequence[str]) -> None:
-    """NaN is equal to NaN whatever the ranks do: where there is nothing else, nothing is proved.
+    """Reject outputs without a finite number: NaN equals NaN on any ranks, which would prove nothing.
 
     Raises:
-        InputsError: no output that is rounded has one finite number.
+        InputsError: no rounded output has a finite number.
     """
     rounded = {n: v for n, v in zip(names, outputs, strict=False) if isinstance(v, torch.Tensor) and is_rounded(v)}
     if any(not value.numel() or widened(value).isfinite().any() for value in rounded.values()) or not rounded:
@@ -382,13 +383,13 @@ def _refuse_nothing_finite(outputs: Sequence[Any], names: Sequence[str]) -> None
 
 
 def _claimed(graph: fx.Graph) -> dict[fx.Node, Any]:
-    """Every node that claims a sharding, and what it is called in the graphs of all ranks."""
-    seen: Counter[Any] = Counter()
-    found = {}
+    """Return every node that claims a sharding, with a name that is the same in the graphs of all ranks."""
+    counts: Counter[Any] = Counter()
+    names = {}
     for node in graph.nodes:
         claim = read_claim(node)
         if claim.get("sharding"):
-            said = (claim["origin"], claim.get("reshard"), *claim["sharding"])
-            found[node] = (*said, seen[said])
-            seen[said] += 1
-    return found
+            key = (claim["origin"], claim.get("reshard"), *claim["sharding"])
+            names[node] = (*key, counts[key])
+            counts[key] += 1
+    return names

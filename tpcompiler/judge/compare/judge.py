@@ -1,4 +1,4 @@
-"""Whether one output of all ranks is the single device's, at a tolerance that the program itself sets."""
+"""Judge one output of all ranks against the single device's, at a tolerance derived from the program itself."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 
 import torch
 
-# A sum of the same terms in another order has a rounding error of the same size as the first order's. The error of
-# one order is measured (float32 against float64); 8 allows for the spread of the maximum over a few outputs. A wrong
-# shard or a missing reduction is off by about 1, five orders of magnitude above.
+# Two orders of summing the same terms have rounding errors of the same size. The error of one order is measured
+# (float32 against float64); 8 allows for the spread of the maximum over a few outputs. A wrong shard or a missing
+# reduction is off by about 1, five orders of magnitude more.
 SPREAD = 8.0
-FLOOR = 16.0  # units of machine epsilon: below this an order of summation cannot be told from another
-# Where rounding decides between two branches, float32 and float64 may differ by anything. What is off by more than half
-# of the output's scale is wrong all the same, unless the two differ by no more than ROUNDED units of machine epsilon of
-# the values that go in: an output that is zero but for rounding, as the mean of what was normalised, has no scale.
+FLOOR = 16.0  # units of machine epsilon: two orders of summation cannot be distinguished below this
+# Where rounding decides between two branches, float32 and float64 may differ by anything. An error above half of the
+# output's scale is still wrong, unless the two differ by at most ROUNDED units of machine epsilon of the input values:
+# an output that is zero except for rounding, such as the mean of normalised values, has no scale.
 CEILING = 0.5
 ROUNDED = 64.0
-# A mask's -1e9 beside logits of 10: relative to that scale, no logit could be wrong. Values this far apart, the larger
-# ones at least LARGE, are judged apart.
+# Next to a mask's -1e9, no logit of 10 could be wrong relative to the scale. Values this far apart, the larger ones at
+# least LARGE, are judged separately.
 GAP, LARGE = 1e3, 1e4
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One output (or value written back): the largest difference over all ranks, absolute and relative.
+    """The difference of one output, or value written back: the largest over all ranks, absolute and relative.
 
-    `rel` is an absolute difference over the largest magnitude of the reference, where it is largest beside its
-    `tolerance` (`_bands`). `counted` says that it is made of integers or booleans, and `abs` and `rel` how many are
-    wrong. Where the reference has no `finite` number, being equal proves nothing. `strays` counts the elements that are
-    NaN or infinite on the single device or on a rank, and not the same on both. `magnitude` is the largest magnitude of
-    the reference, 0 for an output that is `counted`.
+    `rel` is the absolute difference over the largest magnitude of the reference, in the band where it is largest
+    relative to its `tolerance` (`_bands`). `counted`: the output has integers or booleans, and `abs` and `rel` count
+    the wrong ones. If the reference has no `finite` number, equality proves nothing. `strays` counts the elements that
+    are NaN or infinite on the single device or on a rank, and not the same on both. `magnitude` is the largest
+    magnitude of the reference, 0 for an output that is `counted`.
     """
 
     name: str
@@ -47,9 +47,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors are laid out over the ranks, asked for by name; `output NAME` for an output.
+    """The layout of tensors over the ranks, looked up by name; `output NAME` for an output.
 
-    `cut(name, value, rank)` gives a rank's share of a global tensor; `join(name, parts, shape)` puts shares together.
+    `cut(name, value, rank)` returns a rank's share of a global tensor; `join(name, parts, shape)` joins shares.
     """
 
     cut: Callable[[str, torch.Tensor, int], torch.Tensor]
@@ -59,9 +59,9 @@ class Layout:
 def difference(
     name: str, laid_out: str, want: Any, exact: Any, parts: Sequence[Any], layout: Layout, magnitude: float
 ) -> Difference:
-    """Of one output or value written back.
+    """Return the difference of one output or value written back.
 
-    `laid_out` is the name that the layout knows it by, `magnitude` the largest of what the program computes with.
+    `laid_out` is its name in the layout, `magnitude` the largest magnitude in the program's computation.
     """
     if not isinstance(want, torch.Tensor):
         same = all(part == want for part in parts)
@@ -70,7 +70,7 @@ def difference(
         want.detach().cpu(),
         exact.detach().cpu(),
         [part.detach().cpu() for part in parts],
-    )  # a program may have two devices
+    )  # a program may use two devices
     try:
         whole = layout.join(laid_out, parts, want.shape)
     except (RuntimeError, ValueError):
@@ -101,7 +101,7 @@ def difference(
 
 
 def _bands(exact: torch.Tensor) -> list[torch.Tensor]:
-    """Masks of the elements that are judged together: one, or several where magnitudes leave a `GAP`."""
+    """Return masks of the elements that are judged together: one, or several if magnitudes have a `GAP`."""
     size = exact.abs().nan_to_num(nan=0.0, posinf=0.0)
     if size.amax() < LARGE:
         return [torch.full_like(size, True, dtype=torch.bool)]
@@ -112,7 +112,7 @@ def _bands(exact: torch.Tensor) -> list[torch.Tensor]:
 
 
 def scale_and_noise(want: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    """The largest magnitude, and the rounding error relative to it, of what is finite."""
+    """Return the largest finite magnitude, and the rounding error relative to it."""
     want, exact = widened(want), widened(exact)
     finite = want.isfinite() & exact.isfinite()
     if not finite.any():
@@ -122,13 +122,13 @@ def scale_and_noise(want: torch.Tensor, exact: torch.Tensor) -> tuple[float, flo
 
 
 def largest_magnitude(values: Iterable[Any]) -> float:
-    """Of the finite numbers in the tensors that are rounded, 0 where there is none."""
+    """Return the largest finite magnitude in tensors of floats, or 0."""
     rounded = (value.detach() for value in values if isinstance(value, torch.Tensor) and is_rounded(value))
     return max((float(widened(v).abs().nan_to_num(0.0, 0.0, 0.0).amax()) for v in rounded if v.numel()), default=0.0)
 
 
 def largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest difference; equal infinities and NaNs in the same places are equal."""
+    """Return the largest difference; equal infinities, and NaNs in the same places, are equal."""
     got, want = widened(got), widened(want)
     same = (got == want) | (got.isnan() & want.isnan())
     apart = torch.where(same, 0.0, (got - want).abs())
@@ -136,7 +136,7 @@ def largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def _count_strays(got: torch.Tensor, want: torch.Tensor) -> int:
-    """Count the elements that are NaN or infinite in one of both, and not the same in the other."""
+    """Count the elements that are NaN or infinite in one tensor and differ from the other's."""
     got, want = widened(got), widened(want)
     same = (got == want) | (got.isnan() & want.isnan()) | (got.isfinite() & want.isfinite())
     return int((~same).sum())
@@ -147,5 +147,5 @@ def is_rounded(value: torch.Tensor) -> bool:
 
 
 def widened(value: torch.Tensor) -> torch.Tensor:
-    """In double precision: of float8 torch cannot even say what is finite."""
+    """Convert to double precision: torch has no isfinite for float8."""
     return value.to(torch.complex128 if value.is_complex() else torch.float64)

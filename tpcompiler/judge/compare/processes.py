@@ -1,4 +1,4 @@
-"""Run an artifact's ranks in processes of their own, as a deployment does, and collect what each returns and writes."""
+"""Run an artifact's ranks in separate processes, as a deployment does, and collect their results and writes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def answers_of_ranks(
     threads: int = 1,
     timeout: timedelta = LONGEST,
 ) -> list[list[RankResult]]:
-    """What all ranks make of each call with the artifact's package.
+    """Run each call on all ranks with the artifact's package, and return the results.
 
     Args:
-        calls: of which program, and the flat inputs of every rank.
-        threads: of each process.
+        calls: (program, the flat inputs of every rank).
+        threads: threads of each process.
 
     Raises:
-        LaunchError: a rank that fails, or does not end in time.
+        LaunchError: a rank fails, or does not end in time.
     """
     world = len(calls[0][1])
     with tempfile.TemporaryDirectory() as folder:
@@ -59,9 +59,9 @@ def answers_of_ranks(
 
 
 def share_gpus() -> None:
-    """Let processes share the GPUs where there are fewer than ranks: each gives itself out as a machine of its own.
+    """Let processes share GPUs if there are fewer than ranks: each pretends to be a machine.
 
-    NCCL refuses two ranks of one machine on one GPU. Those of two machines send over sockets, to one another here.
+    NCCL rejects two ranks of one machine on one GPU. Ranks of two machines communicate over sockets, here locally.
     """
     if torch.cuda.is_available() and torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
         os.environ |= {"NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"}
@@ -69,21 +69,21 @@ def share_gpus() -> None:
 
 
 def run_ranks(command: Sequence[str], threads: int, timeout: timedelta, *, help: str) -> None:
-    """Run what torchrun starts, and end all processes where they take too long.
+    """Run torchrun, and end all processes if they take too long.
 
     Args:
-        help: what to do where a rank fails.
+        help: the advice if a rank fails.
 
     Raises:
-        LaunchError: they do, or one fails.
+        LaunchError: a rank fails, or does not end in time.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )
     try:
-        said, _ = process.communicate(timeout=timeout.total_seconds())
-    except BaseException as error:  # whatever it is, such as Ctrl-C: no rank is left behind
+        output, _ = process.communicate(timeout=timeout.total_seconds())
+    except BaseException as error:  # any error, such as Ctrl-C: leave no rank behind
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         if not isinstance(error, subprocess.TimeoutExpired):
@@ -92,7 +92,7 @@ def run_ranks(command: Sequence[str], threads: int, timeout: timedelta, *, help:
             f"the ranks did not end within {timeout.total_seconds():g} s", help="give them longer, or fewer inputs"
         ) from error
     if process.returncode:
-        lines = [line.partition("]: ")[2] or line for line in said.splitlines()]
+        lines = [line.partition("]: ")[2] or line for line in output.splitlines()]
         errors = [line for line in lines if "Error: " in line and "ChildFailed" not in line]
         raise LaunchError(
             f"a rank has failed: {one_line((errors or lines or ['no output'])[0].strip())}",

@@ -1,4 +1,4 @@
-"""A program in another floating-point dtype, for the judge: more exact, or the same on all machines."""
+"""A program in another floating-point dtype, for the judge: more exact, or equal on all machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tpcompiler.judge.compare.bits import keep_bits_in_step
 
 
 class _State(Mapping[str, Any]):
-    """What a program holds, in another dtype, made when it is asked for: of a large model it is not held twice."""
+    """A program's state in another dtype, converted on access so that a large model is not held twice."""
 
     def __init__(self, held: Mapping[str, Any], dtype: torch.dtype) -> None:
         self._held, self._dtype = held, dtype
@@ -38,10 +38,9 @@ class _State(Mapping[str, Any]):
 
 
 class Promoted:
-    """A program with all floating-point (and complex) state and dtype arguments in one dtype, as far as `simulate`
-    reads it.
+    """A program with all floating-point (and complex) state and dtype arguments in one dtype, for `simulate`.
 
-    It writes in place as the program itself does: memory that is apart in the exported dtypes is so here, too.
+    Writes in place have the effect of the original's: memory that is separate in the exported dtypes stays separate.
     """
 
     def __init__(self, program: Any, dtype: torch.dtype) -> None:
@@ -61,7 +60,7 @@ class Promoted:
 def _widen(dtype: torch.dtype, node: fx.Node) -> None:
     target = node.target.target if isinstance(node.target, _Widened) else node.target
     if target is aten._assert_tensor_metadata.default:
-        edit.erase(node)  # it states the dtype that was exported
+        edit.erase(node)  # it asserts the exported dtype
     elif isinstance(target, HigherOrderOperator) and str(target) == "wrap_with_autocast":
         node.target = _without_autocast
     elif isinstance(target, OpOverload) and target.namespace != "_c10d_functional":
@@ -69,7 +68,7 @@ def _widen(dtype: torch.dtype, node: fx.Node) -> None:
 
 
 def _without_autocast(device: str, dtype: Any, enabled: bool, cached: Any, body: Any, *operands: Any) -> Any:
-    """Run the body by itself: autocast would choose other dtypes than the exported ones, or none."""
+    """Run the body without autocast, which would choose other dtypes than the exported ones, or none."""
     return body(*operands)
 
 
@@ -79,15 +78,15 @@ READS_BITS = (aten.view.dtype,)  # another dtype has other bits, and maybe more 
 
 
 class _Widened:
-    """An op in another dtype; where it has no such kernel, as exported, with operands rounded and results widened.
+    """An op in another dtype; without such a kernel, the exported op with rounded operands and widened results.
 
-    Such an op rounds in every run, so their difference would not show it. In float64, the most exact run, each of its
-    results is moved by half a unit in the last place, up or down.
+    Such an op rounds in every run, so the difference of two runs would not show it. In float64, the most exact run,
+    each of its results is moved by half a unit in the last place, up or down.
     """
 
     def __init__(self, node: fx.Node, target: OpOverload, dtype: torch.dtype) -> None:
         self.target = target
-        self.__name__ = "widened"  # for the code that fx writes of a body
+        self.__name__ = "widened"  # for the code that fx writes for a body
         self.exported = [operand.meta["val"].dtype for operand in edit.operands(node)]
         self.made = [value.dtype for value in edit.outputs(node)]
         self.dtype = dtype
@@ -95,7 +94,8 @@ class _Widened:
         self.mixed = len(dtypes) > 1 and len({each.is_complex for each in dtypes}) == 1
         before = node.target
         drawing: bool = before.draws if isinstance(before, _Widened) else draws(node)
-        # In another dtype other numbers are drawn; but these have their masks from `bernoulli`, which has no dtype.
+        # Another dtype draws other numbers, except for these ops: their masks come from `bernoulli`, which has no
+        # dtype.
         masked = target is ATTENTION or (target.overloadpacket in DROPOUTS and target not in SCALED)
         self.draws: bool = drawing and not masked
 
@@ -104,35 +104,35 @@ class _Widened:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.draws and self.target in SCALED:
-            made = self._run((torch.ones_like(args[0]), *args[1:]), kwargs)
-            factor, *mask = made if isinstance(made, tuple) else (made,)
+            results = self._run((torch.ones_like(args[0]), *args[1:]), kwargs)
+            factor, *mask = results if isinstance(results, tuple) else (results,)
             scaled = args[0].mul_(factor) if self.target._schema.is_mutable else args[0] * factor
             return (scaled, *mask) if mask else scaled
         if self.draws or self.target in READS_BITS:
             return self._run(args, kwargs)
         widened = tree_map(lambda a: _float(a, self.dtype), (args, kwargs))
         try:
-            made = self.target(*widened[0], **widened[1])
-        except Exception:  # whatever the op raises at a dtype that it does not know
+            results = self.target(*widened[0], **widened[1])
+        except Exception:  # ops raise anything for a dtype that they do not support
             return self._in_less(args, kwargs)
-        return self._apart(made, args, kwargs) if self.mixed else made
+        return self._apart(results, args, kwargs) if self.mixed else results
 
     def _in_less(self, args: Any, kwargs: Any) -> Any:
-        """In float32 where the op knows that, else as exported: in the most exact way that there is."""
-        made, eps = None, torch.finfo(torch.float32).eps
+        """Run the op in float32 if it can, else in the exported dtypes: the most exact way available."""
+        results, eps = None, torch.finfo(torch.float32).eps
         if self.dtype == torch.float64:
             with contextlib.suppress(Exception):  # as above
                 given = tree_map(lambda a: _float(a, torch.float32), (args, kwargs))
-                made = self._run(given[0], given[1], torch.float32)
-        if made is None:
-            made = self._run(args, kwargs)
+                results = self._run(given[0], given[1], torch.float32)
+        if results is None:
+            results = self._run(args, kwargs)
             eps = max((torch.finfo(each).eps for each in self.made if each.is_floating_point), default=0.0)
         if self.dtype != torch.float64 or self.target._schema.is_mutable:
-            return made
-        return tree_map(lambda value: _moved(value, eps), made)
+            return results
+        return tree_map(lambda value: _moved(value, eps), results)
 
     def _run(self, args: Any, kwargs: Any, dtype: torch.dtype | None = None) -> Any:
-        """Run the op on operands in their exported dtypes, or all floating-point ones in this dtype."""
+        """Run the op on operands in their exported dtypes, or with all floating-point ones in `dtype`."""
         exported = iter(self.exported)
         taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -147,16 +147,16 @@ class _Widened:
             return next((argument for argument, given in taken if given is value), promoted(value, self.dtype))
 
         given = tree_map(rounded, (args, kwargs))
-        made = self.target(*given[0], **given[1])
+        results = self.target(*given[0], **given[1])
         if self.target._schema.is_mutable:
             for argument, narrow in taken:
                 if narrow is not argument and narrow._version:
                     argument.copy_(narrow)
-            return tree_map(wide, made)
-        return tree_map(lambda value: promoted(value, self.dtype), made)
+            return tree_map(wide, results)
+        return tree_map(lambda value: promoted(value, self.dtype), results)
 
-    def _apart(self, made: Any, args: Any, kwargs: Any) -> Any:
-        """Copy results that share memory only because both have one dtype now: `wide = x.double(); wide.mul_(3)`."""
+    def _apart(self, results: Any, args: Any, kwargs: Any) -> Any:
+        """Copy results that share memory only because both now have one dtype: `wide = x.double(); wide.mul_(3)`."""
         exported, recorded = iter(self.exported), iter(self.made)
         lies_in = dict[int, torch.dtype]()
         for value in tree_flatten((args, kwargs))[0]:
@@ -169,11 +169,11 @@ class _Widened:
             dtype = next(recorded)
             return value.clone() if lies_in.get(_memory(value), dtype) != dtype else value
 
-        return tree_map(own, made)
+        return tree_map(own, results)
 
 
 def _memory(value: torch.Tensor) -> int:
-    """Identify the memory of a tensor; one that vmap maps, in which nothing is written in place, hides it."""
+    """Identify the memory of a tensor; tensors mapped by vmap hide it, but are never written in place."""
     try:
         return int(value.untyped_storage()._cdata)
     except NotImplementedError:
@@ -181,7 +181,7 @@ def _memory(value: torch.Tensor) -> int:
 
 
 def _moved(value: Any, eps: float) -> Any:
-    """Up or down by half a unit in the last place, at random, the same in every run."""
+    """Move values up or down by half a unit in the last place, with the same random signs in every run."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     signs = torch.randint(0, 2, value.shape, generator=torch.Generator().manual_seed(0)).to(value) * 2 - 1
@@ -189,7 +189,7 @@ def _moved(value: Any, eps: float) -> Any:
 
 
 def promoted(value: Any, dtype: torch.dtype) -> Any:
-    """A floating-point (complex) tensor in this dtype (the complex one of its size); anything else as it is."""
+    """Convert a floating-point tensor to this dtype, a complex one to the matching one; keep anything else."""
     return value.to(_float(value.dtype, dtype)) if isinstance(value, torch.Tensor) else value
 
 

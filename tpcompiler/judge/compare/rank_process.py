@@ -1,4 +1,4 @@
-"""One rank of `answers_of_ranks`: make its calls of the package, and write what they return and what they wrote."""
+"""One rank of `answers_of_ranks`: make its calls of the package, and write the results and writes to a file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main(directory: str, folder: str, trust: str, checkpoint: str | None = None)
 
 
 def _call(module: Any, program: ExportedProgram, flat: list[Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """The flat outputs, and what was written, by the name of the buffer or input."""
+    """Return the flat outputs, and the values written, by the name of the buffer or input."""
     specs = program.graph_signature.input_specs
     taken = [spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT]
     held: Mapping[str, Any] = {**program.constants, **program.state_dict, **dict(zip(taken, flat, strict=True))}
@@ -38,7 +38,7 @@ def _call(module: Any, program: ExportedProgram, flat: list[Any]) -> tuple[list[
     before = {name: held[name].clone() for name in program.graph_signature.buffers if name not in written}
     args, kwargs = tree_unflatten(flat, program.call_spec.in_spec) if program.call_spec.in_spec else (flat, {})
     outputs = tree_flatten(module(*args, **kwargs))[0]
-    # Batch norm writes its statistics, and no signature says so.
+    # Batch norm writes its statistics without a signature that says so.
     written += [name for name, value in before.items() if not torch.equal(value, held[name])]
     return [_own(value) for value in outputs], {name: _own(held[name]) for name in written}
 

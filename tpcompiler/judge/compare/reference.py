@@ -1,4 +1,4 @@
-"""The single-device program, as what all ranks are compared with."""
+"""The single-device program that all ranks are compared with."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tpcompiler.ir.rebuilt import copy_signature
 from tpcompiler.judge.compare.promote import Promoted, promoted
 from tpcompiler.judge.compare.simulate import RankResult, simulate
 
-# In bfloat16 the bounds are 0.06 to 0.13, and leaving one all_reduce of 8 layers out changes the logits by 0.14. So a
-# program in less than float32 is compared once more with all of it in float32, where they are about 1e-5.
+# In bfloat16 the bounds are 0.06 to 0.13, and one missing all_reduce of 8 layers changes the logits by 0.14. So a
+# program below float32 is compared once more with all of it in float32, where the bounds are about 1e-5.
 WIDE = torch.float32
 
 
@@ -26,10 +26,10 @@ def is_narrow(program: ExportedProgram) -> bool:
 
 
 def reference_of(program: ExportedProgram) -> ExportedProgram:
-    """The program that the user exported, whose ops run in their order, in place.
+    """Return the program that the user exported, whose ops run in order, in place.
 
-    Only where a functional program returns what lies in a buffer that it writes, it is a copy that clones this: there
-    torch's own module returns another value than the graph says.
+    If a functional program returns the old value of a buffer that it writes, return a copy that clones the value:
+    torch's own module would return another value than the graph specifies.
     """
     if not any(find_overwritten(program)):
         return program
@@ -39,7 +39,7 @@ def reference_of(program: ExportedProgram) -> ExportedProgram:
 
 
 def run_single(program: ExportedProgram, flat: Sequence[Any], dtype: torch.dtype | None = None) -> RankResult:
-    """A single-device program by itself; with a dtype, every floating-point value in that dtype."""
+    """Run a single-device program; with a dtype, every floating-point value has that dtype."""
     if dtype is None:
         return simulate([program], [flat])[0]
     return simulate([Promoted(program, dtype)], [[promoted(v, dtype) for v in flat]])[0]

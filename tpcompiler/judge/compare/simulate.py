@@ -1,7 +1,7 @@
 """Run all ranks of a program in lock step, in one process, without process groups.
 
-Each rank is a generator that runs its own graph until it comes to a collective, hands over its operand and waits; when
-all ranks of its group wait at the same collective, it is computed and they go on. Graphs may differ by rank.
+Each rank is a generator that runs its graph up to a collective, yields its operand and waits; when all ranks of its
+group wait at the same collective, it is computed and they continue. Graphs may differ by rank.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ WEIGHTS = (InputKind.PARAMETER, InputKind.CONSTANT_TENSOR)
 
 @dataclass(frozen=True)
 class RankResult:
-    """Flat user outputs, the values written back, by name of the buffer or input, and the generators afterwards.
+    """Flat user outputs, the values written back by name of the buffer or input, and the final generator state.
 
-    Written back are also the weights, buffers and inputs that an op has changed in place, whatever the signature and
-    the op's schema say: `instance_norm` in training changes its statistics, and its schema does not say so.
+    Values written back include the weights, buffers and inputs that an op has changed in place, even if neither the
+    signature nor the op's schema declares it: `instance_norm` in training changes its statistics undeclared.
     """
 
     outputs: list[Any]
     mutated: dict[str, torch.Tensor]
-    drawn: RandomState | None = None  # unknown, where it ran in a process of its own
+    drawn: RandomState | None = None  # unknown for separate processes
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,19 @@ def simulate(
     seen: Seen | None = None,
     failed: dict[int, Exception] | None = None,
 ) -> list[RankResult]:
-    """Run rank i's program on rank i's flat inputs; state is cloned, the programs stay as they are.
+    """Run rank i's program on rank i's flat inputs; state is cloned, the programs are unchanged.
 
-    Every rank draws random numbers as if the caller's seed were its own, and the caller's generators stay as they are.
+    Every rank draws random numbers from the caller's seed, and the caller's generators are unchanged.
 
     Args:
-        programs: one per rank. A group's name says which ranks it has (`mesh.groups_named`); others span them all.
+        programs: one per rank. A group's name determines its ranks (`mesh.groups_named`); other groups span all ranks.
         flat_inputs: per rank, the flattened user inputs (`runtime/inputs.py`).
-        state: per rank, buffers that take the place of the program's own: what a call before this one has written.
-        seen: called as `seen(rank, node, value)` for every value made.
-        failed: as of `lock_step`.
+        state: per rank, buffers that replace the program's own: those that an earlier call has written.
+        seen: called as `seen(rank, node, value)` for every value.
+        failed: as in `lock_step`.
 
     Raises:
-        InternalError: ranks wait at different collectives, which on real devices would hang or mix data up.
+        InternalError: ranks wait at different collectives, which would hang or mix up data on real devices.
     """
     tell = telling("running the ranks" if len(programs) > 1 else "running the model", "ops")
     ran, total = itertools.count(1), sum(len(program.graph.nodes) for program in programs)
@@ -89,11 +89,12 @@ def simulate(
 
 
 def lock_step(runs: Sequence[Generator[Waiting, Any, T]], failed: dict[int, Exception] | None = None) -> list[T]:
-    """What each rank's run returns; a run yields at every collective, and gets the answer when its group is there.
+    """Run all ranks and return their results; a run yields at every collective, and receives the answer from its group.
 
     Args:
-        failed: takes what ranks raise, which is raised otherwise. Ranks that wait for such a rank fail with its error,
-            as the runtime's do, and what is returned is of the others.
+        failed: receives the errors of ranks, which are raised if it is None. Ranks that wait for a failed rank fail
+            with
+            its error, as in the runtime, and only the results of the others are returned.
 
     Raises:
         InternalError: ranks wait at different collectives.
@@ -104,7 +105,7 @@ def lock_step(runs: Sequence[Generator[Waiting, Any, T]], failed: dict[int, Exce
     now = random_state()
     drawn = [now] * len(runs)
     try:
-        with torch.inference_mode(False), torch.no_grad():  # inference mode does not count what is written
+        with torch.inference_mode(False), torch.no_grad():  # inference mode does not count writes
             while True:
                 for rank, run in enumerate(runs):
                     if rank not in results and rank not in waiting and rank not in (failed or ()):
@@ -131,7 +132,7 @@ def lock_step(runs: Sequence[Generator[Waiting, Any, T]], failed: dict[int, Exce
 
 
 def random_state() -> RandomState:
-    """Of the generators of the CPU and of the current GPU, where that was used."""
+    """Return the state of the generators of the CPU, and of the current GPU if it was used."""
     gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return torch.get_rng_state(), gpu
 
@@ -176,7 +177,7 @@ def _run(
             env[node] = program.graph_module.get_submodule(str(node.target))
         else:
             env[node] = yield from run_call(node, env)
-            if edit.is_collective(node):  # ranks get one tensor, and an op may write to its own
+            if edit.is_collective(node):  # ranks share one tensor, and an op may write to its own
                 env[node] = env[node].clone()
         if seen is not None and node.op != "output":
             seen(rank, node, env[node])
@@ -198,7 +199,7 @@ def _run(
 
 
 class _Values(dict[fx.Node, Any]):
-    """Values by node; a weight is read when an op takes it, and goes after the last one: not all are held at once."""
+    """Values by node; a weight is read when an op needs it, and freed after its last use, to save memory."""
 
     def __init__(self, read: Callable[[fx.Node], Any]) -> None:
         super().__init__()
@@ -210,13 +211,13 @@ class _Values(dict[fx.Node, Any]):
 
 
 def _written_back(held: Any, value: Any) -> Any:
-    """As torch's module does it at the end: an output that lies in the memory of the buffer changes with it."""
+    """Write an output back like torch's module: an output in the memory of the buffer changes with it."""
     both = isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor)
     return held.copy_(value) if both and held.shape == value.shape else value
 
 
 def run_call(node: fx.Node, env: Mapping[fx.Node, Any]) -> Generator[Waiting, torch.Tensor | None, Any]:
-    """What a call makes of the values in `env`."""
+    """Run a call on the values in `env`."""
     args: Any
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
     if edit.is_collective(node):
@@ -249,7 +250,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _collectives(waiting: dict[int, Waiting], world: int) -> dict[int, torch.Tensor]:
-    """The answers for all ranks whose group has come to one collective; these do not wait any more."""
+    """Return the answers for all ranks whose group has reached one collective, and remove them from `waiting`."""
     answers: dict[int, torch.Tensor] = {}
     for rank, call in waiting.items():
         group = _group(call, rank, world)
@@ -274,9 +275,9 @@ def _collectives(waiting: dict[int, Waiting], world: int) -> dict[int, torch.Ten
 
 
 def _without_answer(waiting: Mapping[int, Waiting], failed: Collection[int], world: int) -> dict[int, int]:
-    """Ranks that wait for one that has failed, and for which."""
+    """Return the ranks that wait for a failed rank, and that rank."""
     causes = {rank: [r for r in _group(call, rank, world) if r in failed] for rank, call in waiting.items()}
-    return {rank: found[0] for rank, found in causes.items() if found}
+    return {rank: failures[0] for rank, failures in causes.items() if failures}
 
 
 def _group(call: Waiting, rank: int, world: int) -> Sequence[int]:
@@ -285,7 +286,7 @@ def _group(call: Waiting, rank: int, world: int) -> Sequence[int]:
 
 
 def _collective(waiting: Sequence[Waiting]) -> Sequence[torch.Tensor]:
-    """What each rank gets; ranks that get the same get one tensor."""
+    """Return each rank's result; ranks with equal results share one tensor."""
     first, values = waiting[0], [call.value for call in waiting]
     if first.kind == "all_to_all_single":
         return _all_to_all(waiting)
@@ -311,19 +312,19 @@ def _collective(waiting: Sequence[Waiting]) -> Sequence[torch.Tensor]:
 def _reduced(op: str, values: torch.Tensor) -> torch.Tensor:
     """Reduce over ranks as the worst backend does.
 
-    Which value a maximum of floats has where some ranks hold NaN depends on the order of ranks and on the size: on gloo
-    it may be NaN or any of the others, even the smallest (measured with torch 2.13: of 0, NaN, 2 and 3 it is 0).
+    If some ranks have NaN, the maximum of floats depends on the order of ranks and on the size: gloo may return NaN or
+    any of the other values, even the smallest (torch 2.13: 0 for 0, NaN, 2 and 3).
     """
-    made = REDUCE[op](values)
+    reduced = REDUCE[op](values)
     if op not in ("max", "min") or not values.dtype.is_floating_point:
-        return made
+        return reduced
     lost = values.isnan()
     worst = REDUCE["min" if op == "max" else "max"](values.masked_fill(lost, math.inf if op == "max" else -math.inf))
-    return torch.where(lost.any(0) & ~lost.all(0), worst, made)
+    return torch.where(lost.any(0) & ~lost.all(0), worst, reduced)
 
 
 def _call(waiting: Waiting) -> str:
-    """What all ranks must agree on; the sizes of an all_to_all are each rank's own."""
+    """Return the part of a call on which all ranks must agree; the sizes of an all_to_all differ by rank."""
     details = waiting.details[2:] if waiting.kind == "all_to_all_single" else waiting.details
     return f"{waiting.kind}({', '.join(map(str, (str(waiting.value.dtype), *details)))})"
 

@@ -1,4 +1,4 @@
-"""What is compared: a program beside its ranks' programs, and the inputs dealt out to the ranks."""
+"""The subject of a comparison: a program, its ranks' programs, and the inputs distributed to the ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tpcompiler.judge.compare.judge import Layout
 from tpcompiler.judge.compare.simulate import RankResult
 from tpcompiler.runtime.inputs import flatten_inputs
 
-Run = Callable[[Sequence[Sequence[Any]]], Sequence[RankResult]]  # of all ranks, on the flat inputs of each
+Run = Callable[[Sequence[Sequence[Any]]], Sequence[RankResult]]  # runs all ranks on their flat inputs
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A single-device program, its ranks' programs, and what `compare` wants to know of them.
+    """A single-device program, its ranks' programs, and the facts that `compare` needs.
 
-    `indices`: rows of the manifest's inputs, for the values that `load` compares before it runs a rank.
-    `run` runs these as they are in one call after another, in the place of `simulate`; it keeps what they write.
+    `indices`: rows of the manifest's inputs, for the values that `load` checks before it runs a rank. `run` runs the
+    ranks for one call after another instead of `simulate`, and keeps their writes.
     """
 
     reference: ExportedProgram
@@ -41,7 +41,7 @@ def shares_of(subject: Subject, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """Return every rank's part of the inputs, flat, on the rank's device.
 
     Raises:
-        InputsError: arguments that the program does not take, or a size that the ranks do not divide.
+        InputsError: the program rejects the arguments, or the ranks do not divide a size.
     """
     return deal(flatten_inputs(subject.reference, args, kwargs), subject)
 
@@ -50,7 +50,7 @@ def deal(flat: Sequence[Any], subject: Subject) -> list[list[Any]]:
     """Return every rank's part of flat inputs, on the rank's device.
 
     Raises:
-        InputsError: a size of a dynamic dim that is cut and that the ranks do not divide.
+        InputsError: the ranks do not divide the size of a cut dynamic dim.
     """
     programs, layout, names = subject.programs, subject.layout, subject.input_names
     tensors = [value for value in flat if isinstance(value, torch.Tensor)]
@@ -59,8 +59,8 @@ def deal(flat: Sequence[Any], subject: Subject) -> list[list[Any]]:
     for position, (name, value) in enumerate(zip(names, tensors, strict=True)):
         parts = [layout.cut(name, value, rank).to(take[position].device.type) for rank, take in enumerate(takes)]
         for dim, size in enumerate(takes[0][position].shape):
-            held = [part.shape[dim] for part in parts]
-            if not isinstance(size, int) and len(set(held)) > 1:
+            sizes = [part.shape[dim] for part in parts]
+            if not isinstance(size, int) and len(set(sizes)) > 1:
                 degree = _degree(layout, name, value, dim, len(programs))
                 raise InputsError(
                     f"input '{name}' has {value.shape[dim]} on dim {dim}, which is cut by {degree} ranks",
@@ -73,13 +73,12 @@ def deal(flat: Sequence[Any], subject: Subject) -> list[list[Any]]:
 
 
 def _degree(layout: Layout, name: str, value: torch.Tensor, dim: int, ranks: int) -> int:
-    """Return by how many ranks a dim is cut: of as many elements as there are ranks, each has as many."""
+    """Return the number of ranks that cut a dim, from the local size of as many elements as there are ranks."""
     shape = [ranks if at == dim else size for at, size in enumerate(value.shape)]
     return ranks // layout.cut(name, torch.empty(shape, device="meta"), 0).shape[dim]
 
 
 def _tensor_inputs(program: ExportedProgram) -> list[torch.Tensor]:
-    """Return the fake values of the user's tensors, in order."""
     placeholders = (node for node in program.graph.nodes if node.op == "placeholder")
     specs = program.graph_signature.input_specs
     return [

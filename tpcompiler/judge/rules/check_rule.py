@@ -1,4 +1,4 @@
-"""Prove a registered rule on shards, and say what it leaves out."""
+"""Prove a registered rule on shards, and list the placements that it leaves out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from tpcompiler._torch import OpOverload, op_overload, tree_flatten
 from tpcompiler.errors import RuleError
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.judge.rules.placements import Way, sound_placements
+from tpcompiler.judge.rules.placements import SoundWay, sound_placements
 from tpcompiler.judge.rules.run_on_shards import check, check_variant, node_of
 from tpcompiler.rules.infer import Refusal, options, shardings
 from tpcompiler.rules.notation import Rule
@@ -25,7 +25,7 @@ Inputs = Sequence[Any]  # the arguments of a call, or (arguments, keyword argume
 
 @dataclass(frozen=True)
 class RuleCheck:
-    """What `check_rule` ran.
+    """The result of `check_rule`.
 
     Attributes:
         ran: every placement that the rule offers, as "sample 0 over 2 ranks: h cut"; all of them hold.
@@ -41,18 +41,19 @@ class RuleCheck:
 
 
 def check_rule(op: object, sample_inputs: Iterable[Inputs], *, degrees: Sequence[int] = DEGREES) -> RuleCheck:
-    """Run every placement that the op's rule offers on shards, and any two cuts at once, and compare with the whole op;
-    so is what its variant makes, if it has one.
+    """Run every placement that the op's rule offers on shards, and every pair of cuts, and compare with the whole op.
 
-    Give samples with sizes that differ from each other and are not all even, and in float64 where the op takes it.
+    The op's variant, if it has one, is compared too. Give samples with sizes that differ from each other and are not
+    all even, in float64 if the op accepts it.
 
     Args:
         op: an op that has a rule, or its name.
         sample_inputs: for each call the tuple of its arguments, or `(args, kwargs)`.
 
     Raises:
-        RuleError: the rule is wrong (the placement, the rank and the numbers are named), does not fit a sample, or the
-            op has none.
+        RuleError: the rule is wrong (the message has the placement, the rank and the numbers), does not fit a sample,
+            or
+            the op has none.
     """
     ran: list[str] = []
     missing: list[str] = []
@@ -73,10 +74,10 @@ def check_rule(op: object, sample_inputs: Iterable[Inputs], *, degrees: Sequence
 
 
 def calls_of(op: object, sample_inputs: Iterable[Inputs]) -> list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]]:
-    """(op, args, kwargs) of every sample.
+    """Return (op, args, kwargs) for every sample.
 
     Raises:
-        RuleError: no such op, or a sample that is no tuple of arguments.
+        RuleError: the op does not exist, or a sample is not a tuple of arguments.
     """
     target = op_overload(op)
     if target is None:
@@ -93,10 +94,10 @@ def calls_of(op: object, sample_inputs: Iterable[Inputs]) -> list[tuple[OpOverlo
 
 def left_out(
     node: fx.Node, rule: Rule | None, degree: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Way]:
-    """Sound ways to run a call, with cuts that `degree` divides, that its rule does not offer.
+) -> list[SoundWay]:
+    """Return the sound ways to run a call, with cuts that `degree` divides, that its rule does not offer.
 
-    Ways in which an operand could as well be whole are left aside.
+    Ways in which an operand might as well be whole are omitted.
     """
     assert isinstance(node.target, OpOverload)
     operands = [leaf for leaf in tree_flatten((tuple(args), dict(kwargs)))[0] if isinstance(leaf, torch.Tensor)]
@@ -107,30 +108,30 @@ def left_out(
 
 
 def offered(rule: Rule | None, degree: int) -> set[tuple[Placement, ...]]:
-    """The placements of the operands that a rule offers on one axis; without a rule only whole ones.
+    """Return the placements of the operands that a rule offers on one axis; only whole ones without a rule.
 
-    Not those with a cut in blocks, parts or units, which no placement of torch says.
+    Cuts in blocks, parts or units are omitted, because no torch placement expresses them.
     """
     if rule is None:
         return set()
     mesh = Mesh((("tp", degree),))
-    found = set()
+    placements = set()
     for option in options(rule, mesh):
         both = shardings(rule, option, mesh)
         assert not isinstance(both, Refusal)
         dims = [dim for side in both for sharding in side for dim in sharding.dims]
         if not any(dim.parts or any(level.block or level.unit > 1 for level in dim.levels) for dim in dims):
-            found.add(tuple(want.placements(mesh)[0] for want in both[0]))
-    return found
+            placements.add(tuple(want.placements(mesh)[0] for want in both[0]))
+    return placements
 
 
-def is_even(way: Way, operands: Sequence[torch.Tensor], degree: int) -> bool:
+def is_even(way: SoundWay, operands: Sequence[torch.Tensor], degree: int) -> bool:
     pairs = zip(way.inputs, operands, strict=True)
     return all(value.shape[p.dim] % degree == 0 for p, value in pairs if isinstance(p, Shard))
 
 
-def is_idle(way: Way, results: set[tuple[tuple[Placement, ...], tuple[Placement, ...]]]) -> bool:
-    """Whether everything is whole, or one operand might be, for the same result."""
+def is_idle(way: SoundWay, results: set[tuple[tuple[Placement, ...], tuple[Placement, ...]]]) -> bool:
+    """Return True if everything is whole, or if one operand might be whole for the same result."""
     cut = [i for i, placement in enumerate(way.inputs) if isinstance(placement, (Shard, Partial))]
     whole = ((*way.inputs[:i], Replicate(), *way.inputs[i + 1 :]) for i in cut)
     return not cut or any((inputs, way.outputs) in results for inputs in whole)

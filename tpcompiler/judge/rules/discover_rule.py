@@ -1,4 +1,4 @@
-"""Propose the rule of an op from what its calls do on shards."""
+"""Propose a rule for an op from its behaviour on shards."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tpcompiler._torch import OpOverload
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.judge.rules.check_rule import DEGREES, Inputs, calls_of, is_even, is_idle
-from tpcompiler.judge.rules.placements import Way, sound_placements
+from tpcompiler.judge.rules.placements import SoundWay, sound_placements
 from tpcompiler.judge.rules.run_on_shards import Mismatch, check, node_of, rule_from
 from tpcompiler.rules.notation import RuleText, Shards, parse
 
-TRIED = (2, 3, 5)  # ranks: most sizes are a multiple of one of these
-Place = tuple[int, int]  # a tensor, operands first, and one of its dims
+TRIED = (2, 3, 5)  # numbers of ranks: most sizes are a multiple of one of these
+Place = tuple[int, int]  # (tensor, operands first; one of its dims)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class DiscoveredRule:
     """A proposal for `register_rule(op, text, **options)`.
 
     Attributes:
-        based_on: the shapes of the operands of each sample. The proposal is true of these; of others it is a guess.
+        based_on: the shapes of the operands of each sample. The proposal holds for these; for others it is a guess.
     """
 
     op: str
@@ -41,7 +41,7 @@ class DiscoveredRule:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `register_rule` takes besides the text, without what is the default."""
+        """Return the arguments of `register_rule` other than the text that differ from their defaults."""
         every = {"shards": self.shards, "linear": self.linear, "reduce": self.reduce, "sizes": dict(self.sizes)}
         default = {"shards": "even", "linear": (), "reduce": "sum", "sizes": {}}
         return {name: value for name, value in every.items() if value != default[name]}
@@ -52,50 +52,50 @@ class DiscoveredRule:
 
 
 @dataclass
-class _Seen:
-    """What was found out about one sample: its shapes, and for every number of ranks the ways that are sound."""
+class _Sample:
+    """The shapes of one sample, and its sound ways for every number of ranks."""
 
     operands: list[torch.Tensor]
     outputs: tuple[torch.Tensor, ...]
-    sound: dict[int, list[Way]] = field(default_factory=dict)
+    sound: dict[int, list[SoundWay]] = field(default_factory=dict)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         return [tuple(value.shape) for value in (*self.operands, *self.outputs)]
 
-    def verdicts(self, way: Way) -> list[bool]:
-        """Whether the way is sound, for every number of ranks that divides its cuts."""
-        whole = Way((*way.inputs, *way.outputs), ())
+    def verdicts(self, way: SoundWay) -> list[bool]:
+        """Return, for every number of ranks that divides the way's cuts, True if the way is sound."""
+        whole = SoundWay((*way.inputs, *way.outputs), ())
         every = [*self.operands, *self.outputs]
         return [way in self.sound[degree] for degree in TRIED if is_even(whole, every, degree)]
 
 
 def discover_rule(op: object, sample_inputs: Iterable[Inputs]) -> DiscoveredRule:
-    """Run calls on shards in every way, and write down those ways that give the whole result, as a rule.
+    """Run calls on shards in every way, and express the ways that give the whole result as a rule.
 
     The samples should be calls of one kind, with sizes that differ from each other and have divisors among 2, 3 and 5.
     The proposal has been checked on them as `check_rule` does. A factor that needs a local body is left whole.
 
     Args:
-        sample_inputs: for each call the tuple of its arguments, or `(args, kwargs)`.
+        sample_inputs: the arguments of each call as a tuple, or `(args, kwargs)`.
 
     Raises:
-        RuleError: no such op, samples that disagree, or ways that no rule text can say.
+        RuleError: the op does not exist, samples disagree, or no rule text can express the ways.
     """
-    seen, nodes = [], []
+    samples, nodes = [], []
     for target, args, kwargs in calls_of(op, sample_inputs):
         node = node_of(target, args, kwargs)
-        found = _Seen([operand.meta["val"] for operand in edit.operands(node)], edit.outputs(node))
+        sample = _Sample([operand.meta["val"] for operand in edit.operands(node)], edit.outputs(node))
         for degree in TRIED:
-            found.sound[degree] = sound_placements(target, args, kwargs, degree)
-        seen.append(found)
+            sample.sound[degree] = sound_placements(target, args, kwargs, degree)
+        samples.append(sample)
         nodes.append(node)
-    if not seen:
+    if not samples:
         raise RuleError(f"no sample of {op} was given", help="give the arguments of at least one call")
     assert isinstance(target, OpOverload)
-    _check_alike(target, seen)
+    _check_alike(target, samples)
     lengths = {name: len(value) for name, value in edit.bound(nodes[0]).items() if isinstance(value, (list, tuple))}
-    written = _Writer(seen, _agreed(target, seen), lengths).rule()
+    written = _RuleWriter(samples, _agreed(target, samples), lengths).rule()
     for shards in ("any", "nonempty", "even"):
         try:
             for node in nodes:
@@ -108,7 +108,7 @@ def discover_rule(op: object, sample_inputs: Iterable[Inputs]) -> DiscoveredRule
     else:
         raise RuleError(f"what was found does not make a rule: {wrong.message}", help="write the rule by hand")
     sizes = {name: " ".join(_dim_text(dim) for dim in term) for name, term in written.sizes.items()}
-    based_on = tuple(", ".join(str(list(value.shape)) for value in each.operands) for each in seen)
+    based_on = tuple(", ".join(str(list(value.shape)) for value in each.operands) for each in samples)
     name = str(target).replace(".", "::", 1)
     return DiscoveredRule(name, written.text, shards, written.linear, written.reduce, sizes, based_on)
 
@@ -117,9 +117,9 @@ def _dim_text(dim: Sequence[str]) -> str:
     return "1" if not dim else dim[0] if len(dim) == 1 else f"({' '.join(dim)})"
 
 
-def _check_alike(target: OpOverload, seen: Sequence[_Seen]) -> None:
-    first = seen[0].shapes
-    for index, other in enumerate(seen):
+def _check_alike(target: OpOverload, samplesles: Sequence[_Sample]) -> None:
+    first = samplesles[0].shapes
+    for index, other in enumerate(samplesles):
         if [[size == 1 for size in shape] for shape in other.shapes] != [[size == 1 for size in s] for s in first]:
             raise RuleError(
                 f"samples of {target} disagree: sample 0 has the shapes {_listed(first)}, sample {index} "
@@ -132,11 +132,11 @@ def _listed(shapes: Sequence[Sequence[int]]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
 
 
-def _agreed(target: OpOverload, seen: Sequence[_Seen]) -> list[Way]:
-    """The ways that are sound wherever they can be tried evenly, and none of whose operands could as well be whole."""
+def _agreed(target: OpOverload, samples: Sequence[_Sample]) -> list[SoundWay]:
+    """Return the ways that are sound wherever they divide evenly, and in which no operand might as well be whole."""
     agreed = []
-    for way in dict.fromkeys(way for each in seen for ways in each.sound.values() for way in ways):
-        verdicts = [each.verdicts(way) for each in seen]
+    for way in dict.fromkeys(way for each in samples for ways in each.sound.values() for way in ways):
+        verdicts = [each.verdicts(way) for each in samples]
         yes = [i for i, each in enumerate(verdicts) if each and all(each)]
         no = [i for i, each in enumerate(verdicts) if each and not any(each)]
         if yes and no:
@@ -154,12 +154,12 @@ def _cuts(placements: Sequence[object]) -> list[Place]:
     return [(i, placement.dim) for i, placement in enumerate(placements) if isinstance(placement, Shard)]
 
 
-class _Writer:
-    """Turns sound ways into a rule text: the dims that are cut together are one factor."""
+class _RuleWriter:
+    """A writer of rule texts from sound ways; dims that are cut together become one factor."""
 
-    def __init__(self, seen: Sequence[_Seen], ways: Sequence[Way], lengths: Mapping[str, int]) -> None:
-        self.shapes = [each.shapes for each in seen]
-        self.inputs = len(seen[0].operands)
+    def __init__(self, samples: Sequence[_Sample], ways: Sequence[SoundWay], lengths: Mapping[str, int]) -> None:
+        self.shapes = [each.shapes for each in samples]
+        self.inputs = len(samples[0].operands)
         self.lengths = lengths
         self.names = _names()
         self.factor: dict[Place, str] = {}
@@ -185,8 +185,8 @@ class _Writer:
         text = _renamed(f"{left} -> {', '.join(words[self.inputs :])}")
         return RuleText(text, self._counted(text), reduce=self.reduce, linear=self._linear())
 
-    def _add(self, way: Way) -> None:
-        """Make one factor of the dims that the way cuts, unless one of them is in a factor already."""
+    def _add(self, way: SoundWay) -> None:
+        """Make one factor of the dims that the way cuts, unless one of them already has a factor."""
         places = [*_cuts(way.inputs), *((self.inputs + i, dim) for i, dim in _cuts(way.outputs))]
         smallest = [min(shapes[t][d] for t, d in places) for shapes in self.shapes]
         single = any(all(s[t][d] == n for s, n in zip(self.shapes, smallest, strict=True)) for t, d in places)
@@ -208,9 +208,9 @@ class _Writer:
         )
 
     def _counted(self, text: str) -> dict[str, tuple[tuple[str, ...], ...]]:
-        made = parse(text).outputs[0]
+        output = parse(text).outputs[0]
         return {
-            argument: tuple(made[entries[i][1]] if i in entries else () for i in range(self.lengths[argument]))
+            argument: tuple(output[entries[i][1]] if i in entries else () for i in range(self.lengths[argument]))
             for argument, entries in self.sizes.items()
         }
 
@@ -223,14 +223,14 @@ class _Writer:
         return tuple(groups)
 
 
-def _pending(way: Way) -> str:
-    """The reduction that all outputs are left with."""
+def _pending(way: SoundWay) -> str:
+    """Return the reduction that is pending in all outputs; empty if they have none or differ."""
     ops = {placement.reduce_op if isinstance(placement, Partial) else "" for placement in way.outputs}
     return ops.pop() if len(ops) == 1 else ""
 
 
 def _renamed(text: str) -> str:
-    """With the names in the order in which they are read."""
+    """Rename the factors in the order of their appearance."""
     order = dict.fromkeys(re.findall(r"[a-z]\w*", text))
     new = dict(zip(order, _names(), strict=False))
     return re.sub(r"[a-z]\w*", lambda found: new[found[0]], text)

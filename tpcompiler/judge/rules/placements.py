@@ -1,8 +1,8 @@
-"""Find out by execution how one call of an op can run on shards. No rule is asked.
+"""Find by execution how one call of an op can run on shards, without asking a rule.
 
-The call is run whole, and then once per rank on shards of its operands. A placement of the operands is sound when some
-placement of every output puts the ranks' results together to the whole one. What is found holds for this call: a
-coincidence of its values counts as sound, so operands should be random and sizes different from each other.
+The call is run whole, and then once per rank on shards of its operands. A placement of the operands is sound if some
+placement of every output joins the ranks' results to the whole one. The result holds for this call only: a coincidence
+of its values counts as sound, so operands should be random and sizes different from each other.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tpcompiler.ir.dim_sharding import chunk
 from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.shares import REDUCE
 
-MOST = 2500  # combinations of the operands' placements that are tried one by one
-REDRAWN = 6  # times that the elements are put in another order
+MOST = 2500  # combinations of the operands' placements to try one by one
+REDRAWN = 6  # number of times that the elements are reordered
 PENDING = tuple(Partial(op) for op in ("sum", "max", "min", "avg", "product"))
-Rewrite = tuple[str, int, int]  # a size argument, its entry, and the unit in which that one is dealt
+Rewrite = tuple[str, int, int]  # a size argument, its entry, and the unit in which it is divided
 
 
-class Way(NamedTuple):
-    """One sound way to run a call: the placements of the operands and of the outputs, in order.
+class SoundWay(NamedTuple):
+    """A sound way to run a call: the placements of the operands and of the outputs, in order.
 
-    `sizes` names the entry of a size argument that must be the rank's own for it, as (argument, entry).
+    `sizes` is the entry of a size argument that must be local, as (argument, entry).
     """
 
     inputs: tuple[Placement, ...]
@@ -44,18 +44,17 @@ class Way(NamedTuple):
 
 def sound_placements(
     op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, degree: int = 2
-) -> list[Way]:
-    """Every sound way to run the call on one mesh axis of `degree` ranks.
+) -> list[SoundWay]:
+    """Return every sound way to run the call on one mesh axis of `degree` ranks.
 
-    Tried are R, S(d) where every rank gets something, and P(sum) for operands of floats; size arguments are given as
-    they are, and, if nothing comes of that, with one entry as the rank's own. What holds must hold again with the
-    elements of every operand in another order, where the op takes that. Placements that make no sense are tried too: a
-    kernel that does not check its operands may crash.
+    The candidates are R, S(d) if every rank gets something, and P(sum) for floats; size arguments stay unchanged or, if
+    that fails, one entry becomes local. A way must also hold with the elements of every operand in other orders, if the
+    op accepts them. Nonsensical placements are tried too: a kernel that does not check its operands may crash.
 
     Raises:
-        RuleError: two runs of the whole call differ, or its result holds nothing to compare.
+        RuleError: two runs of the whole call differ, or its result has nothing to compare.
     """
-    call = _Call(op, tuple(args), dict(kwargs or {}), degree)
+    call = _ShardedCall(op, tuple(args), dict(kwargs or {}), degree)
     operands = [leaf for leaf in call.leaves if isinstance(leaf, torch.Tensor)]
     whole = call.run(operands)
     if not all(same(a, b) for a, b in zip(whole, call.run(operands), strict=True)):
@@ -64,25 +63,25 @@ def sound_placements(
         shapes = ", ".join(str(list(v.shape)) for v in operands)
         raise RuleError(f"{op} gives no numbers for {shapes}", help="give operands for which it does")
     sizes = [None, *_rewrites(op, args, dict(kwargs or {}), whole)]
-    found: dict[Way, Rewrite | None] = {}
+    ways: dict[SoundWay, Rewrite | None] = {}
     for inputs in combinations(operands, degree):
         for rewrite in sizes:
             outputs = call.outcomes(inputs, rewrite, operands, whole, 0)
-            found.update((Way(inputs, each, rewrite and rewrite[:2]), rewrite) for each in outputs)
+            ways.update((SoundWay(inputs, each, rewrite and rewrite[:2]), rewrite) for each in outputs)
             if outputs and any(not isinstance(placement, Replicate) for placement in inputs):
-                break  # whole operands may make a new dim in shares besides
+                break  # whole operands may also produce a new dim in shares
     for seed in range(1, REDRAWN + 1):
-        drawn = [_shuffled(value, seed) for value in operands]
+        shuffled = [_shuffled(value, seed) for value in operands]
         try:
-            whole = call.run(drawn)
-        except Exception:  # an order of its own that the op asks for
+            whole = call.run(shuffled)
+        except Exception:  # the op requires an order
             continue
-        found = {way: r for way, r in found.items() if way.outputs in call.outcomes(way.inputs, r, drawn, whole, seed)}
-    return list(found)
+        ways = {way: r for way, r in ways.items() if way.outputs in call.outcomes(way.inputs, r, shuffled, whole, seed)}
+    return list(ways)
 
 
-class _Call:
-    """A call that is run again and again with other operands."""
+class _ShardedCall:
+    """A call that is run repeatedly with other operands."""
 
     def __init__(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], degree: int) -> None:
         self.op, self.degree = op, degree
@@ -104,12 +103,12 @@ class _Call:
         whole: Sequence[torch.Tensor],
         seed: int,
     ) -> list[tuple[Placement, ...]]:
-        """The placements of the outputs under which the ranks' results are the whole ones."""
+        """Return the placements of the outputs under which the ranks' results join to the whole ones."""
         pairs = zip(operands, inputs, strict=True)
         shares = [_shares(value, placement, self.degree, seed) for value, placement in pairs]
         try:
             parts = [self.run([share[rank] for share in shares], rewrite, rank) for rank in range(self.degree)]
-        except Exception:  # whatever the op says of shards that it cannot take
+        except Exception:  # ops raise anything for shards that they cannot take
             return []
         if any(len(part) != len(whole) for part in parts):
             return []
@@ -123,7 +122,7 @@ def _shuffled(value: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def combinations(operands: Sequence[torch.Tensor], degree: int) -> Iterator[tuple[Placement, ...]]:
-    """Every combination of the operands' placements; of too many, those that cut dims of one size, or all alike."""
+    """Yield combinations of the operands' placements: all, or of too many, cuts of equal sizes and all alike."""
     options: list[list[Placement]] = []
     for value in operands:
         own: list[Placement] = [Replicate()]
@@ -138,18 +137,18 @@ def combinations(operands: Sequence[torch.Tensor], degree: int) -> Iterator[tupl
         for placement in own[1:]:
             key = value.shape[placement.dim] if isinstance(placement, Shard) else "P"
             groups.setdefault(key, [[Replicate()] for _ in operands])[index].append(placement)
-    seen: dict[tuple[Placement, ...], None] = {}
+    chosen: dict[tuple[Placement, ...], None] = {}
     for group in groups.values():
-        while prod(map(len, group)) > MOST:  # so many operands alike
+        while prod(map(len, group)) > MOST:  # many operands are alike
             max(group, key=len).pop()
-        seen.update(dict.fromkeys(product(*group)))
+        chosen.update(dict.fromkeys(product(*group)))
     for i in range(max(map(len, options))):
-        seen[tuple(own[min(i, len(own) - 1)] for own in options)] = None
-    yield from seen
+        chosen[tuple(own[min(i, len(own) - 1)] for own in options)] = None
+    yield from chosen
 
 
 def _shares(value: torch.Tensor, placement: Placement, degree: int, seed: int) -> list[torch.Tensor]:
-    """One share per rank. A pending sum is dealt at random, so that no rank holds nothing."""
+    """Return one share per rank. A pending sum is split at random, so that every rank has a part."""
     if isinstance(placement, Shard):
         pieces = [chunk(value.shape[placement.dim], degree, rank) for rank in range(degree)]
         return [value.narrow(placement.dim, *piece).contiguous() for piece in pieces]
@@ -171,16 +170,16 @@ def _joins(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> list[Placement
             return [Replicate()]
         stacked = torch.stack(list(parts))
         return [op for op in PENDING if _reduces(op, whole.dtype) and same(REDUCE[op.reduce_op](stacked), whole, parts)]
-    found: list[Placement] = []
+    placements: list[Placement] = []
     for dim in range(whole.ndim):
         if all(part.ndim == whole.ndim and _but(part, dim) == _but(whole, dim) for part in parts):
             if same(torch.cat(list(parts), dim), whole):
-                found.append(Shard(dim))
-    return found
+                placements.append(Shard(dim))
+    return placements
 
 
 def _reduces(placement: Partial, dtype: torch.dtype) -> bool:
-    """Whether numbers of this type can be reduced so: complex ones have no order, and integers no average."""
+    """Return True if the dtype supports the reduction: complex numbers have no order, integers no average."""
     if dtype.is_complex or dtype == torch.bool:
         return (placement.reduce_op in ("sum", "avg", "product")) == dtype.is_complex
     return placement.reduce_op != "avg" or dtype.is_floating_point
@@ -191,9 +190,9 @@ def _but(value: torch.Tensor, dim: int) -> list[int]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor, parts: Sequence[torch.Tensor] = ()) -> bool:
-    """Whether `a` is `b` but for the rounding of another order of summation, measured by the largest of `b`.
+    """Return True if `a` is `b` up to the rounding of another order of summation, relative to the largest value.
 
-    Of the ranks' parts too: where these cancel, the rounding is that of what was summed.
+    The ranks' `parts` count too: if they cancel, the rounding is that of the summands.
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -202,14 +201,14 @@ def same(a: torch.Tensor, b: torch.Tensor, parts: Sequence[torch.Tensor] = ()) -
     epsilon = torch.finfo(b.dtype).eps
     finite = [v[v.isfinite()] for v in (b, *parts)]
     scale = max((v.abs().max().item() for v in finite if v.numel()), default=1.0)
-    steps = 256 if epsilon < 1e-6 else 4  # in half precision 256 steps would be all of the number
+    steps = 256 if epsilon < 1e-6 else 4  # in half precision 256 steps would be the whole number
     return torch.allclose(a, b, rtol=0, atol=max(scale, 1e-30) * steps * epsilon, equal_nan=True)
 
 
 def _rewrites(
     op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], whole: Sequence[torch.Tensor]
 ) -> Iterator[Rewrite]:
-    """Entries of size arguments that may count a dim of the first output, with the units that divide them."""
+    """Yield entries of size arguments that may count a dim of the first output, with the units that divide them."""
     if not whole or not isinstance(op, torch._ops.OpOverload):
         return
     for position, argument in enumerate(op._schema.arguments):

@@ -23,11 +23,11 @@ from tpcompiler.rules.registry import call_variant
 
 
 class Mismatch(RuleError):
-    """The shards do not make the whole."""
+    """The shards do not join to the whole."""
 
 
 def node_of(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
-    """A graph of this one call; values stand for themselves in `meta["val"]`."""
+    """Return a node for this call in a new graph; operands are stored in `meta["val"]`."""
     graph = fx.Graph()
 
     def placeholder(value: Any) -> Any:
@@ -44,7 +44,7 @@ def node_of(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def rule_from(written: RuleText, node: fx.Node, shards: Shards = "any") -> Rule:
-    """The rule that this text would be for the node, right or wrong."""
+    """Return the rule of this text for the node, right or wrong."""
     pattern = parse(written.text)
     shapes = [tuple(o.meta["val"].shape) for o in edit.operands(node)] + [tuple(v.shape) for v in edit.outputs(node)]
     linear = tuple(frozenset(group) | pattern.addends for group in written.linear)
@@ -54,11 +54,11 @@ def rule_from(written: RuleText, node: fx.Node, shards: Shards = "any") -> Rule:
 
 
 def every_option(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
-    """All that the solver may choose, and all that following an operand's or an output's sharding leads to."""
+    """Yield every option of the solver, and every option that follows from an operand's or an output's sharding."""
     for option in options(rule, mesh):
-        said = [f"{factor} cut" for factor in option.cuts]
-        said += [f"P through {sorted(group)}" for _, group in option.through.values()]
-        yield ", ".join(said) or "whole", option
+        words = [f"{factor} cut" for factor in option.cuts]
+        words += [f"P through {sorted(group)}" for _, group in option.through.values()]
+        yield ", ".join(words) or "whole", option
     terms = (*rule.pattern.inputs, *rule.pattern.outputs)
     for index, term in enumerate(terms):
         for dim, size in enumerate(_shape(rule, term)):
@@ -67,16 +67,15 @@ def every_option(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
                 dims = list(Sharding.replicated(len(term)).dims)
                 dims[dim] = DimSharding.by(*mesh.names, block=block, unit=unit)
                 fits = (block or size) % unit == 0
-                found = follow(rule, term, Sharding(tuple(dims)), mesh) if fits else Refusal("")
-                if isinstance(found, Option) and not isinstance(both := shardings(rule, found, mesh), Refusal):
+                derived = follow(rule, term, Sharding(tuple(dims)), mesh) if fits else Refusal("")
+                if isinstance(derived, Option) and not isinstance(both := shardings(rule, derived, mesh), Refusal):
                     asked, kept = Sharding(tuple(dims)), (*both[0], *both[1])[index]
                     if _layout(kept, _shape(rule, term), mesh) != _layout(asked, _shape(rule, term), mesh):
                         raise Mismatch(f"asked to keep {asked.text(mesh)} of term {index}, got {kept.text(mesh)}")
-                    yield f"term {index} kept as {asked.text(mesh)}", found
+                    yield f"term {index} kept as {asked.text(mesh)}", derived
 
 
 def _two_cuts(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
-    """Any two factors cut at once, each over an axis."""
     for pair in itertools.permutations(rule.factors, 2):
         option = Option({factor: DimSharding.by(axis) for factor, axis in zip(pair, mesh.names, strict=True)})
         if not isinstance(shardings(rule, option, mesh), Refusal):
@@ -84,10 +83,10 @@ def _two_cuts(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
 
 
 def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
-    """Run every option on a mesh of one axis, and those that one of two axes adds; what was run.
+    """Run every option on a mesh of one axis, and pairs of cuts on two axes; return their texts.
 
     Raises:
-        Mismatch: an option whose shards do not make the whole.
+        Mismatch: the shards of an option do not join to the whole.
     """
     mesh, two = Mesh((("tp", degree),)), Mesh((("dp", 2), ("tp", degree)))
     every = [(mesh, *each) for each in every_option(rule, mesh)] + [(two, *each) for each in _two_cuts(rule, two)]
@@ -95,13 +94,13 @@ def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
     for mesh, what, option in every:
         passed = [edit.operands(node)[i].meta["val"].dtype for _, group in option.through.values() for i in group]
         if torch.bool in passed:
-            continue  # no sum of booleans is ever pending
+            continue  # a sum of booleans is never pending
         both = shardings(rule, option, mesh)
         assert not isinstance(both, Refusal)
         try:
             parts = [edit_outputs(value) for value in _run(node, rule, option, *both, mesh)]
             fault = _fault(parts, both[1], edit.outputs(node), mesh)
-        except Exception as error:  # whatever the op says of shards that it cannot take
+        except Exception as error:  # ops raise anything for shards that they cannot take
             fault = f"it fails on shards: {type(error).__name__}: {reason(error)}"
         if fault:
             wants, made = (", ".join(sharding.text(mesh) for sharding in each) for each in both)
@@ -118,16 +117,16 @@ def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
 
 
 def check_variant(node: fx.Node, degree: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Compare an op with what it is in simpler ops, whole; what was run: nothing of a call that its variant cannot do.
+    """Compare an op with its variant in simpler ops, whole; return the texts of the runs, none if the variant declines.
 
     Raises:
-        Mismatch: they make different values.
+        Mismatch: they compute different values.
     """
-    made = call_variant(node.target, degree, args, kwargs)
-    if made is NotImplemented:
+    results = call_variant(node.target, degree, args, kwargs)
+    if results is NotImplemented:
         return []
     whole = edit.outputs(node)
-    fault = _fault([edit_outputs(made)], [Sharding.replicated(v.ndim) for v in whole], whole, Mesh((("tp", 1),)))
+    fault = _fault([edit_outputs(results)], [Sharding.replicated(v.ndim) for v in whole], whole, Mesh((("tp", 1),)))
     if fault:
         raise Mismatch(f"the variant of {node.target} is wrong: {fault}", help="make of simpler ops what the op makes")
     return ["in simpler ops"]
@@ -136,7 +135,7 @@ def check_variant(node: fx.Node, degree: int, args: Sequence[Any], kwargs: Mappi
 def _fault(
     parts: Sequence[Sequence[torch.Tensor]], made: Sequence[Sharding], whole: Sequence[torch.Tensor], mesh: Mesh
 ) -> str:
-    """What is wrong with the ranks' parts of the outputs, first of all; nothing if they make the whole."""
+    """Return the first fault in the ranks' parts of the outputs; empty if they join to the whole."""
     for at, (value, sharding) in enumerate(zip(whole, made, strict=True)):
         for rank, part in enumerate(parts):
             if len(part) != len(whole):
@@ -144,8 +143,8 @@ def _fault(
             local = sharding.local_shape(value.shape, mesh, mesh.coordinate(rank))
             if tuple(part[at].shape) != local:
                 return f"rank {rank} makes {list(part[at].shape)} for output {at}, not {list(local)}"
-        joined = join([part[at] for part in parts], sharding, mesh, value.shape)
-        for rank, got in enumerate(joined):
+        wholes = join([part[at] for part in parts], sharding, mesh, value.shape)
+        for rank, got in enumerate(wholes):
             if not same(got, value, [part[at] for part in parts]):
                 return f"output {at} is {_difference(got, value, sharding, rank, mesh)}"
     return ""
@@ -158,8 +157,8 @@ def _difference(got: torch.Tensor, whole: torch.Tensor, sharding: Sharding, rank
     apart = (got.to(wide) - whole.to(wide)).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
     apart = apart.masked_fill(got == whole, 0)  # infinities
     place = [int(i) for i in torch.unravel_index(apart.argmax(), apart.shape)]
-    held = [r for r in range(mesh.world_size) if _holds(sharding, whole.shape, mesh, r, place)]
-    by = "the sum of all ranks" if sharding.partial else f"rank {rank if sharding.is_replicated else held[0]}"
+    holders = [r for r in range(mesh.world_size) if _holds(sharding, whole.shape, mesh, r, place)]
+    by = "the sum of all ranks" if sharding.partial else f"rank {rank if sharding.is_replicated else holders[0]}"
     return (
         f"off by {apart.max().item():.3g}: at {place} it is {got[tuple(place)].item():.6g} by {by}, "
         f"and {whole[tuple(place)].item():.6g} on one device"
@@ -168,8 +167,8 @@ def _difference(got: torch.Tensor, whole: torch.Tensor, sharding: Sharding, rank
 
 def _holds(sharding: Sharding, shape: Sequence[int], mesh: Mesh, rank: int, place: Sequence[int]) -> bool:
     here = mesh.coordinate(rank)
-    held = [cut_dim(torch.arange(size), 0, by, mesh, here) for by, size in zip(sharding.dims, shape, strict=True)]
-    return all(bool((own == at).any()) for own, at in zip(held, place, strict=True))
+    indices = [cut_dim(torch.arange(size), 0, by, mesh, here) for by, size in zip(sharding.dims, shape, strict=True)]
+    return all(bool((own == at).any()) for own, at in zip(indices, place, strict=True))
 
 
 def edit_outputs(value: Any) -> list[torch.Tensor]:
@@ -181,7 +180,7 @@ def _shape(rule: Rule, term: Term) -> list[int]:
 
 
 def _layout(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> list[Any]:
-    """Which elements every rank holds."""
+    """Return the elements that every rank has."""
     numbered = torch.arange(torch.Size(shape).numel()).view(*shape)
     return [cut(numbered, sharding, mesh, rank).tolist() for rank in range(mesh.world_size)]
 
@@ -207,7 +206,7 @@ def _run(
 
 
 def _shares(value: torch.Tensor, want: Sharding, mesh: Mesh) -> list[torch.Tensor]:
-    """One share per rank; a pending sum is dealt unevenly at random, so that no rank holds nothing."""
+    """Return one share per rank; a pending sum is split unevenly at random, so that every rank has a part."""
     assert all(op == "sum" for _, op in want.partial)
     first, *others = itertools.product(*(range(mesh.degree(axis)) for axis, _ in want.partial))
     dealt = {place: _noise(value) for place in others}
@@ -233,14 +232,14 @@ def _localized(
     mesh: Mesh,
     rank: int,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Size arguments that the rule names, as this rank's own."""
+    """Replace the size arguments that the rule names by this rank's own."""
     out = rule.pattern.outputs[0]
     local = made.local_shape(edit.outputs(node)[0].shape, mesh, mesh.coordinate(rank))
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     args, own = tuple(args), {}
     for name, term in rule.sizes.items():
         given = edit.bound(node)[name]
-        if len(given) == len(local):  # a rank that holds nothing cannot tell what -1 is; a dim of one stays one
+        if len(given) == len(local):  # an empty rank cannot infer -1; a dim of one stays one
             given = [1 if old == -1 and size == 1 else old for old, size in zip(given, local, strict=True)]
         own[name] = [local[out.index(dim)] if dim in out and dim else old for dim, old in zip(term, given, strict=True)]
     here = mesh.coordinate(rank)

@@ -1,1 +1,1 @@
-"""Whether written programs are what they claim to be: nothing here knows how they were made."""
+"""Check written programs against their claims, without any knowledge of how they were made."""

@@ -1,4 +1,4 @@
-"""Whether the body that a rank runs for its share of an op is the one that the op's rule has."""
+"""Check that the body that a rank runs for its share of an op is the body of the op's rule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import key
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.judge.sound.folded import VIEWS, Folded
-from tpcompiler.judge.sound.region import Region
+from tpcompiler.judge.sound.region import ProgramRegion
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.rules.index_range import ASSERT, PositionCheck, is_needed, position_checks, with_checks
 from tpcompiler.rules.infer import Refusal, follow, merge
@@ -23,19 +23,18 @@ from tpcompiler.rules.notation import Rule, ShardRange
 from tpcompiler.rules.registry import rule_of
 
 
-def check_body(made: Folded, region: Region, rule: Rule, rank: int, row: Sequence[int]) -> None:
-    """Trace the rule's body for what the rank holds, and compare it with the region op by op, argument by argument.
+def check_body(made: Folded, region: ProgramRegion, rule: Rule, rank: int, row: Sequence[int]) -> None:
+    """Trace the rule's body for the rank's share, and compare it with the region op by op, argument by argument.
 
-    What the body asks of the rank, where its part begins, must be what the region reads of its row of numbers.
-
-    So a body is right on all values and at all sizes, as the rule's is (brute force), and not only on those tried. An
-    assertion that positions are in the whole dim may stand before it, and must where nothing else refuses others.
+    The region must read the body's offset from its row of numbers. So a body is right for all values and sizes, as the
+    rule's is by brute force, not only for those that were tried. An assertion that positions are in the whole dim may
+    precede it, and must if nothing else rejects other positions.
 
     Raises:
         Unsound: the two differ.
     """
     call: fx.Node = region.call
-    # A value is there under as many shardings as it is changed to: what the region takes is one of them.
+    # A value exists under every sharding that it is changed to; the region takes one of them.
     nodes = {made.whole[node]: node for node in (*made.whole, *region.inputs) if node not in region.nodes}
     held = {used: nodes[used] for used in call.all_input_nodes}
     cuts = _cuts(made, call, rule, held)
@@ -60,16 +59,16 @@ def check_body(made: Folded, region: Region, rule: Rule, rank: int, row: Sequenc
     offset, *inputs = (node for node in traced.nodes if node.op == "placeholder")
     wanted = {node: table.number(("input", used.name)) for node, used in zip(inputs, held, strict=True)}
     wanted[offset] = table.number(("number", key(shard.offset)))
-    found = {node: table.number(("input", used.name)) for used, node in held.items()}
-    found.update({node: table.number(("number", key(row[made.numbers.read[node]]))) for node in region.numbers})
+    numbers = {node: table.number(("input", used.name)) for used, node in held.items()}
+    numbers.update({node: table.number(("number", key(row[made.numbers.read[node]]))) for node in region.numbers})
     ends: Any = traced.output_node().args[0]
     for node, end in zip(region.outputs, ends, strict=True):
-        if table.of(node, found) != table.of(end, wanted):
+        if table.of(node, numbers) != table.of(end, wanted):
             raise Unsound(
                 node, f"is the end of {region.name}, which is not what the rule of {call.target} does on a share"
             )
     may = [table.of(node.args[0], wanted) for node in traced.nodes if node.target is ASSERT]
-    done = {table.of(node.args[0], found) for node in region.nodes if node.target is ASSERT}  # type: ignore[arg-type]
+    done = {table.of(node.args[0], numbers) for node in region.nodes if node.target is ASSERT}  # type: ignore[arg-type]
     needed = needed_checks(made, call)
     for check, number in zip(checks, may, strict=True):
         if check in needed and number not in done:
@@ -77,14 +76,14 @@ def check_body(made: Folded, region: Region, rule: Rule, rank: int, row: Sequenc
                 region.outputs[0],
                 f"is the end of {region.name}, which must assert that positions are in [{check.least}, {check.most}]",
             )
-    for node in region.nodes:  # it may draw, or stop the rank
-        is_check = node.target is ASSERT and found[node.args[0]] in may  # type: ignore[index]
-        if node not in found and isinstance(node.target, OpOverload) and not _is_size(node) and not is_check:
+    for node in region.nodes:  # an unused op may still draw random numbers or stop the rank
+        is_check = node.target is ASSERT and numbers[node.args[0]] in may  # type: ignore[index]
+        if node not in numbers and isinstance(node.target, OpOverload) and not _is_size(node) and not is_check:
             raise Unsound(node, f"is in {region.name}, and nothing that this makes depends on it")
 
 
 def needed_checks(made: Folded, call: fx.Node) -> list[PositionCheck]:
-    """What ranks must assert of the positions of a call, whichever of the dims that these count is cut."""
+    """Return the position checks that ranks must make for a call, for any cut of the dims that the positions index."""
     rule = rule_of(call)
     if rule is None or made.at_door is None:
         return []
@@ -100,13 +99,13 @@ def _given(call: fx.Node, held: Mapping[fx.Node, fx.Node]) -> Any:
 
 
 def _cuts(made: Folded, call: fx.Node, rule: Rule, held: Mapping[fx.Node, fx.Node]) -> dict[str, DimSharding]:
-    """The factors that need a body, and how they are cut."""
-    found = []
+    """Return the factors that need a body, with their cuts."""
+    candidates = []
     for term, operand in zip(rule.pattern.inputs, edit.operands(call), strict=True):
         followed = follow(rule, term, made.shardings[held[operand]][0].settled(), made.mesh)
         if not isinstance(followed, Refusal):
-            found.append(followed)
-    option = merge(found)
+            candidates.append(followed)
+    option = merge(candidates)
     cuts = {} if option is None else {f: cut for f, cut in option.cuts.items() if f in rule.local}
     if not cuts:
         raise Unsound(
@@ -135,7 +134,7 @@ def _traced(
 
 
 class _Table:
-    """A number for everything that is computed: the same for the same op of the same arguments."""
+    """Numbers for everything that is computed: equal ops on equal arguments have equal numbers."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
@@ -172,7 +171,7 @@ class _Table:
         return type(value).__name__, repr(value)
 
     def _size(self, value: Any) -> Any:
-        """Equal in every run; a literal is what it is."""
+        """Return a key that is equal for sizes that are equal in every run; literals are their own key."""
         if not isinstance(value, torch.SymInt):
             return type(value).__name__, repr(value)
         for at, other in enumerate(self.sizes):

@@ -1,4 +1,4 @@
-"""Whether what goes in, what comes out and what is kept are as the manifest says, and the weights' shares one whole."""
+"""Check inputs, outputs and state against the manifest, and that the ranks' shares of weights make one whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.judge.sound.folded import Folded, dtype_name, read_claimed
 from tpcompiler.judge.sound.shares import cut, join
 from tpcompiler.judge.sound.unsound import Unsound
-from tpcompiler.judge.sound.written import Written
+from tpcompiler.judge.sound.written import WrittenRank
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.rank_file import strides_of, taken_by
 
@@ -44,10 +44,10 @@ CALLING = {
 
 
 def check_outputs(made: Folded, manifest: Manifest) -> None:
-    """Outputs have the manifest's shardings, and what is written back keeps that of its buffer.
+    """Check that outputs have the manifest's shardings, and that written values have those of their buffers.
 
     Raises:
-        Unsound: an output in another sharding, or one that the manifest does not name.
+        Unsound: an output has another sharding, or the manifest does not list it.
     """
     program, rows = made.program, iter(manifest.outputs)
     signature = program.module_call_graph[0].signature
@@ -101,17 +101,17 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
 
 
 def _has_shape(shape: Sequence[Any], said: Sequence[Any]) -> bool:
-    """As far as it is known: a symbol may be called otherwise."""
+    """Compare the known sizes; symbols may have other names."""
     return len(shape) == len(said) and all(
         not isinstance(named, int) or statically_equal(size, named) for size, named in zip(shape, said, strict=True)
     )
 
 
-def check_calls(ranks: Sequence[Written], manifest: Manifest, originals: Sequence[ExportedProgram]) -> None:
-    """All ranks are called as the manifest says, and as each of the originals is called, at sizes that it takes.
+def check_calls(ranks: Sequence[WrittenRank], manifest: Manifest, originals: Sequence[ExportedProgram]) -> None:
+    """Check that all ranks are called as the manifest specifies, and as each original is, at the sizes it accepts.
 
     Raises:
-        Unsound: a rank in which keys are others, or in another order; sizes of another range; other assertions.
+        Unsound: a rank has other keys, or another order of them, other ranges of sizes, or other assertions.
     """
     for rank, each in enumerate(ranks):
         found = calling_of(each.program, each.guards)
@@ -123,10 +123,10 @@ def check_calls(ranks: Sequence[Written], manifest: Manifest, originals: Sequenc
 
 
 def compare_calling(program: ExportedProgram, original: ExportedProgram) -> None:
-    """A rank takes its arguments and gives its results in the structure of the original's.
+    """Check that a rank's arguments and results have the structure of the original's.
 
     Raises:
-        Unsound: keys are others, or in another order.
+        Unsound: keys or their order differ.
     """
     theirs, ours = original.call_spec, program.call_spec
     takes, gives = ours.in_spec, ours.out_spec
@@ -137,7 +137,7 @@ def compare_calling(program: ExportedProgram, original: ExportedProgram) -> None
 
 
 def _arguments(spec: TreeSpec | None) -> str:
-    """Of a tree of (args, kwargs)."""
+    """Return the names in a tree of (args, kwargs)."""
     names = tree_names(spec) if spec is not None else []
     return ", ".join(f"args{name[1:]}" if name.startswith("0.") else name[2:] for name in names) or "nothing"
 
@@ -151,20 +151,20 @@ def _placeholders(program: ExportedProgram) -> list[fx.Node]:
 
 
 def check_state(
-    ranks: Sequence[Written],
+    ranks: Sequence[WrittenRank],
     manifest: Manifest,
     mesh: Mesh,
     originals: Sequence[ExportedProgram],
     beside: Mapping[str, Manifest],
 ) -> None:
-    """Every rank holds its share of every tensor of the manifest and nothing else; replicas are equal bit for bit.
+    """Check that every rank has its share of every tensor in the manifest and no more, and that replicas are equal.
 
-    The shares, put together, must be the tensors of the originals bit for bit. What the files of another program hold
-    is checked with that; it must be `beside` this one and have the same tensor. Where weights are still to be cut, it
-    is checked that all are named.
+    The joined shares must equal the tensors of the originals bit for bit. Tensors in another program's files are
+    checked with that program, which must be among the neighbours and have the same tensor. If weights are still to be
+    cut, only their names are checked.
 
     Raises:
-        Unsound: a tensor too many or missing, of another shape or dtype, or of other content.
+        Unsound: a tensor is extra, missing, of another shape or dtype, or has other content.
     """
     rows = {row["name"]: row for row in manifest.tensors}
     for rank, each in enumerate(ranks):
@@ -211,8 +211,8 @@ def check_state(
             raise Unsound(None, f"{name!r}: the ranks' shares do not make the original's tensor")
 
 
-def _check_offsets(ranks: Sequence[Written]) -> None:
-    """A share begins at one place of its memory on all ranks that have as much of it: ops may speak of places there."""
+def _check_offsets(ranks: Sequence[WrittenRank]) -> None:
+    """Check that shares of one size start at one storage offset on all ranks: ops may address the memory."""
     known: dict[tuple[str, torch.Size], tuple[int, int]] = {}
     for rank, each in enumerate(ranks):
         for name, value in each.state.items():
@@ -223,16 +223,16 @@ def _check_offsets(ranks: Sequence[Written]) -> None:
                     raise Unsound(None, f"{name!r} begins in its memory at {both}")
 
 
-def _check_terms(row: Mapping[str, Any], whole: torch.Tensor, ranks: Sequence[Written], mesh: Mesh) -> None:
-    """One rank holds what is pending and the others nothing: other terms that make the same sum may be large."""
+def _check_terms(row: Mapping[str, Any], whole: torch.Tensor, ranks: Sequence[WrittenRank], mesh: Mesh) -> None:
+    """Check that one rank holds the pending value and the others the neutral one: other terms could be large."""
     sharding = _as_held(row, mesh)
     for rank, each in enumerate(ranks):
         if not same_bits(each.state[row["name"]].detach(), cut(whole, sharding, mesh, rank)):
             raise Unsound(None, f"{row['name']!r} is not the term of rank {rank} for {row['sharding']}")
 
 
-def _check_memory(each: Written, rank: int, elsewhere: Set[str]) -> None:
-    """What a program writes into a buffer or a parameter is in no other tensor, and in no place twice."""
+def _check_memory(each: WrittenRank, rank: int, elsewhere: Set[str]) -> None:
+    """Check that written buffers and parameters overlap neither another tensor nor themselves."""
     written = {spec.target for spec in each.program.graph_signature.output_specs if spec.target is not None}
     begins = {name: value.data_ptr() for name, value in each.state.items() if _has_memory(value)}
     last, until = "", 0
@@ -248,7 +248,7 @@ def _check_memory(each: Written, rank: int, elsewhere: Set[str]) -> None:
 
 
 def _may_overlap_itself(value: torch.Tensor) -> bool:
-    """Whether no order of its dims has each step beyond all that the smaller ones reach."""
+    """Return True unless the dims have an order in which each stride exceeds the reach of the smaller ones."""
     reach = 0
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -257,11 +257,11 @@ def _may_overlap_itself(value: torch.Tensor) -> bool:
     return False
 
 
-def check_shared(programs: Mapping[str, Sequence[Written]], manifests: Mapping[str, Manifest]) -> None:
-    """A tensor lies in memory as every program of the set says that shares it.
+def check_shared(programs: Mapping[str, Sequence[WrittenRank]], manifests: Mapping[str, Manifest]) -> None:
+    """Check that all programs that share a tensor expect the same strides.
 
     Raises:
-        Unsound: one that says other strides than the program whose files it is in.
+        Unsound: a program expects other strides than the program that stores the tensor.
     """
     for name, ranks in programs.items():
         elsewhere = {row["name"]: row["stored_in"] for row in manifests[name].tensors if "stored_in" in row}
@@ -274,8 +274,8 @@ def check_shared(programs: Mapping[str, Sequence[Written]], manifests: Mapping[s
                     raise Unsound(None, f"{tensor!r} has the strides {both} to {other!r}")
 
 
-def _check_layout(each: Written, rank: int, elsewhere: Set[str]) -> None:
-    """A tensor lies in memory as its program says, but for those that lie in another program's files."""
+def _check_layout(each: WrittenRank, rank: int, elsewhere: Set[str]) -> None:
+    """Check the strides of tensors against the program, except those in another program's files."""
     for name, value in taken_by(each.program).items():
         held = each.state.get(name)
         if not isinstance(held, torch.Tensor) or name in elsewhere:
@@ -290,8 +290,8 @@ def _has_memory(value: object) -> bool:
     return value.layout is torch.strided and value.numel() > 0
 
 
-def _wholes(row: Mapping[str, Any], ranks: Sequence[Written], mesh: Mesh) -> list[torch.Tensor]:
-    """What the ranks' shares of a tensor make, as often as they have all of it."""
+def _wholes(row: Mapping[str, Any], ranks: Sequence[WrittenRank], mesh: Mesh) -> list[torch.Tensor]:
+    """Join the ranks' shares of a tensor to wholes, one for each set of replicas."""
     name, held = row["name"], []
     for rank, each in enumerate(ranks):
         value = each.state.get(name)
@@ -307,7 +307,7 @@ def _wholes(row: Mapping[str, Any], ranks: Sequence[Written], mesh: Mesh) -> lis
 
 
 def _as_held(row: Mapping[str, Any], mesh: Mesh) -> Sharding:
-    """The sharding of a tensor as ranks hold it: of a pending average or extremum all hold the whole."""
+    """Return the sharding of a tensor in memory: for a pending average or extremum, every rank holds the whole."""
     try:
         sharding = read_claimed(None, row["sharding"], mesh, len(row["shape"]))
     except Unsound as error:
@@ -319,7 +319,7 @@ def _check_tied(
     row: Mapping[str, Any],
     whole: torch.Tensor,
     rows: Mapping[str, Mapping[str, Any]],
-    ranks: Sequence[Written],
+    ranks: Sequence[WrittenRank],
     mesh: Mesh,
 ) -> None:
     other = rows.get(row["tied_to"])

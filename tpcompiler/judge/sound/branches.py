@@ -1,4 +1,4 @@
-"""The model with the branches in place that the ranks compute both of."""
+"""Expand the model's branches that the ranks compute on both sides."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tpcompiler.rules.unguarded import obstacle
 
 
 def with_both_branches(model: CanonicalProgram, called: Collection[str]) -> CanonicalProgram:
-    """Write out every cond that the ranks do not call: both branches, and for each result a choice by the predicate.
+    """Expand every cond that the ranks do not call: both branches, and a choice by the predicate for each result.
 
     So the comparison holds for both values of the predicate. `called`: the names of the conds that the ranks call.
 
     Raises:
-        Unsound: a branch may only run where it is chosen.
+        Unsound: a branch may only run if it is chosen.
     """
     if all(node.name in called for node in edit.calls(model.graph) if is_cond(node)):
         return model
@@ -37,11 +37,11 @@ def with_both_branches(model: CanonicalProgram, called: Collection[str]) -> Cano
 
 
 def _write_out(cond: fx.Node, at_door: Ranges) -> list[fx.Node]:
-    graph, made = cond.graph, list[fx.Node]()
+    graph, copies = cond.graph, list[fx.Node]()
     predicate, true, false, operands = cond.args
     with graph.inserting_before(cond):
-        results = [_copied(cond, branch, operands, made) for branch in ((true, "true"), (false, "false"))]
-        if why := obstacle(made, at_door):
+        results = [_copied(cond, branch, operands, copies) for branch in ((true, "true"), (false, "false"))]
+        if why := obstacle(copies, at_door):
             raise Unsound(None, f"the ranks compute both branches of '{cond.name}', and one of them {why}")
         value: Any = predicate.meta.get("val")  # type: ignore[union-attr]
         if isinstance(value, torch.Tensor) and value.dtype != torch.bool:
@@ -61,11 +61,11 @@ def _write_out(cond: fx.Node, at_door: Ranges) -> list[fx.Node]:
             edit.replace_uses(part, chosen)
             edit.erase(part)
     edit.erase(cond)
-    return made
+    return copies
 
 
-def _copied(cond: fx.Node, branch: tuple[Any, str], operands: Any, made: list[fx.Node]) -> Any:
-    """What a branch returns, computed before the call."""
+def _copied(cond: fx.Node, branch: tuple[Any, str], operands: Any, copies: list[fx.Node]) -> Any:
+    """Copy a branch before the call, and return its results."""
     body, side = branch[0].meta["val"], branch[1]
     inner_graph = edit.copy_graph(body.graph)
     read_bodies(inner_graph, body)
@@ -79,5 +79,5 @@ def _copied(cond: fx.Node, branch: tuple[Any, str], operands: Any, made: list[fx
             name = f"{cond.name}_{side}_{node.name}"
             env[node] = cond.graph.create_node(node.op, node.target, args, kwargs, name=name)
             env[node].meta.update(node.meta)
-            made.append(env[node])
+            copies.append(env[node])
     raise Unsound(None, f"a branch of '{cond.name}' returns nothing")

@@ -1,4 +1,4 @@
-"""Translation validation of written programs: each is folded back into the single-device program it claims to share."""
+"""Translation validation of written programs: fold each back into the single-device program that it claims to share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tpcompiler.judge.sound.regions import Done, check_region
 from tpcompiler.judge.sound.symmetric import check_symmetric
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.judge.sound.whole_text import cuts_of, whole_text
-from tpcompiler.judge.sound.written import Written, read_ranks
+from tpcompiler.judge.sound.written import WrittenRank, read_ranks
 from tpcompiler.runtime.artifact import (
     MODEL,
     VALUES,
@@ -49,7 +49,7 @@ from tpcompiler.terminal.tables import Shown
 
 @dataclass(frozen=True)
 class CheckReport(Shown):
-    """The verdict: how much was checked, and what does not hold (`findings`, the first of each kind of check)."""
+    """The verdict: how much was checked, and the failures (`findings`, the first of each kind of check)."""
 
     ok: bool
     counts: Mapping[str, int]
@@ -71,13 +71,13 @@ def check_artifact(
     canonical: Callable[[ExportedProgram], CanonicalProgram],
     trust: bool = False,
 ) -> CheckReport:
-    """Check the files of an artifact, or of each in a directory of several, each of which the original may be of.
+    """Check the files of an artifact, or of each program in a set; `original` may belong to any of them.
 
-    `prepare` makes of a program one whose ops can be evaluated here: whatever device it is for. `canonical` brings the
-    model that the artifact keeps into the form that ranks fold to.
+    `prepare` turns a program for any device into one whose ops can be evaluated here. `canonical` brings the model in
+    the artifact into the form that ranks fold to.
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
+        ArtifactError: the artifact is missing, damaged or, without `trust`, could run code.
     """
     names = programs_in(directory)
     refuse_other_package(directory)
@@ -116,10 +116,10 @@ def read_proved_model(
     canonical: Callable[[ExportedProgram], CanonicalProgram],
     trust: bool = False,
 ) -> ExportedProgram:
-    """Read the model that an artifact keeps, if it is the program that all ranks fold to.
+    """Read the model in an artifact, if it is the program that all ranks fold to.
 
     Raises:
-        ArtifactError: as `check_artifact`; it is another one, or the ranks fold to none.
+        ArtifactError: as `check_artifact`; the ranks fold to another program, or to none.
     """
     original = read_original(directory, manifest, trust=trust)
     ranks = read_ranks(directory, manifest, prepare, trust=trust)
@@ -135,7 +135,7 @@ def read_proved_model(
 
 
 def check_programs(
-    ranks: Sequence[Written],
+    ranks: Sequence[WrittenRank],
     manifest: Manifest,
     original: ExportedProgram | None = None,
     beside: Mapping[str, Manifest] | None = None,
@@ -143,22 +143,22 @@ def check_programs(
 ) -> CheckReport:
     """Check the programs of all ranks against their claims and the manifest.
 
-    Each rank's graph is folded back: its changes of sharding left out, and the calls that do a share of one replaced by
-    that one. All ranks must fold to the same program. That a rank does its share of it follows from the ops' rules;
-    what is no op by itself, changes and bodies, is run. Source of the idea: Pnueli, Siegel and Singerman, "Translation
-    validation", TACAS 1998.
+    Each rank's graph is folded back: its changes of sharding are left out, and the calls that compute a share of one
+    call are replaced by that call. All ranks must fold to the same program. The ops' rules prove that a rank computes
+    its share; changes and bodies, which are not ops, are run. Source of the idea: Pnueli, Siegel and Singerman,
+    "Translation validation", TACAS 1998.
 
     Args:
         original: the single-device program, whose weights are compared with the ranks' shares.
-        beside: the manifests of other programs, whose files hold tensors of this one.
-        model: the model that the artifact keeps, in canonical form: what all ranks must fold to.
+        beside: the manifests of other programs that store tensors of this one.
+        model: the model in the artifact, in canonical form, to which all ranks must fold.
     """
     mesh = Mesh.of(manifest.mesh)
     findings: list[str] = []
     counts = Counter({"ranks": len(ranks), "graphs": len({id(each.program) for each in ranks})})
     if len(ranks) != mesh.world_size:
         return CheckReport(False, dict(counts), [f"there are {len(ranks)} programs for {mesh.world_size} ranks"])
-    with quiet_torch():  # it logs what does not run, which is a finding here
+    with quiet_torch():  # it logs calls that fail, which are findings here
         _check_folds(ranks, manifest, model, findings, counts)
     with _noting(findings, None):
         check_collectives([each.program for each in ranks], manifest)
@@ -179,56 +179,56 @@ def check_programs(
 
 
 def _check_folds(
-    ranks: Sequence[Written],
+    ranks: Sequence[WrittenRank],
     manifest: Manifest,
     model: CanonicalProgram | None,
     findings: list[str],
     counts: Counter[str],
 ) -> None:
-    """Every rank's program is a share of one program, and that is the model."""
-    made = _folded(ranks, manifest, Mesh.of(manifest.mesh), findings, counts)
-    if len(made) < len(ranks):
+    """Check that every rank's program is a share of one program, and that this is the model."""
+    programs = _folded(ranks, manifest, Mesh.of(manifest.mesh), findings, counts)
+    if len(programs) < len(ranks):
         return
     with _noting(findings, None):
-        _check_agreement(made, [row_of(manifest, rank) for rank in range(len(ranks))], findings, counts)
-    counts.update(ops=len(made[0].ops))
+        _check_agreement(programs, [row_of(manifest, rank) for rank in range(len(ranks))], findings, counts)
+    counts.update(ops=len(programs[0].ops))
     if not findings:
         with _noting(findings, None):
-            check_alike(made)
+            check_alike(programs)
     if model is not None and not findings:
-        with _noting(findings, None, made):
-            if believed := check_model(made[0], model):
+        with _noting(findings, None, programs):
+            if believed := check_model(programs[0], model):
                 counts["pieces that cannot be compared here"] = believed
 
 
 def _folded(
-    ranks: Sequence[Written], manifest: Manifest, mesh: Mesh, findings: list[str], counts: Counter[str]
+    ranks: Sequence[WrittenRank], manifest: Manifest, mesh: Mesh, findings: list[str], counts: Counter[str]
 ) -> list[Folded]:
-    """Every rank's program folded back, and checked op by op; one that several ranks have, once."""
+    """Fold and check the program of every rank, op by op; a program of several ranks is checked once."""
     known: dict[int, Folded] = {}
     results: Results = {}
-    found = []
+    programs = []
     for rank, each in enumerate(ranks):
         with _noting(findings, rank):
-            made = known.get(id(each.program))
-            if made is None:
-                made = folded(each.program, manifest, mesh, results)
-                check_changes(made)
-                check_outputs(made, manifest)
-            if id(each.program) not in known or not made.is_even:
+            program = known.get(id(each.program))
+            if program is None:
+                program = folded(each.program, manifest, mesh, results)
+                check_changes(program)
+                check_outputs(program, manifest)
+            if id(each.program) not in known or not program.is_even:
                 with no_new_guards(each.program.graph):
-                    if believed := check_ops(made, rank):
+                    if believed := check_ops(program, rank):
                         counts["ops that cannot be run here"] = max(believed, counts["ops that cannot be run here"])
-            known[id(each.program)] = made
-            found.append(made)
-    return found
+            known[id(each.program)] = program
+            programs.append(program)
+    return programs
 
 
 def _check_agreement(
     ranks: Sequence[Folded], rows: Sequence[Sequence[int]], findings: list[str], counts: Counter[str]
 ) -> None:
-    """All ranks fold to one program, and what they do together, each with its own row of numbers, is what it claims."""
-    own = {id(each): (rank, each) for rank, each in reversed(list(enumerate(ranks)))}  # what several have, once
+    """Check that all ranks fold to one program, and that regions, run with each rank's numbers, match the claims."""
+    own = {id(each): (rank, each) for rank, each in reversed(list(enumerate(ranks)))}  # each distinct program once
     first = whole_text(ranks[0])
     for rank, each in reversed(own.values()):
         text = whole_text(each)
@@ -256,10 +256,10 @@ def _check_agreement(
 
 
 class _noting:
-    """Keep what is unsound as a finding, with file, node and source line."""
+    """A context that records an `Unsound` error as a finding, with file, node and source line."""
 
     def __init__(self, findings: list[str], rank: int | None, ranks: Sequence[Folded] = ()) -> None:
-        """`ranks`: of which one has the node."""
+        """`ranks`: the candidates for the owner of the node."""
         self.findings, self.rank, self.ranks = findings, rank, ranks
 
     def __enter__(self) -> None:
@@ -270,7 +270,7 @@ class _noting:
             graph = error.node.graph if error.node is not None else None
             whose = [rank for rank, each in enumerate(self.ranks) if each.program.graph is graph]
             self.findings.append(_where(error.node, whose[0] if whose else self.rank) + error.text)
-        elif isinstance(error, Exception):  # of a damage that nobody thought of
+        elif isinstance(error, Exception):  # a damage of an unforeseen kind
             line = reason(error)
             self.findings.append(f"{_where(None, self.rank)}cannot be checked: {type(error).__name__}: {line}")
         return isinstance(error, Exception)

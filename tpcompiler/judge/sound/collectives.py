@@ -1,4 +1,4 @@
-"""Whether all ranks issue the same collectives in an order in which they can meet."""
+"""Check that all ranks issue the same collectives in an order in which they can meet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tpcompiler.runtime.artifact import Manifest
 
 @dataclass(frozen=True)
 class _Call:
-    """A collective of one rank: what the others of its group must issue too, and for which change; where it stands."""
+    """A collective of one rank: the part that its group must agree on, its change, and its node."""
 
     group: str
     what: str
@@ -30,8 +30,8 @@ def check_collectives(programs: Sequence[ExportedProgram], manifest: Manifest) -
     """Check starts and waits of each rank, and play all ranks' sequences against each other.
 
     Raises:
-        Unsound: a collective without its one wait, over a group that the manifest does not have, or one at which
-            others of its group wait for something else: on real devices that hangs, or mixes data up.
+        Unsound: a collective has no wait or several, its group is not in the manifest, or others of its group wait for
+            another collective, which hangs or mixes up data on real devices.
     """
     mesh = Mesh.of(manifest.mesh)
     for name, groups in manifest.groups.items():
@@ -60,7 +60,7 @@ def check_collectives(programs: Sequence[ExportedProgram], manifest: Manifest) -
 
 
 def _check_list(calls: Sequence[_Call], manifest: Manifest, mesh: Mesh) -> None:
-    """The manifest lists what a rank calls, in order."""
+    """Check the manifest's list against the collectives that a rank calls, in order."""
     said = [(row["kind"], mesh.group_name(row["axis"].split("."))) for row in manifest.collectives]
     for number, call in enumerate(calls):
         if number >= len(said) or not call.what.startswith(said[number][0]) or call.group != said[number][1]:
@@ -96,7 +96,7 @@ def _said(call: _Call) -> str:
 
 
 def _sequence(program: ExportedProgram, manifest: Manifest, rank: int) -> list[_Call]:
-    found = []
+    calls = []
     for node in edit.calls(program.graph):
         if edit.is_wait(node):
             (started,) = node.args
@@ -114,12 +114,12 @@ def _sequence(program: ExportedProgram, manifest: Manifest, rank: int) -> list[_
         if (said := _ranks_said(node)) - {len(ranks)}:
             raise Unsound(node, f"is for {sorted(said)} ranks, and {group!r} has {len(ranks)}")
         claim = read_claim(node)
-        found.append(_Call(group, _what(node), claim.get("reshard") or claim.get("body") or "no change", node))
-    return found
+        calls.append(_Call(group, _what(node), claim.get("reshard") or claim.get("body") or "no change", node))
+    return calls
 
 
 def _ranks_said(node: fx.Node) -> set[int]:
-    """How many ranks its arguments are for: a number of its own, or sizes for each of them."""
+    """Return the numbers of ranks that the arguments specify, directly or by a list of sizes."""
     kind = str(node.target).split(".")[1]
     if kind == "all_to_all_single":
         return {len(sizes) for sizes in node.args[1:-1]}  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def _ranks_said(node: fx.Node) -> set[int]:
 
 
 def _what(node: fx.Node) -> str:
-    """What the ranks of a group must agree on; the sizes of an all_to_all are each rank's own."""
+    """Return the part of a call on which a group must agree; the sizes of an all_to_all differ by rank."""
     kind = str(node.target).split(".")[1]
     if not (operands := edit.operands(node)):
         raise Unsound(node, "takes what has no recorded value")

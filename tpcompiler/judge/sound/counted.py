@@ -1,4 +1,4 @@
-"""Sizes that the data decide: torch names them anew each time an op is run, and a file has the names of the export."""
+"""Data-dependent sizes: torch renames them in every run, while a file has the names of the export."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from tpcompiler.judge.sound.unsound import Unsound
 
 
 def read_names(made: Folded, node: fx.Node, values: Sequence[torch.Tensor]) -> tuple[list[list[Any]], bool]:
-    """The shapes of what a call was found to make, with the file's names for sizes that the data decide.
+    """Return a call's result shapes with the file's names for data-dependent sizes, and True if these are proved.
 
-    And whether these names are known to be right: the first op that counts something names the count, and others that
-    count the same (`nonzero(m)` after `h[m]`) must use that name. A name of neither is to be believed.
+    The first op that counts something names the count, and others that count the same (`nonzero(m)` after `h[m]`) must
+    use that name. Any other name must be believed.
 
     Raises:
         Unsound: a name that another count has, or another name for the same count.
     """
     given = symbols_of(fx.node.map_arg([node.args, dict(node.kwargs)], lambda used: used.meta.get("val")))
     shapes: list[list[Any]] = []
-    found: dict[str, Any] = {}
-    for value, said in zip(values, edit.outputs(node), strict=False):
+    symbols: dict[str, Any] = {}
+    for value, recorded in zip(values, edit.outputs(node), strict=False):
         shape = list(value.shape)
         for dim, size in enumerate(shape):
-            if dim < said.ndim and isinstance(size, torch.SymInt) and symbols_of([size]) - given:
-                shape[dim] = said.shape[dim]
-                found.setdefault(str(size), said.shape[dim])
+            if dim < recorded.ndim and isinstance(size, torch.SymInt) and symbols_of([size]) - given:
+                shape[dim] = recorded.shape[dim]
+                symbols.setdefault(str(size), recorded.shape[dim])
         shapes.append(shape)
-    if not found:
+    if not symbols:
         return shapes, True
-    names = list(found.values())
+    names = list(symbols.values())
     what = _counted(made, node)
     if node.meta.get("unbacked_bindings"):
         for other, theirs in made.counts.items():
@@ -53,7 +53,7 @@ def read_names(made: Folded, node: fx.Node, values: Sequence[torch.Tensor]) -> t
 
 
 def _counted(made: Folded, node: fx.Node) -> Any:
-    """What an op counts, alike for ops that count the same: true elements of masks, different elements, or its own."""
+    """Return a key for the count of an op: the true elements of masks, the distinct elements, or the op's own count."""
     whole = made.whole[node]
     if node.target in (aten.index.Tensor, aten.nonzero.default):
         masks = edit.operands(whole)

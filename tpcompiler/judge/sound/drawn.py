@@ -1,4 +1,4 @@
-"""The numbers that stand for dynamic sizes where a piece of a program is run."""
+"""The numbers that replace dynamic sizes when a piece of a program is run."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 LEAST, SPREAD = 24, 48  # few divisions bring 24 to 0
 MULTIPLE = 24
-# Ranges (least, spread) for regions of many elements, such as the logits of a large vocabulary: the second, of
-# multiples of many numbers, where the region does not run at sizes in the first.
+# Ranges (least, spread) for regions with many elements, such as the logits of a large vocabulary; the second, of
+# multiples of many numbers, is for regions that fail at sizes in the first.
 SHORT, LONGER = (3, 8), (24, 24)
 
 
 @dataclass
-class Sizes:
-    """Which number stands for each dynamic size, drawn when it is first asked for.
+class DrawnSizes:
+    """A number for each dynamic size, drawn at its first use.
 
-    Nobody can know them from the files, and so make a program that is right for these alone. They are others than those
-    of the trial before. Where they are to fit what an export may have found of sizes, they are multiples of many
-    numbers where that can be, else as large as can be.
+    Nobody can derive the numbers from the files and write a program that is right for them alone. They differ from
+    those of the previous trial. With `fits`, which meets facts about sizes that an export may have found, they are
+    multiples of many numbers if possible, else as large as possible.
 
     Attributes:
-        least, spread: the smallest number to draw, and how much larger one may be.
+        least, spread: the smallest number to draw, and the width of the range.
     """
 
     before: Mapping[str, int] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Sizes:
     chosen: dict[str, int] = field(default_factory=dict)
 
     def of(self, symbol: Any, known: Any) -> int:
-        """For a symbol, in the range that the program knows for it."""
+        """Return the number for a symbol, in the range that the program states."""
         name = str(symbol)
         if name not in self.chosen:
             least = int(known.lower) if known is not None else 0

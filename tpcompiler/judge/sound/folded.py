@@ -1,4 +1,4 @@
-"""A rank's program folded back into the single-device program that it claims to be a share of."""
+"""Fold a rank's program back into the single-device program that it claims to be a share of."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.text import DTYPES
-from tpcompiler.judge.sound.drawn import Sizes
+from tpcompiler.judge.sound.drawn import DrawnSizes
 from tpcompiler.judge.sound.numbers import Numbers, find_numbers
-from tpcompiler.judge.sound.region import Region, find_regions
+from tpcompiler.judge.sound.region import ProgramRegion, find_regions
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.rules.index_range import Ranges
 from tpcompiler.runtime.artifact import Manifest
 
 LAYOUT = (aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default)
-# One op, but for whether it may copy: where a rank's values lie in memory otherwise than another's, it must.
+# One op, except that some must copy: the layout of values in memory may differ between ranks.
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 Shardings = tuple[Sharding, ...]
 Results = dict[Any, Any]
@@ -41,24 +41,24 @@ Results = dict[Any, Any]
 
 @dataclass
 class Folded:
-    """The whole program, and what each node of the rank's graph stands for in it.
+    """The whole program, and the node in it for each node of the rank's graph.
 
     Attributes:
         graph: the single-device program; `meta["val"]` of its nodes are whole values.
-        whole: node of the rank's graph -> node of `graph`; none for what lies inside of a region.
-        shardings: node of the rank's graph -> a sharding for each tensor that it makes.
+        whole: node of the rank's graph -> node of `graph`; none inside a region.
+        shardings: node of the rank's graph -> a sharding for each of its tensors.
         changed: the end of a change of sharding -> its operand.
-        paths: the end of a change of sharding -> what it claims that the value is, from step to step.
-        ops: the calls that are a share of one call on the whole.
-        regions: by name.
-        shard_sizes: a number that is the size of a shard -> how many times as large the whole's is.
-        named: the tensors that a claimed call names, as nodes of the rank's graph.
-        by_name: the keys of `whole`, as claims call them.
-        counts: what data-dependent ops count -> the sizes that are called so.
-        results: of calls, for all programs that are checked together.
-        sizes: at which dynamic sizes are tried.
-        numbers: what is read of the rank that runs the program.
-        at_door: the values of inputs that `load` compares; None where the conversion was to leave such checks out.
+        paths: the end of a change of sharding -> the claimed sharding after each step.
+        ops: the calls that compute a share of one call on the whole.
+        regions: regions by name.
+        shard_sizes: the size of a shard as a node -> the factor to the whole's size.
+        named: a node with a claimed call -> the nodes of the rank's graph that the call names.
+        by_name: the keys of `whole`, by name.
+        counts: the count of a data-dependent op -> the names of its sizes.
+        results: results of calls, shared by all programs that are checked together.
+        sizes: the numbers that replace dynamic sizes.
+        numbers: the rank-dependent numbers that the program reads.
+        at_door: the ranges of inputs that `load` checks; None if the conversion left such checks out.
     """
 
     program: ExportedProgram
@@ -70,20 +70,20 @@ class Folded:
     changed: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     paths: dict[fx.Node, Shardings] = field(default_factory=dict)
     ops: list[fx.Node] = field(default_factory=list)
-    regions: dict[str, Region] = field(default_factory=dict)
+    regions: dict[str, ProgramRegion] = field(default_factory=dict)
     shard_sizes: dict[fx.Node, int] = field(default_factory=dict)
     named: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     by_name: dict[str, fx.Node] = field(default_factory=dict)
     counts: dict[Any, list[Any]] = field(default_factory=dict)
     results: Results = field(default_factory=dict)
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: DrawnSizes = field(default_factory=DrawnSizes)
     numbers: Numbers = field(default_factory=Numbers)
     at_door: Ranges | None = None
 
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What a call makes of fake values; of the same layout of arguments the same."""
+        """Run a call on fake values; calls with equal layouts of arguments share the result."""
         known = (id(self.mode), target, key(args), key(kwargs))
-        sizes = self.mode.shape_env  # which may be the user's too
+        sizes = self.mode.shape_env  # may be shared with the user's program
         fresh = sizes.ignore_fresh_unbacked_symbols() if sizes is not None else contextlib.nullcontext()
         if known not in self.results:
             with self.mode, torch.no_grad(), enable_python_dispatcher(), fresh:
@@ -91,7 +91,7 @@ class Folded:
         return self.results[known]
 
     def input_symbols(self) -> set[Any]:
-        """Of the sizes of inputs."""
+        """Return the symbols in the sizes of inputs."""
         return symbols_of(node.meta.get("val") for node in self.program.graph.nodes if node.op == "placeholder")
 
     def stands_for(self, node: fx.Node, whole: fx.Node) -> None:
@@ -100,7 +100,7 @@ class Folded:
 
     @property
     def is_even(self) -> bool:
-        """Whether nothing tells ranks apart: all hold as much of everything."""
+        """Return True if all ranks have shares of equal size for every value."""
         return all(
             sharding.is_even(value.shape, self.mesh)
             for node, shardings in self.shardings.items()
@@ -109,7 +109,6 @@ class Folded:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the manifest has it."""
     return DTYPES.get(dtype, str(dtype))
 
 
@@ -117,7 +116,7 @@ def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh, results: Re
     """Fold the program of one rank.
 
     Raises:
-        Unsound: a node without a claim, a claim that cannot be read, or what no single-device program could be.
+        Unsound: a node has no claim, a claim is unreadable, or no single-device program could have the node.
     """
     made = Folded(program, mesh, fake_mode_of(program.graph), results=results)
     made.numbers = find_numbers(program, manifest)
@@ -146,7 +145,7 @@ def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh, results: Re
 
 
 def _fold_body_of_control_flow(made: Folded, node: fx.Node) -> None:
-    """It is run whole by every rank, so no rank may wait in it for others."""
+    """Fold a body of control flow: every rank runs it whole, so no collective may be in it."""
     body = node.meta["val"]
     graph = edit.copy_graph(body.graph)
     read_bodies(graph, body)
@@ -169,7 +168,7 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
         if isinstance(spec.arg, ConstantArgument) and (type(value), value) != (type(spec.arg.value), spec.arg.value):
             raise Unsound(node, f"is {value!r}, and the signature says {spec.arg.value!r}")
         new = made.graph.placeholder(node.name)
-        new.name = node.name  # fx renames what Python has, such as an input called `input`
+        new.name = node.name  # fx renames Python's own names, such as an input called `input`
         new.meta["val"] = value
         made.stands_for(node, new)
         if not isinstance(value, torch.Tensor):
@@ -200,17 +199,17 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
 
 
 def read_claimed(node: fx.Node | None, text: Any, mesh: Mesh, ndim: int) -> Sharding:
-    """What a claim or the manifest says of a tensor, without axes of one rank, of which anything is true.
+    """Return the claimed sharding of a tensor, without axes of one rank, for which any claim is true.
 
     Raises:
-        Unsound: it cannot be read.
+        Unsound: the claim cannot be read.
     """
     try:
-        found = read_sharding(text, mesh, ndim)
+        sharding = read_sharding(text, mesh, ndim)
     except (TpCompilerError, ValueError, LookupError, AssertionError, TypeError) as error:
         raise Unsound(node, f"claims the sharding {text!r}, which is none of a tensor of {ndim} dims") from error
     alone = [axis for axis, degree in mesh.axes if degree == 1]
-    return Sharding.replicated(ndim).beside(found, alone) if alone else found
+    return Sharding.replicated(ndim).beside(sharding, alone) if alone else sharding
 
 
 def _claimed(made: Folded, node: fx.Node) -> tuple[Claim, Shardings]:
@@ -222,13 +221,13 @@ def _claimed(made: Folded, node: fx.Node) -> tuple[Claim, Shardings]:
 
 
 def reads_data(number: fx.Node) -> bool:
-    """Whether a number is read, or computed from one that is read, from what a tensor holds, and not from its sizes."""
+    """Return True if a number depends on a tensor's data, and not only on sizes."""
     if isinstance(number.target, OpOverload) and number.target not in LAYOUT:
         return True
     return any(reads_data(used) for used in number.all_input_nodes if not edit.outputs(used))
 
 
-def _fold_region(made: Folded, region: Region) -> None:
+def _fold_region(made: Folded, region: ProgramRegion) -> None:
     for node in region.inputs:
         if not edit.outputs(node) and node.op == "call_function" and reads_data(node):
             raise Unsound(region.nodes[-1], f"is the end of {region.name}, which uses '{node.name}', read from data")
@@ -238,7 +237,7 @@ def _fold_region(made: Folded, region: Region) -> None:
         _fold_body(made, region)
 
 
-def _fold_change(made: Folded, region: Region) -> None:
+def _fold_change(made: Folded, region: ProgramRegion) -> None:
     operands = [node for node in region.inputs if edit.is_tensor(node)]
     last = region.nodes[-1]
     if len(operands) != 1 or region.outputs != (last,):
@@ -259,7 +258,7 @@ def _fold_change(made: Folded, region: Region) -> None:
     made.paths[last] = states
 
 
-def _fold_body(made: Folded, region: Region) -> None:
+def _fold_body(made: Folded, region: ProgramRegion) -> None:
     whole: fx.Node | None = None
     for node in region.outputs:
         claim, shardings = _claimed(made, node)
@@ -319,7 +318,7 @@ def _fold_call(made: Folded, node: fx.Node) -> None:
 
 
 def _same(made: Folded, node: fx.Node) -> tuple[Any, Any]:
-    """The node's own arguments, on the whole."""
+    """Return the node's own arguments, on the whole."""
 
     def whole(used: fx.Node) -> fx.Node:
         if used in made.shard_sizes:
@@ -338,10 +337,10 @@ def _global(made: Folded, node: fx.Node, call: Any) -> tuple[Any, Any, Any]:
     def value(name: str) -> fx.Node:
         if name not in made.by_name:
             raise ValueError(f"there is no {name!r} before it")
-        found = made.by_name[name]
-        if edit.is_tensor(found):
-            made.named.setdefault(node, []).append(found)
-        return made.whole[found]
+        named_node = made.by_name[name]
+        if edit.is_tensor(named_node):
+            made.named.setdefault(node, []).append(named_node)
+        return made.whole[named_node]
 
     try:
         return read_call(call, value, edit.outputs(node)[0].device)
@@ -352,7 +351,7 @@ def _global(made: Folded, node: fx.Node, call: Any) -> tuple[Any, Any, Any]:
 def _whole_call(
     made: Folded, node: fx.Node, target: Any, args: Any, kwargs: Mapping[str, Any], graph: fx.Graph
 ) -> fx.Node:
-    # What is no value of the model, such as a size, takes no name that one of the model's may have.
+    # Values that the model does not have, such as sizes, must not take a name of the model's.
     name = read_claim(node).get("origin", f"own_{node.name}")
     new = graph.create_node("call_function", target, tuple(args), dict(kwargs), name=name)
     edit.inherit_meta(new, node)
@@ -360,16 +359,16 @@ def _whole_call(
     alike = all(s.is_replicated for n in (node, *used) for s in made.shardings.get(n, ()))
     number = isinstance(node.target, OpOverload) and not edit.outputs(node) and node.target is not aten.sym_size.int
     if number or (alike and edit.outputs(node) and "call" not in read_claim(node)):
-        new.meta["val"] = node.meta.get("val")  # the same on every rank as on one device
+        new.meta["val"] = node.meta.get("val")  # equal on every rank and on one device
         return new
     given, named = fx.node.map_arg((new.args, dict(new.kwargs)), lambda n: n.meta["val"])
     try:
         new.meta["val"] = made.run(target, given, named)
-    except Exception as error:  # whatever torch makes of arguments that do not fit
+    except Exception as error:  # torch raises anything for arguments that do not fit
         raise Unsound(node, f"cannot be run on the whole: {reason(error)}") from error
     value = new.meta["val"]
     if isinstance(value, torch.Tensor) and symbols_of([value]) - symbols_of([given, named]):
-        # A size that the data decide has got a new name, and keeps the one that the file knows.
+        # A data-dependent size has a fresh name here, and keeps the name in the file.
         dims = zip(value.shape, edit.outputs(node)[0].shape, made.shardings[node][0].dims, strict=True)
         with made.mode:
             new.meta["val"] = value.new_empty([size if cut.axes else own for size, own, cut in dims])

@@ -1,4 +1,4 @@
-"""Whether the program that all ranks fold to is the model that the artifact keeps (`model.pt2`)."""
+"""Check that the program that all ranks fold to is the model in the artifact (`model.pt2`)."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.judge.sound.whole_text import body_text
 from tpcompiler.runtime.artifact import MODEL
 
-# Arguments that are the machine's own, and the text of an assertion, which names symbols: no part of the model.
+# Arguments that depend on the machine, and the text of an assertion, which names symbols: not part of the model.
 OF_THE_PLACE = ("device", "pin_memory", "layout", "assert_msg")
 
 
 def check_model(made: Folded, model: CanonicalProgram) -> int:
     """Compare the program that a rank's claims fold to with the model, in canonical form.
 
-    Both are numbered value by value: the same op on the same values has the same number. Where the compiler has written
-    something else for a piece of the model (a variant, experts dealt out to the ranks), both pieces are run on random
-    values. A cond of which the ranks compute both branches is written out first. Each value must claim as its origin
-    the name that the model has for it.
+    Both are numbered value by value: the same op on the same values has the same number. Where the compiler has
+    replaced a piece of the model (a variant, experts dealt to the ranks), both pieces are run on random values. A cond
+    of which the ranks compute both branches is expanded first. Each value must claim the model's name for it as its
+    origin.
 
-    Returns the number of pieces that are too large to be run here, or need sizes that were not found.
+    Returns the number of pieces that are too large to run here, or that no tried sizes fit.
 
     Raises:
-        Unsound: the two differ: in their inputs or outputs, their sizes, or the first value that differs.
+        Unsound: inputs, outputs or sizes differ, or the first value that differs.
     """
     _check_signature(made, model)
     _check_sizes(made, model)
@@ -47,13 +47,13 @@ def check_model(made: Folded, model: CanonicalProgram) -> int:
 
 
 def _check_signature(made: Folded, model: CanonicalProgram) -> None:
-    """Inputs, leaves and outputs are the model's, in order."""
+    """Check that inputs, leaves and outputs are the model's, in order."""
     numbers = made.numbers.nodes
     placeholders = (node for node in made.program.graph.nodes if node.op == "placeholder")
     specs = zip(placeholders, made.program.graph_signature.input_specs, strict=True)
     ours = [_described(spec) for node, spec in specs if node not in numbers]
     signature = model.source.graph_signature
-    for what, found, wanted in (
+    for what, actual, wanted in (
         ("input", ours, list(map(_described, signature.input_specs))),
         (
             "output",
@@ -61,8 +61,8 @@ def _check_signature(made: Folded, model: CanonicalProgram) -> None:
             [_returned(spec) for spec in signature.output_specs],
         ),
     ):
-        for at in range(max(len(found), len(wanted))):
-            one, other = (each[at] if at < len(each) else "none" for each in (found, wanted))
+        for at in range(max(len(actual), len(wanted))):
+            one, other = (each[at] if at < len(each) else "none" for each in (actual, wanted))
             if one != other:
                 raise Unsound(None, f"{what} {at} of the ranks is {one}, and that of {MODEL} is {other}")
 
@@ -79,7 +79,7 @@ def _returned(spec: Any) -> str:
 
 
 def _check_sizes(made: Folded, model: CanonicalProgram) -> None:
-    """Every input has the model's dtype and sizes; a dynamic one may be a multiple of what it was, in its range."""
+    """Check the dtype and sizes of every input; a dynamic size may be a multiple of the original one, in its range."""
     standing: dict[Any, Any] = {}
     theirs = {node.name: node.meta.get("val") for node, _ in model.inputs()}
     for node in made.whole.values():
@@ -97,9 +97,9 @@ def _check_sizes(made: Folded, model: CanonicalProgram) -> None:
         if symbol not in ranges or own not in ours:
             continue
         for end, wanted in ((ours[own].lower, ranges[symbol].lower), (ours[own].upper, ranges[symbol].upper)):
-            found = count * end
-            if found != wanted and not (found.is_Integer and wanted.is_Integer and abs(found - wanted) < count):
-                raise Unsound(None, f"size {symbol} of {MODEL} ends at {wanted}, and that of the ranks at {found}")
+            own_end = count * end
+            if own_end != wanted and not (own_end.is_Integer and wanted.is_Integer and abs(own_end - wanted) < count):
+                raise Unsound(None, f"size {symbol} of {MODEL} ends at {wanted}, and that of the ranks at {own_end}")
 
 
 def _layout(value: Any) -> str:
@@ -116,13 +116,13 @@ def _stands_for(ours: Any, theirs: Any, standing: dict[Any, Any]) -> bool:
 
 
 class Numbering:
-    """A number for every value of two graphs: the same for the same op of the same values."""
+    """Numbers for the values of two graphs: equal ops on equal values have equal numbers."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
 
     def number(self, node: fx.Node, known: Mapping[fx.Node, int], drawn: int) -> int:
-        """Of a node whose operands are known; `drawn`: how many ops before it drew random numbers."""
+        """Return a node's number, given those of its operands; `drawn` counts earlier ops that draw random numbers."""
         what: tuple[Any, ...]
         if node.op in ("placeholder", "get_attr"):
             what = (node.op, node.name if node.op == "placeholder" else body_text(node))
@@ -132,7 +132,7 @@ class Numbering:
         return self.numbers.setdefault(what, len(self.numbers))
 
     def call(self, node: fx.Node) -> tuple[str, list[Any]]:
-        """What is called, and with what: defaults filled in, and without the machine's own arguments."""
+        """Return the op and its arguments, with defaults filled in and machine-dependent ones left out."""
         target: Any = node.target
         if not isinstance(target, OpOverload):
             return str(target), [*node.args, *(pair for pair in node.kwargs.items())]
@@ -154,7 +154,7 @@ def _draws(node: fx.Node) -> bool:
 
 
 class _Comparison:
-    """The folded program (ours) beside the model (theirs)."""
+    """The comparison of the folded program (ours) with the model (theirs)."""
 
     def __init__(self, made: Folded, model: CanonicalProgram) -> None:
         self.made, self.model = made, model
@@ -174,10 +174,10 @@ class _Comparison:
         self.owner = {whole: node for node, whole in reversed(made.whole.items())}
 
     def run(self) -> int:
-        """Number all of ours, and compare what cannot be numbered alike.
+        """Number all of our values, and compare values whose numbers differ.
 
-        A program that torch traces as a whole may get other names when it is read from a file. So values of one name
-        that differ are a finding only if the outputs differ too.
+        A file may give other names to a program that torch traces as a whole. So a difference between values of one
+        name is a finding only if the outputs differ too.
         """
         drawn, first = 0, None
         for node in self.made.graph.nodes:
@@ -205,20 +205,20 @@ class _Comparison:
         self.ours[node] = self.numbering.number(node, self.ours, drawn)
 
     def _namesake(self, node: fx.Node) -> fx.Node | None:
-        """The node of the model that a value is said to be."""
+        """Return the model's node that a value claims as its origin."""
         if node.op == "output":
             return self.model.graph.output_node()
         return self.named.get(self._origin(node) or "")
 
     def _origin(self, whole: fx.Node) -> str | None:
-        """What is claimed of a value; of getitems torch keeps no claim."""
+        """Return the claimed origin of a value; torch keeps no claims of getitems."""
         node = self.owner.get(whole)
         if node is None or node.op != "call_function" or str(node.target) == "<built-in function getitem>":
             return None
         return read_claim(node).get("origin") if edit.outputs(node) else None
 
     def _equate(self, ours: fx.Node, theirs: fx.Node) -> None:
-        """Of two calls alike, run what they are given."""
+        """Run the operands of two calls of one op that differ."""
         if (head := self.numbering.call(ours))[0] != (other := self.numbering.call(theirs))[0]:
             return
         for one, two in _pairs(head[1], other[1]) or ():
@@ -236,17 +236,17 @@ class _Comparison:
         self.ours[ours] = self.theirs[theirs]
 
     def _check_effects(self) -> None:
-        """What the model asserts, draws and chooses the ranks do too."""
-        found = set(self.ours.values())
+        """Check that the ranks make all assertions, random draws and choices of the model."""
+        numbers = set(self.ours.values())
         silent = [node for node in self.ours if _is_silent(node)]
         for node, number in self.theirs.items():
-            if number in found or not (_is_silent(node) or _draws(node) or BOTH in node.meta):
+            if number in numbers or not (_is_silent(node) or _draws(node) or BOTH in node.meta):
                 continue
             if not any(self._is_same(each, node) for each in silent):
                 raise Unsound(None, f"{MODEL} calls '{node.name}' = {_shown(node)}, and the ranks do not")
 
     def _is_same(self, ours: fx.Node, theirs: fx.Node) -> bool:
-        """True if two calls that return nothing take equal values, in whichever way these are computed."""
+        """Return True if two calls without results take equal values, however these are computed."""
         try:
             self._equate(ours, theirs)
         except Unsound:
@@ -259,7 +259,7 @@ def _is_silent(node: fx.Node) -> bool:
 
 
 def _pairs(ours: Any, theirs: Any) -> list[tuple[Any, Any]] | None:
-    """The arguments of two calls side by side; None where one is not built as the other."""
+    """Return the arguments of two calls in pairs; None if their structures differ."""
     if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
         if len(ours) != len(theirs):
             return None

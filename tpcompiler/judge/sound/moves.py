@@ -1,4 +1,4 @@
-"""What a change of sharding may call: a few ops that move elements, whatever these are, and reduce them over ranks."""
+"""The ops allowed in a change of sharding: they move elements, regardless of values, and reduce them over ranks."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import is_fixed_part, statically_equal
 from tpcompiler.judge.sound.folded import Folded, dtype_name
 from tpcompiler.judge.sound.ordered import loses_nan
-from tpcompiler.judge.sound.region import Region
+from tpcompiler.judge.sound.region import ProgramRegion
 from tpcompiler.judge.sound.unsound import Unsound
 
 END = 2**63 - 1  # a slice without an end
 
-# Which element of an operand each element of the result is depends on sizes alone. So what was right for numbers of
-# which no two are alike is right for all numbers, of every dtype. All of these are made by torch's own change of
-# placements and by our body around it.
+# Sizes alone decide which element of an operand each element of the result is. So an op that is right for distinct
+# numbers is right for all numbers, of every dtype. torch's own change of placements and our body around it use only
+# these.
 MOVES = (
-    aten.view.default,  # blocks, units and rows of ranks, taken apart and put together
-    aten.reshape.default,  # the same on other devices, where memory may lie otherwise
-    aten._unsafe_view.default,  # what torch makes of a reshape that copies
-    aten.permute.default,  # a gathered dim moved into place; dims as they lie in memory
+    aten.view.default,  # take apart and join blocks, units and rows of ranks
+    aten.reshape.default,  # the same on other devices, where memory layout may differ
+    aten._unsafe_view.default,  # torch's form of a reshape that copies
+    aten.permute.default,  # moves a gathered dim into place; reorders dims as in memory
     aten.transpose.int,
-    aten.unsqueeze.default,  # a dim of ranks, to gather along
+    aten.unsqueeze.default,  # adds a dim of ranks, to gather along
     aten.squeeze.dim,
-    aten.clone.default,  # collectives want dense memory
-    aten.slice.Tensor,  # padding cut off
+    aten.clone.default,  # collectives need dense memory
+    aten.slice.Tensor,  # removes padding
     aten.select.int,
-    aten.index_select.default,  # one's own part
+    aten.index_select.default,  # takes the rank's own part
     aten.split.Tensor,
     aten.split_with_sizes.default,
     aten.cat.default,
     aten.stack.default,
     operator.getitem,
 )
-# Beside which no dim may be cut at a number: that fits some of its sizes only.
+# Arguments that must not cut a dynamic dim at a fixed number, which would be right for some sizes only.
 ALONG = {
     aten.slice.Tensor: ("start", "end"),
     aten.split.Tensor: ("split_size",),
@@ -52,9 +52,9 @@ ALONG = {
 }
 FILLS: dict[Any, tuple[int, ...]] = {
     aten.new_zeros.default: (),  # padding
-    aten.full_like.default: (0, 1),  # what adds, or multiplies, nothing: of all ranks but the first
+    aten.full_like.default: (0, 1),  # the neutral value, for all ranks except the first
 }
-# Of the rank's numbers and of numbers in a row: which elements are its own, or whether it is the first rank.
+# Allowed on the rank's numbers and on ranges: they compute the rank's own places, or compare with the first rank.
 PLACES = (aten.arange.default, aten.add.Tensor, aten.eq.Scalar, aten.view.default, aten.reshape.default)
 COLLECTIVES = (
     c10d_functional.all_reduce.default,
@@ -68,10 +68,10 @@ SIZES = (aten.sym_size.int, aten.sym_numel.default, operator.mul, operator.floor
 
 
 def check_changes(made: Folded) -> None:
-    """Every node of a change moves elements, reduces them over ranks, or computes a size.
+    """Check that every node of a change moves elements, reduces them over ranks, or computes a size.
 
     Raises:
-        Unsound: naming the node that does something else, or does it at a number that not all sizes have.
+        Unsound: a node does something else, or uses a number that is right for some sizes only.
     """
     for region in made.regions.values():
         if region.call is None:
@@ -88,11 +88,11 @@ def check_changes(made: Folded) -> None:
                     _check_move(node, region.name, _kept_dtype(node, dtype, places), degrees, places)
 
 
-def _check_extrema(region: Region, dtype: torch.dtype) -> None:
-    """Floats are reduced to a maximum or minimum as integers in which NaN comes first, and such integers no other way.
+def _check_extrema(region: ProgramRegion, dtype: torch.dtype) -> None:
+    """Check that floats are reduced to extrema as integers in which NaN comes first, and such integers in no other way.
 
     Raises:
-        Unsound: on a real backend NaN is lost, or the integers mean nothing.
+        Unsound: a real backend would lose NaN, or the integers would mean nothing.
     """
     encoded = {each.op for each in region.ordered if each.op}
     for each in region.ordered:
@@ -108,7 +108,7 @@ def _check_extrema(region: Region, dtype: torch.dtype) -> None:
 
 
 def _kept_dtype(node: fx.Node, dtype: torch.dtype, places: Collection[fx.Node]) -> torch.dtype:
-    """Return the dtype that a move must keep: that of all it moves, which are integers where floats are encoded."""
+    """Return the dtype that a move must keep: that of its operands, which are integers for encoded floats."""
     taken = {each.dtype for used in node.all_input_nodes if used not in places for each in edit.outputs(used)}
     if len(taken) > 1:
         raise Unsound(node, f"mixes {' and '.join(sorted(map(dtype_name, taken)))}")
@@ -116,11 +116,11 @@ def _kept_dtype(node: fx.Node, dtype: torch.dtype, places: Collection[fx.Node]) 
 
 
 def _degrees(source: Sharding, target: Sharding, mesh: Mesh) -> set[int]:
-    """How many ranks a pending reduction may be spread over: an axis, or several."""
-    found = {1}
+    """Return the numbers of ranks that a pending reduction may span: one axis, or several."""
+    counts = {1}
     for axis in dict(source.partial) | dict(target.partial):
-        found |= {each * mesh.degree(axis) for each in found}
-    return found - {1}
+        counts |= {each * mesh.degree(axis) for each in counts}
+    return counts - {1}
 
 
 def _check_move(
@@ -136,7 +136,7 @@ def _check_move(
 
 
 def _makes_size(node: fx.Node) -> bool:
-    """A size, or one times or divided by another; what a division would drop is not of a size that all ranks share."""
+    """Return True for a size, or a size times or divided by another without remainder."""
     if node.target is operator.floordiv:
         size, divisor = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args)
         return statically_equal(node.meta["val"] * divisor, size)
@@ -146,14 +146,14 @@ def _makes_size(node: fx.Node) -> bool:
 def _moves(node: fx.Node, degrees: Collection[int], places: Collection[fx.Node]) -> bool:
     bound = edit.bound(node) if isinstance(node.target, OpOverload) else {}
     by_place = {aten.index_select.default: "index", aten.where.self: "condition"}.get(node.target)
-    if by_place is not None:  # which elements it takes no element says
+    if by_place is not None:  # its result does not depend on values
         others = {each for name, each in bound.items() if name != by_place and isinstance(each, fx.Node)}
         return bound[by_place] in places and others.isdisjoint(places)
     if not set(edit.operands(node)).isdisjoint(places):
         return False
     if node.target in (*MOVES, *COLLECTIVES):
         return bool(bound.get("step", 1) == 1)
-    if node.target is aten.div.Tensor:  # the shares of an average, or of a sum
+    if node.target is aten.div.Tensor:  # divides an average, or a sum
         return type(bound["other"]) is int and bound["other"] in degrees
     if node.target in FILLS:
         filled = bound.get("fill_value", 0)
@@ -162,7 +162,7 @@ def _moves(node: fx.Node, degrees: Collection[int], places: Collection[fx.Node])
 
 
 def _fixed_number(node: fx.Node) -> Any | None:
-    """Where a node cuts a dim at what is no fixed part of it, such as all or a half of a dynamic size: at what."""
+    """Return a position at which a node cuts a dynamic dim, if that is no fixed part of it such as all or a half."""
     if node.target not in ALONG:
         return None
     bound: Mapping[str, Any] = edit.bound(node)
@@ -172,7 +172,7 @@ def _fixed_number(node: fx.Node) -> Any | None:
         for each in given:
             at = each.meta["val"] if isinstance(each, fx.Node) else each
             if isinstance(size, int):
-                if isinstance(at, torch.SymInt):  # any function of sizes: right at those that are tried
+                if isinstance(at, torch.SymInt):  # any function of sizes: checked at the sizes that are tried
                     return at
             elif isinstance(at, torch.Tensor):
                 return "places of the rank's own"

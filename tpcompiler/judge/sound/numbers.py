@@ -1,4 +1,4 @@
-"""The numbers of the rank that a program reads: the one way in which ranks with one graph may do different things."""
+"""The rank's numbers that a program reads: the only way in which ranks with one graph may behave differently."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import aten
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.judge.sound.unsound import Unsound
-from tpcompiler.judge.sound.written import Written
+from tpcompiler.judge.sound.written import WrittenRank
 from tpcompiler.runtime.artifact import Manifest
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """`read`: node -> which number it reads; `nodes`: these and what leads to them, which are no part of the whole."""
+    """`read`: node -> index of the number it reads; `nodes`: these and their operands, which the whole lacks."""
 
     read: Mapping[fx.Node, int] = field(default_factory=dict)
     nodes: frozenset[fx.Node] = frozenset()
 
 
 def find_numbers(program: ExportedProgram, manifest: Manifest) -> Numbers:
-    """Find the tensor with the rank's row of numbers, and what looks one of them up.
+    """Find the tensor with the rank's row of numbers, and the nodes that read from it.
 
     Raises:
-        Unsound: the row is used for something else, or is claimed to be something else.
+        Unsound: the row has another use, or another claim.
     """
     placeholders = (node for node in program.graph.nodes if node.op == "placeholder")
     inputs = zip(placeholders, program.graph_signature.input_specs, strict=True)
@@ -49,11 +49,11 @@ def find_numbers(program: ExportedProgram, manifest: Manifest) -> Numbers:
     return Numbers(read, frozenset([*rows, *own, *read]))
 
 
-def check_numbers(ranks: Sequence[Written], manifest: Manifest) -> None:
-    """Every rank holds the numbers that the manifest says.
+def check_numbers(ranks: Sequence[WrittenRank], manifest: Manifest) -> None:
+    """Check that every rank has the manifest's numbers.
 
     Raises:
-        Unsound: a rank that holds other ones.
+        Unsound: a rank has other numbers.
     """
     for name, rows in manifest.rank_numbers.items():
         for rank, each in enumerate(ranks):
@@ -64,5 +64,4 @@ def check_numbers(ranks: Sequence[Written], manifest: Manifest) -> None:
 
 
 def row_of(manifest: Manifest, rank: int) -> list[int]:
-    """The numbers of a rank."""
     return next((rows[rank] for rows in manifest.rank_numbers.values()), [])

@@ -1,4 +1,4 @@
-"""Whether a rank's call of an op does its share of the call on the whole, by the op's rule."""
+"""Check by the op's rule that a rank's call computes its share of the call on the whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tpcompiler.ir.local import key
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.judge.sound.counted import read_names
-from tpcompiler.judge.sound.drawn import Sizes
+from tpcompiler.judge.sound.drawn import DrawnSizes
 from tpcompiler.judge.sound.folded import LAYOUT, VIEWS, Folded, Shardings, reads_data
 from tpcompiler.judge.sound.shares import local_shape, local_size
 from tpcompiler.judge.sound.sizes import plain
@@ -28,17 +28,17 @@ from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.terminal.progress import counted
 
-DRAWS = 4  # of sizes at which an op may agree with what is said of it
+DRAWS = 4  # number of draws of sizes at which an op may agree with its recorded value
 
 
 def check_ops(made: Folded, rank: int) -> int:
     """Check every call of the rank outside of regions, and every value's shape.
 
-    Returns how many calls could not be run, and are believed: every rank calls what the single device does.
+    Returns the number of calls that could not be run and are believed: every rank makes the single device's call.
 
     Raises:
-        Unsound: shardings that the op's rule does not give, an argument that is not the rank's own size, a local value
-            of another shape or dtype than claimed or than the call makes.
+        Unsound: the op's rule does not give the shardings, an argument is not the rank's own size, or a local value has
+            another shape or dtype than claimed or than the call makes.
     """
     here = made.mesh.coordinate(rank)
     believed = 0
@@ -53,7 +53,6 @@ def check_ops(made: Folded, rank: int) -> int:
 
 
 def _check_shapes(made: Folded, node: fx.Node, here: Mapping[str, int]) -> None:
-    """Local shapes follow from the claims."""
     wholes = edit.outputs(made.whole[node])
     if not edit.outputs(node):
         return
@@ -75,51 +74,51 @@ def _shapes(values: Sequence[torch.Tensor]) -> str:
 
 
 def _check_value(made: Folded, node: fx.Node) -> bool:
-    """The recorded value is what the call makes of its operands' recorded values; whether the call could be run."""
+    """Check that the recorded value is the call's result on recorded operands; return True if the call could run."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     if isinstance(node.meta.get("val"), (int, torch.SymInt)):
         _check_number(made, node, args, kwargs)
     if not isinstance(node.target, OpOverload) or not edit.outputs(node):
         return True
     try:
-        found = made.run(node.target, args, kwargs)
-    except Exception as error:  # whatever torch makes of arguments that do not fit
+        result = made.run(node.target, args, kwargs)
+    except Exception as error:  # torch raises anything for arguments that do not fit
         if _is_the_whole_call(made, node):
-            return False  # of dynamic sizes that the export has compared, and a file does not say so
+            return False  # the export compared dynamic sizes, which the file does not record
         if _has_dynamic_sizes(node) and _holds_at_numbers(made, node, args, kwargs):
             return True
         raise Unsound(node, f"cannot be run: {reason(error)}") from error
-    every = [v for v in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(v, torch.Tensor)]
+    every = [v for v in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(v, torch.Tensor)]
     shapes, known = read_names(made, node, every)
-    # Of a list as long as a dynamic size, the example's says how many there are.
+    # The length of a list that depends on a dynamic size is that of the example.
     few = len(every) != len(edit.outputs(node)) and _has_dynamic_sizes(node)
     for value, shape, said in zip(every, shapes, edit.outputs(node), strict=not few):
         kind = value.ndim == said.ndim and value.dtype == said.dtype
         apart = [ends for ends in zip(shape, said.shape, strict=False) if not statically_equal(*ends)]
         dynamic = kind and not any(isinstance(a, int) and isinstance(b, int) for a, b in apart)
         if apart and dynamic and _is_the_whole_call(made, node) and _agree_somewhere(made, apart):
-            return False  # the export took a dynamic size for a number that it is in the example
+            return False  # the export took a dynamic size for its value in the example
         if apart or not kind:
             raise Unsound(
                 node,
                 f"makes {value.dtype} {list(value.shape)}, and is said to make {said.dtype} {list(said.shape)}",
             )
-        if any(found != recorded for found, recorded in _known_strides(value, said)):
+        if any(result != recorded for result, recorded in _known_strides(value, said)):
             raise Unsound(node, f"makes the strides {value.stride()}, and is said to make {said.stride()}")
     return known and not few
 
 
 def _holds_at_numbers(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> bool:
-    """Whether the call makes what is recorded where numbers stand for sizes: torch cannot compare all symbols."""
+    """Return True if the call has its recorded results with numbers for sizes: torch cannot compare all symbols."""
     for _ in range(DRAWS):
-        made.sizes = Sizes(made.sizes.chosen, fits=True)
+        made.sizes = DrawnSizes(made.sizes.chosen, fits=True)
         try:
             with FakeTensorMode(), torch.no_grad(), enable_python_dispatcher():
                 given = tree_map(lambda value: _in_numbers(value, made), (args, kwargs))
-                found = node.target(*given[0], **given[1])  # type: ignore[operator]
+                result = node.target(*given[0], **given[1])  # type: ignore[operator]
         except Exception:  # they do not fit
             continue
-        every = [v for v in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(v, torch.Tensor)]
+        every = [v for v in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(v, torch.Tensor)]
         said = [([plain(size, made) for size in each.shape], each.dtype) for each in edit.outputs(node)]
         return said == [(list(value.shape), value.dtype) for value in every]
     return False
@@ -133,7 +132,7 @@ def _in_numbers(value: Any, made: Folded) -> Any:
 
 
 def _known_strides(one: torch.Tensor, other: torch.Tensor) -> list[tuple[int, int]]:
-    """Of dims that have more than one element, as far as sizes are known."""
+    """Return the known strides of dims with more than one element, in pairs."""
     if one.layout is not torch.strided or other.layout is not torch.strided:
         return []
     every = zip(one.shape, one.stride(), other.stride(), strict=True)
@@ -143,17 +142,17 @@ def _known_strides(one: torch.Tensor, other: torch.Tensor) -> list[tuple[int, in
 
 
 def _agree_somewhere(made: Folded, apart: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether sizes that look different are equal at some that an export may have found: multiples of many numbers."""
+    """Return True if sizes that look different are equal for some sizes an export may have found: multiples of many."""
     symbolic = [ends for ends in apart if not any(isinstance(size, int) for size in ends)]
     for _ in range(DRAWS):
-        made.sizes = Sizes(fits=True)
+        made.sizes = DrawnSizes(fits=True)
         if all(plain(one, made) == plain(other, made) for one, other in symbolic):
             return True
     return False
 
 
 def _is_the_whole_call(made: Folded, node: fx.Node) -> bool:
-    """Whether every rank calls what the single device does, on the same, and sizes are known only when it runs."""
+    """Return True for the single device's call on the same values on every rank, with dynamic sizes."""
     shardings = [made.shardings.get(each) for each in (node, *edit.operands(node))]
     whole = all(found is not None and all(each.is_replicated for each in found) for found in shardings)
     dynamic = _has_dynamic_sizes(node) or bool(node.meta.get("unbacked_bindings"))
@@ -166,19 +165,19 @@ def _has_dynamic_sizes(node: fx.Node) -> bool:
 
 
 def _check_number(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> None:
-    """The same of a size. A number that the data decide has a name that nothing else has, and no known value."""
+    """Check a recorded number. A data-dependent one needs a unique name, and has no known value."""
     if isinstance(node.target, OpOverload) and node.target not in LAYOUT:
         names = symbols_of([node.meta["val"]])
         if edit.operands(node) and (not names or names & made.input_symbols()):
             raise Unsound(node, f"makes a number that the data decide, and is said to make {node.meta['val']}")
         return
-    found = args[0].shape[args[1]] if node.target is aten.sym_size.int else node.target(*args, **kwargs)  # type: ignore[operator]
-    if not statically_equal(found, node.meta["val"]) and not _is_asserted(node):
-        raise Unsound(node, f"makes {found}, and is said to make {node.meta['val']}")
+    actual = args[0].shape[args[1]] if node.target is aten.sym_size.int else node.target(*args, **kwargs)  # type: ignore[operator]
+    if not statically_equal(actual, node.meta["val"]) and not _is_asserted(node):
+        raise Unsound(node, f"makes {actual}, and is said to make {node.meta['val']}")
 
 
 def _is_asserted(node: fx.Node) -> bool:
-    """Whether a run stops where the number is not what is recorded: the export has found that it must be."""
+    """Return True if a run stops unless the number is the recorded one: the export found that it must be."""
     equal = [user for user in node.users if user.target is operator.eq and user.args == (node, node.meta["val"])]
     return any(user.target is aten._assert_scalar.default for each in equal for user in each.users)
 
@@ -187,7 +186,7 @@ def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) 
     gives, whole = made.shardings[node], made.whole[node]
     operands = edit.operands(node)
     if node.target is aten.full.default and statically_equal(edit.outputs(node)[0].numel(), 0):
-        operands = made.named.get(node, operands)  # of an empty share nothing can be wrong but its shape
+        operands = made.named.get(node, operands)  # only the shape of an empty share can be wrong
     elif [made.whole.get(operand) for operand in operands] != edit.operands(whole):
         raise Unsound(node, f"is given {operands}, and the whole {edit.operands(whole)}")
     wants = tuple(made.shardings[operand][0] for operand in operands)
@@ -204,7 +203,7 @@ def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) 
 
 
 def _ruled(node: fx.Node, whole: fx.Node, wants: Shardings, gives: Shardings, mesh: Mesh) -> tuple[Rule, Option]:
-    """The op's rule, and the one way by it that takes and makes these shardings."""
+    """Return the op's rule, and its only option with these shardings."""
     rule = _rule(node, whole)
     if rule is None:
         raise Unsound(node, "has no rule, and is run on shares")
@@ -222,11 +221,11 @@ def _ruled(node: fx.Node, whole: fx.Node, wants: Shardings, gives: Shardings, me
 
 
 def _check_pending(node: fx.Node, rule: Rule, option: Option, wants: Shardings, gives: Shardings) -> None:
-    """Check by the rule's text alone, without the algorithm that the compiler uses too, what is left pending.
+    """Check the pending axes by the rule's text alone, without the algorithm that the compiler shares.
 
     Raises:
-        Unsound: a cut factor that must be whole, an axis that cuts a reduced factor and is not pending in an addend or
-            an output, a pending operand in which the op is not linear.
+        Unsound: a factor is cut that must be whole, an axis cuts a reduced factor and is not pending in an addend or
+            an output, or an operand is pending in which the op is not linear.
     """
     if rule.pattern.whole & option.cuts.keys():
         raise Unsound(node, "is cut in a dim that its rule needs whole")
@@ -254,14 +253,14 @@ def _rule(node: fx.Node, whole: fx.Node) -> Rule | None:
 
 
 def _option(rule: Rule, node: fx.Node, wants: Shardings, gives: Shardings, mesh: Mesh) -> Option:
-    """The one way to run the op that these shardings speak of."""
-    found: list[Option] = []
+    """Return the only option of the rule for these shardings."""
+    candidates: list[Option] = []
     for term, sharding in zip((*rule.pattern.inputs, *rule.pattern.outputs), (*wants, *gives), strict=True):
         followed = follow(rule, term, sharding.settled(), mesh)
         if isinstance(followed, Refusal):
             raise Unsound(node, f"cannot be run on {sharding.text(mesh)}: {followed.text}")
-        found.append(followed)
-    cuts = merge(found)
+        candidates.append(followed)
+    cuts = merge(candidates)
     if cuts is None:
         raise Unsound(node, "has operands that are cut differently")
     pending = {axis for f, cut in cuts.cuts.items() if f in rule.reduced for axis in cut.axes}
@@ -272,8 +271,8 @@ def _option(rule: Rule, node: fx.Node, wants: Shardings, gives: Shardings, mesh:
             through = pass_through(rule, index, axis, op)
             if isinstance(through, Refusal):
                 raise Unsound(node, f"cannot be run so: {through.text}")
-            found.append(through)
-    both = merge(found)
+            candidates.append(through)
+    both = merge(candidates)
     if both is None:
         raise Unsound(node, "has operands that wait for different reductions")
     return both
@@ -282,7 +281,7 @@ def _option(rule: Rule, node: fx.Node, wants: Shardings, gives: Shardings, mesh:
 def _own_arguments(
     rule: Rule, option: Option, node: fx.Node, made: Folded, here: Mapping[str, int]
 ) -> dict[str, list[Size | None]]:
-    """What the rule says of size arguments: the rank's own sizes; None where the whole's entry stands."""
+    """Return the rule's local sizes for size arguments; None for entries that stay as in the whole call."""
     mesh, (sharding, *_), out = made.mesh, made.shardings[node], rule.pattern.outputs[0]
     shape = local_shape(sharding, edit.outputs(made.whole[node])[0].shape, mesh, here)
     own: dict[str, list[Size | None]] = {}
@@ -299,13 +298,13 @@ def _own_arguments(
 
 
 def _check_arguments(made: Folded, node: fx.Node, own: Mapping[str, list[Size | None]]) -> None:
-    """All arguments are the whole call's but for those that the rule names."""
+    """Check that all arguments equal the whole call's, except those that the rule names."""
     whole = made.whole[node]
     if not isinstance(node.target, OpOverload):
         return
     theirs, mine = edit.bound(whole), edit.bound(node)
     if node.target in VIEWS and whole.target in VIEWS:
-        mine = dict(zip(theirs, mine.values(), strict=True))  # reshape calls its size a shape
+        mine = dict(zip(theirs, mine.values(), strict=True))  # reshape names its size `shape`
     elif node.target != whole.target:
         raise Unsound(node, f"calls {node.target} for a share of {whole.target}")
     for name, value in mine.items():
@@ -335,7 +334,7 @@ def _number(value: Any) -> Any:
 
 
 def _equal(value: Any, wanted: Any, made: Folded) -> bool:
-    """The same argument: a node that stands for the other, or an equal constant; devices are the programs' own."""
+    """Return True for the same argument: a node for the same value, or an equal constant; devices may differ."""
     if isinstance(value, (list, tuple)):
         return (
             isinstance(wanted, (list, tuple))
@@ -347,5 +346,5 @@ def _equal(value: Any, wanted: Any, made: Folded) -> bool:
     if isinstance(value, torch.device):
         return isinstance(wanted, torch.device)
     if isinstance(value, float | complex):
-        return type(value) is type(wanted) and repr(value) == repr(wanted)  # -0.0 is not 0.0, and NaN is NaN
+        return type(value) is type(wanted) and repr(value) == repr(wanted)  # separates -0.0 from 0.0, and equates NaNs
     return type(value) is type(wanted) and bool(value == wanted)

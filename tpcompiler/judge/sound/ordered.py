@@ -1,8 +1,8 @@
-"""Floats written as integers of the same order in a change of sharding, as the check knows it: the formats of IEEE 754.
+"""Floats encoded as integers of the same order in a change of sharding, from the check's own view of IEEE 754.
 
-Why there are such integers: `ir/ordered.py`. Of a float's bits the highest is the sign. A positive float's bits rise
-with it; a negative one's must be flipped, all but the sign. The bits of any NaN are replaced by the integer that the
-reduction prefers to all others; flipped back, those are all ones, or all ones but the sign: a NaN.
+Why such integers exist: `ir/ordered.py`. The highest bit of a float is the sign. A positive float's bits rise with it;
+a negative one's must be flipped, except for the sign. The bits of any NaN are replaced by the integer that the
+reduction prefers to all others; flipped back, those are all ones, or all ones except the sign: a NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tpcompiler.ir import edit
 
 
 class Form(NamedTuple):
-    """How floats of some bits are written: the place of the sign, all bits but the sign, and what stands for NaN."""
+    """The encoding of floats of one width: the place of the sign, all bits except the sign, and the integer for NaN."""
 
     floats: torch.dtype
     sign: int
@@ -35,7 +35,7 @@ FORMS = {
 
 
 class Ordered(NamedTuple):
-    """Nodes that encode (for the reduction `op`) or decode (`op` is empty), the node they do it to, and the result."""
+    """Nodes that encode (for the reduction `op`) or decode (`op` is empty), their operand, and the result."""
 
     op: str
     source: fx.Node
@@ -55,13 +55,13 @@ def find_ordered(nodes: Sequence[fx.Node]) -> Iterator[Ordered]:
     """Find every complete encoding and decoding among the nodes of a graph, by each op and constant."""
     own = set(nodes)  # the program may convert a value just before or after
     for node in nodes:
-        found: Ordered | None = None
+        match: Ordered | None = None
         if node.target is aten.masked_fill.Scalar:
-            found = _match_encoding(node, own)
+            match = _match_encoding(node, own)
         elif node.target is aten.view.dtype and edit.outputs(node)[0].is_floating_point():
-            found = _match_decoding(node, own)
-        if found and all(user in found.nodes for each in found.nodes[:-1] for user in each.users):
-            yield found
+            match = _match_decoding(node, own)
+        if match and all(user in match.nodes for each in match.nodes[:-1] for user in each.users):
+            yield match
 
 
 def _match_encoding(last: fx.Node, own: Collection[fx.Node]) -> Ordered | None:
@@ -70,14 +70,14 @@ def _match_encoding(last: fx.Node, own: Collection[fx.Node]) -> Ordered | None:
         return None
     mirrored, is_nan, limit = last.args
     op = next((op for op, first in FORMS[dtype].first.items() if first == limit), "")
-    if not op or (found := _match_flip(mirrored, dtype)) is None:
+    if not op or (flip := _match_flip(mirrored, dtype)) is None:
         return None
-    values, wide = _operand(found[0], aten.view.dtype, (dtype,)), FORMS[dtype].floats
+    values, wide = _operand(flip[0], aten.view.dtype, (dtype,)), FORMS[dtype].floats
     if values is None or _operand(is_nan, aten.isnan.default, ()) is not values:
         return None
     if edit.outputs(values)[0].dtype != wide:
         return None
-    nodes: tuple[Any, ...] = (*found, is_nan, last)
+    nodes: tuple[Any, ...] = (*flip, is_nan, last)
     source = _operand(values, aten._to_copy.default, ())
     if source is not None and values in own and values.kwargs == {"dtype": wide} and _is_narrow(source):
         return Ordered(op, source, (values, *nodes))
@@ -87,19 +87,19 @@ def _match_encoding(last: fx.Node, own: Collection[fx.Node]) -> Ordered | None:
 def _match_decoding(floats: fx.Node, own: Collection[fx.Node]) -> Ordered | None:
     wide = edit.outputs(floats)[0].dtype
     integers = next((own for own, form in FORMS.items() if form.floats == wide), None)
-    found = _match_flip(floats.args[0], integers) if integers is not None else None
-    if found is None or floats.args[1:] != (wide,):
+    flip = _match_flip(floats.args[0], integers) if integers is not None else None
+    if flip is None or floats.args[1:] != (wide,):
         return None
-    nodes: tuple[Any, ...] = (*found[1:], floats)
+    nodes: tuple[Any, ...] = (*flip[1:], floats)
     user: Any = next(iter(floats.users), None)
     if len(floats.users) == 1 and user in own and user.target is aten._to_copy.default and _is_narrow(user):
         if user.kwargs == {"dtype": edit.outputs(user)[0].dtype}:
             nodes = (*nodes, user)
-    return Ordered("", found[0], nodes)
+    return Ordered("", flip[0], nodes)
 
 
 def _match_flip(last: Any, dtype: torch.dtype) -> tuple[fx.Node, ...] | None:
-    """Return the operand of a flip of integers of `dtype`, and the nodes of it."""
+    """Return the operand of a flip of integers of `dtype`, and its nodes."""
     form = FORMS[dtype]
     if not isinstance(last, fx.Node) or last.target is not aten.bitwise_xor.Tensor or last.kwargs:
         return None
@@ -112,7 +112,7 @@ def _match_flip(last: Any, dtype: torch.dtype) -> tuple[fx.Node, ...] | None:
 
 
 def _operand(node: Any, target: Any, rest: tuple[Any, ...]) -> fx.Node | None:
-    """Return the first operand of a call of `target` that takes `rest` after it; None for any other node."""
+    """Return the first operand of a call of `target` whose other operands are `rest`; None for any other node."""
     if not isinstance(node, fx.Node) or node.target is not target or node.args[1:] != rest:
         return None
     if node.kwargs and target is not aten._to_copy.default:

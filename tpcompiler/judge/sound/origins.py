@@ -1,4 +1,4 @@
-"""Compare each claimed origin with the name that the model gives to the value."""
+"""Compare each claimed origin with the model's name for the value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.text import op_name
 from tpcompiler.judge.sound.folded import Folded
-from tpcompiler.judge.sound.region import Region
+from tpcompiler.judge.sound.region import ProgramRegion
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.runtime.artifact import MODEL
 
@@ -20,20 +20,20 @@ from tpcompiler.runtime.artifact import MODEL
 def check_origins(
     made: Folded, ours: Mapping[fx.Node, int], names: Mapping[int, Set[str]], shown: Callable[[fx.Node], str]
 ) -> None:
-    """Compare the origin of every claim with the names that the model has for the value.
+    """Compare the origin of every claim with the model's names for the value.
 
-    They are equal but for the numbers behind them: read from a file, a program that torch traces as a whole may be
-    numbered in another way (`mul`, `mul_1` for `mul_7`, `mul_85`), but in the same order. Inside of a piece that the
-    compiler has written in another way, a value that the model lacks has a name that no other value has. Such a value
-    may happen to be one of the model's too, and then that one is claimed as well. In a region all claims name the value
-    that it changes, or the op that it does a share of.
+    They must be equal except for their number: in a file, a program that torch traces as a whole may be numbered
+    differently (`mul`, `mul_1` for `mul_7`, `mul_85`), but in the same order. Inside a piece that the compiler has
+    replaced, a value that the model lacks has a name that no other value has. Such a value may happen to be one of the
+    model's, and then that one is claimed as well. In a region all claims name the value that it changes, or the op that
+    it computes a share of.
 
     Args:
         ours: the number of each value of the folded program.
-        names: by number, the names of the model's values.
+        names: number -> the names of the model's values.
 
     Raises:
-        Unsound: a claim without an origin, or with one that is not true.
+        Unsound: a claim has no origin, or a false one.
     """
     owners: dict[str, int] = {}
     right: dict[int, set[str]] = {}
@@ -52,7 +52,7 @@ def check_origins(
         if same:
             numbered.setdefault(stem, {})[claimed if claimed in same else min(same), claimed] = node
             right.setdefault(number, set()).update({origin} if node not in made.changed else ())
-        elif have and stem != op_name(_changed(made, node)):  # experts dealt out end in an op that names its value
+        elif have and stem != op_name(_changed(made, node)):  # experts dealt to ranks end in an op that names its value
             foreign.append(node)
     for found in numbered.values():
         for (before, one), (after, other) in itertools.pairwise(sorted(found)):
@@ -68,20 +68,20 @@ def check_origins(
 
 
 def _changed(made: Folded, node: fx.Node) -> fx.Node:
-    """The node whose value this one is, with another sharding."""
+    """Return the node that has this value before any change of sharding."""
     while node in made.changed:
         (node,) = made.changed[node]
     return node
 
 
 def _parts(name: str) -> tuple[str, int]:
-    """The name of an op and the number behind it, of `mul_85`."""
+    """Split `mul_85` into the name of an op and its number."""
     stem, _, number = name.rpartition("_")
     return (stem, int(number)) if stem and number.isdecimal() else (name, 0)
 
 
 def _claims(made: Folded) -> Iterator[tuple[fx.Node, str]]:
-    """Every node that stands for tensors, and its origin; a getitem outside of regions has none in a file."""
+    """Yield every node that stands for tensors, with its origin; in a file, a getitem outside of regions has none."""
     ends = {node for region in made.regions.values() for node in region.outputs}
     for node in made.whole:
         if node.op != "call_function" or (node.target is operator.getitem and node not in ends):
@@ -93,8 +93,10 @@ def _claims(made: Folded) -> Iterator[tuple[fx.Node, str]]:
             yield node, claim["origin"]
 
 
-def _check_region(made: Folded, region: Region, ours: Mapping[fx.Node, int], names: Mapping[int, Set[str]]) -> None:
-    """Inside, all nodes have the region's origin; what is changed has one already."""
+def _check_region(
+    made: Folded, region: ProgramRegion, ours: Mapping[fx.Node, int], names: Mapping[int, Set[str]]
+) -> None:
+    """Check that all nodes in a region have its origin; the operand of a change already has one."""
     last = region.nodes[-1]
     if region.call is None:
         wanted = read_claim(last)["origin"]

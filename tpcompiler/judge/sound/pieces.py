@@ -1,4 +1,4 @@
-"""A piece of the folded program and the piece of the model that it stands for, both run on the same random values."""
+"""Run a piece of the folded program and the corresponding piece of the model on the same random values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tpcompiler._torch import FakeTensor, tree_map
 from tpcompiler.errors import reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import BOTH, CanonicalProgram
-from tpcompiler.judge.sound.drawn import Sizes
+from tpcompiler.judge.sound.drawn import DrawnSizes
 from tpcompiler.judge.sound.folded import Folded
 from tpcompiler.judge.sound.regions import DRAWS, EPSILONS, TOLERANCE
 from tpcompiler.judge.sound.rising import counting, rising_inputs
@@ -22,14 +22,14 @@ from tpcompiler.judge.sound.sizes import plain
 from tpcompiler.rules.index_range import door_ranges
 
 MOST = 2**26  # elements of all values of both pieces
-DYNAMIC = 64  # about what is drawn for a dynamic size
+DYNAMIC = 64  # a typical number for a dynamic size
 Values = dict[fx.Node, Any]
 
 
 class Pieces:
-    """Compare values of two graphs, given the values that were found equal: by number in `ours` and `theirs`.
+    """A comparison of values of two graphs; equal numbers in `ours` and `theirs` mark values already known to be equal.
 
-    `believed`: the pieces that were too large to be run, or that do not run at any sizes or values that were tried.
+    `believed`: the pieces that were too large to run, or that failed at all sizes and values that were tried.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Pieces:
         }
 
     def compare(self, ours: fx.Node, theirs: fx.Node) -> str:
-        """How two values differ; nothing where they are equal, or cannot be run here."""
+        """Describe how two values differ; empty if they are equal, or cannot be run here."""
         shared = set(self.ours.values()) & set(self.theirs.values())
         shared -= {self.ours.get(ours), self.theirs[theirs]}
         difference = ""
@@ -57,17 +57,17 @@ class Pieces:
             if sum(map(_elements, (*one, *two))) > MOST:
                 self.believed += not difference
                 return difference
-            found = self._run(one, two, stops)
-            if found is None:
+            own_difference = self._run(one, two, stops)
+            if own_difference is None:
                 self.believed += not difference
                 return difference
-            if not found:
+            if not own_difference:
                 return ""
-            difference = difference or found
+            difference = difference or own_difference
         return difference
 
     def _meeting(self, ours: fx.Node, theirs: fx.Node, shared: set[int]) -> set[int]:
-        """The nearest values, by number, from which both pieces are computed; and not one of them from another."""
+        """Return the numbers of the nearest common values that both pieces are computed from."""
         stops = {number for node, number in self.theirs.items() if number in shared and self._is_real(node)}
         while True:
             ends = [
@@ -79,48 +79,51 @@ class Pieces:
             stops -= ends[0] ^ ends[1]
 
     def _is_real(self, node: fx.Node) -> bool:
-        """Whether any value may stand for it: integers may be places, and in order, and floats may count them."""
+        """Return True if any value may replace it: integers may be sorted places, and floats may count them."""
         value = node.meta.get("val")
         real = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
         return real and node not in self.counting
 
     def _run(self, ours: list[fx.Node], theirs: list[fx.Node], stops: set[int]) -> str | None:
-        """The difference, if any; None where they do not run. Integers are small, or whatever an index may be."""
+        """Describe the difference, empty for equal pieces; None if they fail.
+
+        Integers are small, or any valid index.
+        """
         known = {self.theirs[node] for node in theirs} | {self.ours.get(node) for node in ours}
         predicates = [number for number in sorted(self.predicates & stops) if number in known]
-        found = [
+        differences = [
             self._difference(ours, theirs, stops, far, dict(zip(predicates, setting, strict=True)))
             for setting in _settings(len(predicates))
             for far in (False, True, True)
         ]
-        return None if all(each is None for each in found) else next(filter(None, found), "")
+        return None if all(each is None for each in differences) else next(filter(None, differences), "")
 
     def _difference(
         self, ours: list[fx.Node], theirs: list[fx.Node], stops: set[int], far: bool, predicates: Mapping[int, bool]
     ) -> str | None:
         for left in reversed(range(DRAWS)):
-            self.made.sizes = Sizes(fits=left == 0)
+            self.made.sizes = DrawnSizes(fits=left == 0)
             try:
                 given = self._given(ours, theirs, stops, far)
                 given |= {number: torch.full_like(given[number], value) for number, value in predicates.items()}
                 one = self._value(ours, self.ours, given)
-            except Exception:  # sizes that do not fit, indices that are none
+            except Exception:  # sizes do not fit, or indices are invalid
                 continue
             try:
                 two = self._value(theirs, self.theirs, given)
-            except Exception as error:  # of what the ranks can compute
+            except Exception as error:  # the model fails on values that the ranks accept
                 return f"it does not run on the same values ({reason(error)})"
             return _difference(one, two)
         return None
 
     def _given(self, ours: list[fx.Node], theirs: list[fx.Node], stops: set[int], far: bool) -> dict[int, Any]:
-        """A random value for every stop, and for every placeholder."""
-        found: dict[int, Any] = {}
+        """Return a random value for every stop and every placeholder."""
+        values: dict[int, Any] = {}
         whole = {number: node for node, number in reversed(list(self.ours.items()))}
         for node, number in (*((n, self.ours[n]) for n in ours), *((n, self.theirs[n]) for n in theirs)):
-            if number not in found and (number in stops or node.op == "placeholder"):
-                found[number] = self._random(whole[number], far)
-        return found
+            if number not in values and (number in stops or node.op == "placeholder"):
+                values[number] = self._random(whole[number], far)
+        return values
 
     def _random(self, node: fx.Node, far: bool) -> Any:
         value = node.meta.get("val")
@@ -130,23 +133,23 @@ class Pieces:
             return self.literals[node.name]
         shape, strides = ([plain(size, self.made) for size in each] for each in (value.shape, value.stride()))
         if value.is_floating_point() or value.is_complex():
-            made = torch.randn(shape, dtype=torch.float32).add_(0.5)
+            result = torch.randn(shape, dtype=torch.float32).add_(0.5)
         elif value.dtype == torch.bool:
-            made = torch.rand(shape) < 0.5
+            result = torch.rand(shape) < 0.5
         elif node.name in self.rising:
             rising, counted = self.rising[node.name]
             size = plain(rising.of.meta["val"].shape[rising.dim], self.made)
-            made = rising.draw(value, shape, size, None)
-            made = made.diff(prepend=made.new_zeros(1)) if counted else made
+            result = rising.draw(value, shape, size, None)
+            result = result.diff(prepend=result.new_zeros(1)) if counted else result
         elif far:  # ids, or places
             least, most = self.indices.get(node.name, (0, 7))
-            made = torch.randint(max(0, least), most + 1, shape)
+            result = torch.randint(max(0, least), most + 1, shape)
         else:
-            made = torch.arange(math.prod(shape)).view(shape) % 3
-        made = made.to(value.dtype)
+            result = torch.arange(math.prod(shape)).view(shape) % 3
+        result = result.to(value.dtype)
         if any(stride == 0 for size, stride in zip(shape, strides, strict=True) if size > 1):
-            return made
-        return torch.empty_strided(shape, strides, dtype=value.dtype).copy_(made)
+            return result
+        return torch.empty_strided(shape, strides, dtype=value.dtype).copy_(result)
 
     def _value(self, nodes: list[fx.Node], known: Mapping[fx.Node, int], given: Mapping[int, Any]) -> Any:
         env: Values = {}
@@ -165,7 +168,7 @@ class Pieces:
 
 
 def _settings(count: int) -> Iterable[tuple[bool, ...]]:
-    """Values for predicates: all combinations of a few, and of many each alone, and all but each."""
+    """Return values for predicates: all combinations of a few; for many, each one alone and all except it."""
     if count <= 4:
         return itertools.product((False, True), repeat=count)
     return [tuple((at == one) == value for at in range(count)) for one in range(count) for value in (False, True)]
@@ -176,7 +179,7 @@ def _here(value: Any) -> Any:
 
 
 def _slice(end: fx.Node, known: Mapping[fx.Node, int], stops: set[int]) -> list[fx.Node]:
-    """What a value is computed from, in order, back to values with these numbers."""
+    """Return the nodes that a value is computed from, in order, back to values with these numbers."""
     needed, waiting = {end}, [end]
     while waiting:
         node = waiting.pop()
@@ -192,7 +195,7 @@ def _elements(node: fx.Node) -> int:
 
 
 def _difference(ours: Any, theirs: Any) -> str:
-    """In words; nothing for what is equal but for rounding."""
+    """Describe a difference; empty for values that are equal up to rounding."""
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         pairs = (ours, theirs) if isinstance(ours, (list, tuple)) else ([ours], [theirs])
         if isinstance(ours, (list, tuple)) and len(ours) == len(theirs):

@@ -1,4 +1,4 @@
-"""Regions: nodes of a rank's program that stand for one thing of the single-device program."""
+"""Regions: nodes of a rank's program that together stand for one node or change of the single-device program."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tpcompiler.judge.sound.ordered import Ordered, find_ordered
 
 
 @dataclass(frozen=True)
-class Region:
-    """Nodes that ranks run for one change of sharding, or (`call`) for a share of one op.
+class ProgramRegion:
+    """The nodes that ranks run for one change of sharding or, with `call`, for a share of one op.
 
-    `inputs`: the nodes outside that they use, `outputs`: those of them that others use; `numbers`: of the rank that
-    runs them. `ordered`: floats written as integers of the same order, and back (`ir/ordered.py`).
+    `inputs`: the outside nodes that they use; `outputs`: those of them that others use; `numbers`: the rank's numbers
+    that they read. `ordered`: floats encoded as integers of the same order, and back (`ir/ordered.py`).
     """
 
     name: str
@@ -30,21 +30,21 @@ class Region:
     ordered: tuple[Ordered, ...] = ()
 
 
-def find_regions(graph: fx.Graph, numbers: Numbers) -> dict[str, Region]:
-    """All of a graph, by what their claims call them."""
+def find_regions(graph: fx.Graph, numbers: Numbers) -> dict[str, ProgramRegion]:
+    """Return all regions of a graph, by the names in their claims."""
     members: dict[str, list[fx.Node]] = {}
     for node in edit.calls(graph):
         claim = read_claim(node)
         if name := claim.get("reshard") or claim.get("body"):
             members.setdefault(f"{'reshard' if 'reshard' in claim else 'body'} {name}", []).append(node)
-    found = {}
+    regions = {}
     for name, nodes in members.items():
         own = set(nodes)
         used = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in own)
         inputs = tuple(node for node in used if node not in numbers.read)
         read = tuple(node for node in used if node in numbers.read)
-        # A rank with an empty share of what is made next may need nothing of it.
+        # A rank with an empty share of the next value may use none of the nodes.
         outputs = tuple(node for node in nodes if any(user not in own for user in node.users)) or (nodes[-1],)
         ordered = tuple(find_ordered(nodes)) if name.startswith("reshard") else ()
-        found[name] = Region(name, tuple(nodes), inputs, outputs, read, ordered=ordered)
-    return found
+        regions[name] = ProgramRegion(name, tuple(nodes), inputs, outputs, read, ordered=ordered)
+    return regions

@@ -1,4 +1,4 @@
-"""What ranks do together for a change of sharding, or for shares of one op, is run and compared with what it claims."""
+"""Run a region of all ranks, for a change of sharding or for shares of one op, and compare it with its claims."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.judge.compare.simulate import Waiting, lock_step, run_call
 from tpcompiler.judge.sound.bodies import check_body, needed_checks
-from tpcompiler.judge.sound.drawn import LONGER, SHORT, Sizes
+from tpcompiler.judge.sound.drawn import LONGER, SHORT, DrawnSizes
 from tpcompiler.judge.sound.folded import Folded
-from tpcompiler.judge.sound.region import Region
+from tpcompiler.judge.sound.region import ProgramRegion
 from tpcompiler.judge.sound.rising import find_rising, is_integer
 from tpcompiler.judge.sound.shares import cut, join, runs_of
 from tpcompiler.judge.sound.sizes import operand_shapes, plain, region_shapes, whole_shape
@@ -29,25 +29,24 @@ from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 
 Done = set[Any]
-Rows = Sequence[Sequence[int]]  # of every rank the numbers that it may read
-# Of an op's share, between sums of another order, in float32 or (so many epsilons) in half precision; a wrong share
+Rows = Sequence[Sequence[int]]  # of every rank, the numbers that it may read
+# For an op's share: between sums in another order, in float32 or (so many epsilons) in half precision; a wrong share
 # differs by about the size of the values.
 TOLERANCE, EPSILONS = 1e-3, 8
 MANY = 2**22  # elements
-TRIALS, DRAWS = 2, 8  # how often dynamic sizes are tried, and how often drawn for each time
-Check = Callable[[Sequence[Folded], Sequence[Region], Rows], None]
+TRIALS, DRAWS = 2, 8  # number of trials of dynamic sizes, and of draws in each trial
+Check = Callable[[Sequence[Folded], Sequence[ProgramRegion], Rows], None]
 
 
 def check_region(name: str, ranks: Sequence[Folded], rows: Rows, done: Done) -> None:
     """Run one region of all ranks in lock step.
 
-    A change moves elements, so it is run on their numbers, in float64, and what comes out must be the very same whole.
-    The share of an op is run on random values, and compared with the op on the whole.
-
-    `done`: regions that were found right, by all that they depend on.
+    A change moves elements, so it is run on distinct numbers in float64, and must return the very same whole. The share
+    of an op is run on random values, and compared with the op on the whole. `done`: keys of regions that were found
+    right.
 
     Raises:
-        Unsound: some rank does not get what the region claims to make.
+        Unsound: some rank does not get the claimed result.
     """
     regions = [each.regions[name] for each in ranks]
     texts = {id(each): _described(each, region) for each, region in zip(ranks, regions, strict=True)}
@@ -58,7 +57,7 @@ def check_region(name: str, ranks: Sequence[Folded], rows: Rows, done: Done) -> 
     if known in done:
         return
     check = _check_change if regions[0].call is None else _check_body
-    sizes = Sizes()
+    sizes = DrawnSizes()
     for _ in range(TRIALS) if ranks[0].program.range_constraints else (0,):
         sizes = _check_at_some_sizes(check, ranks, regions, rows, sizes)
     if regions[0].call is not None:
@@ -67,25 +66,25 @@ def check_region(name: str, ranks: Sequence[Folded], rows: Rows, done: Done) -> 
     done.add(known)
 
 
-def _check_numbers(made: Folded, region: Region, row: Sequence[int]) -> None:
+def _check_numbers(made: Folded, region: ProgramRegion, row: Sequence[int]) -> None:
     for node in region.numbers:
         if made.numbers.read[node] >= len(row):
             raise Unsound(node, f"reads number {made.numbers.read[node]} of a rank that has {len(row)}")
 
 
 def _check_at_some_sizes(
-    check: Check, ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows, before: Sizes
-) -> Sizes:
-    """Run regions at sizes drawn at random; at others where they do not run at these.
+    check: Check, ranks: Sequence[Folded], regions: Sequence[ProgramRegion], rows: Rows, before: DrawnSizes
+) -> DrawnSizes:
+    """Run regions at random sizes; draw again if they fail to run.
 
-    The export may have found of sizes what a file does not say: that one is a multiple of 4, or no more than another.
+    The export may have found facts about sizes that a file does not record: one is a multiple of 4, or at most another.
     """
     for left in reversed(range(DRAWS)):
-        sizes = _draw(ranks, Sizes(before.chosen, fits=left == 0))
+        sizes = _draw(ranks, DrawnSizes(before.chosen, fits=left == 0))
         try:
             if left and max(map(math.prod, region_shapes(ranks[0], regions)), default=0) > MANY:
                 fits = left <= DRAWS // 2
-                sizes = _draw(ranks, Sizes(before.chosen, fits, *(LONGER if fits else SHORT)))
+                sizes = _draw(ranks, DrawnSizes(before.chosen, fits, *(LONGER if fits else SHORT)))
             check(ranks, regions, rows)
         except Unsound as error:
             if left and sizes.chosen and isinstance(error, DoesNotRun):
@@ -96,13 +95,13 @@ def _check_at_some_sizes(
     return sizes
 
 
-def _draw(ranks: Sequence[Folded], sizes: Sizes) -> Sizes:
+def _draw(ranks: Sequence[Folded], sizes: DrawnSizes) -> DrawnSizes:
     for each in ranks:
         each.sizes = sizes
     return sizes
 
 
-def _check_change(ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows) -> None:
+def _check_change(ranks: Sequence[Folded], regions: Sequence[ProgramRegion], rows: Rows) -> None:
     first, mesh = ranks[0], ranks[0].mesh
     (operand,), last = _tensors(regions[0]), regions[0].nodes[-1]
     (shape,) = region_shapes(first, regions)
@@ -115,10 +114,10 @@ def _check_change(ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows
 
 
 def _numbers(shape: Sequence[int], world: int) -> torch.Tensor:
-    """Fractions of either sign in no order, no two alike and none of them 0, which any reduction of zeros would make.
+    """Return distinct fractions of both signs in random order, none of them 0, the result of any reduction of zeros.
 
-    Odd multiples of the number of ranks, halved some times: of them sums over ranks are exact, and shares of a sum too.
-    Of many, in 2 bytes each, not more than the model's own take; so few digits that this holds for these as well.
+    They are odd multiples of the number of ranks, halved some times: sums over ranks are exact, and so are shares of a
+    sum. Many elements take 2 bytes each, no more than the model's own, with so few digits that the same holds.
     """
     count = torch.Size(shape).numel()
     unit = world / 2 ** (world.bit_length() + 4)
@@ -132,14 +131,14 @@ def _numbers(shape: Sequence[int], world: int) -> torch.Tensor:
 
 
 def _at_random() -> torch.Generator:
-    """What it draws depends on nothing that is known before."""
+    """Return a generator whose draws cannot be known in advance."""
     generator = torch.Generator()
     generator.seed()
     return generator
 
 
 def _shares(whole: torch.Tensor, sharding: Sharding, mesh: Mesh) -> list[torch.Tensor]:
-    """Of every rank; what waits for a reduction is spread so that no other reduction gives the same."""
+    """Return the shares of all ranks; pending terms are spread so that no other reduction gives the same result."""
     shares = [cut(whole, Sharding(sharding.dims), mesh, rank).clone() for rank in range(mesh.world_size)]
     for axis, op in sharding.partial:
         degree = mesh.degree(axis)
@@ -158,7 +157,7 @@ def _shares(whole: torch.Tensor, sharding: Sharding, mesh: Mesh) -> list[torch.T
     return shares
 
 
-def _check_body(ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows) -> None:
+def _check_body(ranks: Sequence[Folded], regions: Sequence[ProgramRegion], rows: Rows) -> None:
     first, mesh, region = ranks[0], ranks[0].mesh, regions[0]
     call = region.call
     _rule(region)
@@ -176,7 +175,7 @@ def _check_body(ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows) 
                     other.nodes[-1],
                     f"is the end of {other.name}, which takes '{node.name}' as {there.text(mesh)} on some ranks only",
                 )
-            here.add(there)  # where the first rank's share is empty and needs nothing of it
+            here.add(there)  # the first rank's share is empty, and it needs no operand for it
     generator = _at_random()
     shapes = operand_shapes(first, region)
     ran = False
@@ -187,7 +186,7 @@ def _check_body(ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows) 
         if is_integer(edit.outputs(node)[0].dtype) and (rising is None or node is not rising.places)
     ]
     trials = _trials(first, region, [shapes[name] for name in integers])
-    # Integers may be places in other integers, which ids at random are not.
+    # Integers may be positions in other integers, unlike random ids.
     for edges, in_order in itertools.product(trials, itertools.product((False, True), repeat=len(integers))):
         given = {name: None if it else edges for name, it in zip(integers, in_order, strict=True)}
         wholes = {
@@ -199,8 +198,8 @@ def _check_body(ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows) 
             name, size = rising.places.name, wholes[rising.of.name].shape[rising.dim]
             wholes[name] = rising.draw(edit.outputs(rising.places)[0], shapes[name], size, generator)
         try:
-            made = _on_the_whole(first, call, wholes)
-        except (RuntimeError, IndexError):  # what is cut so is not what these ids are looked up in
+            result = _on_the_whole(first, call, wholes)
+        except (RuntimeError, IndexError):  # these ids are not looked up in the cut dim
             continue
         ran = True
         feeds = [
@@ -210,13 +209,13 @@ def _check_body(ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows) 
         outs = list(_run(ranks, regions, rows, feeds))
         for index, node in enumerate(region.outputs):
             part = first.whole[node]
-            expected = made if part is call else made[part.args[1]]
+            expected = result if part is call else result[part.args[1]]
             _compare(node, expected, [out[index] for out in outs], first.shardings[node][0], mesh, exact=False)
     if not ran:
         raise DoesNotRun(region.nodes[-1], f"is the end of {region.name}, whose call cannot be run")
 
 
-def _rule(region: Region) -> Rule:
+def _rule(region: ProgramRegion) -> Rule:
     rule = rule_of(region.call)
     if rule is None or not rule.local:
         raise Unsound(region.nodes[-1], f"is the end of {region.name}, and {region.call.target} is run as it is")
@@ -231,41 +230,41 @@ def _on_the_whole(made: Folded, call: fx.Node, wholes: Mapping[str, torch.Tensor
     return call.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _trials(made: Folded, region: Region, ids: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The ids to look up in each run: few ids may be less than there are edges of shares, which takes several."""
+def _trials(made: Folded, region: ProgramRegion, ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the ids to look up in each run: if there are fewer ids than edges of shares, several runs cover them."""
     if not ids:
         return [[0]]
     step = max(1, min(map(math.prod, ids)))
     return [edges[at : at + step] for edges in _edges(made, region) for at in range(0, len(edges), step)]
 
 
-def _edges(made: Folded, region: Region) -> list[list[int]]:
-    """Where shares begin and end, for each size that is cut: ids that must be looked up, counted from either side."""
-    found = []
+def _edges(made: Folded, region: ProgramRegion) -> list[list[int]]:
+    """Return the ends of shares for each cut size, counted from either side: these ids must be looked up."""
+    cuts = []
     for node in (*_tensors(region), *region.outputs):
         for size, by in zip(whole_shape(made, made.whole[node]), made.shardings[node][0].dims, strict=True):
-            if by.axes and (size, by) not in found:
-                found.append((size, by))
+            if by.axes and (size, by) not in cuts:
+                cuts.append((size, by))
     edges = []
-    for size, by in sorted(found, key=lambda each: each[0]):
+    for size, by in sorted(cuts, key=lambda each: each[0]):
         shares = [runs_of(by, size, made.mesh, made.mesh.coordinate(rank)) for rank in range(made.mesh.world_size)]
         ends = sorted({end for runs in shares if runs for end in (runs[0][0], runs[-1][-1])})
         edges += [ends, [end - size for end in ends]]
     return edges or [[0, 1]]
 
 
-def _tensors(region: Region) -> list[fx.Node]:
+def _tensors(region: ProgramRegion) -> list[fx.Node]:
     return [node for node in region.inputs if edit.is_tensor(node)]
 
 
 def _random(
     value: torch.Tensor, shape: Sequence[int], edges: Sequence[int] | None, generator: torch.Generator
 ) -> torch.Tensor:
-    """Random values; integers are ids of what is cut, those at the edges of shares among them, or else 0, 1, 2."""
+    """Return random values; integers are ids in the cut dim that include the edges of shares, or else 0, 1, 2."""
     if value.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     if value.is_floating_point() or value.is_complex():
-        # Around 1, so that no mean of many is next to nothing.
+        # Around 1, so that no mean of many values is almost zero.
         return torch.randn(shape, generator=generator).add_(1).to(value.dtype)
     if edges is None:
         return torch.arange(math.prod(shape)).view(tuple(shape)).to(value.dtype)
@@ -276,7 +275,10 @@ def _random(
 
 
 def _run(
-    ranks: Sequence[Folded], regions: Sequence[Region], rows: Rows, feeds: Sequence[Mapping[fx.Node, torch.Tensor]]
+    ranks: Sequence[Folded],
+    regions: Sequence[ProgramRegion],
+    rows: Rows,
+    feeds: Sequence[Mapping[fx.Node, torch.Tensor]],
 ) -> list[list[Any]]:
     runs: list[Any] = []
     known: dict[str, Any] = {}
@@ -295,10 +297,10 @@ def _run(
         ) from error
 
 
-def _one(region: Region, env: dict[fx.Node, Any], known: dict[str, Any]) -> Generator[Waiting, Any, list[Any]]:
-    """Run one rank's. `known`: what ranks have made, and of what; it is large, and often one tensor for all of them.
+def _one(region: ProgramRegion, env: dict[fx.Node, Any], known: dict[str, Any]) -> Generator[Waiting, Any, list[Any]]:
+    """Run one rank's region. `known`: results by call, which are large, and often one tensor for all ranks.
 
-    Integers that stand for floats in their order move and are reduced as the floats: these go on as they are.
+    Integers that encode floats move and are reduced like the floats: these are passed on unchanged.
     """
     same_as = {node: each.source for each in region.ordered for node in each.nodes}
     for node in region.nodes:
@@ -311,7 +313,7 @@ def _one(region: Region, env: dict[fx.Node, Any], known: dict[str, Any]) -> Gene
         same = f"{node.target} {fx.node.map_arg((node.args, node.kwargs), lambda n: _address(env[n]))}"
         if same not in known:
             made = yield from run_call(node, env)
-            known[same] = made, [env[used] for used in node.all_input_nodes]  # so that these addresses stay theirs
+            known[same] = made, [env[used] for used in node.all_input_nodes]  # keeps their addresses unique
         env[node] = known[same][0]
     return [env[node] for node in region.outputs]
 
@@ -324,10 +326,10 @@ def _compare(
     node: fx.Node, whole: torch.Tensor, outs: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, exact: bool
 ) -> None:
     try:
-        found = join(outs, sharding, mesh, whole.shape)
+        replicas = join(outs, sharding, mesh, whole.shape)
     except ValueError as error:
         raise Unsound(node, f"is not what its region claims: {error}") from error
-    for replica in {id(replica): replica for replica in found}.values():
+    for replica in {id(replica): replica for replica in replicas}.values():
         if exact or not (whole.is_floating_point() or whole.is_complex()):
             same = torch.equal(replica, whole)
         else:
@@ -339,8 +341,8 @@ def _compare(
             raise Unsound(node, f"does not become {sharding.text(mesh)} of the whole in its region")
 
 
-def _described(made: Folded, region: Region) -> Any:
-    """All that the result depends on: the nodes as a text with numbers for names, what goes in and what comes out."""
+def _described(made: Folded, region: ProgramRegion) -> Any:
+    """Return a key with everything that the result depends on: the nodes with numbers for names, inputs and outputs."""
     number: dict[Any, str] = {node: f"i{i}" for i, node in enumerate(region.inputs)}
     number.update({node: f"n{i}" for i, node in enumerate(region.nodes)})
     number.update({node: f"r{i}" for i, node in enumerate(region.numbers)})
@@ -356,7 +358,7 @@ def _described(made: Folded, region: Region) -> Any:
     call = region.call
     parts: list[Any] = []
     if call is not None:
-        # Which operand is which input, and which of its results each output is.
+        # The input for each operand, and the result for each output.
         values = {node: f"{at}: {_layout(node.meta['val'])}" for at, node in enumerate(call.all_input_nodes)}
         parts = [values[made.whole[node]] for node in region.inputs if made.whole.get(node) in values]
         parts += [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]

@@ -1,4 +1,4 @@
-"""Integer operands that must rise: where bags of ids begin, and where groups of rows end."""
+"""Integer operands that must rise: starts of bags of ids, and ends of groups of rows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default
 
 @dataclass(frozen=True)
 class Rising:
-    """A call's operand of positions in a dim of another operand, in order.
+    """A call's operand with rising positions in a dim of another operand.
 
-    Kernels do not check them: other values make torch read anywhere, or leave rows of the result uninitialised.
+    Kernels do not check them: other values make torch read any memory, or leave rows of the result uninitialised.
 
     Attributes:
-        fixed: the one that is known: the `first` is 0, or the `last` is the size of the dim.
+        fixed: the known position: the `first` is 0, or the `last` is the size of the dim.
     """
 
     places: fx.Node
@@ -44,7 +44,7 @@ class Rising:
 
 
 def find_rising(call: fx.Node) -> Rising | None:
-    """The operand of a call that must rise, if there is one."""
+    """Return the operand of a call that must rise, if there is one."""
     target = call.target
     if not isinstance(target, OpOverload):
         return None
@@ -63,8 +63,8 @@ def find_rising(call: fx.Node) -> Rising | None:
 
 
 def rising_inputs(graph: fx.Graph) -> Mapping[str, tuple[Rising, bool]]:
-    """The inputs that hold such positions, by name; and True for those whose running sum does."""
-    found = {}
+    """Return the inputs with such positions by name, with True for inputs whose running sum has them."""
+    inputs = {}
     for call in edit.calls(graph):
         if (rising := find_rising(call)) is not None:
             node, counted = rising.places, False
@@ -72,20 +72,22 @@ def rising_inputs(graph: fx.Graph) -> Mapping[str, tuple[Rising, bool]]:
                 counted |= node.target is aten.cumsum.default
                 node = edit.operands(node)[0]
             if node.op == "placeholder":
-                found[node.name] = rising, counted
-    return found
+                inputs[node.name] = rising, counted
+    return inputs
 
 
 def counting(graph: fx.Graph) -> set[fx.Node]:
-    """The floats that are computed from integers alone, such as how often each of them occurs: no other float may stand
-    for one, as the integers may be used beside it."""
-    found: set[fx.Node] = set()
+    """Return the floats that are computed from integers alone, such as counts of each integer.
+
+    No random float may replace one, because other ops may use the same integers.
+    """
+    counts: set[fx.Node] = set()
     for node in edit.calls(graph):
         used = [(each, value.dtype) for each in node.all_input_nodes for value in edit.outputs(each)]
-        integers = [is_integer(dtype) or each in found for each, dtype in used]
+        integers = [is_integer(dtype) or each in counts for each, dtype in used]
         if any(integers) and all(it or dtype == torch.bool for it, (_, dtype) in zip(integers, used, strict=True)):
-            found.update([node] if any(not is_integer(value.dtype) for value in edit.outputs(node)) else ())
-    return found
+            counts.update([node] if any(not is_integer(value.dtype) for value in edit.outputs(node)) else ())
+    return counts
 
 
 def is_integer(dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""Which elements a rank holds, and what shares make: written from docs/sharding.md, not taken from the compiler."""
+"""The elements that a rank holds, and the whole that shares make: based on docs/sharding.md, not on the compiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 
 Here = Mapping[str, int]  # axis -> coordinate
-NEUTRAL = {"sum": 0, "product": 1}  # what all ranks but the first hold of a leaf that is pending
+NEUTRAL = {"sum": 0, "product": 1}  # value on all ranks except the first of a pending leaf
 REDUCED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -25,7 +25,7 @@ REDUCED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def runs_of(by: DimSharding, size: int, mesh: Mesh, here: Here) -> list[range]:
-    """The elements of a dim that lie at a coordinate, as runs in the order in which they are held."""
+    """Return the elements of a dim at a coordinate, as runs in the order in which they are held."""
     if by.parts:
         begins = itertools.accumulate((length for length, _ in by.parts), initial=0)
         held = zip(begins, by.parts, strict=False)
@@ -38,14 +38,14 @@ def runs_of(by: DimSharding, size: int, mesh: Mesh, here: Here) -> list[range]:
     for axis, block, unit in by.levels:
         if block:
             runs = [run[at : at + block] for run in runs for at in range(0, len(run), block)]
-        # Whole units are dealt, as many to each rank as to the first, until there are none left.
+        # Whole units are dealt, as many to each rank as to the first, until none are left.
         each = math.ceil(math.ceil(len(runs[0]) / unit) / mesh.degree(axis)) * unit if runs else 0
         runs = [run[here[axis] * each : (here[axis] + 1) * each] for run in runs]
     return [run for run in runs if len(run)]
 
 
 def local_size(by: DimSharding, size: Any, mesh: Mesh, here: Here) -> Any:
-    """How many elements lie at a coordinate; of a dynamic dim an equal share."""
+    """Return the number of elements at a coordinate; for a dynamic dim, an equal share."""
     if not isinstance(size, int):
         return size // math.prod(mesh.degree(axis) for axis in by.axes) if by.axes else size
     return sum(map(len, runs_of(by, size, mesh, here)))
@@ -56,7 +56,7 @@ def local_shape(sharding: Sharding, shape: Sequence[Any], mesh: Mesh, here: Here
 
 
 def cut(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch.Tensor:
-    """The share of a rank; a pending sum (product) is held by the first of its axis, zeros (ones) by the others."""
+    """Return the share of a rank; the first of a pending axis has the value, the others zeros (ones for products)."""
     here = mesh.coordinate(rank)
     for dim, by in enumerate(sharding.dims):
         if by.axes:
@@ -69,18 +69,18 @@ def cut(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch
 
 
 def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> list[torch.Tensor]:
-    """Every whole that the ranks' shares make: one for each coordinate on the axes that hold replicas.
+    """Join the ranks' shares to every whole: one for each coordinate on the axes with replicas.
 
     Raises:
-        ValueError: shares whose shapes are not those of the sharding.
+        ValueError: a share has another shape than its sharding implies.
     """
-    found: dict[tuple[int, ...], dict[tuple[int, ...], torch.Tensor]] = {}
+    replicas: dict[tuple[int, ...], dict[tuple[int, ...], torch.Tensor]] = {}
     pending, is_cut = [axis for axis, _ in sharding.partial], bool(sharding.cut_axes)
     for rank, part in enumerate(parts):
         here = mesh.coordinate(rank)
         if tuple(part.shape) != local_shape(sharding, shape, mesh, here):
             raise ValueError(f"rank {rank} holds {list(part.shape)} of {list(shape)} as {sharding.text(mesh)}")
-        replica = found.setdefault(tuple(at for axis, at in here.items() if axis not in sharding.axes), {})
+        replica = replicas.setdefault(tuple(at for axis, at in here.items() if axis not in sharding.axes), {})
         term = tuple(here[axis] for axis in pending)
         if not is_cut:
             replica[term] = part
@@ -88,11 +88,11 @@ def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: S
         whole = replica.setdefault(term, part.new_empty(tuple(shape)))
         for theirs, ours in _places(sharding, shape, mesh, here):
             whole[theirs] = part[ours]
-    return [_reduced(terms, sharding, mesh) for terms in found.values()]
+    return [_reduced(terms, sharding, mesh) for terms in replicas.values()]
 
 
 def _places(sharding: Sharding, shape: Sequence[int], mesh: Mesh, here: Here) -> Iterator[tuple[Any, Any]]:
-    """Where each box of a rank's share lies in the whole, and where in the share."""
+    """Yield the place of each box of a rank's share in the whole, and in the share."""
     sides = []
     for by, size in zip(sharding.dims, shape, strict=True):
         runs = runs_of(by, size, mesh, here)
@@ -105,7 +105,7 @@ def _places(sharding: Sharding, shape: Sequence[int], mesh: Mesh, here: Here) ->
 
 
 def _reduced(terms: dict[tuple[int, ...], torch.Tensor], sharding: Sharding, mesh: Mesh) -> torch.Tensor:
-    """The terms at every coordinate on the pending axes, reduced axis by axis, the last first."""
+    """Reduce the terms at every coordinate on the pending axes, axis by axis, the last first."""
     for axis, op in reversed(sharding.partial):
         groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for at, term in terms.items():

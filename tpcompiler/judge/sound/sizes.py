@@ -1,4 +1,4 @@
-"""The sizes to run pieces of a program at: numbers for dynamic ones, and small ones where that proves as much."""
+"""The sizes at which pieces of a program are run: numbers for dynamic ones, and small ones if these prove as much."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tpcompiler._torch import aten, c10d_functional
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.judge.sound.folded import Folded
-from tpcompiler.judge.sound.region import Region
+from tpcompiler.judge.sound.region import ProgramRegion
 from tpcompiler.judge.sound.unsound import DoesNotRun
 from tpcompiler.rules.registry import rule_of
 
 SMALL = 16
-# Their numbers are compared with values, and no sizes.
+# Their numbers are compared with values, and are not sizes.
 OF_VALUES = (
     aten.sub.Tensor,
     aten.lt.Scalar,
@@ -26,7 +26,7 @@ OF_VALUES = (
     aten.scalar_tensor.default,
     aten.masked_fill.Scalar,
 )
-# What else happens in a change of sharding is done alike along all dims but one, or but none.
+# All other ops in a change of sharding treat all dims alike except one, or all dims.
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, WAIT = (
     getattr(c10d_functional, name).default
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
@@ -46,15 +46,15 @@ ALONG_NONE = (
     aten.div.Tensor,
     operator.getitem,
     aten.arange.default,
-    aten.add.Tensor,  # of places
+    aten.add.Tensor,  # for places
 )
 
 
 def plain(value: Any, made: Folded) -> Any:
-    """A size (or number, or truth) with a number in place of every symbol, within its range.
+    """Return a size (or number, or truth value) with a number in its range for every symbol.
 
     Raises:
-        DoesNotRun: it divides by a size that is 0 with these.
+        DoesNotRun: it divides by a size that becomes 0.
     """
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
@@ -72,8 +72,8 @@ def whole_shape(made: Folded, whole: fx.Node) -> list[int]:
     return [plain(size, made) for size in edit.outputs(whole)[0].shape]
 
 
-def region_shapes(made: Folded, regions: Sequence[Region]) -> list[list[int]]:
-    """Return the shapes of the whole values that a check of one region of all ranks makes."""
+def region_shapes(made: Folded, regions: Sequence[ProgramRegion]) -> list[list[int]]:
+    """Return the shapes of the whole values that a check of one region of all ranks creates."""
     first = regions[0]
     if first.call is not None:
         return list(operand_shapes(made, first).values())
@@ -81,11 +81,11 @@ def region_shapes(made: Folded, regions: Sequence[Region]) -> list[list[int]]:
     return [change_shape(made, (node for region in regions for node in region.nodes), operand, first.nodes[-1])]
 
 
-def operand_shapes(made: Folded, region: Region) -> dict[str, list[int]]:
-    """The shapes of what a body's call takes, by name, small in the dims that neither cuts nor numbers speak of.
+def operand_shapes(made: Folded, region: ProgramRegion) -> dict[str, list[int]]:
+    """Return the shapes of a body call's operands, by name, reduced in dims that neither cuts nor numbers refer to.
 
-    Calls without a number that is a size do the same whatever the size is. So the width of a large vocabulary's
-    embedding can be small, and nobody needs memory for it.
+    A call without a number that is a size behaves the same for any size. So the width of a large vocabulary's embedding
+    can be small, which saves memory.
     """
     operands = edit.operands(region.call)
     shapes = {node.name: whole_shape(made, node) for node in operands}
@@ -102,18 +102,18 @@ def operand_shapes(made: Folded, region: Region) -> dict[str, list[int]]:
         part = made.whole[node]
         index: Any = 0 if part is region.call else part.args[1]
         ends.append((made.shardings[node][0], rule.pattern.outputs[index]))
-    kept = {f for sharding, term in ends for by, dim in zip(sharding.dims, term, strict=True) if by.axes for f in dim}
-    kept |= {f for term in (*terms.values(), *rule.pattern.outputs) for dim in term if len(dim) > 1 for f in dim}
-    kept |= set(rule.pattern.whole)
+    fixed = {f for sharding, term in ends for by, dim in zip(sharding.dims, term, strict=True) if by.axes for f in dim}
+    fixed |= {f for term in (*terms.values(), *rule.pattern.outputs) for dim in term if len(dim) > 1 for f in dim}
+    fixed |= set(rule.pattern.whole)
     for name, term in terms.items():
         for at, dim in enumerate(term):
-            if dim and not kept.intersection(dim):
+            if dim and not fixed.intersection(dim):
                 shapes[name][at] = min(shapes[name][at], SMALL)
     return shapes
 
 
 def change_shape(made: Folded, nodes: Iterable[fx.Node], operand: fx.Node, result: fx.Node) -> list[int]:
-    """The shape of what all ranks' `nodes` change the sharding of, small in the dims that nothing happens along.
+    """Return the shape of the value that all ranks' `nodes` change, reduced in the dims that they do not touch.
 
     So the pending sums of a batch of long texts are reduced on a few numbers.
     """
@@ -130,13 +130,13 @@ def change_shape(made: Folded, nodes: Iterable[fx.Node], operand: fx.Node, resul
 
 
 def _has_sizes(calls: Sequence[fx.Node]) -> bool:
-    """Whether some number may be a size, or add up to one: they are not small together, or one is not known yet."""
+    """Return True if some number may be a size, or add up to one: their sum is not small, or one is unknown."""
     total = 0
     for node in calls:
-        found: list[Any] = []
-        fx.node.map_aggregate((node.args, dict(node.kwargs)), found.append)
-        if any(isinstance(value, fx.Node) and not edit.outputs(value) for value in found):
+        arguments: list[Any] = []
+        fx.node.map_aggregate((node.args, dict(node.kwargs)), arguments.append)
+        if any(isinstance(value, fx.Node) and not edit.outputs(value) for value in arguments):
             return True
         if node.target not in OF_VALUES:
-            total += sum(abs(v) for v in found if isinstance(v, int) and not isinstance(v, bool))
+            total += sum(abs(v) for v in arguments if isinstance(v, int) and not isinstance(v, bool))
     return total >= SMALL

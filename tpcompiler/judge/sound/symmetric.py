@@ -1,4 +1,4 @@
-"""Whether the constants that `load` exchanges for symmetric memory are those that reductions take, and nothing else."""
+"""Check that `load` exchanges exactly those constants for symmetric memory that reductions use."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from tpcompiler.judge.sound.unsound import Unsound
-from tpcompiler.judge.sound.written import Written
+from tpcompiler.judge.sound.written import WrittenRank
 from tpcompiler.runtime.artifact import Manifest
 
 
-def check_symmetric(ranks: Sequence[Written], manifest: Manifest) -> None:
-    """Every rank takes the same memory, of the group that the manifest names, and holds as much of it.
+def check_symmetric(ranks: Sequence[WrittenRank], manifest: Manifest) -> None:
+    """Check that every rank uses the same memory, of the group in the manifest, and allocates the same amount.
 
     Raises:
-        Unsound: memory that is mapped for another group, is a tensor of the model, or is not the same on all ranks.
+        Unsound: memory is mapped for another group, is a tensor of the model, or differs between ranks.
     """
     for rank, each in enumerate(ranks):
         groups = {name: room.group for name, room in each.rooms.items()}

@@ -1,4 +1,4 @@
-"""What a check raises."""
+"""The errors of a check."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import fx
 
 
 class Unsound(Exception):
-    """What does not hold, at which node of a rank's graph."""
+    """A broken claim, at a node of a rank's graph."""
 
     def __init__(self, node: fx.Node | None, text: str) -> None:
         super().__init__(text)
@@ -15,4 +15,4 @@ class Unsound(Exception):
 
 
 class DoesNotRun(Unsound):
-    """A region that fails before it has made anything, as of sizes that its program is not for."""
+    """A region that fails to run, such as at sizes that its program is not for."""

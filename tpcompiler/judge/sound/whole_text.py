@@ -1,4 +1,4 @@
-"""The single-device program that a rank claims to share, as lines that all ranks must have alike."""
+"""The single-device program that a rank claims to share, as lines that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tpcompiler.judge.sound.folded import VIEWS, Folded, reads_data
 
 
 def whole_text(made: Folded) -> list[str]:
-    """The whole program with its shardings and changes, a line each.
+    """Return the whole program with its shardings and changes, one line each.
 
-    Numbers stand where they are used: a rank may need one for its own share alone.
+    Numbers appear where they are used: a rank may need one for its own share alone.
     """
     signature = made.program.graph_signature
     lines = [f"input {spec.kind.name} {spec.arg} is {spec.target!r}" for spec in signature.input_specs]
@@ -30,7 +30,7 @@ def whole_text(made: Folded) -> list[str]:
     lines += [f"{symbol} in {sizes}" for symbol, sizes in made.program.range_constraints.items()]
     for node, whole in made.whole.items():
         if _is_number(whole):
-            # What nothing is made of, what is read from data and what may raise is the same on all ranks.
+            # Calls without results, reads of data and calls that may raise are the same on all ranks.
             of_all = isinstance(whole.target, OpOverload) and (not whole.target._schema.returns or reads_data(whole))
             if of_all or _may_raise(whole):
                 lines.append(_call_text(whole))
@@ -46,12 +46,12 @@ def whole_text(made: Folded) -> list[str]:
 
 
 def cuts_of(made: Folded) -> dict[tuple[str, ...], set[str]]:
-    """How each op and change has what it takes cut: an op's result may have one sharding by several others' means.
+    """Return the shardings of the operands of each op and change: several can lead to one sharding of the result.
 
-    A rank with an empty share of a result may take nothing for it. Of what is pending it matters too what has made it:
-    terms of two sums for one value add up to nothing.
+    A rank with an empty share of a result may use no operand for it. The origin of a pending value matters too: terms
+    of two sums for one value do not add up.
     """
-    found: dict[tuple[str, ...], set[str]] = {}
+    cuts: dict[tuple[str, ...], set[str]] = {}
     makers = {node: name for name, region in made.regions.items() for node in region.outputs if region.call is None}
     for whole, shown, operands in _takers(made):
         again: Counter[str] = Counter()
@@ -60,13 +60,13 @@ def cuts_of(made: Folded) -> dict[tuple[str, ...], set[str]]:
                 by = f" by {makers.get(used, 'the op')}" if sharding.partial else ""
                 name = made.whole[used].name
                 key = (whole.name, shown, str(again[name]), name)
-                found.setdefault(key, set()).add(sharding.text(made.mesh) + by)
+                cuts.setdefault(key, set()).add(sharding.text(made.mesh) + by)
                 again[name] += 1
-    return found
+    return cuts
 
 
 def _takers(made: Folded) -> Iterator[tuple[fx.Node, str, Sequence[fx.Node]]]:
-    """(what is made of the whole, of which sharding, of what) of every op, change and body, and of the outputs."""
+    """Yield (value in the whole, its sharding, its operands) for every op, change and body, and for the outputs."""
     names = {region.nodes[-1]: region.name for region in made.regions.values()}
     for node, whole in made.whole.items():
         if node in made.changed:
@@ -99,7 +99,7 @@ def _call_text(whole: fx.Node) -> str:
 
 
 def body_text(node: fx.Node) -> str:
-    """A name for what a body of control flow does."""
+    """Return a hash of a body of control flow."""
     named = node.meta["val"].named_modules()
     parts = [f"{name}: {part.graph}" for name, part in named if isinstance(part, fx.GraphModule)]
     return f"body {hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""The programs of an artifact as they lie in its files, each graph read once."""
+"""Read the programs of an artifact from its files, each graph once."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Prepare = Callable[[ExportedProgram], ExportedProgram]
 
 
 @dataclass(frozen=True)
-class Written:
-    """One rank's program beside the tensors that it holds; ranks with one graph may have one program.
+class WrittenRank:
+    """One rank's program and its tensors; ranks with one graph may share a program.
 
-    `guards`: what the file asserts of inputs; `rooms`: its symmetric memory. What is made of the program loses both.
+    `guards`: the file's assertions on inputs; `rooms`: its symmetric memory. Passes on the program lose both.
     """
 
     program: ExportedProgram
@@ -40,9 +40,9 @@ class Written:
     rooms: Mapping[str, Room] = field(default_factory=dict)
 
 
-def written(program: ExportedProgram, prepare: Prepare = lambda program: program) -> Written:
+def written(program: ExportedProgram, prepare: Prepare = lambda program: program) -> WrittenRank:
     held = {**program.constants, **program.state_dict}
-    return Written(prepare(program), held, guards_of(program), rooms_of(program))
+    return WrittenRank(prepare(program), held, guards_of(program), rooms_of(program))
 
 
 def read_ranks(
@@ -51,32 +51,32 @@ def read_ranks(
     prepare: Prepare = lambda program: program,
     *,
     trust: bool = False,
-) -> list[Written]:
-    """All ranks' programs, with their hashes compared.
+) -> list[WrittenRank]:
+    """Read all ranks' programs, after comparing their hashes.
 
-    torch takes long to read a graph. Where files have equal ones, that of the first serves.
+    torch is slow to read a graph. If files have equal ones, that of the first is used for all.
 
     Raises:
-        ArtifactError: a file that is missing, damaged, cannot be read, or, without `trust`, could run code.
+        ArtifactError: a file is missing, damaged, unreadable or, without `trust`, could run code.
     """
     if manifest.programs:
         return _read_shared(directory, manifest, prepare, trust)
-    known: dict[str, Written] = {}
+    known: dict[str, WrittenRank] = {}
     rests: list[Any] = []
-    found: list[Written] = []
+    programs: list[WrittenRank] = []
     for rank in counted(range(manifest.world_size), "reading programs", "ranks"):
         with open_rank(directory, manifest, rank, trust=trust) as file:
             graph = _graph(file)
             rests.append(_rest(file))
             if not _are_alike(rests[0], rests[-1]):
-                graph = None  # only torch can say whether it reads that
+                graph = None  # only torch can decide whether it reads that
             name = hashlib.sha256(graph).hexdigest() if graph is not None else str(file.path)
             if name in known:
-                found.append(replace(known[name], state=read_archive_state(file.path, file)))
+                programs.append(replace(known[name], state=read_archive_state(file.path, file)))
                 continue
             known[name] = written(load_rank(file, manifest), prepare)
-        found.append(known[name])
-    return found
+        programs.append(known[name])
+    return programs
 
 
 def _read_shared(
@@ -84,20 +84,20 @@ def _read_shared(
     manifest: Manifest,
     prepare: Prepare,
     trust: bool,
-) -> list[Written]:
-    found: dict[int, Written] = {}
+) -> list[WrittenRank]:
+    programs: dict[int, WrittenRank] = {}
     for ranks in counted(list(manifest.programs.values()), "reading programs", "programs"):
         with open_rank(directory, manifest, ranks[0], trust=trust) as file:
             whole = load_rank(file, manifest)
         made = written(whole, prepare)
         for rank in ranks:
             state = {} if lacks_weights(manifest) else read_state(directory, manifest, rank, whole)
-            found[rank] = replace(made, state={**made.state, **state})
-    return [found[rank] for rank in range(manifest.world_size)]
+            programs[rank] = replace(made, state={**made.state, **state})
+    return [programs[rank] for rank in range(manifest.world_size)]
 
 
 def _graph(file: Opened) -> bytes | None:
-    """What says all of a program but its tensors; None for a file of another form."""
+    """Return the entry with the whole program except its tensors; None for a file of another form."""
     try:
         with zipfile.ZipFile(file) as archive:
             (name,) = (name for name in archive.namelist() if name.partition("/")[2] == GRAPH)
@@ -107,7 +107,7 @@ def _graph(file: Opened) -> bytes | None:
 
 
 def _rest(file: Opened) -> tuple[dict[str, bytes], dict[str, object]] | None:
-    """What a file says beside its graph and its tensors, and which of these are parameters; None for another form."""
+    """Return a file's other entries, and the tensors that are parameters; None for another form."""
     entries, parameters = {}, {}
     try:
         with zipfile.ZipFile(file) as archive:
@@ -117,7 +117,7 @@ def _rest(file: Opened) -> tuple[dict[str, bytes], dict[str, object]] | None:
                     rows = json.loads(archive.read(name))["config"].items()
                     parameters.update({tensor: row["is_param"] for tensor, row in rows})
                 elif entry != GRAPH and not entry.startswith(".data/") and not TENSORS.fullmatch(entry):
-                    # `.data/` has a hash of the whole. Of examples only the structure matters.
+                    # `.data/` has a hash of the whole file. For examples, only the structure matters.
                     entries[entry] = archive.read(name)
                     if "sample_inputs" in entry:
                         entries[entry] = _structure(entries[entry])
@@ -132,7 +132,7 @@ def _structure(pickled: bytes) -> bytes:
 
 
 def _are_alike(one: tuple[Any, Any] | None, other: tuple[Any, Any] | None) -> bool:
-    """Whether torch reads both if it reads one; tensors that one of them lacks are found elsewhere."""
+    """Return True if torch reads both files or neither; a tensor that one of them lacks is detected elsewhere."""
     if one is None or other is None or one[0] != other[0]:
         return False
     return all(one[1][name] == other[1][name] for name in one[1].keys() & other[1].keys())
