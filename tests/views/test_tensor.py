@@ -26,13 +26,13 @@ from tests.runtime.commands import right
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.views.slabs import WIDTH
-from tpcompiler.views.tensor import Converted
+from tpcompiler.views.tensor import HasManifest
 
 SVG = "{http://www.w3.org/2000/svg}"
 MESHES = {"tp": {"tp": 4}, "dp, tp": {"dp": 2, "tp": 3}}
 
 
-def described(mesh: dict[str, int], shape: list[int | str], sharding: str) -> Converted:
+def described(mesh: dict[str, int], shape: list[int | str], sharding: str) -> HasManifest:
     """A program of one tensor."""
     row = {"name": "w", "dtype": "f32", "shape": shape, "sharding": sharding}
     manifest = SimpleNamespace(mesh=mesh, tensors=[row], inputs=[], outputs=[])

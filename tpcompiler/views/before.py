@@ -1,4 +1,4 @@
-"""What each item is in another artifact of the same model, and which collectives are gone since."""
+"""Match items with those of another artifact of the same model, and list the collectives that are gone."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tpcompiler.views.items import Item
 
 
 def with_before(items: Sequence[Item], first: Iterable[Item]) -> list[Item]:
-    """The items, each with the one of the first program that makes the same value; none of them joined yet.
+    """Return the items with `before` set to the first program's item with the same value; call before joining.
 
-    Collectives are the same where they are of one kind and change one value. Where one of the first is no more, an
-    item of kind "gone" stands.
+    Collectives match if they are of one kind and change one value. A collective of the first program without a match
+    becomes an item of kind "gone".
     """
     same: dict[tuple[str, str], deque[Item]] = defaultdict(deque)
     for item in items:
         same[_key(item)].append(item)
     before: dict[str, Item] = {}
-    gone: dict[str, list[Item]] = defaultdict(list)  # behind the item that they follow, "" for none
-    names: dict[str, str] = {}  # of the first program -> of this one
+    gone: dict[str, list[Item]] = defaultdict(list)  # after the item that they follow, "" for the start
+    names: dict[str, str] = {}  # name in the first program -> name in this one
     last = ""
     for old in first:
         if now := same[_key(old)]:
@@ -41,10 +41,10 @@ def with_before(items: Sequence[Item], first: Iterable[Item]) -> list[Item]:
                     before=old,
                 )
             )
-    found = gone[""]
+    merged = gone[""]
     for item in items:
-        found += [replace(item, before=before.get(item.name)), *gone[item.name]]
-    return found
+        merged += [replace(item, before=before.get(item.name)), *gone[item.name]]
+    return merged
 
 
 def _key(item: Item) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The picture of an artifact: where the collectives are, and what they carry."""
+"""The picture of an artifact: its collectives, and the bytes that they carry."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST = 400  # letters of a text
 FONT = "Helvetica"
 INK, FAINT, FRAME = "#1f2933", "#52606d", "#9aa5b1"
 COLLECTIVE = "#b3123f"
-COLORS = {  # fill, border
+COLORS = {  # sharding -> fill, border
     "whole": ("#eceff1", "#546e7a"),
     "cut 0": ("#cfe3fb", "#1565c0"),
     "cut 1": ("#d3efd6", "#2e7d32"),
@@ -31,14 +31,14 @@ COLORS = {  # fill, border
 
 
 def artifact_dot(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> graphviz.Digraph:
-    """The program of one rank: modules as frames, repeated layers once, ops coloured by sharding.
+    """Draw the program of one rank: modules as frames, repeated layers once, ops coloured by sharding.
 
     Collectives are hexagons with their payload and wire bytes; those that the plan did not ask for (fallbacks) are
-    dashed. Layout ops and casts are edges, parameters are lines in the op that uses them. Reads the files alone;
+    dashed. Layout ops and casts are edges, parameters are lines in the op that uses them. Only the files are read;
     `source` is text, and only `render` needs the program `dot`.
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or a rank outside its world.
+        ArtifactError: the artifact is missing or damaged, or the rank is outside its world.
     """
     outline = outline_of(directory, rank, trust=trust)
     dot = graphviz.Digraph(
@@ -128,7 +128,7 @@ def _writes(item: Item, path: str) -> list[str]:
 
 
 def _leaves(item: Item, path: str) -> list[tuple[str, str]]:
-    """Names beside the sharding and shape that they have in common."""
+    """Return (names, common sharding and shape) for the leaves of an item."""
     alike: dict[str, list[str]] = {}
     for leaf in item.leaves:
         alike.setdefault(f"{leaf.sharding} {leaf.shape}", []).append(leaf.named_in(path, item.module))
@@ -140,8 +140,10 @@ def _bold(text: str) -> str:
 
 
 def _lines(lines: list[str], align: str = "CENTER") -> str:
-    """A table, because lines of different sizes are set better there. A line is of one font: where the reader's letters
-    are wider than those that Graphviz placed, texts beside each other would touch."""
+    """Return a table with one line per row: Graphviz sets lines of different sizes better in tables.
+
+    Each line has one font: if the reader's letters were wider than Graphviz's, adjacent texts would touch.
+    """
     rows = "".join(f'<TR><TD ALIGN="{align}">{line}</TD></TR>' for line in lines)
     return f'<<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="0">{rows}</TABLE>>'
 
@@ -158,8 +160,8 @@ def _title(outline: Outline) -> str:
         f"{format_bytes(outline.bytes_here)} of {format_bytes(outline.bytes_whole)} parameters",
         f"per call: {counted(records)}, {format_bytes(wire(records))} on the wire",
     ]
-    found = legend_of(outline.root)
-    cells = [_cell(f"{' '.join(found[c])} {c.split()[0]}", *COLORS[c]) for c in COLORS if c in found]
+    legend_texts = legend_of(outline.root)
+    cells = [_cell(f"{' '.join(legend_texts[c])} {c.split()[0]}", *COLORS[c]) for c in COLORS if c in legend_texts]
     reasons = {record["why"] for record in records}
     if reasons - {"fallback"}:
         cells.append(_cell("collective", COLLECTIVE, COLLECTIVE, "#ffffff"))
@@ -195,11 +197,11 @@ def _text(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    """XML knows no control characters, and Graphviz ends at a very long text."""
+    """Make a text safe: XML has no control characters, and Graphviz fails on very long texts."""
     text = one_line(text)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def _name(text: str) -> str:
-    """A name that is not shown: another one where it is too long for Graphviz."""
+    """Return an invisible name, hashed if it is too long for Graphviz."""
     return one_line(text) if len(text) <= LONGEST else hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()

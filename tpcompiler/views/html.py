@@ -1,4 +1,4 @@
-"""The page of an artifact: one HTML file with everything in it, which opens without a network."""
+"""The page of an artifact: one self-contained HTML file that opens without a network."""
 
 from __future__ import annotations
 
@@ -34,19 +34,18 @@ def artifact_html(
     advice: Mapping[str, str] = NO_ADVICE,
     trust: bool = False,
 ) -> str:
-    """Return the program of one rank as a page: the graph, folded; slices of tensors; costs; predicted times.
+    """Return the program of one rank as a page: the folded graph, slices of tensors, costs, predicted times.
 
-    The reader can choose another rank. Ranks with other local shapes have a graph of their own in the page.
-
-    Nothing but the scripts and the style that stand in the page can run or be fetched (Content-Security-Policy), and
-    what comes from files is one block of JSON, in which no tag can end.
+    The reader can choose another rank. Ranks with other local shapes have separate graphs in the page. Only the scripts
+    and the style in the page can run or be fetched (Content-Security-Policy), and data from files is one block of JSON,
+    in which no tag can end.
 
     Args:
-        machine: whose times are predicted, as of `parallelize`.
-        advice: the change of the plan that leaves out a fallback, by the name of its reshard.
+        machine: the machine to predict times for, as in `parallelize`.
+        advice: reshard name -> the change of the plan that avoids the fallback.
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or a rank outside its world.
+        ArtifactError: the artifact is missing or damaged, or the rank is outside its world.
         MachineError: the description of the machine cannot be read.
     """
     data = page_data(directory, rank, machine=machine, advice=advice, trust=trust)
@@ -59,7 +58,7 @@ def artifact_html(
 
 
 def html_of(data: Mapping[str, Any]) -> str:
-    """The page that shows what `page_data` made."""
+    """Return the page for the data of `page_data`."""
     scripts, style = [_text(name) for name in SCRIPTS], _text(STYLE)
     policy = (
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; "
@@ -75,7 +74,7 @@ def html_of(data: Mapping[str, Any]) -> str:
 
 
 def _json(data: object) -> str:
-    """JSON that HTML reads as plain text."""
+    """Return JSON that HTML reads as plain text."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e")
 
 

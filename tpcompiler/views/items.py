@@ -1,4 +1,4 @@
-"""What of a rank's program is worth a line: its graph, contracted to inputs, ops, collectives and outputs."""
+"""The parts of a rank's program that views show: its graph, contracted to inputs, ops, collectives and outputs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tpcompiler.ir.claims import Claim, read_claim, records_of
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.runtime.artifact import Manifest
 
-# They move values and compute nothing; so does every op whose schema returns a view.
+# They move values without computing; so does every op whose schema returns a view.
 COPIES = frozenset(("_to_copy", "_unsafe_view", "clone", "getitem", "lift_fresh_copy", "repeat", "wait_tensor"))
-CUT_COLORS = 5  # that tell the dims that are cut apart
-# Beside the pointwise ops, what is not worth a box of its own where it stands among others of its kind.
+CUT_COLORS = 5  # distinct colours for cut dims
+# Ops, other than pointwise ones, that share a box with neighbours of their kind.
 SMALL = frozenset(
     (
         "all", "any", "amax", "amin", "arange", "argmax", "argmin", "cat", "cumsum", "eye", "full", "full_like",
@@ -32,8 +32,8 @@ SMALL = frozenset(
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """A parameter, buffer or constant, beside the op that uses it; the shape is global."""
+class LeafItem:
+    """A parameter, buffer or constant of the op that uses it; the shape is global."""
 
     name: str
     sharding: str
@@ -41,16 +41,16 @@ class Leaf:
     tied_to: str | None = None
 
     def named_in(self, *modules: str) -> str:
-        """Its name as it is said inside of the innermost of the modules that hold it."""
+        """Return its name relative to the innermost of these modules that contains it."""
         name = min((seen_from(module, self.name) for module in modules), key=len)
         return f"{name} (tied to {self.tied_to})" if self.tied_to else name
 
 
-Came = dict[str | Leaf, None]  # the items and leaves that a value is made of, as an ordered set
+Came = dict[str | LeafItem, None]  # the items and leaves that a value comes from, as an ordered set
 
 
 class Module(NamedTuple):
-    """A module's FQN, and which call of it (`@1` for the second, as torch.export counts)."""
+    """A module's FQN, and the call of it (`@1` for the second, as torch.export counts)."""
 
     path: str
     call: str
@@ -61,19 +61,19 @@ class Item:
     """One line or box.
 
     Attributes:
-        name: the first node that it stands for.
-        ops: the ops that it stands for, or the names of the inputs or outputs.
-        sharding: of what it makes; of a collective, the change.
+        name: its first node.
+        ops: its ops, or the names of the inputs or outputs.
+        sharding: the sharding of its value; for a collective, the change.
         value: dtype and local shape.
         sources: the items that it reads.
         writes: the buffers and inputs that its value is written back to, such as caches.
-        modules: those around it, outermost first, without the root.
+        modules: the enclosing modules, outermost first, without the root.
         record: a collective's record in the manifest.
         note: the reason and the user's line of code.
-        small: whether it may join its neighbours.
-        joined: the nodes of those that have joined it.
-        origin: the node of the single-device program whose value it makes; of a collective, that it changes.
-        before: what it is in the program that this one is compared with (`views/before.py`); None for nothing.
+        small: True if it may join its neighbours.
+        joined: the nodes of items that have joined it.
+        origin: the node of the single-device program whose value it makes or, as a collective, changes.
+        before: its counterpart in the other program of a comparison (`views/before.py`), or None.
     """
 
     name: str
@@ -82,8 +82,8 @@ class Item:
     sharding: str
     value: str
     sources: tuple[str, ...] = ()
-    leaves: tuple[Leaf, ...] = ()
-    writes: tuple[Leaf, ...] = ()
+    leaves: tuple[LeafItem, ...] = ()
+    writes: tuple[LeafItem, ...] = ()
     modules: tuple[Module, ...] = ()
     record: Mapping[str, Any] | None = None
     note: str = ""
@@ -98,41 +98,41 @@ class Item:
 
     @property
     def label(self) -> str:
-        """The op, or how many there are."""
+        """The op, or the number of ops."""
         if len(self.ops) <= 3:
             return ", ".join(self.ops)
         return f"{len(self.ops)} {'small op' if self.kind == 'op' else self.kind}s"
 
     @property
     def was(self) -> str:
-        """What it makes before, where that is placed otherwise."""
+        """Its sharding in the other program, if that differs."""
         return self.before.sharding if self.before and self.before.sharding != self.sharding else ""
 
     @property
     def detail(self) -> list[str]:
-        """What the label does not name."""
+        """The ops that the label does not name."""
         return list(dict.fromkeys(self.ops)) if len(self.ops) > 3 else []
 
 
 def items_of(exported: ExportedProgram, manifest: Manifest) -> list[Item]:
-    """The items in program order. Layout ops, casts and what a reshard does beside its collective become edges.
+    """Return the items in program order. Layout ops, casts and all of a reshard except its collective become edges.
 
     Raises:
-        ArtifactError: the manifest does not know the program's collectives.
+        ArtifactError: the manifest does not list the program's collectives.
     """
     return _with_writes(list(_contracted(exported, manifest)))
 
 
 def _with_writes(items: Sequence[Item]) -> list[Item]:
-    """Let the item that makes a value that is written back say so, in place of an output."""
-    written: dict[str, tuple[Leaf, ...]] = {}
-    kept = []
+    """Move written-back values from outputs to the items that make them."""
+    written: dict[str, tuple[LeafItem, ...]] = {}
+    others = []
     for item in items:
         if item.writes and item.sources:
             written[item.sources[-1]] = (*written.get(item.sources[-1], ()), *item.writes)
         else:
-            kept.append(item)
-    return [replace(item, writes=(*item.writes, *written.get(item.name, ()))) for item in kept]
+            others.append(item)
+    return [replace(item, writes=(*item.writes, *written.get(item.name, ()))) for item in others]
 
 
 def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]:
@@ -142,11 +142,11 @@ def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]
     shardings = {row["name"]: str(row["sharding"]) for row in manifest.inputs}
     came: dict[fx.Node, Came] = {}
     numbers = {s.arg.name for s in exported.graph_signature.input_specs if s.target in manifest.rank_numbers}
-    bodies: set[str] = set()  # ops of which a local body stands in the graph
+    bodies: set[str] = set()  # ops with a local body in the graph
     for node in exported.graph.nodes:
         claim = read_claim(node)
         origin = claim.get("origin", "")
-        found = dict.fromkeys(x for operand in node.all_input_nodes for x in came[operand])
+        origins = dict.fromkeys(x for operand in node.all_input_nodes for x in came[operand])
         came[node] = {node.name: None} if edit.outputs(node) and node.name not in numbers else {}
         if node.name in leaves:
             came[node] = {leaves[node.name]: None}
@@ -159,17 +159,17 @@ def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]
             yield Item(node.name, "input", (node.name,), shardings.get(node.name, ""), value, origin=node.name)
         elif node in records:
             result = results.get(claim.get("reshard", ""), node)
-            yield replace(_collective(node, claim, records[node], result), **_split(found))
+            yield replace(_collective(node, claim, records[node], result), **_split(origins))
         elif _is_layout(node) or "reshard" in claim:
-            came[node] = found
+            came[node] = origins
         elif origin and "sharding" not in claim:
-            came[node] = found
+            came[node] = origins
             bodies.add(origin)
         else:
             item = _op(node, claim)
             if origin in bodies:
                 item = replace(item, ops=(re.sub(r"_\d+$", "", origin),), small=False)
-            yield replace(item, **_split(found))
+            yield replace(item, **_split(origins))
 
 
 def _collective(node: fx.Node, claim: Claim, record: Mapping[str, Any], result: fx.Node) -> Item:
@@ -217,15 +217,14 @@ def _outputs(
         yield replace(item, **_split(came[value]), writes=(leaf,) if leaf else ())
 
 
-def _split(found: Came) -> dict[str, Any]:
+def _split(origins: Came) -> dict[str, Any]:
     return {
-        "sources": tuple(x for x in found if isinstance(x, str)),
-        "leaves": tuple(x for x in found if isinstance(x, Leaf)),
+        "sources": tuple(x for x in origins if isinstance(x, str)),
+        "leaves": tuple(x for x in origins if isinstance(x, LeafItem)),
     }
 
 
-def _leaves(exported: ExportedProgram, manifest: Manifest) -> dict[str, Leaf]:
-    """Placeholder name -> the leaf behind it."""
+def _leaves(exported: ExportedProgram, manifest: Manifest) -> dict[str, LeafItem]:
     rows = {row["name"]: row for row in manifest.tensors}
     out = {}
     for spec in exported.graph_signature.input_specs:
@@ -234,20 +233,18 @@ def _leaves(exported: ExportedProgram, manifest: Manifest) -> dict[str, Leaf]:
     return out
 
 
-def _leaf(row: Mapping[str, Any]) -> Leaf:
-    """The leaf, or the input, of a row of the manifest."""
+def _leaf(row: Mapping[str, Any]) -> LeafItem:
     shape = f"{row['dtype']}[{', '.join(map(str, row['shape']))}]" if "shape" in row else ""
-    return Leaf(row["name"], str(row.get("sharding", "")), shape, row.get("tied_to"))
+    return LeafItem(row["name"], str(row.get("sharding", "")), shape, row.get("tied_to"))
 
 
 def _results(exported: ExportedProgram) -> dict[str, fx.Node]:
-    """The node that ends each reshard."""
     claims = ((node, read_claim(node)) for node in edit.calls(exported.graph))
     return {claim["reshard"]: node for node, claim in claims if "reshard" in claim and "sharding" in claim}
 
 
 def joined(items: Sequence[Item]) -> list[Item]:
-    """Let small items of one module and one sharding share one; as neighbours in program order they make no cycle."""
+    """Merge small neighbours with one module and one sharding; as neighbours in program order they make no cycle."""
     out: list[Item] = []
     stands: dict[str, str] = {}  # item -> the item that it joined
     for item in items:
@@ -284,17 +281,17 @@ def _is_layout(node: fx.Node) -> bool:
 
 
 def color_of(sharding: str) -> str:
-    """What a sharding is drawn as: by what it says first beside R, `cut 0` to `cut 4` for a dim, or `pending`."""
-    if found := re.search(r"S\((\d+)", sharding):
-        return f"cut {int(found[1]) % CUT_COLORS}"
+    """Return a sharding's colour, by its first placement other than R: `cut 0` to `cut 4` for a dim, or `pending`."""
+    if match := re.search(r"S\((\d+)", sharding):
+        return f"cut {int(match[1]) % CUT_COLORS}"
     return "pending" if "P(" in sharding else "whole" if sharding else "unknown"
 
 
 def seen_from(module: str, name: str) -> str:
-    """A dotted name as it is said inside of a module; empty for the module itself."""
+    """Return a dotted name relative to a module; empty for the module itself."""
     return "" if name == module else name.removeprefix(f"{module}.")
 
 
 def _one(texts: list[str]) -> str:
-    """One text where all outputs agree, else all of them."""
+    """Return one text if all outputs agree, else all of them."""
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)

@@ -1,4 +1,4 @@
-"""The one model of every view: items in a tree of modules, where layers that repeat are told once."""
+"""The common model of every view: items in a tree of modules, in which repeated layers appear once."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tpcompiler.runtime.rank_file import read_rank
 from tpcompiler.views.before import with_before
 from tpcompiler.views.items import Item, Module, color_of, items_of, joined, seen_from
 
-FEWEST = 4  # ops that are worth a frame of their own
+FEWEST = 4  # ops that deserve a frame
 
-Stands = dict[str, str]  # an item that is not drawn -> the one that is drawn for it
+Stands = dict[str, str]  # a hidden item -> the item that is drawn for it
 
 
 @dataclass(frozen=True)
 class Group:
-    """A module and what is in it.
+    """A module and its members.
 
     Attributes:
-        path: the FQN; of repeated layers, that of the first.
-        count: the number of equal layers that it stands for.
-        calls: how often it is called in a row, alike each time; then `count` is that.
+        path: the FQN; for repeated layers, that of the first.
+        count: the number of equal layers that it represents.
+        calls: the number of equal consecutive calls, which is then the `count` too.
         title: the FQN, `encoder.layer.* x 6`, or `block, called 4 times`.
     """
 
@@ -50,7 +50,7 @@ class Group:
                 yield from member.items()
 
     def records(self) -> list[Any]:
-        """The collectives of one of the `count` layers, repeated ones inside it repeated."""
+        """Return the collectives of one of the `count` layers, with repeated ones inside it repeated."""
         out = []
         for member in self.members:
             if isinstance(member, Group):
@@ -62,15 +62,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a view shows.
+    """The content of a view.
 
     Attributes:
-        bytes_here: of this rank's parameters, buffers and constants; tied tensors count once.
-        bytes_whole: of the same on one device.
-        root: inputs, the tree of modules, outputs; sources name items that are in it.
-        program: of the rank, as it is read.
-        items: all of them, each layer's own.
-        drawn: the name of each of these -> of the one in `root` that stands for it.
+        bytes_here: bytes of this rank's parameters, buffers and constants; tied tensors count once.
+        bytes_whole: bytes of the same on one device.
+        root: inputs, the tree of modules, outputs; sources name items in it.
+        program: the rank's program.
+        items: all items, those of every layer included.
+        drawn: the name of an item -> the item in `root` that represents it.
     """
 
     manifest: Manifest
@@ -94,12 +94,12 @@ def outline_of(
     first: str | os.PathLike[str] | None = None,
     trust: bool = False,
 ) -> Outline:
-    """Read the outline of one rank's program from the files of an artifact, whose weights need not be cut yet.
+    """Read the outline of one rank's program from the files of an artifact, whose weights may still be uncut.
 
-    With `first`, another artifact of the same model, items have what they are in its rank 0.
+    With `first`, another artifact of the same model, items have their counterparts in its rank 0.
 
     Raises:
-        ArtifactError: no artifact, a damaged one, one that needs a module imported, or a rank outside its world.
+        ArtifactError: the artifact is missing, damaged or needs a module imported, or the rank is outside its world.
     """
     manifest, exported = _read(directory, rank, trust)
     items = items_of(exported, manifest)
@@ -123,22 +123,22 @@ def _read(directory: str | os.PathLike[str], rank: int, trust: bool) -> tuple[Ma
 def _numbers(
     directory: str | os.PathLike[str], manifest: Manifest, rank: int, program: ExportedProgram
 ) -> dict[str, torch.Tensor]:
-    """All the values that a view needs of a rank whose weights are not cut yet."""
+    """Return the values that a view needs from a rank whose weights are not cut yet."""
     return {name: torch.tensor([rows[rank]]) for name, rows in manifest.rank_numbers.items()}
 
 
 def legend_of(root: Group) -> dict[str, list[str]]:
-    """The colours that a view uses, each with the shardings that have it, sorted."""
-    found: dict[str, set[str]] = {}
+    """Return the colours of a view, each with its shardings, sorted."""
+    legend: dict[str, set[str]] = {}
     for item in root.items():
         for sharding in (item.sharding, *(leaf.sharding for leaf in (*item.leaves, *item.writes))):
             if not _is_sent(item) and sharding:
-                found.setdefault(color_of(sharding), set()).add(sharding)
-    return {color: sorted(shardings) for color, shardings in found.items()}
+                legend.setdefault(color_of(sharding), set()).add(sharding)
+    return {color: sorted(shardings) for color, shardings in legend.items()}
 
 
 def counted(records: Sequence[Any]) -> str:
-    """`2 all_reduce, 1 all_gather`."""
+    """Return a text such as `2 all_reduce, 1 all_gather`."""
     return counted_kinds(record["kind"] for record in records)
 
 
@@ -147,13 +147,13 @@ def wire(records: Sequence[Any]) -> int:
 
 
 def sent(item: Item) -> list[Any]:
-    """What is alike of collectives that are alike."""
+    """Return the properties that equal collectives have in common."""
     record = item.record or {}
     return [record.get(key) for key in ("kind", "axis", "payload_bytes", "wire_bytes", "why")]
 
 
 def _tree(items: Sequence[Item], path: str = "", depth: int = 0) -> Group:
-    """Every item in the group of its innermost module's call, groups where their first item is."""
+    """Put every item into the group of its innermost module's call; a group is placed at its first item."""
     members: list[Item | Module] = []
     inside: dict[Module, list[Item]] = {}
     for item in items:
@@ -165,12 +165,12 @@ def _tree(items: Sequence[Item], path: str = "", depth: int = 0) -> Group:
             inside[child] = []
             members.append(child)
         inside[child].append(item)
-    made = (_tree(inside[m], m.path, depth + 1) if isinstance(m, Module) else m for m in members)
-    return Group(path, tuple(made), title=path)
+    children = (_tree(inside[m], m.path, depth + 1) if isinstance(m, Module) else m for m in members)
+    return Group(path, tuple(children), title=path)
 
 
 def _folded(group: Group, stands: Stands) -> Group:
-    """Tell consecutive layers, and consecutive calls of one, once where they agree in everything but names."""
+    """Merge consecutive layers, and consecutive calls of one, that are equal except for names."""
     members: list[Item | Group] = []
     for member in group.members:
         if isinstance(member, Group):
@@ -190,7 +190,7 @@ def _folded(group: Group, stands: Stands) -> Group:
 
 
 def _calls(first: Group, after: Group) -> int:
-    """1 where `after` is the layer that follows `first`, the number of calls where it is the same one again, else 0."""
+    """Return 1 if `after` is the layer after `first`, the number of calls if it is the same layer again, else 0."""
     if first.path == after.path:
         return first.calls + 1 if first.calls == first.count else 0
     (name, number), (other, following) = numbered(first.path), numbered(after.path)
@@ -206,13 +206,13 @@ def _title(group: Group, whole: bool) -> str:
 
 
 def numbered(path: str) -> tuple[str, int]:
-    """`encoder.layer.3` as ("encoder.layer", 3); -1 where the last part is not a number."""
+    """Split `encoder.layer.3` into ("encoder.layer", 3); -1 if the last part is not a number."""
     name, _, number = path.rpartition(".")
     return (name, int(number)) if number.isdecimal() else (path, -1)
 
 
 def _structure(group: Group, stands: Stands) -> Any:
-    """Everything about a group but the names of its items, its own path, and what it reads from outside."""
+    """Return everything about a group except the names of its items, its path, and its sources outside."""
     items = list(group.items())
     place = {item.name: at for at, item in enumerate(items)}
     rows = []
@@ -232,7 +232,7 @@ def _structure(group: Group, stands: Stands) -> Any:
 
 
 def _told(name: str, path: str) -> str:
-    """A leaf's name as any of several layers alike has it: `weight`, or `key_cache_*` for one outside of `layers.3`."""
+    """Return a leaf's name in any of several equal layers: `weight`, or `key_cache_*` for one outside of `layers.3`."""
     number = numbered(path)[1]
     inside = seen_from(path, name)
     return inside if inside != name or number < 0 else re.sub(rf"(?<=[._]){number}(?=[._]|$)", "*", name)
@@ -249,7 +249,7 @@ def _stand(name: str, stands: Stands) -> str:
 
 
 def _merged_ends(root: Group, items: Sequence[Item], stands: Stands) -> Group:
-    """Let inputs with the same readers, and outputs with the same source, share an item."""
+    """Merge inputs with the same readers, and outputs with the same source."""
     readers: dict[str, set[str]] = {}
     for item in items:
         for source in item.sources:
@@ -263,10 +263,10 @@ def _merged_ends(root: Group, items: Sequence[Item], stands: Stands) -> Group:
             leaves = member.leaves, member.writes
             key = (member.kind, member.sharding, member.was, member.value, sources, leaves, read_by)
             if key in place:
-                kept = members[place[key]]
-                assert isinstance(kept, Item)
-                stands[member.name] = kept.name
-                members[place[key]] = replace(kept, ops=kept.ops + member.ops)
+                first = members[place[key]]
+                assert isinstance(first, Item)
+                stands[member.name] = first.name
+                members[place[key]] = replace(first, ops=first.ops + member.ops)
                 continue
             place[key] = len(members)
         members.append(member)
@@ -274,7 +274,7 @@ def _merged_ends(root: Group, items: Sequence[Item], stands: Stands) -> Group:
 
 
 def _redirected(group: Group, stands: Stands) -> Group:
-    """Sources that are not drawn become the items that are drawn for them."""
+    """Replace sources that are hidden by the items that are drawn for them."""
 
     def redirect(member: Item | Group) -> Item | Group:
         if isinstance(member, Group):
@@ -286,7 +286,7 @@ def _redirected(group: Group, stands: Stands) -> Group:
 
 
 def _flattened(group: Group, framed: bool = False) -> Group:
-    """Keep the groups that help to read: layers, and one level of modules inside a layer or outside of all."""
+    """Keep the groups that help the reader: layers, and one level of modules inside a layer or outside all layers."""
     members: list[Item | Group] = []
     for member in group.members:
         if isinstance(member, Item):
@@ -303,7 +303,7 @@ def _is_layer(group: Group) -> bool:
 
 
 def _size(group: Group) -> int:
-    """The number of ops in it, a layer counted as one."""
+    """Return the number of ops in a group, counting a layer as one."""
     sizes = (_size(m) if isinstance(m, Group) and not _is_layer(m) else 1 for m in group.members if not _is_sent(m))
     return sum(sizes)
 
@@ -313,7 +313,7 @@ def _is_sent(member: Item | Group) -> bool:
 
 
 def _bytes(exported: ExportedProgram, manifest: Manifest) -> tuple[int, int]:
-    """Of this rank's leaves, and of the same leaves whole."""
+    """Return the bytes of this rank's leaves, and of the same leaves whole."""
     rows = {row["name"]: row for row in manifest.tensors if "tied_to" not in row}
     values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
     here = whole = 0

@@ -1,4 +1,4 @@
-"""What the page of an artifact shows, as one JSON object."""
+"""The content of an artifact's page, as one JSON object."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tpcompiler.views.items import Item, color_of, seen_from
 from tpcompiler.views.outline import Group, Outline, counted, legend_of, numbered, outline_of, sent, wire
 from tpcompiler.views.slices import slices_of
 
-GRAPH = "/models/model.json"  # the entry of torch's archive that is the graph, without values
+GRAPH = "/models/model.json"  # the entry of torch's archive with the graph, without values
 NO_ADVICE: Mapping[str, str] = MappingProxyType({})
 UNCOUNTED = "torch's counter does not know the op, or its sizes or rounds depend on values"
 
@@ -41,14 +41,14 @@ def page_data(
     advice: Mapping[str, str] = NO_ADVICE,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Everything that the page shows; rows name each other by their place in their list.
+    """Return the content of the page; rows refer to each other by index.
 
-    With `first`, another artifact of the same model, rows have what they were there: `was`, `before`, `differs`; and
-    `gone` are its collectives that are no more. `advice`: the change of the plan that leaves out a fallback, by the
-    name of its reshard.
+    With `first`, another artifact of the same model, rows also have their former state (`was`, `before`, `differs`),
+    and `gone` lists its collectives without a counterpart. `advice`: reshard name -> the change of the plan that avoids
+    the fallback.
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or a rank outside its world.
+        ArtifactError: the artifact is missing or damaged, or the rank is outside its world.
         MachineError: the description of the machine cannot be read.
     """
     outline = outline_of(directory, rank, first=first, trust=trust)
@@ -114,7 +114,7 @@ def page_data(
 
 
 class _Slices:
-    """The slices of each layout that occurs, once. `alike`: all ranks have the same local shapes."""
+    """The slices of each layout, stored once. `alike`: all ranks have the same local shapes."""
 
     def __init__(self, mesh: Mesh, alike: bool) -> None:
         self.mesh, self.alike = mesh, alike
@@ -129,7 +129,7 @@ class _Slices:
         return self._known[key]
 
     def of_value(self, text: str, value: str) -> int | str:
-        """Of what an op makes, `f32[2, 8]` here; or why its global shape is not known."""
+        """Return the slices of a value with the local text `f32[2, 8]`, or why its global shape is unknown."""
         shaped = re.fullmatch(r"[\w.]+\[([^\[\]()]*)\]", value)
         if not shaped:
             return "it is not one tensor of plain sizes"
@@ -153,18 +153,18 @@ class _Slices:
 
 
 def _graphs_of(directory: str | os.PathLike[str], manifest: Manifest) -> list[Any]:
-    """What tells the graph of each rank from others: ranks with the same have the same local shapes."""
+    """Return a key for each rank's graph; ranks with equal keys have equal local shapes."""
     if manifest.programs:
         return [next(name for name, ranks in manifest.programs.items() if rank in ranks) for rank in _ranks(manifest)]
-    found: list[Any] = []
+    keys: list[Any] = []
     try:
         for rank in _ranks(manifest):
             with zipfile.ZipFile(inside(directory, rank_file(rank))) as archive:
                 entries = [(e.CRC, e.file_size) for e in archive.infolist() if e.filename.endswith(GRAPH)]
-                found.append(tuple(entries))
+                keys.append(tuple(entries))
     except (OSError, zipfile.BadZipFile):
         return list(_ranks(manifest))
-    return found
+    return keys
 
 
 def _ranks(manifest: Manifest) -> range:
@@ -172,7 +172,7 @@ def _ranks(manifest: Manifest) -> range:
 
 
 def _alike(tensors: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Tensors of repeated layers once: the pattern of their names, the place of the first, and how many there are."""
+    """Yield tensors of repeated layers once: the pattern of their names, the index of the first, and their number."""
     facts = ("kind", "dtype", "shape", "sharding", "was", "tied_to")
     rows: dict[Any, list[int]] = {}
     for at, row in enumerate(tensors):
@@ -184,7 +184,6 @@ def _alike(tensors: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _members(group: Group, place: Mapping[str, int]) -> list[Any]:
-    """Items by their place, and groups."""
     return [
         place[member.name]
         if isinstance(member, Item)
@@ -203,7 +202,7 @@ def _members(group: Group, place: Mapping[str, int]) -> list[Any]:
 def _item(
     item: Item, place: Mapping[str, int], tensors: Mapping[str, int], slices: _Slices, manifest: Manifest
 ) -> dict[str, Any]:
-    found = _slices_of(item, slices, manifest)
+    slice_rows = _slices_of(item, slices, manifest)
     return {
         "name": item.name,
         "kind": item.kind,
@@ -214,8 +213,8 @@ def _item(
         "words": describe_sharding(item.sharding, slices.mesh.names),
         "color": color_of(item.sharding),
         "value": item.value,
-        "slices": found if isinstance(found, int) else None,
-        "unknown": found if isinstance(found, str) else "",
+        "slices": slice_rows if isinstance(slice_rows, int) else None,
+        "unknown": slice_rows if isinstance(slice_rows, str) else "",
         "sources": [place[source] for source in item.sources],
         "tensors": [tensors[leaf.name] for leaf in item.leaves],
         "writes": [(leaf.name, tensors.get(leaf.name)) for leaf in item.writes],
@@ -224,7 +223,7 @@ def _item(
 
 
 def _slices_of(item: Item, slices: _Slices, manifest: Manifest) -> int | str | None:
-    """Of the value that it makes, or why they are not known; None where no such value is in the program."""
+    """Return the slices of an item's value, or why they are unknown; None if the program has no such value."""
     if item.kind == "gone":
         return None
     rows = {"input": manifest.inputs, "output": manifest.outputs}.get(item.kind, [])
@@ -234,7 +233,7 @@ def _slices_of(item: Item, slices: _Slices, manifest: Manifest) -> int | str | N
 
 
 def _add_before(data: dict[str, Any], first: Manifest, outline: Outline, drawn: Mapping[str, int]) -> None:
-    """What tensors and items were in the first artifact, its collectives that are gone, and where the boundary is."""
+    """Add the tensors and items of the first artifact, its collectives that are gone, and the boundary."""
     held = {row["name"]: row["sharding"] for row in first.tensors}
     for row in data["tensors"]:
         row["was"] = held[row["name"]] if held[row["name"]] != row["sharding"] else ""
@@ -253,13 +252,13 @@ def _add_before(data: dict[str, Any], first: Manifest, outline: Outline, drawn: 
 
 
 def _layer(module: str) -> str:
-    """`layers.3` for what is in it; elsewhere the module itself."""
+    """Return `layers.3` for anything in that layer; elsewhere the module itself."""
     numbered = re.match(r"(.*?(?:^|\.)\d+)(?:\.|$)", module)
     return numbered[1] if numbered else module or "outside of modules"
 
 
 def _costs(records: Iterable[Mapping[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Count and bytes by `layer` or by `kind`, beside the reason; layers alike that follow each other once."""
+    """Count and add up bytes by `layer` or `kind` and by reason; equal consecutive layers are merged."""
     rows: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
     for record in records:
         kinds = rows.setdefault(record[by], {})
@@ -275,7 +274,7 @@ def _costs(records: Iterable[Mapping[str, Any]], by: str) -> list[dict[str, Any]
 
 
 def _timeline(times: Times) -> list[dict[str, Any]]:
-    """Seconds by layer in program order, of all steps and of the critical ones; layers alike once, as in the costs."""
+    """Add up seconds by layer in program order, of all steps and of the critical ones; equal layers are merged."""
     rows: dict[str, dict[str, float]] = {}
     for step in times.steps:
         row = rows.setdefault(_layer(step.module), dict.fromkeys(("compute", "sent", "critical"), 0.0))
@@ -286,7 +285,7 @@ def _timeline(times: Times) -> list[dict[str, Any]]:
 
 
 def _unknown(times: Times, items: Iterable[Item], slices: _Slices, manifest: Manifest) -> Iterator[dict[str, Any]]:
-    """Ops with unknown cost or shape, grouped by reason."""
+    """Yield ops with unknown cost or shape, grouped by reason."""
     if times.uncounted:
         yield {"what": "FLOPs", "why": UNCOUNTED, "ops": times.uncounted}
     shapeless = dict[str, Counter[str]]()
@@ -298,14 +297,14 @@ def _unknown(times: Times, items: Iterable[Item], slices: _Slices, manifest: Man
 
 
 def _chain(times: Times, items: Sequence[Item], drawn: Mapping[str, int]) -> list[tuple[int, int]]:
-    """The edges of the critical path between the items that are drawn."""
+    """Return the edges of the critical path between drawn items."""
     stops = [drawn[node] for node in times.chain if node in drawn]
     pairs = dict.fromkeys(itertools.pairwise(stops))
     return [(source, target) for source, target in pairs if items[source].name in items[target].sources]
 
 
 def _folded(rows: Mapping[str, Row]) -> Iterator[tuple[str, int, Row]]:
-    """(title, how many, what they have) of layers that follow each other and have the same."""
+    """Yield (title, number, row) for consecutive layers with equal rows."""
     runs: list[tuple[str, int, Row]] = []
     for layer, row in rows.items():
         first, layers, same = runs[-1] if runs else ("", 0, None)
@@ -319,7 +318,7 @@ def _folded(rows: Mapping[str, Row]) -> Iterator[tuple[str, int, Row]]:
 
 
 def printable(value: Any) -> Any:
-    """Texts without unseen characters: files choose their own names."""
+    """Escape invisible characters in all texts: files choose their own names."""
     if isinstance(value, str):
         return one_line(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Tensors cut into slabs of cells, each of the ranks that hold it, which are drawn as text or as SVG."""
+"""Tensors cut into slabs of cells, one per set of ranks, for drawing as text or SVG."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any
 from tpcompiler.errors import one_line
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import row_sharding
-from tpcompiler.views.slices import Piece, pieces_of, slices_of
+from tpcompiler.views.slices import DimPiece, pieces_of, slices_of
 
-MOST_PIECES = 32  # of a dim that are drawn
-MOST_SLABS = 12  # that are drawn
+MOST_PIECES = 32  # of a dim
+MOST_SLABS = 12  # of a drawing
 MOST_NAMED = 8  # ranks in a cell, and runs in a line
 WIDTH = 80  # letters
 
 
 @dataclass(frozen=True)
 class Slab:
-    """The last two dims (of one dim: a single row) at a piece of each dim before them.
+    """The last two dims (a single row for one dim) at one piece of each earlier dim.
 
     Attributes:
-        title: `[0:4, :, :]`, or nothing where there is one slab.
+        title: `[0:4, :, :]`, or empty for a single slab.
         rows: the pieces of the last dim but one, with their labels, `0:8`.
-        columns: those of the last dim.
-        cells: row by row the ranks that hold the elements, `0,1`; `0+1` where a reduction over them is pending.
+        columns: the pieces of the last dim.
+        cells: the ranks that hold the elements, row by row: `0,1`, or `0+1` for a pending reduction.
     """
 
     title: str
-    rows: Sequence[tuple[str, Piece]]
-    columns: Sequence[tuple[str, Piece]]
+    rows: Sequence[tuple[str, DimPiece]]
+    columns: Sequence[tuple[str, DimPiece]]
     cells: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Tensors of one shape, dtype and sharding: lines of at most `WIDTH` letters, and what is drawn between them."""
+    """Tensors of one shape, dtype and sharding: lines of at most `WIDTH` letters, and the slabs between them."""
 
     head: Sequence[str]
     slabs: Sequence[Slab]
@@ -46,7 +46,7 @@ class Drawn:
 
 
 def draw_tensors(names: Sequence[str], row: Mapping[str, Any], mesh: Mesh) -> Drawn:
-    """Draw tensors that are alike, of which the manifest has this row."""
+    """Draw equal tensors that have this row in the manifest."""
     slices = slices_of(row["shape"], row_sharding(row, mesh), mesh, most=None)
     axes = ",".join(f"{axis}={degree}" for axis, degree in mesh.axes)
     shape = ", ".join(map(str, row["shape"]))
@@ -64,9 +64,9 @@ def draw_tensors(names: Sequence[str], row: Mapping[str, Any], mesh: Mesh) -> Dr
     return Drawn(_wrapped(head), slabs[:MOST_SLABS], _wrapped(_holder(each, slices) for each in slices["holders"]))
 
 
-def _slabs(slices: Mapping[str, Any], pieces: Sequence[Sequence[Piece]], mesh: Mesh) -> Iterator[Slab]:
+def _slabs(slices: Mapping[str, Any], pieces: Sequence[Sequence[DimPiece]], mesh: Mesh) -> Iterator[Slab]:
     labels = [[(_label(slices, dim, each.start, each.stop), each) for each in own] for dim, own in enumerate(pieces)]
-    everyone = Piece(0, 1, frozenset(range(mesh.world_size)))
+    everyone = DimPiece(0, 1, frozenset(range(mesh.world_size)))
     *leads, rows, columns = labels if len(labels) > 1 else [[("", everyone)], *labels]
     pending = [axis for axis, _ in slices["pending"]]
     for leading in product(*leads):
@@ -79,7 +79,7 @@ def _slabs(slices: Mapping[str, Any], pieces: Sequence[Sequence[Piece]], mesh: M
 
 
 def cell_text(ranks: Collection[int], pending: Sequence[str], mesh: Mesh) -> str:
-    """`0,1`: replicas; `0+1`: shares of a pending reduction."""
+    """Return `0,1` for replicas, and `0+1` for shares of a pending reduction."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for rank in sorted(ranks):
         here = mesh.coordinate(rank)
@@ -92,13 +92,13 @@ def _listed(names: Sequence[str], sign: str) -> str:
 
 
 def _label(slices: Mapping[str, Any], dim: int, start: int, stop: int) -> str:
-    """`0:8`; of a dynamic size `0/2:1/2`."""
+    """Return `0:8`, or `0/2:1/2` for a dynamic size."""
     parts = "" if slices["of"][dim] == slices["shape"][dim] else f"/{slices['of'][dim]}"
     return f"{start}{parts}:{stop}{parts}"
 
 
 def _holder(holder: Mapping[str, Any], slices: Mapping[str, Any]) -> str:
-    """`ranks 0, 1: [8, 8], the slice [0:8, :]`."""
+    """Return a line such as `ranks 0, 1: [8, 8], the slice [0:8, :]`."""
     dims = [
         ":"
         if runs == ((0, slices["of"][dim]),)

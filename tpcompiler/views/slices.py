@@ -1,4 +1,4 @@
-"""Which rank holds which slice of a tensor, as plain numbers that can be drawn."""
+"""The slice of a tensor that each rank holds, as plain numbers for drawing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tpcompiler.ir.sharding import Sharding
 
 MOST_RUNS = 64  # of one dim and rank; a merged dim of batch * heads may have thousands
 
-Run = tuple[int, int]  # the first element, and the one after the last
+Run = tuple[int, int]  # the first element, and the end
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Elements of a dim in a row that the same ranks hold."""
+class DimPiece:
+    """Consecutive elements of a dim with the same holders."""
 
     start: int
     stop: int
@@ -29,10 +29,10 @@ class Piece:
 def slices_of(
     shape: Sequence[int | str], sharding: Sharding, mesh: Mesh, most: int | None = MOST_RUNS
 ) -> dict[str, Any]:
-    """The slices of a global tensor, equal ones once.
+    """Return the slices of a global tensor, equal ones once.
 
-    `shape`: the global sizes; `of`: what the runs of each dim count, which are elements, or, of a symbolic size, equal
-    shares. `holders`: `ranks`, their `local` shape, and of each dim the `runs` that they hold, at most `most`.
+    `shape`: the global sizes; `of`: the unit of each dim's runs: elements or, for a symbolic size, equal shares.
+    `holders`: `ranks`, their `local` shape, and their `runs` in each dim, at most `most`.
     """
     counts = [
         size if isinstance(size, int) else mesh.size(by.axes) for size, by in zip(shape, sharding.dims, strict=True)
@@ -55,20 +55,20 @@ def slices_of(
     }
 
 
-def pieces_of(slices: dict[str, Any], dim: int) -> list[Piece]:
-    """A dim of slices that have all of their runs, cut wherever a rank's run begins or ends."""
+def pieces_of(slices: dict[str, Any], dim: int) -> list[DimPiece]:
+    """Split a dim wherever a rank's run begins or ends; the slices must have all of their runs."""
     holders = [(frozenset(holder["ranks"]), holder["runs"][dim]) for holder in slices["holders"]]
     ends = sorted({end for _, runs in holders for run in runs for end in run})
-    held: list[set[int]] = [set() for _ in ends]
+    holders_at: list[set[int]] = [set() for _ in ends]
     for ranks, runs in holders:
         for start, stop in runs:
             for at in range(bisect_left(ends, start), bisect_left(ends, stop)):
-                held[at] |= ranks
-    return [Piece(*both, frozenset(ranks)) for both, ranks in zip(pairwise(ends), held, strict=False)]
+                holders_at[at] |= ranks
+    return [DimPiece(*both, frozenset(ranks)) for both, ranks in zip(pairwise(ends), holders_at, strict=False)]
 
 
 def _runs(by: DimSharding, start: int, size: int, mesh: Mesh, here: Mapping[str, int]) -> Iterator[Run]:
-    """What a coordinate holds of the `size` elements from `start` on, in order."""
+    """Yield the runs of a coordinate among the `size` elements from `start` on, in order."""
     if by.parts:
         for length, how in by.parts:
             yield from _runs(how, start, length, mesh, here)
@@ -85,7 +85,6 @@ def _runs(by: DimSharding, start: int, size: int, mesh: Mesh, here: Mapping[str,
 
 
 def _joined(runs: Iterator[Run]) -> Iterator[Run]:
-    """Runs that follow each other as one, without empty ones."""
     begin = end = 0
     for start, stop in runs:
         if start == stop:
@@ -98,8 +97,8 @@ def _joined(runs: Iterator[Run]) -> Iterator[Run]:
 
 
 def _local(shape: Sequence[int | str], counts: Sequence[int], runs: Sequence[Sequence[Run]]) -> list[int | str]:
-    held = [sum(stop - start for start, stop in dim) for dim in runs]
+    counts_held = [sum(stop - start for start, stop in dim) for dim in runs]
     return [
         own if isinstance(size, int) else size if own == count else f"{size}*{own}/{count}"
-        for size, count, own in zip(shape, counts, held, strict=True)
+        for size, count, own in zip(shape, counts, counts_held, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""The text form of an artifact: for terminals and for diffs."""
+"""The text form of an artifact, for terminals and diffs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.views.items import Item, seen_from
 from tpcompiler.views.outline import Group, counted, outline_of, wire
 
-GUTTER = 14  # wide enough for `P(sum) -> S(1)` on one axis, so that changes of sharding are easy to find
-WIDEST = 44  # what lies in many parts may stand out
+GUTTER = 14  # wide enough for `P(sum) -> S(1)` on one axis, so that changes of sharding stand out
+WIDEST = 44  # longer shardings may overlap the next column
 
 
 def artifact_text(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> str:
-    """Ops, shardings and collectives by module, repeated layers once; shapes of values are local, of weights global.
+    """Return ops, shardings and collectives by module, repeated layers once.
+
+    Shapes of values are local, those of weights global.
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or a rank outside its world.
+        ArtifactError: the artifact is missing or damaged, or the rank is outside its world.
     """
     outline = outline_of(directory, rank, trust=trust)
     manifest, widest = outline.manifest, _widest(outline.root)
@@ -34,7 +36,7 @@ def artifact_text(directory: str | os.PathLike[str], rank: int = 0, *, trust: bo
 
 
 def artifact_rows(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> dict[str, Any]:
-    """The same as data: every op, input, output and collective in order, each layer's own.
+    """Return the content of `artifact_text` as data: every op, input, output and collective in order, in all layers.
 
     Raises:
         ArtifactError: as `artifact_text`.

@@ -1,4 +1,4 @@
-"""Which rank holds which slice of a tensor, as a picture."""
+"""A picture of the slices of a tensor and the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from tpcompiler.views.slabs import WIDTH, Drawn, Slab, draw_tensors
 from tpcompiler.views.tensor_svg import svg_of
 
 
-class Converted(Protocol):
-    """A `ParallelProgram`, as far as it is drawn."""
+class HasManifest(Protocol):
+    """A `ParallelProgram`, reduced to its manifest."""
 
     def manifest(self) -> Manifest: ...
 
 
 def visualize_sharding(
-    thing: Converted | str | os.PathLike[str], name: str | None = None, *, format: Literal["text", "svg"] = "text"
+    thing: HasManifest | str | os.PathLike[str], name: str | None = None, *, format: Literal["text", "svg"] = "text"
 ) -> str:
-    """Draw which rank holds which slice of a tensor.
+    """Draw the slices of a tensor and the ranks that hold them.
 
-    A cell names the ranks that hold its elements; `0+1` is a pending reduction, of which each holds a share. Of more
-    than two dims the last two are drawn for each slab of those before. Of a dynamic size slices are shares (`0/2:1/2`).
+    A cell names the ranks that hold its elements; `0+1` is a pending reduction, of which each has a share. For more
+    than two dims, the last two are drawn for each slab. Slices of a dynamic size are shares (`0/2:1/2`).
 
     Args:
-        thing: a `ParallelProgram`, or the directory of an artifact, of which the manifest alone is read.
-        name: of a parameter, a buffer, an input or a module that has one weight, or `output NAME`; None: all, those
-            that are alike once.
+        thing: a `ParallelProgram`, or the directory of an artifact, whose manifest alone is read.
+        name: a parameter, a buffer, an input, a module with one weight, or `output NAME`; None: all, equal
+            ones once.
         format: "text" of at most 80 columns, or "svg".
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or no tensor of that name.
+        ArtifactError: the artifact is missing or damaged, or has no tensor of that name.
     """
     where, manifest = (
         (os.fspath(thing), read_manifest(thing))
@@ -68,12 +68,12 @@ def _text(drawn: Drawn) -> str:
 
 
 def _width(slab: Slab, column: int) -> int:
-    """Letters, with the gap before them."""
+    """Return the width of a column in letters, with the gap before it."""
     return 2 + max(len(slab.columns[column][0]), *(len(row[column]) for row in slab.cells))
 
 
 def _fitting(slab: Slab) -> Iterator[range]:
-    """Runs of columns that fit side by side."""
+    """Yield ranges of columns that fit next to each other."""
     first = 0
     room = left = WIDTH - max(len(label) for label, _ in slab.rows)
     for column in range(len(slab.columns)):

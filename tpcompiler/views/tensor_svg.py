@@ -1,4 +1,4 @@
-"""The picture of tensors as SVG: pieces as large as they are, in the colour of the ranks that hold them."""
+"""The picture of tensors as SVG: pieces in proportion, in the colour of their ranks."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from html import escape
 from itertools import pairwise
 
 from tpcompiler.views.slabs import WIDTH, Drawn, Slab
-from tpcompiler.views.slices import Piece
+from tpcompiler.views.slices import DimPiece
 
-SIZE, LINE = 12, 16  # of letters, and from line to line, in pixels
-LETTER = 0.6 * SIZE  # the width of a letter of a monospaced font
+SIZE, LINE = 12, 16  # font size and line height, in pixels
+LETTER = 0.6 * SIZE  # the width of a letter in a monospaced font
 MARGIN, LONGEST_LABEL = 12, 12  # pixels; letters
 ACROSS = (WIDTH - LONGEST_LABEL) * LETTER  # pixels of a drawing
-LEAST, MOST = 40, 320  # from top to bottom
+LEAST, MOST = 40, 320  # height in pixels
 COLORS = ("#56b4e9", "#e69f00", "#2fc79c", "#f0e442", "#dd8fbd", "#f08a4b", "#a9c8e0", "#c8ccd0")
 
 
 def svg_of(drawn: Sequence[Drawn]) -> str:
-    """One picture, the tensors below each other."""
+    """Return one picture with the tensors below each other."""
     parts: list[str] = []
     top = MARGIN
     for each in drawn:
@@ -36,7 +36,7 @@ def svg_of(drawn: Sequence[Drawn]) -> str:
 
 
 def _add_lines(parts: list[str], lines: Sequence[str], top: int) -> int:
-    """The pixel below them."""
+    """Add lines; return the pixel below them."""
     for line in lines:
         parts.append(f'<text x="{MARGIN}" y="{top + SIZE}" xml:space="preserve">{escape(line)}</text>')
         top += LINE
@@ -44,7 +44,7 @@ def _add_lines(parts: list[str], lines: Sequence[str], top: int) -> int:
 
 
 def _add_slab(parts: list[str], slab: Slab, top: int, colors: dict[str, str]) -> int:
-    """The pixel below it. A label stands where it fits; every piece has a tooltip."""
+    """Add a slab; return the pixel below it. Labels appear where they fit; every piece has a tooltip."""
     if slab.title:
         top = _add_lines(parts, [slab.title], top)
     across, down = (pieces[-1][1].stop for pieces in (slab.columns, slab.rows))
@@ -71,7 +71,7 @@ def _add_slab(parts: list[str], slab: Slab, top: int, colors: dict[str, str]) ->
     return round(top + height)
 
 
-def _ends(pieces: Sequence[tuple[str, Piece]]) -> Iterator[int]:
+def _ends(pieces: Sequence[tuple[str, DimPiece]]) -> Iterator[int]:
     yield 0
     yield from (piece.stop for _, piece in pieces)
 
