@@ -1,6 +1,6 @@
 """tpcompiler: export once, run on N devices.
 
-Public names, imported when they are first used so that `import tpcompiler` stays quick.
+Public names are imported at their first use, so that `import tpcompiler` stays quick.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One class per cause. Every message says what, where, the numbers, and one action."""
+"""One class per cause of errors. Every message gives the cause, the place, the numbers, and one action."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _on_command_line: ContextVar[bool] = ContextVar("on_command_line", default=False
 
 
 def printable(text: str, kept: frozenset[str] = LINE) -> str:
-    """The text with every unseen character escaped that is not `kept`: controls, directions, surrogates."""
+    """Escape every invisible character that is not in `kept`: controls, directions, surrogates."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(text: str) -> str:
-    """The same without line breaks: a name must not write lines of its own."""
+    """Escape invisible characters and line breaks: a name must not write its own lines."""
     return printable(text, frozenset())
 
 
@@ -32,7 +32,7 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def naming_options() -> Iterator[None]:
-    """Let the errors that are made in the block name options of the command line, not arguments of Python functions."""
+    """Make errors in the block name command-line options instead of arguments of Python functions."""
     token = _on_command_line.set(True)
     try:
         yield
@@ -41,11 +41,11 @@ def naming_options() -> Iterator[None]:
 
 
 def option(name: str, argument: str) -> str:
-    """Return how to give something: by an option on the command line, by an argument in Python."""
+    """Return how to pass a value: an option on the command line, an argument in Python."""
     return name if _on_command_line.get() else argument
 
 
-def _said(text: str) -> str:
+def _shortened(text: str) -> str:
     text = one_line(text)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 500]} ... {text[-500:]}"
 
@@ -53,18 +53,18 @@ def _said(text: str) -> str:
 class TpCompilerError(Exception):
     """Base of every error that this package raises on purpose.
 
-    Printed as the message, then a `help:` line with the one thing to do, then the facts that locate it.
+    Printed as the message, then a `help:` line with the one action, then the facts that locate the error.
 
     Attributes:
-        follows: whether another rank has failed before, and this rank because of it.
+        follows: True if this rank fails because another rank has failed.
     """
 
     follows = False
 
     def __init__(self, message: str, *, help: str = "", **facts: str) -> None:
-        self.message = _said(message)
-        self.help = _said(help)
-        self.facts = {name.replace("_", " "): _said(value) for name, value in facts.items() if value}
+        self.message = _shortened(message)
+        self.help = _shortened(help)
+        self.facts = {name.replace("_", " "): _shortened(value) for name, value in facts.items() if value}
         lines = [self.message]
         if help:
             lines.append(f"  help: {self.help}")
@@ -78,7 +78,7 @@ class PlanError(TpCompilerError):
 
 
 class MeshError(TpCompilerError):
-    """The mesh is malformed, or a rank lies outside it."""
+    """The mesh is malformed, or a rank is outside it."""
 
 
 class MachineError(TpCompilerError):
@@ -86,24 +86,24 @@ class MachineError(TpCompilerError):
 
 
 class ShardingError(TpCompilerError):
-    """A tensor cannot be cut as asked.
+    """A tensor cannot be cut as requested.
 
-    `leaves` are those that the plan cut and that one op cannot take together, where that is the cause.
+    `leaves`: those that the plan cuts and that one op cannot take together, if that is the cause.
     """
 
     leaves: tuple[str, ...] = ()
 
 
 class UnsupportedError(TpCompilerError):
-    """A recognised request that this version refuses by name."""
+    """A known request that this version does not support."""
 
 
 class ProgramError(TpCompilerError):
-    """The exported program is not one that the compiler can take."""
+    """The compiler does not support the exported program."""
 
 
 class RuleError(TpCompilerError):
-    """A sharding rule does not describe the op it was registered for."""
+    """A sharding rule does not describe the op that it was registered for."""
 
 
 class ArtifactError(TpCompilerError):
@@ -111,11 +111,11 @@ class ArtifactError(TpCompilerError):
 
 
 class BudgetError(TpCompilerError):
-    """A program sends or holds more than it may, or what it may is not said in a known form."""
+    """A program exceeds its budget, or the budget has an unknown form."""
 
 
 class InputsError(TpCompilerError):
-    """Inputs do not match what the program takes."""
+    """Inputs do not fit the program."""
 
 
 class LaunchError(TpCompilerError):
@@ -123,8 +123,8 @@ class LaunchError(TpCompilerError):
 
 
 class InternalError(TpCompilerError):
-    """A pass left a program that breaks its own promise: a defect in the compiler."""
+    """A pass broke its own promise: a defect in the compiler."""
 
 
 class TpCompilerWarning(UserWarning):
-    """What this package warns of: a torch that it was not run with, files that are only read on trust."""
+    """A warning of this package, such as an untested torch, or files that need trust."""

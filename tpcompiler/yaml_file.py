@@ -1,4 +1,4 @@
-"""Read YAML, and so JSON, that anyone may have written: a size, a depth and a number of values, and no aliases."""
+"""Read YAML, and so JSON, from anyone: with limits on size, depth and number of values, and without aliases."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import yaml
 from tpcompiler.runtime.opened import open_input
 
 MAX_BYTES = 1 << 20
-MAX_DEPTH, MAX_NODES = 32, 100_000  # beyond which reading takes a minute
+MAX_DEPTH, MAX_NODES = 32, 100_000  # reading more takes a minute
 NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]*|(?=\.?[0-9])[0-9]*\.[0-9]*([eE][-+][0-9]+)?)")
-DIGITS = 40  # of a number; no machine has more
+DIGITS = 40  # of a number; no machine needs more
 TAG = "tag:yaml.org,2002:"
 
 
 class YamlError(ValueError):
-    """Text that is not read, and the one thing to do.
+    """Text that cannot be read, and the one action to take.
 
     Attributes:
-        line: where, from 1; None for the whole.
+        line: the line, from 1; None for the whole text.
     """
 
     def __init__(self, problem: str, help: str, line: int | None = None) -> None:
@@ -34,7 +34,7 @@ class AliasError(YamlError):
 
 
 def read_small_text(name: str) -> str:
-    """Return the text of a file, or of a pipe that this process was started with.
+    """Return the text of a file, or of a pipe given to this process.
 
     Raises:
         OSError: it cannot be read, or it is a device or another pipe.
@@ -52,7 +52,7 @@ def read_small_text(name: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses anchors and aliases: a few of them can stand for gigabytes."""
+    """A loader that rejects anchors and aliases: a few of them can stand for gigabytes."""
 
     nodes = depth = 0
 
@@ -67,16 +67,16 @@ class _Loader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(
                 problem=f"it has more than {MAX_NODES} values", problem_mark=event.start_mark
             )
-        made = super().compose_node(parent, index)
+        node = super().compose_node(parent, index)
         self.depth -= 1
-        return made
+        return node
 
 
 def compose(text: str) -> yaml.Node | None:
     """Return the nodes of a YAML text; None for an empty one.
 
     Raises:
-        YamlError: no YAML, or more than is read.
+        YamlError: it is not YAML, or exceeds a limit.
     """
     line: int | None
     try:
@@ -100,10 +100,10 @@ def compose(text: str) -> yaml.Node | None:
 
 
 def entries(mapping: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, int]]:
-    """Return key, value and line of a mapping's entries.
+    """Yield key, value and line of a mapping's entries.
 
     Raises:
-        YamlError: a key that is not text, or stands there twice.
+        YamlError: a key is not text, or appears twice.
     """
     lines: dict[str, int] = {}
     for key, value in mapping.value:
@@ -119,9 +119,9 @@ def entries(mapping: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, int]]:
 
 
 def plain(node: yaml.Node, *, numbers: bool = False) -> object:
-    """Return a node as plain data, its scalars as text; with `numbers`, decimal ones as numbers.
+    """Return a node as plain data, with scalars as text; with `numbers`, decimal ones as numbers.
 
-    YAML's other ways to write a number (octal, base 60, `.inf`) stay text, and so does one that no machine needs.
+    YAML's other notations of numbers (octal, base 60, `.inf`) stay text, and so do overlong numbers.
 
     Raises:
         YamlError: as `entries`.

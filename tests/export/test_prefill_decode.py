@@ -19,7 +19,7 @@ from tools.hf_table import PAGE, build, measure_ranks, table_rows
 from tpcompiler import InputsError, cli
 from tpcompiler.frontend.example_inputs import Example
 from tpcompiler.frontend.exporting import _export_dynamic, export_without_weights
-from tpcompiler.frontend.prefill_decode import Step, build_steps
+from tpcompiler.frontend.prefill_decode import StepModule, build_steps
 from tpcompiler.runtime.generate import generate
 from tpcompiler.runtime.weightless import weightless_names
 
@@ -82,7 +82,7 @@ def test_two_ranks_generate_as_transformers(model_type: str, tmp_path: Path, mon
     assert hf_table.check_tokens(row("mamba"), tmp_path, tmp_path / "out", asked) == "NOT the tokens of transformers"
 
 
-def steps_of(model_type: str) -> tuple[Any, dict[str, Step]]:
+def steps_of(model_type: str) -> tuple[Any, dict[str, StepModule]]:
     """A small model with weights, and its programs' modules."""
     torch.manual_seed(0)
     auto: Any = getattr(transformers, f"AutoModel{row(model_type).head}")

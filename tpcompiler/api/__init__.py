@@ -1,4 +1,4 @@
-"""The pipeline on one page."""
+"""The public functions that convert, search, check and budget programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tpcompiler.runtime.artifact import programs_in, read_manifest
 from tpcompiler.runtime.place import place_state
 from tpcompiler.solver.place import Aim, Goal
 
-SEVERAL = (Mapping, list, tuple)  # programs
+SEVERAL = (Mapping, list, tuple)  # types that hold several programs
 WEIGHTS = '{"prefill": 1, "decode": 256}'
 Given = Mapping[str, Any] | Sequence[Any] | None
 Programs = Mapping[str, ExportedProgram] | Sequence[tuple[str, ExportedProgram]]
@@ -96,47 +96,47 @@ def parallelize(
     weights: Mapping[str, float] | None = None,
     dump: str | os.PathLike[str] | None = None,
 ) -> ParallelProgram | ProgramSet:
-    """Turn a single-device exported program into one program per rank. Needs no GPU and no launched process.
+    """Turn a single-device exported program into one program per rank, without GPUs or launched processes.
 
     Args:
-        exported_program: from `torch.export.export`, decomposed or not. It is not changed. Or several by name, such as
-            prefill and decode, that share weights and caches: these are placed alike in all of them.
-        mesh: the degree of the one axis `tp`, or `{axis: degree}`.
+        exported_program: a program of `torch.export.export`, which is not changed. Or several by name, such as
+            prefill and decode, that share weights and caches, which get the same placements in all of them.
+        mesh: the degree of a single axis `tp`, or `{axis: degree}`.
         plan: a `Plan`, `{FQN pattern: style}`, the path of a YAML file with such a mapping, or "auto": the cheapest
             placements that the search finds (docs/auto.md); "auto:free" may also gather weights and cut the batch.
-            A mapping with `"**": "auto"` leaves to the search what its other entries do not name.
-        inputs: placements of the user's tensors, by name or in order: "R" (the default), "S(0)", torch placements; of
+            With `"**": "auto"` in a mapping, the search places everything that its other entries do not name.
+        inputs: placements of the user's tensors, by name or in order: "R" (the default), "S(0)", torch placements; for
             several programs, {program's name: these}.
-        outputs: the same of what is returned.
-        device_type: "cpu" or "cuda", for which no device need be at hand; by default where the program's tensors are.
-        collectives: what sends: "nccl" (gloo on a CPU); "symm_mem", torch's ops over memory that GPUs map
-            from each other, wherever these fit; "auto", where the machine's links are faster so (docs/gpu.md).
-        check_indices: where an indexed dim is cut, assert in the ranks' programs that computed indices are in the whole
-            dim. Without it those beyond give zeros, or write nothing, and do not raise as on a single device.
-        machine: the YAML file that describes one device and its links (docs/auto.md), or the name of one that comes
-            with the package; by default what the environment variable TPCOMPILER_MACHINE names, or "h100".
-        memory: the most bytes that a rank may hold: weights, caches, inputs, and activations at their peak, estimated.
-            By default 0.9 of the machine's, less 0.4 GB for NCCL; anything where a plan names all layers and no machine
+        outputs: placements of the returned tensors, in the same form.
+        device_type: "cpu" or "cuda", even without such a device; by default that of the program's tensors.
+        collectives: the backend: "nccl" (gloo on a CPU); "symm_mem", torch's ops over memory that GPUs map
+            from each other, wherever supported; "auto", only where expected to be faster (docs/gpu.md).
+        check_indices: if an indexed dim is cut, assert in the ranks' programs that computed indices are in the whole
+            dim. Without it, indices out of range read zeros or write nothing, and do not raise.
+        machine: the YAML file that describes one device and its links (docs/auto.md), or the name of one in
+            the package; by default that in the environment variable TPCOMPILER_MACHINE, or "h100".
+        memory: limit on a rank's bytes: weights, caches, inputs, and activations at their estimated peak.
+            By default 0.9 of the machine's, less 0.4 GB for NCCL; none if a plan names all layers and no machine
             is given.
-        optimize: what the search is for: "latency", the fastest call that fits; "memory", the fewest bytes of weights
-            on a rank, and of those the fastest call.
-        weights: of several programs, how often each is called, by name: {"prefill": 1, "decode": 256}. By default all
+        optimize: the goal of the search: "latency", the fastest call that fits; "memory", the fewest bytes of weights
+            on a rank, and among equals the fastest call.
+        weights: the number of calls of several programs, by name: {"prefill": 1, "decode": 256}. By default all
             count the same.
         dump: a directory for a numbered text of the program after every pass.
 
     Raises:
-        PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: what, where, the numbers, one
-            action.
+        PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: each with its cause,
+            place, numbers and one action.
     """
     read = read_plan(plan)
     conversions = conversions_of(
         exported_program, mesh, read, inputs, outputs, device_type, dump, collectives, check_indices
     )
     calls = read_calls(weights, conversions)
-    made = finished_together(
+    programs = finished_together(
         conversions, _aim(plan, machine, memory, optimize, calls, searches=read.searches, collectives=collectives)
     )
-    return ProgramSet(made) if isinstance(exported_program, SEVERAL) else made[""]
+    return ProgramSet(programs) if isinstance(exported_program, SEVERAL) else programs[""]
 
 
 @collector_rests()
@@ -152,12 +152,12 @@ def find_plan(
     optimize: Goal = "latency",
     weights: Mapping[str, float] | None = None,
 ) -> Plan:
-    """The plan that the search finds, which `parallelize` turns into the very programs that it makes of "auto".
+    """Return the plan that the search finds; `parallelize` turns it into the same programs as "auto".
 
-    All but `plan` is as `parallelize` takes it.
+    All arguments except `plan` are those of `parallelize`.
 
     Args:
-        plan: for some layers; the search decides the rest, and keeps to it.
+        plan: a plan for some layers, which the search keeps while it places the rest.
 
     Raises:
         PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: as `parallelize`.
@@ -179,11 +179,11 @@ def conversions_of(
     collectives: Collectives = "nccl",
     check_indices: bool = True,
 ) -> dict[str, Conversion]:
-    """What `parallelize` is given, by program; the name of one program alone is empty."""
+    """Turn the arguments of `parallelize` into conversions by program; the name of a single program is empty."""
     mesh = Mesh.of(mesh)
     if not isinstance(exported_program, SEVERAL):
         boundary = _specs(inputs, "input"), _specs(outputs, "output")
-        one: Any = exported_program  # what is no program is refused by the first pass
+        one: Any = exported_program  # the first pass rejects anything that is not a program
         return {"": Conversion.of(one, mesh, plan, boundary, device_type, dump, collectives, check_indices)}
     conversions = {
         name: Conversion.of(
@@ -202,7 +202,7 @@ def conversions_of(
 
 
 def read_plan(plan: Plan | Mapping[str, object] | str | os.PathLike[str]) -> Plan:
-    """A plan as `parallelize` takes it: also "auto", which leaves all to the search."""
+    """Read a plan as `parallelize` does, including "auto", which leaves everything to the search."""
     return Plan().with_search() if plan in SEARCHES else Plan.of(plan)
 
 
@@ -222,10 +222,10 @@ def _aim(
 
 
 def read_calls(weights: Mapping[str, float] | None, names: Collection[str]) -> tuple[float, ...]:
-    """How often each program is called, in order; nothing where all count the same.
+    """Return the number of calls of each program, in order; empty if all count the same.
 
     Raises:
-        PlanError: other names than the programs', or no positive numbers.
+        PlanError: the names are not the programs', or the numbers are not positive.
     """
     if weights is None:
         return ()
@@ -241,25 +241,25 @@ def read_calls(weights: Mapping[str, float] | None, names: Collection[str]) -> t
 def _named(programs: Programs) -> dict[str, ExportedProgram]:
     pairs = list(programs.items() if isinstance(programs, Mapping) else programs)
     names = [pair[0] if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
-    said = [name if isinstance(name, str) else type(name).__name__ for name in names]
-    if not names or said != names or len(set(said)) < len(said) or not all(name.isidentifier() for name in said):
+    texts = [name if isinstance(name, str) else type(name).__name__ for name in names]
+    if not names or texts != names or len(set(texts)) < len(texts) or not all(name.isidentifier() for name in texts):
         raise ProgramError(
-            f"several programs need a name each, got {said}",
+            f"several programs need a name each, got {texts}",
             help='give {"prefill": exported_program, "decode": exported_program}',
         )
     return dict(pairs)
 
 
 def _of(given: Given, name: str) -> Given:
-    """What is given for one of several programs."""
+    """Return the placements for one of several programs."""
     if given is None:
         return None
     if not isinstance(given, Mapping):
         raise PlanError(
             f"placements {given!r} do not say of which program they are", help="write {program's name: {...}}"
         )
-    found: Given = given.get(name)
-    return found
+    placements: Given = given.get(name)
+    return placements
 
 
 def tensor_parallel_transformation(
@@ -269,13 +269,13 @@ def tensor_parallel_transformation(
     device_type: str,
     parallel_strategies: Mapping[str, ParallelStyle | type[ParallelStyle] | str],
 ) -> ExportedProgram:
-    """The program of one rank: a drop-in for `torch.distributed.tensor.experimental._tp_transform`.
+    """Return the program of one rank: a drop-in for `torch.distributed.tensor.experimental._tp_transform`.
 
-    Inside an initialised process group of `world_size` ranks the program uses that group by its own name; without one
-    it uses the logical name of a mesh `tp=<world_size>`, which `tpcompiler.load` registers.
+    Inside an initialised process group of `world_size` ranks the program uses that group by its name; without one it
+    uses the logical name of a mesh `tp=<world_size>`, which `tpcompiler.load` registers.
 
     Args:
-        device_type: "cpu" or "cuda". The rank's weights are put there, on the current device, where there is one.
+        device_type: "cpu" or "cuda". The rank's weights are moved there, to the current device, if there is one.
         parallel_strategies: layer FQN (or pattern) -> torch style class or instance, or a style's name.
 
     Raises:
@@ -292,10 +292,10 @@ def tensor_parallel_transformation(
         world = dist.group.WORLD
         assert world is not None
         mesh = Mesh(mesh.axes, group_of_world=world.group_name)
-    made = parallelize(exported_program, mesh, dict(parallel_strategies), device_type=device_type).rank_program(rank)
+    program = parallelize(exported_program, mesh, dict(parallel_strategies), device_type=device_type).rank_program(rank)
     if device_type != "cuda" or torch.cuda.is_available():
-        place_state(made, device_type)
-    return made
+        place_state(program, device_type)
+    return program
 
 
 def check(
@@ -305,21 +305,21 @@ def check(
     checkpoint: str | os.PathLike[str] | None = None,
     trust: bool = False,
 ) -> CheckReport:
-    """Check the files of an artifact against what they claim, without running the model (`docs/trust.md`).
+    """Check the files of an artifact against their claims, without running the model (`docs/trust.md`).
 
-    Each rank's program must be a sound share of one and the same single-device program, all ranks must issue the same
-    collectives, and the tensors must be what the manifest says. Whether that program is the user's is for
-    `ParallelProgram.verify`, or `tpcompiler verify`, to say.
+    Each rank's program must be a sound share of the same single-device program, all ranks must issue the same
+    collectives, and the tensors must match the manifest. Use `ParallelProgram.verify` or `tpcompiler verify` to
+    check that the program is the user's.
 
     Args:
-        directory: what `ParallelProgram.save`, `ProgramSet.save` or `tpcompiler convert` wrote.
+        directory: an artifact of `ParallelProgram.save`, `ProgramSet.save` or `tpcompiler convert`.
         original: the single-device program, whose weights are compared with the ranks' shares.
-        checkpoint: a directory of safetensors files with the weights of a model that was exported without; of the
-            model in the artifact by default.
-        trust: read files too that need a pickle or could run code (docs/security.md).
+        checkpoint: a directory of safetensors files with the weights of a model that was exported without them; for
+            the model in the artifact by default.
+        trust: also read files that need a pickle or could run code (docs/security.md).
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
+        ArtifactError: the artifact is missing, damaged or, without `trust`, could run code.
     """
     if checkpoint is not None:
         original = original or read_original(directory, read_manifest(directory), trust=trust)
@@ -335,18 +335,18 @@ def check_budget(
     max_wire_bytes: int | None = None,
     max_memory: int | str | None = None,
 ) -> None:
-    """Hold a conversion, or an artifact, to what it may send and hold.
+    """Check a conversion, or an artifact, against limits on communication and memory.
 
     Args:
-        made: what `parallelize` gives, or the directory of an artifact; of several programs each is held to all of it.
-        limits: such as "2 all_reduce/layer" (in each repeated module), "1 all_gather" (in all) or "0 fallbacks".
-        max_wire_bytes: that a rank sends in one call.
-        max_memory: bytes (or "24GB") of parameters, buffers and constants that a rank holds. Unlike `memory=` of
-            `parallelize` it is no limit of the search, and leaves activations out, which are estimated.
+        made: a result of `parallelize`, or the directory of an artifact; each of several programs must meet all limits.
+        limits: limits such as "2 all_reduce/layer" (in each repeated module), "1 all_gather" (in all) or "0 fallbacks".
+        max_wire_bytes: limit on the bytes that a rank sends in one call.
+        max_memory: limit on a rank's bytes (or "24GB") of parameters, buffers and constants. Unlike `memory=` of
+            `parallelize` it does not limit the search, and excludes activations, which are estimated.
 
     Raises:
-        BudgetError: it does more: what, where, and by how much; or a limit in no known form.
-        ArtifactError: no artifact, or a damaged one.
+        BudgetError: a limit is exceeded, with the place and the amount; or a limit has an unknown form.
+        ArtifactError: the artifact is missing or damaged.
     """
     budget = Budget.read(limits, max_wire_bytes, max_memory)
     if isinstance(made, ParallelProgram):

@@ -1,4 +1,4 @@
-"""The smallest piece of a program, and the fewest placements, that still come out wrong."""
+"""Find the smallest piece of a program, and the fewest placements, that still come out wrong."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.runtime.target import refuse_strange_name, replacing
 
-MOST_STEPS = 12  # ops before the first wrong one that a piece may reach back
-UNUSABLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, TpCompilerError)  # of a piece by itself
+MOST_STEPS = 12  # number of ops before the first wrong one that a piece may reach back
+UNUSABLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, TpCompilerError)  # of pieces
 SCRIPT = '''"""{title}"""
 
 import pathlib
@@ -56,7 +56,7 @@ raise SystemExit(not report.ok)
 
 
 @dataclass(frozen=True)
-class Piece:
+class WrongPiece:
     """A wrong piece: its program, the placements of leaves and inputs that make it wrong, and its ops, in order."""
 
     program: ExportedProgram
@@ -75,25 +75,25 @@ def bisect(
     *,
     inputs: Mapping[str, Any] | None = None,
     outputs: Mapping[str, Any] | None = None,
-) -> Piece | None:
-    """Shrink a conversion that is wrong: ops first, then placements. None where a new conversion is right.
+) -> WrongPiece | None:
+    """Shrink a wrong conversion: ops first, then placements. Return None if a new conversion is right.
 
-    The first wrong value is converted by itself, with the shardings that it has in the whole, of operands that the
-    model makes from these inputs; where that is right, with the ops before it, one step more at a time. Placements
-    without which the piece is wrong all the same are left out (Zeller, "Yesterday, my program worked", 1999).
+    The first wrong value is converted alone, with its shardings in the whole program, on operands that the model
+    computes from these inputs; if that is right, with the ops before it, one step more at a time. Placements that the
+    error does not need are removed (Zeller, "Yesterday, my program worked", 1999).
 
     Raises:
         TpCompilerError: the model cannot be converted, or does not run on these inputs.
     """
-    made = parallelize(model, mesh, plan, inputs=inputs, outputs=outputs)
-    report = made.verify(args, kwargs or {})
+    program = parallelize(model, mesh, plan, inputs=inputs, outputs=outputs)
+    report = program.verify(args, kwargs or {})
     if report.ok:
         return None
     name = re.match(r"'([^']+)'", report.first_diverging or "")
-    for piece in _pieces(made.resharded, _origin(made, name[1] if name else ""), args, kwargs or {}):
+    for piece in _pieces(program.resharded, _origin(program, name[1] if name else ""), args, kwargs or {}):
         if _is_wrong(piece):
             return _fewest(piece)
-    return Piece(model, made.mesh, Plan.of(plan).to_data(), [], ("the whole program",))
+    return WrongPiece(model, program.mesh, Plan.of(plan).to_data(), [], ("the whole program",))
 
 
 def bisect_artifact(
@@ -104,10 +104,10 @@ def bisect_artifact(
     *,
     target: str | os.PathLike[str],
 ) -> str:
-    """Convert the model anew, as the artifact says it was, and `bisect` that: what was found, in a sentence.
+    """Convert the model again as the artifact specifies, `bisect` that, and return the finding as a sentence.
 
     Raises:
-        ArtifactError: no artifact, or a damaged one.
+        ArtifactError: the artifact is missing or damaged.
     """
     manifest = read_manifest(directory)
     if any(note["kind"] == "mesh" for note in manifest.notes):
@@ -123,11 +123,11 @@ def bisect_artifact(
     return f"{', '.join(piece.ops)}: run {write_piece(piece, target)}"
 
 
-def write_piece(piece: Piece, directory: str | os.PathLike[str]) -> Path:
-    """Write `piece.pt2` and `repro.py`, which exits with 1 as long as the piece is wrong; returns the script.
+def write_piece(piece: WrongPiece, directory: str | os.PathLike[str]) -> Path:
+    """Write `piece.pt2` and `repro.py`, which exits with 1 as long as the piece is wrong; return the script.
 
     Raises:
-        ArtifactError: they cannot be written there.
+        ArtifactError: the files cannot be written.
     """
     target = Path(directory)
     refuse_strange_name(target)
@@ -139,7 +139,7 @@ def write_piece(piece: Piece, directory: str | os.PathLike[str]) -> Path:
             torch.export.save(piece.program, temporary)
         with replacing(target / "repro.py") as temporary:
             temporary.write_text(text, encoding="utf-8")
-    except (OSError, RuntimeError) as error:  # the second is what torch makes of the first
+    except (OSError, RuntimeError) as error:  # torch raises the second for the first
         raise ArtifactError(
             f"cannot write the piece to {target}: {reason(error)}", help="choose a directory that can be written"
         ) from error
@@ -147,13 +147,15 @@ def write_piece(piece: Piece, directory: str | os.PathLike[str]) -> Path:
 
 
 def _origin(made: ParallelProgram, name: str) -> str:
-    """The single-device op that a value of the ranks' programs stands for."""
+    """Return the single-device op behind a value of the ranks' programs."""
     local = {node.name: node for node in made.partition.local_program(0).graph.nodes}
     return str(local[name].meta.get(ORIGIN, name)) if name in local else name
 
 
-def _pieces(program: ReshardedProgram, wrong: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Piece]:
-    """The wrong op by itself, then with what lies up to so many steps before it."""
+def _pieces(
+    program: ReshardedProgram, wrong: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[WrongPiece]:
+    """Yield the wrong op alone, then with the ops up to so many steps before it."""
     last = next((node for node in program.graph.nodes if node.name == wrong), None)
     if last is None:
         return
@@ -174,14 +176,14 @@ def _used(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _plain(node: fx.Node) -> fx.Node:
-    """The value whose sharding is changed."""
+    """Return the value before any change of sharding."""
     while node.target is reshard:
         node = node.all_input_nodes[0]
     return node
 
 
 def _values(program: ReshardedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[fx.Node, Any]:
-    """What every node is on one device."""
+    """Return every node's value on one device."""
     feed = iter(flatten_inputs(program.source, args, kwargs))
     env: dict[fx.Node, Any] = {}
     for node, spec in program.inputs():
@@ -194,8 +196,10 @@ def _values(program: ReshardedProgram, args: Sequence[Any], kwargs: Mapping[str,
     return env
 
 
-def _piece(program: ReshardedProgram, nodes: Sequence[fx.Node], last: fx.Node, values: Mapping[fx.Node, Any]) -> Piece:
-    """These ops as a program of their own: leaves keep their names, other operands are its inputs."""
+def _piece(
+    program: ReshardedProgram, nodes: Sequence[fx.Node], last: fx.Node, values: Mapping[fx.Node, Any]
+) -> WrongPiece:
+    """Export these ops as a separate program: leaves keep their names, other operands become inputs."""
     names = dict(program.leaves())
     graph, root = fx.Graph(), torch.nn.Module()
     env: dict[fx.Node, Any] = {}
@@ -219,12 +223,12 @@ def _piece(program: ReshardedProgram, nodes: Sequence[fx.Node], last: fx.Node, v
             if used in names and used not in env:
                 env[used] = graph.get_attr(names[used])
         env[node] = graph.node_copy(node, lambda n: env[_plain(n)] if _plain(n) in env else values[n])
-    made = env[last]
-    graph.output(made)
+    result = env[last]
+    graph.output(result)
     module = fx.GraphModule(root, graph)
     exported = torch.export.export(module, tuple(values[node] for node in inputs))
     given = [_spec(wants[node].settled(), program.mesh) for node in inputs]
-    return Piece(exported, program.mesh, plan, given, tuple(f"{op_name(node)} ('{node.name}')" for node in nodes))
+    return WrongPiece(exported, program.mesh, plan, given, tuple(f"{op_name(node)} ('{node.name}')" for node in nodes))
 
 
 def _put(root: torch.nn.Module, name: str, value: torch.Tensor) -> None:
@@ -240,22 +244,22 @@ def _put(root: torch.nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _spec(sharding: Sharding, mesh: Mesh) -> Any:
-    """As a plan says it: one placement, or one for each axis."""
+    """Return a sharding in the form of a plan: one placement, or one for each axis."""
     placements = dict(zip(mesh.names, sharding.placements(mesh), strict=True))
     return format_spec(placements if len(placements) > 1 else next(iter(placements.values())))
 
 
-def _is_wrong(piece: Piece) -> bool:
+def _is_wrong(piece: WrongPiece) -> bool:
     assert piece.program.example_inputs is not None
     try:
-        made = parallelize(piece.program, piece.mesh, dict(piece.plan), inputs=list(piece.inputs))
-        return not made.verify(*piece.program.example_inputs).ok
+        program = parallelize(piece.program, piece.mesh, dict(piece.plan), inputs=list(piece.inputs))
+        return not program.verify(*piece.program.example_inputs).ok
     except TpCompilerError:
         return False
 
 
-def _fewest(piece: Piece) -> Piece:
-    """Without the placements that it is wrong without."""
+def _fewest(piece: WrongPiece) -> WrongPiece:
+    """Remove the placements that the piece does not need to be wrong."""
     for name in piece.plan:
         without = replace(piece, plan={n: spec for n, spec in piece.plan.items() if n != name})
         piece = without if _is_wrong(without) else piece

@@ -1,4 +1,4 @@
-"""A description of the present machine, measured, in the form that the search reads."""
+"""Measure this machine, and describe it in the form that the search reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tpcompiler.judge.compare.processes import run_ranks
 from tpcompiler.yaml_file import compose, plain
 
 LONGEST = timedelta(minutes=5)
-NOISE = 1.2  # times by which a rate may differ from itself
+NOISE = 1.2  # largest ratio of two measurements of one rate
 FLOORS = {
     "product": "seconds of a matrix product on top of its bytes and FLOPs",
     "attention": "the same of an attention",
@@ -25,12 +25,12 @@ FLOORS = {
 
 
 def measure_machine(ranks: int = 2, *, timeout: timedelta = LONGEST) -> str:
-    """The text of a machine file (docs/auto.md) for the devices and links here.
+    """Return the text of a machine file (docs/auto.md) for the devices and links here.
 
-    Starts `ranks` processes, with NCCL where each can have a GPU and with gloo and one thread each where not. All of
+    Starts `ranks` processes, with NCCL if each can have a GPU, otherwise with gloo and one thread each. All of
     them multiply and copy at the same time. Collectives of 512 B to 64 MB are measured in groups of 2, 4, ... and all
-    ranks, and two links fitted to each kind. Of one that cannot be measured a warning and a comment in the file say
-    why; another warning says that the machine was busy.
+    ranks, and two links are fitted to each kind. A warning and a comment in the file explain any that cannot be
+    measured; another warning reports a busy machine.
 
     Raises:
         LaunchError: a process fails, or they do not end in time.
@@ -52,7 +52,7 @@ def machine_data(text: str) -> dict[str, Any]:
 
 
 def machine_text(measured: dict[str, Any], ranks: int) -> str:
-    """The file; what no link says is as an all_reduce of all ranks."""
+    """Return the text of the file; collectives without a link use that of an all_reduce over all ranks."""
     for name, first in measured["rates"].items():
         if not 1 / NOISE < (again := measured["again"][name]) / first < NOISE:
             warnings.warn(

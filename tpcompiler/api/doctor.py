@@ -1,4 +1,4 @@
-"""How many ranks a model may run on, what each number costs, and what stands in the way: found by the search."""
+"""Find how many ranks a model can use, the cost of each number, and the obstacles, with the search."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.progress import counted
 from tpcompiler.terminal.tables import Part, Shown, Table
 
-MOST = 16  # of the degrees that are tried
-FURTHEST = 1024  # where a limit on memory is not met by fewer
-AXIS = "tp"  # whose degrees are tried
+MOST = 16  # largest degree to try
+FURTHEST = 1024  # largest degree to look for if a limit on memory needs more
+AXIS = "tp"  # the axis whose degrees are tried
 SPOKEN = ("first token", "tokens/s", "of a row")
 
 
 @dataclass(frozen=True)
 class Sends:
-    """Equal collectives of a call: how many, the wire bytes of a rank and the seconds of each."""
+    """Equal collectives of a call: their number, and the wire bytes of a rank and the seconds of each."""
 
     kind: str
     count: int
@@ -55,8 +55,8 @@ class Sends:
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of a program: its collectives, the bytes that a rank sends, and how long it takes.
+class CallCost:
+    """One call of a program: its collectives, the bytes that a rank sends, and its time.
 
     `samples`: the size of the first dim of its first input.
     """
@@ -73,8 +73,8 @@ class Call:
     def wire_bytes(self) -> int:
         return sum(each.count * each.wire_bytes for each in self.sends)
 
-    def cells(self, alone: Call) -> tuple[str, ...]:
-        """Show its time, and the speed-up over the call on one rank."""
+    def cells(self, alone: CallCost) -> tuple[str, ...]:
+        """Return its time as table cells, and the speed-up over the call on one rank."""
         time = self.seconds
         parts = (time.work, time.kernels, time.network, time.host, time.total)
         times = (duration(part) if part else "-" for part in parts)
@@ -82,30 +82,29 @@ class Call:
         return str(self.collectives), *times, speedup
 
     def to_data(self) -> dict[str, Any]:
-        """As JSON."""
-        said = {"collectives": self.collectives, "wire_bytes": self.wire_bytes, "seconds": self.seconds.to_data()}
-        return {**said, "sends": [dataclasses.asdict(each) for each in self.sends]}
+        data = {"collectives": self.collectives, "wire_bytes": self.wire_bytes, "seconds": self.seconds.to_data()}
+        return {**data, "sends": [dataclasses.asdict(each) for each in self.sends]}
 
 
 @dataclass(frozen=True)
 class Degree:
-    """What the search makes of a number of ranks.
+    """The result of the search for a number of ranks.
 
     Attributes:
-        asked: the mesh.
-        mesh: the one that it runs on: where ranks share heads, `tp` is two axes.
+        asked: the requested mesh.
+        mesh: the mesh it runs on: if ranks share heads, `tp` is two axes.
         memory: bytes of the rank that holds most.
-        least: the same where a rank is to hold as little as the search can do with.
-        calls: of each program; the name of one alone is empty.
-        fits: within the limit, maybe with more sent than without one.
-        remarks: what the degree does not divide, and what uneven cuts, shared shares and layers that stay whole cost.
+        least: the same if the search minimises a rank's memory.
+        calls: calls by program; the name of a single program is empty.
+        fits: True if it is within the limit, possibly by sending more.
+        remarks: dims that the degree does not divide, and the costs of uneven cuts, shared shares and whole layers.
     """
 
     asked: Mesh
     mesh: dict[str, int]
     memory: Memory
     least: Memory
-    calls: dict[str, Call]
+    calls: dict[str, CallCost]
     fits: bool
     remarks: tuple[str, ...]
 
@@ -114,12 +113,12 @@ class Degree:
         return self.asked.world_size
 
     def held(self) -> tuple[str, ...]:
-        """What is shown of its memory."""
+        """Return its memory as table cells."""
         each = (self.memory.weights, self.memory.caches, self.memory.activations, self.memory.total)
         return _named(self.asked), *map(format_bytes, each)
 
     def limits(self, name: str) -> Iterator[str]:
-        """The largest part of a call's time, and its collectives."""
+        """Yield the largest part of a call's time, and its collectives."""
         call, ranks, of = self.calls[name], _named(self.asked), f" of {name}" if name else ""
         time = call.seconds
         parts = {"work": time.work, "kernels": time.kernels, "network": time.network, "host": time.host}
@@ -129,40 +128,38 @@ class Degree:
         yield from (f"{ranks}: {each.text}" for each in call.sends)
 
     def spoken(self) -> tuple[str, ...]:
-        """What is shown of a prefill and a decode: the time to the first token, then tokens of all rows and of each."""
+        """Return the generation speed as table cells: time to the first token, tokens of all rows and of each."""
         prefill, decode = self.calls["prefill"], self.calls["decode"]
         rate = 1 / decode.seconds.total if decode.seconds.total else math.inf
         rates = (f"{rows * rate:,.0f}" for rows in (decode.samples, 1))
         return _named(self.asked), duration(prefill.seconds.total), *rates
 
     def to_data(self) -> dict[str, Any]:
-        """As JSON."""
         memory = {name: getattr(self.memory, name) for name in ("weights", "caches", "activations", "total")}
         calls = {name: call.to_data() for name, call in self.calls.items()}
-        said = {"ranks": self.ranks, "mesh": self.mesh, "bytes": memory, "calls": calls}
-        return {**said, "fits": self.fits, "remarks": list(self.remarks)}
+        data = {"ranks": self.ranks, "mesh": self.mesh, "bytes": memory, "calls": calls}
+        return {**data, "fits": self.fits, "remarks": list(self.remarks)}
 
 
 @dataclass(frozen=True)
 class Stop:
-    """A mesh that is no degree, and why: no placement suits it, or it was not tried."""
+    """A mesh without a result, and the reason: no placement suits it, or it was not tried."""
 
     asked: Mesh
     reason: str
 
     def to_data(self) -> dict[str, Any]:
-        """As JSON."""
         return {"ranks": self.asked.world_size, "mesh": dict(self.asked.axes), "reason": self.reason}
 
 
 @dataclass(frozen=True)
 class Diagnosis(Shown):
-    """What each degree gives on a machine.
+    """The result of each degree on a machine.
 
     Attributes:
         stopped: degrees that no placement suits.
-        untried: degrees that do not divide what is cut.
-        limit: bytes that a rank may hold.
+        untried: degrees that do not divide the cut dims.
+        limit: the limit on a rank's bytes.
         least: the ranks of the smallest degree that fits.
     """
 
@@ -174,7 +171,7 @@ class Diagnosis(Shown):
     least: int
 
     def parts(self) -> Iterator[Part]:
-        """A line for each degree; then what stops degrees, or costs."""
+        """Yield a line for each degree, then the obstacles and costs."""
         yield f"on {self.machine} a rank may hold {format_bytes(self.limit)}"
         ranks = "ranks" if self.degrees[0].asked.names == (AXIS,) else "mesh"
         held = (ranks, "weights", "caches", "at peak", "in all")
@@ -197,7 +194,7 @@ class Diagnosis(Shown):
         yield f"the smallest that fits: {f'--tp {self.least}' if ranks == 'ranks' else f'--mesh {_named(least)}'}"
 
     def _limits(self) -> Iterator[str]:
-        """What takes the time on the smallest degree that fits and on the fastest, and where more ranks stop to pay."""
+        """Yield the bottlenecks of the smallest degree that fits and of the fastest, and the degree where gains end."""
         fitting = [each for each in self.degrees if each.fits]
         for name in fitting[0].calls:
             of = f" of {name}" if name else ""
@@ -217,7 +214,6 @@ class Diagnosis(Shown):
             )
 
     def to_data(self) -> dict[str, Any]:
-        """As JSON."""
         lists = {name: [each.to_data() for each in getattr(self, name)] for name in ("degrees", "stopped", "untried")}
         return {"machine": self.machine, "limit": self.limit, "least": self.least, **lists}
 
@@ -233,19 +229,19 @@ def diagnose(
     memory: int | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Diagnosis:
-    """Place a model on every degree that is a power of two, or divides all that two ranks cut, up to 16.
+    """Place a model on every degree up to 16 that is a power of two, or divides every dim that two ranks cut.
 
     Args:
-        exported_program: one, or several that share their weights, as `parallelize` takes them.
+        exported_program: one program, or several that share their weights, as in `parallelize`.
         beside: the other axes of the mesh, such as `{"dp": 2}`, before `tp`, whose degrees are tried.
-        inputs: as of `parallelize`, and so are `outputs`: `{"x": {"dp": "S(0)"}}`.
-        machine: whose step times are predicted: the YAML file that describes one device and its links, or "h100".
-        memory: the most bytes that a rank may hold; by default 0.9 of the machine's, less 0.4 GB for NCCL.
-        weights: how often each of several programs is called, as of `parallelize`.
+        inputs: as in `parallelize`, like `outputs`: `{"x": {"dp": "S(0)"}}`.
+        machine: the machine to predict step times for: a YAML file that describes one device and its links, or "h100".
+        memory: limit on a rank's bytes; by default 0.9 of the machine's, less 0.4 GB for NCCL.
+        weights: the number of calls of each of several programs, as in `parallelize`.
 
     Raises:
-        ShardingError: no degree fits; by how much, and the least one that does.
-        MeshError: `beside` has the axis `tp`, or no mesh.
+        ShardingError: no degree fits, with the excess and the smallest degree that does.
+        MeshError: `beside` has the axis `tp`, or is not a mesh.
         MachineError, PlanError, ProgramError, UnsupportedError: as `parallelize`.
     """
     described = read_machine(machine)
@@ -257,7 +253,7 @@ def diagnose(
     examined = _Examined(conversions, described, limit, read_calls(weights, conversions))
     degrees, stopped = {1: examined.degree(1)}, list[Stop]()
     candidates = [2]
-    for tp in counted(candidates, "trying degrees", "degrees"):  # more of them by what two ranks cut
+    for tp in counted(candidates, "trying degrees", "degrees"):  # grows by the dims that two ranks cut
         try:
             degrees[tp] = examined.degree(tp)
         except (ShardingError, UnsupportedError) as error:
@@ -277,7 +273,7 @@ def diagnose(
 
 
 class _Examined:
-    """Programs that are placed on one degree after the other; of two ranks, what the others are compared with."""
+    """Programs placed on one degree after another; the result of two ranks is kept to compare the others with."""
 
     def __init__(
         self, conversions: Mapping[str, Conversion], machine: Machine, limit: int, calls: tuple[float, ...]
@@ -291,7 +287,7 @@ class _Examined:
         return Mesh(tuple((axis, tp if axis == AXIS else degree) for axis, degree in first.axes))
 
     def degree(self, tp: int) -> Degree:
-        """Without a limit, and where that is too much, within it if that can be.
+        """Place the programs without a limit; if that is too large, within the limit if possible.
 
         Raises:
             ShardingError, UnsupportedError: no placement suits the degree.
@@ -309,7 +305,7 @@ class _Examined:
         calls = {}
         for (name, own), program in zip(made.items(), found.programs, strict=True):
             sends = _sends(own.collectives(), found.mesh, self.machine)
-            calls[name] = Call(sends, own.predict(self.machine).total, _samples(program))
+            calls[name] = CallCost(sends, own.predict(self.machine).total, _samples(program))
         if tp == 2:
             self.pair, self.obstacles = found, find_obstacles(found)
         notes = dict.fromkeys(note.text for own in made.values() for note in own.resharded.notes if note.kind == "cut")
@@ -334,14 +330,14 @@ def _samples(program: PlannedProgram) -> int:
 
 
 def _undivided(obstacles: Sequence[Obstacle], tp: int, foremost: bool = False) -> str:
-    """What so many ranks cannot share evenly; `foremost`: of the first kind only."""
-    found = [each for each in obstacles if each.count % tp]
-    told = [each for each in found if not foremost or each.kind == found[0].kind]
-    return f"{', '.join(map(str, told))} do not divide evenly" if told else ""
+    """Describe the dims that so many ranks cannot share evenly; `foremost`: those of the first kind only."""
+    uneven = [each for each in obstacles if each.count % tp]
+    listed = [each for each in uneven if not foremost or each.kind == uneven[0].kind]
+    return f"{', '.join(map(str, listed))} do not divide evenly" if listed else ""
 
 
 def _folded(stops: Sequence[Stop]) -> Iterator[str]:
-    """Those of one reason on one line."""
+    """Put stops with one reason on one line."""
     alike: dict[str, list[str]] = {}
     for stop in stops:
         alike.setdefault(stop.reason, []).append(_named(stop.asked))
@@ -353,7 +349,7 @@ def _named(mesh: Mesh) -> str:
 
 
 def _shared(found: Solution) -> Iterator[str]:
-    """Weights that one half of the axis alone cuts, and how much more a rank holds for it."""
+    """Describe weights that only one half of the axis cuts, and the additional bytes of a rank."""
     split, more = found.mesh.size(found.model), dict[str, tuple[int, int]]()
     for program in found.programs:
         first_of = tied(program)
@@ -370,7 +366,7 @@ def _shared(found: Solution) -> Iterator[str]:
 
 
 def _whole(found: Solution, pair: Solution | None) -> Iterator[str]:
-    """Layers that two ranks cut and these do not."""
+    """Describe layers that two ranks cut and this degree does not."""
     cut = {own.name for own in pair.layers.values() if own.dim is not None} if pair is not None else set()
     for name in dict.fromkeys(fold_layers(o.name) for o in found.layers.values() if o.dim is None and o.name in cut):
         yield f"{name}: whole on every rank: cutting it would cost more, or its dims are too small"

@@ -48,24 +48,24 @@ def package(
     checkpoint: str | os.PathLike[str] | None = None,
     trust: bool = False,
 ) -> tuple[Package, VerifyReport | None]:
-    """Compile every program of an artifact into one package beside it, `compiled.pt2`, once for all ranks alike.
+    """Compile every program of an artifact into one package `compiled.pt2` next to it, once for all equal ranks.
 
-    No weights are read to compile. The package is for this version of torch and for CPUs or GPUs that have what this
-    one has; `tpcompiler.load` runs it. Then it is run, as `verify_package` does, and deleted if it is not right.
+    Compiling reads no weights. The package is for this version of torch and for CPUs or GPUs with the features of this
+    one; `tpcompiler.load` runs it. It is then checked by `verify_package`, and deleted if it is wrong.
 
     Args:
-        directory: an artifact, or a directory of several programs.
-        threads: of a rank's process, where it runs on the CPU; torchrun sets one.
-        check: whether to run it.
-        checkpoint: weights to run it with, where none are cut yet.
-        trust: read files too that need a pickle or could run code (docs/security.md).
+        directory: an artifact, or a set of programs.
+        threads: threads of a rank's process on the CPU; torchrun sets one.
+        check: False skips the check.
+        checkpoint: weights for the check, if none are cut yet.
+        trust: also read files that need a pickle or could run code (docs/security.md).
 
     Returns:
-        What it is for, and how it compares with the model.
+        The package, and its comparison with the model.
 
     Raises:
-        ArtifactError: no artifact, or the package cannot be written there.
-        UnsupportedError: no compiler that fits torch, or a program that AOTInductor does not take.
+        ArtifactError: the artifact is missing, or the package cannot be written.
+        UnsupportedError: no compiler fits torch, or AOTInductor rejects a program.
         LaunchError, InputsError: as `verify_package`.
     """
     folder = Path(directory)
@@ -94,7 +94,7 @@ def package(
         models.setdefault(name, {})[model] = ranks
         program = _read(folder / name, manifest, ranks[0], trust)
         strides |= _strides(program)
-        if manifest.programs:  # otherwise the weights lie in the program's own file, and it is read anyhow
+        if manifest.programs:  # otherwise the program's own file has the weights and is read in any case
             called[model] = _without_ops(program)
         files[model] = _compile(program, folder / name / program_file(manifest, ranks[0]), manifest, ranks[0], threads)
         for file in files[model]:
@@ -105,9 +105,9 @@ def package(
         with measured("building the library that runs it", "files", 1):
             shutil.copy(build_runner(compiler), temporary / RUNNER)
         for model, program in called.items():
-            held = {**program.constants, **program.state_dict}
-            save_marked(program, temporary / called_file(model), weightless_names(program), held)
-        made = Package(
+            tensors = {**program.constants, **program.state_dict}
+            save_marked(program, temporary / called_file(model), weightless_names(program), tensors)
+        result = Package(
             files={path.name: sha256(path) for path in sorted(temporary.iterdir())},
             models=models,
             device_type=device_type,
@@ -117,27 +117,27 @@ def package(
             capability=find_capability(device_type),
             threads=threads,
         )
-        say_package(folder, made, [temporary / name for name in made.files])
+        say_package(folder, result, [temporary / name for name in result.files])
     report = None
     try:
         report = verify_package(folder, checkpoint=checkpoint, trust=trust) if check else None
-        return made, report
+        return result, report
     finally:
         if check and not (report and report.ok):
             drop_package(folder)
 
 
 def _classes(directory: Path, manifest: Manifest, trust: bool) -> list[list[int]]:
-    """The ranks that run one graph on values of equal shapes."""
+    """Group the ranks that run one graph on values of equal shapes."""
     if manifest.programs:
         return list(manifest.programs.values())
-    found: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for rank in range(manifest.world_size):
         program = _read(directory, manifest, rank, trust)
         taken = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
         shapes = [(value.shape, value.stride()) if isinstance(value, torch.Tensor) else value for value in taken]
-        found.setdefault(f"{program.graph}{shapes}", []).append(rank)
-    return list(found.values())
+        groups.setdefault(f"{program.graph}{shapes}", []).append(rank)
+    return list(groups.values())
 
 
 def _read(directory: Path, manifest: Manifest, rank: int, trust: bool) -> ExportedProgram:
@@ -146,13 +146,13 @@ def _read(directory: Path, manifest: Manifest, rank: int, trust: bool) -> Export
 
 
 def _strides(program: ExportedProgram) -> dict[str, list[int]]:
-    """Of the tensors that a program holds otherwise than row by row, by name."""
-    held = {name: value for name, value in taken_by(program).items() if isinstance(value, torch.Tensor)}
-    return {name: list(value.stride()) for name, value in held.items() if not value.is_contiguous()}
+    """Return the strides of tensors that are not contiguous, by name."""
+    tensors = {name: value for name, value in taken_by(program).items() if isinstance(value, torch.Tensor)}
+    return {name: list(value.stride()) for name, value in tensors.items() if not value.is_contiguous()}
 
 
 def _without_ops(program: ExportedProgram) -> ExportedProgram:
-    """The program with what it takes, returns and writes, and nothing that computes it."""
+    """Return the program with its inputs, outputs and writes, but without the ops."""
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     for node in program.graph.find_nodes(op="placeholder"):
@@ -166,21 +166,21 @@ def _without_ops(program: ExportedProgram) -> ExportedProgram:
             known[node] = graph.create_node("call_function", aten.alias.default, (some,), name=node.name)
             known[node].meta["val"] = node.meta["val"]
     graph.output(fx.map_arg(old.args[0], lambda node: known[node]))
-    made = with_graph(program, {}, graph)
-    for name in weightless_names(made):
-        leave_out(made, name)
-    return made
+    hollow_program = with_graph(program, {}, graph)
+    for name in weightless_names(hollow_program):
+        leave_out(hollow_program, name)
+    return hollow_program
 
 
 def _compile(program: ExportedProgram, path: Path, manifest: Manifest, rank: int, threads: int) -> list[Any]:
-    """The files of the model that a rank and all that are like it run."""
+    """Compile the model of a rank and of all ranks with the same graph; return its files."""
     from tpcompiler._torch import inductor
 
-    for held in (program.state_dict, program.constants):
-        for name, value in held.items():
+    for state in (program.state_dict, program.constants):
+        for name, value in state.items():
             if isinstance(value, torch.Tensor):  # memory that is never touched
                 empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=manifest.device_type)
-                held[name] = torch.nn.Parameter(empty, False) if isinstance(value, torch.nn.Parameter) else empty
+                state[name] = torch.nn.Parameter(empty, False) if isinstance(value, torch.nn.Parameter) else empty
     module, args = plain_module(program, path)
     with contextlib.ExitStack() as stack:
         for name, groups in manifest.groups.items():
@@ -200,7 +200,7 @@ def _compile(program: ExportedProgram, path: Path, manifest: Manifest, rank: int
 
 
 def plain_module(program: ExportedProgram, path: Path) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """The program as a module that takes and returns tensors one by one, and tensors to compile it with."""
+    """Return the program as a module of single tensors, and tensors to compile it with."""
     taken = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     module: Any = program.module(check_guards=False)
     graph: fx.Graph = module.graph
@@ -223,7 +223,7 @@ def plain_module(program: ExportedProgram, path: Path) -> tuple[fx.GraphModule, 
     (output,) = graph.find_nodes(op="output")
     values = [value for value in tree_flatten(output.args[0])[0] if isinstance(value, fx.Node)]
     for value in values:
-        if not isinstance(value.meta.get("val", args), torch.Tensor | list):  # what is written back has no value
+        if not isinstance(value.meta.get("val", args), torch.Tensor | list):  # written values have no recorded value
             raise UnsupportedError(
                 f"{path} returns the number {value.name!r}, and a package returns tensors only",
                 help="return a tensor in the model, and export and convert again",
@@ -233,7 +233,7 @@ def plain_module(program: ExportedProgram, path: Path) -> tuple[fx.GraphModule, 
 
 
 def _take_contiguous(node: fx.Node, value: torch.Tensor) -> None:
-    """Let a model take an input row by row, whatever its layout in memory was at export: the ops see that as it was."""
+    """Make a model take an input in contiguous layout, and restore its layout at export for the ops."""
     order = sorted(range(value.ndim), key=lambda dim: -sym_hint(value.stride(dim)))
     back = [order.index(dim) for dim in range(value.ndim)]
     users = [user for user in node.users if not (user.target is aten.copy_.default and user.args[0] is node)]
@@ -249,10 +249,10 @@ def _take_contiguous(node: fx.Node, value: torch.Tensor) -> None:
 
 
 def refuse_static(library: Path, compiler: str) -> None:
-    """Torch and a package share what the C++ library has once, such as its locales: with a copy of its own one crashes.
+    """Reject a library with its own copy of the C++ library: torch and the package share its globals, such as locales.
 
     Raises:
-        UnsupportedError: the compiler has put such a copy into the library.
+        UnsupportedError: the compiler has linked such a copy.
     """
     if not re.search(rb"lib(std)?c\+\+\.(so|\d+\.dylib)", library.read_bytes()):
         raise UnsupportedError(
@@ -262,10 +262,10 @@ def refuse_static(library: Path, compiler: str) -> None:
 
 
 def build_runner(compiler: str) -> Path:
-    """The library that runs packages from Python, built once for this torch and kept in the user's cache.
+    """Build the library that runs packages from Python, once for this torch, in the user's cache.
 
     Raises:
-        UnsupportedError: the compiler does not take it.
+        UnsupportedError: the compiler fails.
     """
     root = Path(torch.__file__).parent
     key = hashlib.sha256(f"{torch.__version__} {root} {SOURCE.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
@@ -303,16 +303,16 @@ def build_runner(compiler: str) -> Path:
 
 
 def _version(compiler: str) -> str:
-    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    return next(iter(said.splitlines()), compiler)
+    output = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    return next(iter(output.splitlines()), compiler)
 
 
 @contextlib.contextmanager
 def _beside(directory: Path) -> Iterator[Path]:
-    """A folder to write into, on the disk of the artifact.
+    """Yield a temporary folder on the disk of the artifact.
 
     Raises:
-        ArtifactError: it cannot be written.
+        ArtifactError: the folder cannot be written.
     """
     try:
         with scratch_folder(directory.absolute().parent, directory.name) as folder:

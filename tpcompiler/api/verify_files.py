@@ -1,4 +1,4 @@
-"""The ranks' programs in files, beside the model that they were made from: run, and compared."""
+"""Run and compare the ranks' programs in files with the model that they were made from."""
 
 from __future__ import annotations
 
@@ -48,28 +48,28 @@ def verify_artifact(
     checkpoint: str | os.PathLike[str] | None = None,
     trust: bool = False,
 ) -> VerifyReport:
-    """What `ParallelProgram.verify` does, for files: all ranks run in this process, beside the original.
+    """Verify the files of an artifact: run all ranks and the original in this process, and compare them.
 
-    Weights that are mapped from files (the shared layout, a checkpoint) are read layer by layer, and not held.
+    Mapped weights (the shared layout, a checkpoint) are read layer by layer, and not kept in memory.
 
     Args:
-        original: the program that was converted. One that was exported without weights takes the checkpoint's, or,
-            without one, the ranks' own: then it is not seen whether these are the model's.
-        checkpoint: a directory of safetensors files; ranks whose weights are not cut yet take theirs from it, too.
-        then: args, or (args, kwargs), of further calls, each on the buffers that those before wrote.
-        trust: read files too that need a pickle or could run code (docs/security.md).
+        original: the program that was converted. One that was exported without weights uses the checkpoint's or,
+            without one, the ranks' own, which are then not verified.
+        checkpoint: a directory of safetensors files; ranks whose weights are not cut yet read theirs from it, too.
+        then: args, or (args, kwargs), of further calls, each on the buffers that earlier calls have written.
+        trust: also read files that need a pickle or could run code (docs/security.md).
 
     Raises:
-        ArtifactError: no artifact, a damaged one, one that was made from another program, or, without `trust`, one
-            whose files could run code.
-        InputsError: arguments that the program does not take.
+        ArtifactError: the artifact is missing, damaged, made from another program or, without `trust`, its files
+            could run code.
+        InputsError: the program rejects the arguments.
     """
     manifest = read_manifest(directory)
     original = with_plain_weights(original)
     own = bool(weightless_names(original)) and checkpoint is None
     subject = _subject_of(directory, manifest, original, checkpoint, trust)
     report = compared_calls({"": subject}, [("", args, kwargs or {}), *(("", *read_call(call)) for call in then)])
-    if report.ok and MODEL in manifest.files:  # of which an artifact for other ranks would be made
+    if report.ok and MODEL in manifest.files:  # an artifact for other ranks would be made from it
         read_proved_model(directory, manifest, prepare=on_cpu, canonical=canonicalize, trust=trust)
     return replace(report, note=OWN if not report.note else f"{report.note}; {OWN}") if own else report
 
@@ -83,19 +83,19 @@ def verify_package(
 ) -> VerifyReport:
     """Compare an artifact's package with the model, both on the example inputs that the model was exported with.
 
-    All ranks run the package in processes of their own, started here; of several programs each is called once, in
-    order, and goes on with the buffers (a cache) that those before wrote. The model is the artifact's own, with the
+    All ranks run the package in separate processes, started here; several programs are called once each, in
+    order, on the buffers (a cache) that earlier ones have written. The model is the artifact's own, with the
     weights of the checkpoint or, without one, the ranks'.
 
     Args:
-        checkpoint: a directory of safetensors files; ranks whose weights are not cut yet take theirs from it, too.
-        trust: read files too that need a pickle or could run code (docs/security.md). The package is run in any case.
-        timeout: for all calls, and for the ranks to start.
+        checkpoint: a directory of safetensors files; ranks whose weights are not cut yet read theirs from it, too.
+        trust: also read files that need a pickle or could run code (docs/security.md). The package is run in any case.
+        timeout: limit for all calls, including the start of the ranks.
 
     Raises:
-        ArtifactError: no package, a damaged one, one that this machine does not run, or no weights to run it with.
+        ArtifactError: the package is missing, damaged or for another machine, or there are no weights for it.
         InputsError: the model was saved without example inputs.
-        LaunchError: a rank that fails, or does not end in time.
+        LaunchError: a rank fails, or does not end in time.
     """
     names = programs_in(directory) or [""]
     subjects, calls = {}, []
@@ -114,7 +114,7 @@ def verify_package(
     package = read_package(directory)
     threads = package.threads if package else 1
     answers = iter(answers_of_ranks(directory, shares, checkpoint, trust, threads, timeout))
-    run: Run = lambda _: next(answers)  # noqa: E731  (asked for in the order of the calls)
+    run: Run = lambda _: next(answers)  # noqa: E731  (called in the order of the calls)
     return compare_calls({name: replace(each, run=run) for name, each in subjects.items()}, calls)
 
 
@@ -125,7 +125,7 @@ def _subject_of(
     checkpoint: str | os.PathLike[str] | None,
     trust: bool,
 ) -> Subject:
-    """The ranks' programs in an artifact, beside the one that it was made from.
+    """Return the ranks' programs in an artifact and the program they were made from, for a comparison.
 
     Raises:
         ArtifactError: as `verify_artifact`.
@@ -152,7 +152,7 @@ def _subject_of(
         str(node.args[-1]) for program in programs for node in edit.calls(program.graph) if edit.is_collective(node)
     }
     for name in sorted(used):
-        # All ranks run here in groups as their names say; `load` makes them as the manifest does.
+        # All ranks run here in groups derived from the names; `load` makes them from the manifest.
         if sorted(manifest.groups.get(name, ())) != sorted(map(list, groups_named(name) or ())):
             raise ArtifactError(
                 f"{os.fspath(directory)}: the manifest's ranks of the group {name!r} are not those of its name",
@@ -181,7 +181,7 @@ def _subject_of(
 def _put_from_beside(
     program: ExportedProgram, manifest: Manifest, directory: str | os.PathLike[str], rank: int, trust: bool
 ) -> None:
-    """Give a rank's program the weights that lie in the files of another program."""
+    """Give a rank's program the weights that another program's files store."""
     if elsewhere := [row for row in manifest.tensors if "stored_in" in row]:
         source, taken = RankShares(directory, trust=trust), taken_by(program)
         first = {row["name"]: row.get("tied_to", row["name"]) for row in elsewhere}
@@ -190,7 +190,7 @@ def _put_from_beside(
 
 
 def _boundary_and_leaves(program: CanonicalProgram) -> dict[str, list[int] | None]:
-    """The names that a manifest of this program has, with the shape of leaves (symbols may be named anew elsewhere)."""
+    """Return the names in a manifest of this program, with the shapes of leaves (symbols may be renamed there)."""
     names = program.output_names()
     values = list(program.output.args[0])  # type: ignore[arg-type]
     user = zip(names, values[len(values) - len(names) :], strict=True)

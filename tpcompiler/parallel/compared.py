@@ -1,4 +1,4 @@
-"""Runs of converted programs beside the single device's."""
+"""Compare runs of converted programs with the single device's."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tpcompiler.runtime.place import place_state
 
 
 def on_cpu(program: ExportedProgram) -> ExportedProgram:
-    """The program as it would be for a CPU, where its ops can be evaluated on any machine."""
+    """Return the program for a CPU, where its ops can be evaluated on any machine."""
     return expand_collectives(move_device(program, "cpu"))
 
 
 def layout_of(shardings: Mapping[str, Sharding], mesh: Mesh) -> Layout:
-    """A `Layout` over named shardings."""
+    """Return the `Layout` of named shardings."""
 
     def joined(name: str, parts: Sequence[torch.Tensor], shape: torch.Size) -> list[torch.Tensor]:
         if name.startswith("="):
@@ -40,7 +40,7 @@ def layout_of(shardings: Mapping[str, Sharding], mesh: Mesh) -> Layout:
 def compared_calls(
     subjects: Mapping[str, Subject], calls: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]]
 ) -> VerifyReport:
-    """`compare_calls`, with the programs moved to where the originals' tensors are."""
+    """Run `compare_calls` with the programs moved to the device of the originals' tensors."""
     notes, moved = [], {}
     for name, subject in subjects.items():
         there = next((kind for kind in device_types(subject.reference.graph) if kind != "cpu"), "cpu")

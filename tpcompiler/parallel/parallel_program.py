@@ -1,4 +1,4 @@
-"""What the user holds after `parallelize`: the program of every rank, its costs, its proof."""
+"""The result of `parallelize`: the program of every rank, its costs, its proof."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class ParallelProgram(Shown):
         advice: Callable[[str], str],
         remarks: Callable[[ParallelProgram], Iterable[Note]],
     ) -> None:
-        """`asked`: what the caller gave beside the plan, as `Manifest.asked`.
+        """`asked`: the caller's arguments other than the plan, as in `Manifest.asked`.
 
-        `advice` names the change of the plan that leaves out the gathers of a value, or nothing. `remarks` makes the
-        notes that take a search or the finished program.
+        `advice` returns the change of the plan that avoids the gathers of a value, or nothing. `remarks` makes the
+        notes that need a search or the finished program.
         """
         self.original = original
         self.partition = partition
@@ -71,7 +71,7 @@ class ParallelProgram(Shown):
 
     @property
     def resharded(self) -> ReshardedProgram:
-        """The one program for all ranks, every change of sharding a node of it."""
+        """The one program for all ranks, in which every change of sharding is a node."""
         return self.partition.program
 
     @property
@@ -87,9 +87,9 @@ class ParallelProgram(Shown):
         return self.mesh.world_size
 
     def rank_program(self, rank: int) -> ExportedProgram:
-        """The ordinary exported program of one rank, with that rank's share of the weights.
+        """Return the ordinary exported program of one rank, with that rank's share of the weights.
 
-        The program runs on `device_type`; the weights are where the original's are (`save` writes them from the CPU,
+        The program runs on `device_type`; its weights are on the original's device (`save` writes them from the CPU,
         `tpcompiler.load` puts them on the rank's own device).
 
         Raises:
@@ -98,11 +98,11 @@ class ParallelProgram(Shown):
         return self.partition.rank_program(rank)
 
     def collectives(self) -> list[Collective]:
-        """Every collective that a rank's program calls, in order, read off the program of rank 0."""
+        """Return every collective that a rank's program calls, in order, from the program of rank 0."""
         return self.partition.collectives()
 
     def parameter_bytes(self) -> tuple[int, list[int]]:
-        """(bytes of all leaves on one device, bytes of the leaves of each rank); a tied tensor counts once."""
+        """Return (bytes of all leaves on one device, bytes of the leaves of each rank); a tied tensor counts once."""
         first_of = tied(self.resharded)
         whole, per_rank = 0, [0] * self.world_size
         for node, fqn in self.resharded.leaves():
@@ -115,7 +115,7 @@ class ParallelProgram(Shown):
         return whole, per_rank
 
     def advice(self) -> dict[str, str]:
-        """Search for the change of the plan that leaves out each fallback, by the name of its reshard."""
+        """Search for the change of the plan that avoids each fallback; return it by the name of its reshard."""
         return {
             node.meta[RESHARD].name: self._advice(edit.operands(node)[0].name)
             for node in edit.calls(self.resharded.graph)
@@ -123,24 +123,24 @@ class ParallelProgram(Shown):
         }
 
     def report(self) -> Report:
-        """Parameters and bytes per rank, collectives, fallbacks with their bytes, what no rule touches: as text."""
+        """Return the parameters and bytes per rank, collectives, fallbacks, and ops without a rule, as text."""
         text = report_text(self.mesh, *self.parameter_bytes(), self.collectives(), self.notes, self.advice())
         return Report(text)
 
     def parts(self) -> Iterator[Part]:
-        """What a notebook shows: the same as `tpcompiler convert` prints."""
+        """Return the summary of `tpcompiler convert`, for a notebook."""
         return summary_parts(artifact_data(self.manifest()))
 
     @cached_property
     def notes(self) -> tuple[Note, ...]:
-        """What the compiler declined, could not use, or did otherwise than by default."""
+        """The requests that the compiler declined or could not use, and its deviations from the default."""
         notes = (*self._remarks(self), *self.resharded.notes)
         if self.partition.fitted == "nccl":
             return notes
         return (*notes, Note("collectives", self.partition.fitted_text()))
 
     def predict(self, machine: Machine) -> Times:
-        """Predict how long a call of rank 0, which does most, takes on a machine, with the sizes of the example."""
+        """Predict the time of a call on rank 0, which does most, on a machine, with the sizes of the example."""
         sent = {
             each.node: machine.collective_seconds(each.kind, each.axis.split("."), each.wire_bytes, self.mesh)
             for each in self.collectives()
@@ -148,7 +148,7 @@ class ParallelProgram(Shown):
         return predict_times(self.partition.local_program(0).graph, sent, machine, self.mesh)
 
     def manifest(self) -> Manifest:
-        """The plain-data description that `save` writes (without the files' hashes)."""
+        """Return the plain-data description that `save` writes (without the files' hashes)."""
         return manifest_of(self)
 
     def save(
@@ -161,17 +161,17 @@ class ParallelProgram(Shown):
     ) -> None:
         """Write an artifact, all or nothing: `manifest.json` and one `rank_N.pt2` per rank, which torch alone can load.
 
-        With `layout="shared"` the program is written once, for all ranks that run the same graph, and the weights of
-        every rank as `rank_N.safetensors`, which `tpcompiler.load` maps into memory. So is a model that was exported
-        without weights, whose weights are cut from a checkpoint afterwards (`tpcompiler.cut_checkpoint`).
+        With `layout="shared"` the program is written once for all ranks with the same graph, and the weights of
+        every rank as `rank_N.safetensors`, which `tpcompiler.load` maps into memory. A model that was exported
+        without weights always has this layout; cut its weights later with `tpcompiler.cut_checkpoint`.
 
         An output class that is not plain Python (HF's ModelOutput) is written as a dict and named in the manifest, so
         that the files need torch alone; `keep_output_types` keeps it.
 
         Raises:
             ArtifactError: the directory exists (without `force`), or cannot be written.
-            UnsupportedError: an output is text, or a dict's key a tuple, which torch's file format does not keep; or a
-                weight is of a dtype that safetensors lacks.
+            UnsupportedError: torch's file format cannot store an output (text, or a dict with a tuple as key); or a
+                weight has a dtype that safetensors lacks.
             ProgramError: the program was exported without weights.
             InternalError: the written programs, read back and checked, are not sound.
         """
@@ -179,10 +179,10 @@ class ParallelProgram(Shown):
         write_artifact(directory, *writer, force=force, inspect=self.inspect)
 
     def inspect(self, directory: Path) -> None:
-        """Check what was written, as files (`tpcompiler.check`).
+        """Check the written files (`tpcompiler.check`).
 
         Raises:
-            InternalError: it is not sound.
+            InternalError: they are not sound.
         """
         report = check_artifact(directory, original=self.original, prepare=on_cpu, canonical=canonicalize, trust=True)
         if not report.ok:
@@ -199,22 +199,22 @@ class ParallelProgram(Shown):
     ) -> VerifyReport:
         """Run all ranks in lock step in this process and compare them with the single-device program.
 
-        They run where the original's tensors are. Programs for another kind of device are renamed back for it
-        (`passes/move_device.py`), which the report says.
+        They run on the device of the original's tensors. Programs for another kind of device are renamed for it
+        (`passes/move_device.py`), which the report notes.
 
         Args:
-            args: global inputs, as the original program takes them.
-            kwargs: those by name.
-            then: args, or (args, kwargs), of further calls, each on the buffers (a cache, statistics) that those before
-                wrote.
+            args: global inputs, as for the original program.
+            kwargs: global keyword inputs.
+            then: args, or (args, kwargs), of further calls, each on the buffers (a cache, statistics) that earlier
+                calls have written.
 
         Raises:
-            InputsError: arguments that the program does not take.
+            InputsError: the program rejects the arguments.
         """
         return compared_calls({"": self.subject()}, [("", args, kwargs or {}), *(("", *read_call(c)) for c in then)])
 
     def subject(self) -> Subject:
-        """The programs of all ranks beside the single device's, to be compared."""
+        """Return the programs of all ranks and the single device's, for a comparison."""
         return Subject(
             self.original,
             [self.rank_program(rank) for rank in range(self.world_size)],
@@ -226,9 +226,9 @@ class ParallelProgram(Shown):
         )
 
     def layout(self) -> Layout:
-        """How tensors at the boundary, by name, and values with a claim (`=text`) are cut and joined."""
+        """Return the layout of tensors at the boundary, by name, and of values with a claim (`=text`)."""
         return layout_of(self.manifest_shardings(), self.mesh)
 
     def manifest_shardings(self) -> dict[str, Sharding]:
-        """Sharding by name, of inputs, outputs and leaves."""
+        """Return the shardings of inputs, outputs and leaves by name."""
         return shardings_of(self.resharded)

@@ -1,4 +1,4 @@
-"""The program for all ranks, lowered and cut for each of them when it is asked for."""
+"""The program for all ranks, lowered and cut for a rank on demand."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tpcompiler.terminal.printed import format_bytes
 
 
 class Partition:
-    """The programs of all ranks: what is the same for several is made once."""
+    """The programs of all ranks; parts that are equal for several ranks are made once."""
 
     def __init__(self, program: ReshardedProgram, device_type: str, fitted: Collectives, machine: Machine) -> None:
-        """`machine`: by which `fitted` "auto" takes what is faster."""
+        """`machine` decides where symmetric memory is faster, if `fitted` is "auto"."""
         self.program = program
         self.machine = machine
         self.device_type = device_type
@@ -44,12 +44,12 @@ class Partition:
 
     @cached_property
     def classes(self) -> list[tuple[int, ...]]:
-        """The ranks that run one graph, which are those of equal local shapes: all of them, where all cuts are even."""
+        """The groups of ranks that run one graph: those with equal local shapes, or all ranks if all cuts are even."""
         return ranks_alike(self.program)
 
     @collector_rests()
     def local_program(self, rank: int) -> LocalProgram:
-        """The program of a rank and all that are like it, its weights not cut yet."""
+        """Return the program of a rank and of all ranks with the same graph, its weights not cut yet."""
         self.program.mesh.coordinate(rank)
         ranks = next(ranks for ranks in self.classes if rank in ranks)
         if ranks not in self._local:
@@ -60,19 +60,19 @@ class Partition:
 
     @cached_property
     def rank_numbers(self) -> dict[str, list[list[int]]]:
-        """What every rank reads of itself: rows of one length, which has the class that reads most."""
+        """The rank-dependent numbers that every rank reads, in rows of one length, that of the longest."""
         own = [numbers_of_rank(self.local_program(rank), rank) for rank in range(self.program.mesh.world_size)]
         width = max(map(len, own))
         return {name_rank_numbers(self.program): [row + [0] * (width - len(row)) for row in own]} if width else {}
 
     def share(self, rank: int) -> ShardedProgram:
-        """The program of a rank with its share of the weights, before it is built."""
+        """Return the program of a rank with its share of the weights, before it is built."""
         numbers = {name: rows[rank] for name, rows in self.rank_numbers.items()}
         return shard_state(self.local_program(rank), rank, numbers, self._hollow)
 
     @collector_rests()
     def rank_program(self, rank: int) -> ExportedProgram:
-        """The ordinary exported program of one rank."""
+        """Return the ordinary exported program of one rank."""
         return build_rank_program(self.share(rank), self._built, self._finished)
 
     def _finished(self, built: ExportedProgram) -> ExportedProgram:
@@ -82,28 +82,28 @@ class Partition:
         return move_device(built, self.device_type)
 
     def _is_wanted(self, collective: fx.Node) -> bool:
-        """True if a collective is to be over symmetric memory, where that can do it."""
+        """Return True if a collective should use symmetric memory, if that supports it."""
         sent = traffic(collective, self.program.mesh)
         asked = sent["kind"], sent["axis"].split("."), sent["payload_bytes"], self.program.mesh
         return self.fitted == "symm_mem" or self.machine.prefers_symm_mem(*asked)
 
     def fitted_text(self) -> str:
-        """Return how many collectives are over symmetric memory, and up to which size the machine is faster so."""
+        """Return how many collectives use symmetric memory, and up to which size that is faster on the machine."""
         text = fitted_text(self.rank_program(0).graph)
         if self.fitted != "auto":
             return text
-        said = []
+        sizes = []
         for kind, axis in dict.fromkeys((each.kind, each.axis) for each in self.collectives()):
             most = self.machine.most_by_symm_mem(kind, axis.split("."), self.program.mesh)
-            said.append(f"{f'up to {format_bytes(most)}' if most else 'never'} for {kind} over {axis}")
-        return f"{text}; faster so on {basename(self.machine.name)}: {', '.join(said) or 'nothing'}"
+            sizes.append(f"{f'up to {format_bytes(most)}' if most else 'never'} for {kind} over {axis}")
+        return f"{text}; faster so on {basename(self.machine.name)}: {', '.join(sizes) or 'nothing'}"
 
     def collectives(self) -> list[Collective]:
-        """Every collective that a rank's program calls, in order, read off the program of rank 0."""
+        """Return every collective that a rank's program calls, in order, from the program of rank 0."""
         return collectives_of(self.local_program(0))
 
     def groups(self) -> dict[str, list[list[int]]]:
-        """The ranks of every group by its name: those over single axes, and those over several that are used."""
+        """Return the ranks of every group by name: groups over single axes, and over several axes that are used."""
         mesh = self.program.mesh
         used = [(axis,) for axis in mesh.names] + [tuple(c.axis.split(".")) for c in self.collectives()]
         return {mesh.group_name(axes): [list(ranks) for ranks in mesh.groups(axes)] for axes in used}

@@ -1,4 +1,4 @@
-"""Several programs of one model over one set of weights: prefill and decode over the same parameters and caches."""
+"""Several programs of one model with one set of weights: prefill and decode share parameters and caches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Call = tuple[str, Sequence[Any]] | tuple[str, Sequence[Any], Mapping[str, Any]]
 
 
 class ProgramSet(Shown, Mapping[str, ParallelProgram]):
-    """Programs by name, made by `tpcompiler.parallelize` of several; a leaf that two have is placed alike in both."""
+    """Programs by name, made by `tpcompiler.parallelize`; a leaf of several programs has one placement."""
 
     def __init__(self, programs: Mapping[str, ParallelProgram]) -> None:
         self._programs = dict(programs)
@@ -37,7 +37,7 @@ class ProgramSet(Shown, Mapping[str, ParallelProgram]):
         return f"ProgramSet({', '.join(f'{name}: {program!r}' for name, program in self.items())})"
 
     def report(self) -> Report:
-        """The reports of all programs, each under its name."""
+        """Return the reports of all programs, each under its name."""
         return Report("\n\n".join(f"{name}\n{program.report()}" for name, program in self.items()))
 
     def parts(self) -> Iterator[Part]:
@@ -45,12 +45,12 @@ class ProgramSet(Shown, Mapping[str, ParallelProgram]):
             yield from (name, *program.parts())
 
     def verify(self, calls: Sequence[Call]) -> VerifyReport:
-        """Run all ranks through these calls, (name, args) or (name, args, kwargs), and compare as one program does.
+        """Run all ranks through these calls, (name, args) or (name, args, kwargs), and compare as for one program.
 
-        Each call goes on with the buffers (a cache) that those before have written, whichever program wrote them.
+        Each call uses the buffers (a cache) that earlier calls have written, in any program.
 
         Raises:
-            InputsError: a name that no program has, or arguments that the program does not take.
+            InputsError: no program has the name, or the program rejects the arguments.
         """
         for name, *_ in calls:
             if name not in self:
@@ -66,10 +66,10 @@ class ProgramSet(Shown, Mapping[str, ParallelProgram]):
         keep_output_types: bool = False,
         layout: Files | None = None,
     ) -> None:
-        """Write one directory that `tpcompiler.load` reads, all or nothing: an artifact for each program, weights once.
+        """Write one directory for `tpcompiler.load`, all or nothing: an artifact for each program, weights once.
 
-        What an earlier program's files hold is left out of the later ones': a rank loads it once, for all. `layout`: as
-        of `ParallelProgram.save`.
+        Tensors in an earlier program's files are left out of later ones: a rank loads them once, for all. `layout`: as
+        in `ParallelProgram.save`.
 
         Raises:
             ArtifactError: the directory exists (without `force`), or cannot be written.

@@ -1,1 +1,1 @@
-"""What reaches a terminal: text, tables, progress."""
+"""Terminal output: text, tables, progress."""

@@ -1,4 +1,4 @@
-"""What of a text may reach a terminal: files choose their own names, and a terminal obeys control characters."""
+"""Make text safe for terminals: files choose their own names, and a terminal obeys control characters."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def format_bytes(count: int, digits: int = DIGITS) -> str:
 
 
 def format_unequal_bytes(*counts: int) -> list[str]:
-    """Write amounts that are to be compared, with enough digits to tell unequal ones apart."""
+    """Write amounts with enough digits to distinguish unequal ones."""
     written = ([format_bytes(count, digits) for count in counts] for digits in range(DIGITS, 20))
     return next(texts for texts in written if len(set(texts)) == len(set(counts)))
 
 
 def mute_logs() -> None:
-    """Keep what libraries log below errors off the terminal, in this process.
+    """Keep libraries' logs below errors off the terminal, in this process.
 
     torch adds its handlers when it is imported, which is later: so their class is changed.
     """
@@ -51,12 +51,12 @@ def mute_logs() -> None:
 
 
 def nearest_names(name: str, known: Sequence[str]) -> str:
-    """Up to three of the names that there are, for one that is not."""
+    """Return up to three known names that resemble an unknown one."""
     return ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3])
 
 
 class Printed(io.TextIOBase):
-    """A text stream that lets through what is printable, in its encoding."""
+    """A text stream that escapes invisible characters and those outside its encoding."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -85,13 +85,13 @@ class Printed(io.TextIOBase):
         return self._stream.fileno()
 
     def flush(self) -> None:
-        if not self._stream.closed:  # by then, when this is cleared away
+        if not self._stream.closed:  # closed by the time this object is destroyed
             with self._going_on():
                 self._stream.flush()
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
-        """Where nobody reads any more, what is left is printed to nowhere, and the command ends as it would."""
+        """Discard further output if the reader has closed the pipe, so that the command ends normally."""
         try:
             yield
         except BrokenPipeError:
@@ -102,7 +102,7 @@ class Printed(io.TextIOBase):
 
 
 def print_nowhere(stream: TextIO) -> None:
-    """Let what a stream still holds, and is given, disappear."""
+    """Discard the buffered and all further output of a stream."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -110,15 +110,15 @@ def print_nowhere(stream: TextIO) -> None:
 
 @contextmanager
 def printed_streams(out: TextIO | None, error: TextIO | None) -> Iterator[None]:
-    """Filter everything that the block prints; a stream that is closed takes nothing.
+    """Filter everything that the block prints; a closed stream discards it.
 
     Raises:
         OSError: standard output cannot be written.
     """
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        shown = Printed(out or nowhere)
-        with redirect_stdout(shown), redirect_stderr(Printed(error or nowhere)):
+        output = Printed(out or nowhere)
+        with redirect_stdout(output), redirect_stderr(Printed(error or nowhere)):
             try:
                 yield
             finally:
-                shown.flush()
+                output.flush()

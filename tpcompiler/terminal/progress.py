@@ -1,4 +1,4 @@
-"""How far a long step is: the library tells, and whoever wants to show it listens."""
+"""Progress of long steps: the library reports it, and a listener may show it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
-Listener = Callable[[str, str, int, int], None]  # the step, the unit that it is counted in, how many are done, of all
+Listener = Callable[[str, str, int, int], None]  # (step, unit, number done, total)
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Let the listener hear of every step meanwhile: at its begin, when nothing is done, and then up to all of it."""
+    """Report every step in the block to the listener: at its start, with nothing done, and then up to its end."""
     token = _listener.set(listener)
     try:
         yield
@@ -23,7 +23,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def telling(step: str, unit: str) -> Callable[[int, int], None]:
-    """What tells the listener, if there is one, how many are done, of all."""
+    """Return a function that reports (number done, total) to the listener, if there is one."""
 
     def tell(done: int, total: int) -> None:
         if (listener := _listener.get()) is not None:
@@ -34,7 +34,7 @@ def telling(step: str, unit: str) -> Callable[[int, int], None]:
 
 @contextmanager
 def measured(step: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
-    """What tells in the block how many are done; all are when it ends."""
+    """Yield a function that reports the number done; the step is complete when the block ends."""
     tell = telling(step, unit)
 
     def tell_some(done: int) -> None:
@@ -49,7 +49,7 @@ def measured(step: str, unit: str, total: int) -> Iterator[Callable[[int], None]
 
 
 def counted(items: Sequence[T], step: str, unit: str) -> Iterator[T]:
-    """The items, of which there may become more; each is done when the next one is asked for, and all when none is."""
+    """Yield the items, whose list may grow, and report each as done when the next one is requested."""
     tell = telling(step, unit)
     try:
         for done, item in enumerate(items):

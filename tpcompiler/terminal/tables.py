@@ -8,14 +8,14 @@ from html import escape
 
 from tpcompiler.errors import one_line, printable
 
-NUMBERS = ("count", "us", "share", "mean", "largest magnitude")  # columns of them
+NUMBERS = ("count", "us", "share", "mean", "largest magnitude")  # columns of numbers
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, headers and rows of one text for each; those in `right` are numbers, as are bytes everywhere.
+    """A title, headers and rows of texts; columns in `right` are numbers, as are bytes everywhere.
 
-    A column without a header is left out where no row has a text in it.
+    A column without a header is omitted if no row has a text in it.
     """
 
     title: str
@@ -24,7 +24,7 @@ class Table:
     right: Sequence[str] = NUMBERS
 
     def columns(self) -> list[tuple[int, str, bool]]:
-        """Of each column that is shown: its place in a row, its header, and whether it is of numbers."""
+        """Return (index in a row, header, True for numbers) for each visible column."""
         used = [at for at, header in enumerate(self.headers) if header or any(row[at] for row in self.rows)]
         return [(at, self.headers[at], "bytes" in self.headers[at] or self.headers[at] in self.right) for at in used]
 
@@ -33,10 +33,10 @@ Part = str | Table
 
 
 class Shown:
-    """A result that a notebook shows as the terminal does."""
+    """A result that a notebook shows like the terminal."""
 
     def parts(self) -> Iterable[Part]:
-        """What is shown, in order: lines, which may be empty, and tables."""
+        """Return the lines, which may be empty, and tables, in order."""
         return str(self).splitlines()
 
     def _repr_html_(self) -> str:
