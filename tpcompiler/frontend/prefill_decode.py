@@ -137,7 +137,7 @@ def _config_of(model: Any) -> Any:
     return config
 
 
-class Step(torch.nn.Module):
+class StepModule(torch.nn.Module):
     """One program of a set. Its forward takes the inputs of the example, by name.
 
     Args:
@@ -201,7 +201,7 @@ class Step(torch.nn.Module):
         return {"decoder_input_ids": input_ids, "encoder_outputs": (vectors,), "attention_mask": mask}
 
 
-def build_steps(model: Any, batch: int, length: int, room: int) -> dict[str, Step]:
+def build_steps(model: Any, batch: int, length: int, room: int) -> dict[str, StepModule]:
     """Return the programs' modules by name, in the order of their calls.
 
     Args:
@@ -213,12 +213,12 @@ def build_steps(model: Any, batch: int, length: int, room: int) -> dict[str, Ste
         ProgramError: the model keeps its state in no cache, or prefill would need inputs other than text.
     """
     example = build_example(model, batch, length)
-    steps: dict[str, Step] = {}
+    steps: dict[str, StepModule] = {}
     source, prompt = 0, Example(example.dtype)
     if model.config.is_encoder_decoder:
         takes = inspect.signature(model.get_encoder().forward).parameters
         encoder = example.only([name for name in example.inputs if name in takes])
-        steps["encoder"] = Step(model, encoder, None, prefill=True)
+        steps["encoder"] = StepModule(model, encoder, None, prefill=True)
         with mode_of_parameters():
             vectors = steps["encoder"](**encoder.faked())
         is_dynamic = "length" in encoder.sizes.get(model.main_input_name, {}).values()
@@ -241,6 +241,6 @@ def build_steps(model: Any, batch: int, length: int, room: int) -> dict[str, Ste
     token.add("cache_position", torch.arange(1))
     return {
         **steps,
-        "prefill": Step(model, prompt, state, prefill=True),
-        "decode": Step(model, token, state, prefill=False),
+        "prefill": StepModule(model, prompt, state, prefill=True),
+        "decode": StepModule(model, token, state, prefill=False),
     }
