@@ -42,7 +42,7 @@ test: venv  ## Run all tests, except most pages of the documentation
 test-fast: venv  ## Run the fast tests: no real models, no launched processes
 	$(BIN)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-check: venv  ## Lint, formatting, types and import directions
+check: venv  ## Lint, formatting, types (of tools too) and import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict

@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.export import ExportedProgram
@@ -88,7 +89,7 @@ def find_calls() -> Iterator[Call]:
         for batch, steps in ((1, 1), (8, 1), (64, 1), (1, 128), (1, 2048)):
             yield decoder_call(model, dims, batch, steps)
     for batch, steps in ((1, 128), (8, 128), (64, 128), (1, 512)):
-        yield Call("BERT", f"{batch} x {steps} tokens", lambda b=batch, s=steps: export_bert(LAYERS, b, s), BERT)
+        yield Call("BERT", f"{batch} x {steps} tokens", partial(export_bert, LAYERS, batch, steps), BERT)
 
 
 def subject() -> list[Any]:

@@ -85,7 +85,7 @@ class Tagger(torch.nn.Module):
         self.table, self.gru, self.out = torch.nn.Embedding(120, 256), GRU(256, 1024), torch.nn.Linear(1024, 11)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.out(self.gru(self.table(input_ids)))  # type: ignore[no-any-return]
+        return self.out(self.gru(self.table(input_ids)))
 
 
 SUBJECTS: dict[str, Subject] = {

@@ -14,7 +14,7 @@ import math
 import statistics
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -68,13 +68,13 @@ class Row:
         """Equal for rows that differ in their ranks only."""
         return self.source, self.gpu, self.model, self.dims, self.batch, self.prompt, self.is_decode
 
-    def predict(self, plan: object) -> StepTime:
+    def predict(self, plan: Mapping[str, object] | str) -> StepTime:
         """The step under a plan."""
         two, three = (self.predict_layers(layers, plan) for layers in (2, 3))
         rest = self.dims.layers - 2
         return StepTime(*(part + rest * (more - part) for part, more in zip(two, three, strict=True)))
 
-    def predict_layers(self, layers: int, plan: object) -> StepTime:
+    def predict_layers(self, layers: int, plan: Mapping[str, object] | str) -> StepTime:
         """The step of a model that has so many layers."""
         exported = _exported(replace(self.dims, layers=layers), self.batch, self.prompt, self.is_decode)
         (conversion,) = conversions_of(exported, self.ranks, read_plan(plan)).values()

@@ -96,14 +96,16 @@ def sliced(directory: Path) -> Any:
 
 def with_dtensors(directory: Path) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
     model = whole(directory)
-    styles = {name: ColwiseParallel() for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+    styles: dict[str, ParallelStyle] = {
+        name: ColwiseParallel() for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    }
     styles |= {name: ColwiseParallel() for name in ("mlp.gate_proj", "mlp.up_proj")}
-    styles |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}  # type: ignore[dict-item]
+    styles |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
     plan = {f"model.layers.*.{name}": style for name, style in styles.items()}
-    return parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)  # type: ignore[arg-type]
+    return parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
 
 
 def by_transformers(directory: Path) -> Any:

@@ -35,6 +35,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ from safetensors.torch import load_file
 from torch.export import ExportedProgram
 
 import tpcompiler
-from tpcompiler.judge.compare.compare import FLOOR, SPREAD
+from tpcompiler.judge.compare.judge import FLOOR, SPREAD
 from tpcompiler.judge.compare.processes import share_gpus
 from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.parallel.compared import compared_calls
@@ -134,7 +135,7 @@ def exported(dtype: torch.dtype) -> ExportedProgram:
         vocab_size=256,
         use_cache=False,
     )
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -216,8 +217,8 @@ def serve(table: Table, model: str, whole: ExportedProgram, made: ParallelProgra
     request = json.dumps({"inputs": {"input_ids": IDS.tolist()}}) + "\n"
     alone = 'LOCAL_RANK=0 NCCL_HOSTID=$RANK NCCL_SOCKET_IFNAME=lo exec "$0" "$1"'
     shared = ["sh", "-c", alone] * (made.device_type == "cuda" and torch.cuda.device_count() < made.world_size)
-    words = ["--no-python", *shared, str(folder / "build" / "serve"), str(folder / "out")]
-    if failed := _torchrun(made.world_size, *words, given=request, answer=folder / "answer.json"):
+    call = ["--no-python", *shared, str(folder / "build" / "serve"), str(folder / "out")]
+    if failed := _torchrun(made.world_size, *call, given=request, answer=folder / "answer.json"):
         table.fail(f"service in C++, {model}", failed)
         return
     (got,) = json.loads((folder / "answer.json").read_text()).values()

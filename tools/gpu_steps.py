@@ -39,7 +39,7 @@ from tpcompiler.passes.move_device import move_device
 from tpcompiler.plan import Plan
 
 Run = Callable[[], Any]
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
     "8B, 4 layers": {
         "hidden_size": 4096,

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch.export import ExportedProgram
 
 import tpcompiler
 from tests.zoo.case import Case
@@ -63,7 +64,7 @@ def run(name: str, device: str, dtype: str, worlds: Sequence[int]) -> list[Found
     return [_compare(case, exported, whole, device, world) for world in worlds]
 
 
-def _compare(case: Case, exported: torch.export.ExportedProgram, whole: object, device: str, world: int) -> Found:
+def _compare(case: Case, exported: ExportedProgram, whole: ExportedProgram, device: str, world: int) -> Found:
     try:
         made = tpcompiler.parallelize(exported, world, case.asked(), device_type=device)
         there = {key: value.to(device) for key, value in case.inputs(*case.example).items()}

@@ -204,10 +204,11 @@ def check_tokens(row: Row, directory: Path, out: Path, inputs: dict[str, torch.T
     if isinstance(made, str):
         return f"generate: {made}"
     # Not the settings of a kind of model, such as a last token that must be an end.
+    generate: Any = transformers.GenerationMixin.generate
     model.generation_config = transformers.GenerationConfig(
         pad_token_id=0, decoder_start_token_id=1, max_new_tokens=TOKENS, do_sample=False
     )
-    wanted = transformers.GenerationMixin.generate(model, **{**given, **inputs})[:, inputs[prompt].shape[1] :]
+    wanted = generate(model, **{**given, **inputs})[:, inputs[prompt].shape[1] :]
     same, kinds = torch.equal(made["tokens"], wanted), len(wanted.unique())
     return (
         f"{TOKENS} tokens a row as transformers: {kinds} different ones" if same else "NOT the tokens of transformers"

@@ -93,7 +93,7 @@ def _scale() -> Mapping[str, Any]:
 
 def _trust() -> Mapping[str, Any]:
     from tests.runtime.faults import FAULTS
-    from tests.trust.mutants import KINDS  # with all of its kinds registered
+    from tests.trust.kinds import KINDS
 
     kinds = {"mutants": sorted(KINDS), "faults": sorted(FAULTS)}
     return {**dict.fromkeys(("large", "kills", "zoo", "views", "random")), **kinds}

@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
 
-from tests.op_db.database import calls, name_of, op_db, ops_named
+from tests.op_db.database import calls, name_of, ops_named
 from tests.op_db.judge import UNDEFINED, key, verdict
 from tests.op_db.page import figures, fingerprint, write, write_page
 from tests.op_db.shardable import cuts, declined, sound
@@ -185,7 +186,8 @@ def measure(part: str, args: argparse.Namespace) -> None:
     ops = [op for op in op_db if re.search(args.ops, name_of(op)) and (part, name_of(op)) not in cache.done]
     ops.sort(key=lambda op: isinstance(op, UnaryUfuncInfo | BinaryUfuncInfo))  # elementwise ones are alike: last
     list(PARTS[part](ops_named(["softmax"])["softmax"], lambda _: True, 1))  # what is imported now no child imports
-    seen = {(row.get("call") and f"call {row['call']}") or row.get("leaf") for row in cache.rows(part)} - {None}
+    named = (f"call {row['call']}" if row.get("call") else row.get("leaf") for row in cache.rows(part))
+    seen = {name for name in named if name}
     waiting, running = ops[::-1], list[Job]()
     while waiting or running:
         while waiting and len(running) < args.workers:

@@ -99,7 +99,7 @@ def run(name: str) -> list[str]:
         exporting = timed(*call, "export", home / "hf", "-o", home / "model.pt2")
         for degree in DEGREES:
             out = home / f"out{degree}"
-            plan = ["--tp", str(degree), "--plan", home / "hf" / "config.json"]
+            plan = "--tp", str(degree), "--plan", home / "hf" / "config.json"
             converting = timed(*call, "convert", home / "model.pt2", *plan, "-o", out)
             checking = timed(*call, "check", out)
             manifest = json.loads((out / "manifest.json").read_text())

@@ -184,8 +184,8 @@ def page() -> str:
     parts = [TOP]
     for title, drawn in DRAWN:
         parts.append(f"## {title}\n")
-        for mesh, text, said in drawn:
-            parts.append(f"`{text}` on `{mesh}`. {said}\n\n```\n{drawing(_mesh(mesh), text)}\n```\n")
+        for name, text, said in drawn:
+            parts.append(f"`{text}` on `{name}`. {said}\n\n```\n{drawing(_mesh(name), text)}\n```\n")
     rows = []
     for name, before, after in PATHS:
         mesh = _mesh(name)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.long import some
-from tests.trust.damage import KINDS, damaged
+from tests.trust.damage import damaged
+from tests.trust.kinds import KINDS
 from tests.trust.mutants import Mutant, judged, mutants
-from tests.trust.subjects import Subject, subject
+from tests.trust.subjects import subject
 
 SMALL = ("rows", "attend", "images", "uneven", "rows, two axes", "in turns")
 NOTICED = Path(__file__).parent / "noticed.txt"
@@ -57,14 +58,6 @@ def test_every_kind_is_noticed() -> None:
 @pytest.mark.parametrize("name", [*SMALL, "rows, 4 ranks", "choose", "quantised", "cache by steps"])
 def test_what_is_sound_is_accepted(name: str) -> None:
     assert judged(subject(name), subject(name).sound) == (frozenset(), "")
-
-
-@pytest.mark.slow
-def test_a_damage_is_done_to_a_copy() -> None:
-    """Else one would hide another."""
-    of: Subject = subject("images")
-    assert all(mutant.by for mutant in mutants("images", places=1))
-    assert judged(of, of.sound) == (frozenset(), "")
 
 
 def test_what_nobody_notices_survives(monkeypatch: pytest.MonkeyPatch) -> None:

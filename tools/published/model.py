@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,6 +59,8 @@ class Attention(nn.Module):
     def __init__(self, dims: Dims, batch: int, length: int) -> None:
         super().__init__()
         self.dims = dims
+        self.k_cache: torch.Tensor
+        self.v_cache: torch.Tensor
         kv, width = dims.kv_heads, dims.width
         self.qkv = Dense(dims.hidden, (dims.heads + 2 * kv) * width, dims)
         self.o = Dense(dims.heads * width, dims.hidden, dims)
@@ -138,6 +141,7 @@ class Decoder(nn.Module):
         norm = nn.RMSNorm if dims.gated else nn.LayerNorm
         self.norm = norm(dims.hidden, dtype=torch.bfloat16)
         self.head = nn.Linear(dims.hidden, dims.vocab, bias=False, dtype=torch.bfloat16)
+        self.turns: torch.Tensor
         self.register_buffer("turns", torch.empty(length, dims.width, dtype=torch.bfloat16))
         self.is_decode, self.length = is_decode, length
 
@@ -167,9 +171,9 @@ def export_bert(layers: int, batch: int, steps: int) -> ExportedProgram:
         num_hidden_layers=layers, hidden_size=1024, num_attention_heads=16, intermediate_size=4096, dtype=torch.bfloat16
     )
     with weightless():
-        model = BertModel(config, add_pooling_layer=False).to(torch.bfloat16).eval()
+        bert: Any = BertModel(config, add_pooling_layer=False)
         with torch.no_grad():
-            return torch.export.export(model, (torch.zeros(batch, steps, dtype=torch.int64),))
+            return torch.export.export(bert.to(torch.bfloat16).eval(), (torch.zeros(batch, steps, dtype=torch.int64),))
 
 
 def megatron_plan(dims: Dims, *, whole_head: bool) -> dict[str, str]:
