@@ -1,12 +1,14 @@
 """Sweeps of which the ordinary suite runs a part: `make trust` runs all of each.
 
-`some` thins what a test goes through, the marker `sweep` the cases that a test is parametrized with.
+`some` thins what a test goes through, and the marker `sweep` the cases of a parametrized test: `sweep(3)` keeps one in
+three, `sweep` as few as have every value of every parameter.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import pytest
@@ -23,7 +25,7 @@ def some(items: Iterable[T], every: int) -> list[T]:
 
 
 def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Of the tests with `@pytest.mark.sweep(every)` all cases but one in so many."""
+    """Return the cases of swept tests that a short run leaves out; a long run leaves out none."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sweep"):
@@ -32,6 +34,29 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     for each in cases.values():
         marker = each[0].get_closest_marker("sweep")
         assert marker is not None
-        kept = some(each, marker.args[0])
+        kept = some(each, *marker.args) if marker.args else _covering(each)
         out += [item for item in each if item not in kept]
     return out
+
+
+def _covering(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Choose cases that between them have every value of every parameter; all of them in a long run."""
+    if os.environ.get(LONG):
+        return items
+    values = {item: set(_values(item)) for item in items}
+    lacking, used, kept = set[object]().union(*values.values()), Counter[object](), []
+    while lacking:
+        best = max(items, key=lambda item: (len(values[item] & lacking), -sum(used[value] for value in values[item])))
+        kept.append(best)
+        lacking -= values[best]
+        used.update(values[best])
+    return kept
+
+
+def _values(item: pytest.Item) -> Iterator[object]:
+    """Of each `parametrize` of a test the value that a case has, by its identity."""
+    params: dict[str, object] = item.callspec.params  # type: ignore[attr-defined]  # which functions alone have
+    for marker in item.iter_markers("parametrize"):
+        names = marker.args[0]
+        names = names.split(",") if isinstance(names, str) else names
+        yield tuple((name, id(params[name.strip()])) for name in names)

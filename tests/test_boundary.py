@@ -78,7 +78,7 @@ def converted(program: ExportedProgram, name: str, world: int) -> ParallelProgra
     return tpcompiler.parallelize(program, world, plan, inputs=ins, outputs=outs)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", BOUNDARIES)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("sizes", ["static", "dynamic"])

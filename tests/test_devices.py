@@ -55,6 +55,7 @@ def test_a_literal_in_a_file_is_found(tmp_path: Path) -> None:
     assert devices_in_file(tmp_path / "rank.pt2")["model.json"] == {("cpu", None), ("cuda", None), ("cuda", 0)}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_proved_on_the_cpu(name: str, world: int) -> None:

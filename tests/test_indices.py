@@ -112,6 +112,7 @@ MESHES = [  # mesh, placement of the table, of the indices
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize(("mesh", "table", "indices"), MESHES, ids=["even", "uneven", "indices cut", "two axes"])
 def test_all_ranks_raise_where_the_single_device_does(name: str, mesh: Any, table: Any, indices: Any) -> None:

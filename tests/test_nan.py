@@ -208,6 +208,7 @@ class Attention(nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [NAN, INF])
 @pytest.mark.parametrize("spoilt", [0, 1, 2])
 @pytest.mark.parametrize("is_bool", [True, False])
@@ -244,6 +245,7 @@ class Looked(nn.Module):
         return self.table(ids)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [NAN, INF])
 @pytest.mark.parametrize("row", range(8))
 @pytest.mark.parametrize("kind", [Looked, Bags])

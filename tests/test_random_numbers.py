@@ -267,6 +267,7 @@ SELDOM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dialect", ["training", "canonical"])
 @pytest.mark.parametrize("name", SELDOM)
 def test_what_is_drawn_next_is_what_the_single_device_draws_next(name: str, dialect: str) -> None:
@@ -287,6 +288,7 @@ def test_what_is_drawn_next_is_what_the_single_device_draws_next(name: str, dial
         assert torch.equal(result.drawn[0], after)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize(("layers", "p"), [(1, 0.5), (2, 1.0), (2, 0.0)])
 @pytest.mark.filterwarnings("ignore:dropout option adds dropout")

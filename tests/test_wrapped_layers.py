@@ -78,6 +78,7 @@ class Mlp(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     ("wrap", "reductions"),
@@ -106,6 +107,7 @@ def test_a_pair_cuts_what_the_weight_is_made_of(
     assert sum(torch.Size(program.original.state_dict[name].shape).numel() == 512 for name in cut) == 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("inner", ["", ".inner"])
 @pytest.mark.parametrize("name", ["linear", "base_layer"])
 def test_the_names_of_a_wrapper_and_of_its_layer_mean_the_layer(name: str, inner: str) -> None:

@@ -21,6 +21,7 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from tests.checkpoint.models import ARGS, PLAN, SIZES, Model, exported, hollow, model, write_checkpoint
 from tests.launch import run_ranks
+from tests.long import some
 from tpcompiler import ArtifactError, ProgramError
 from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.checkpoint.files import Checkpoint
@@ -119,6 +120,7 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], object], torch.dtype]] = {
 }
 
 
+CUT = some(CONVERSIONS, 5)  # the others are read by the same code
 # Weights that are assigned after the block have values.
 INSIDE = [(how, inside) for how in CONVERSIONS for inside in (True, False) if inside or how != "assign"]
 
@@ -153,6 +155,7 @@ def test_a_model_without_weights_is_converted(how: str, inside: bool, tmp_path: 
     assert torch.equal(program.constants["frequencies"], model().frequencies.to(made.frequencies.dtype))
     if not inside:  # the same program, which is cut and verified once
         assert described(program) == described(converted_model(how, True)[1])
+    if not inside or how not in CUT:
         return
     real = copy.deepcopy(model()).to(dtype)
     held = real.named_parameters(remove_duplicate=how != "assign")

@@ -105,7 +105,7 @@ def damage(out: Path, rank: int, name: str, layout: str) -> None:
     (out / MANIFEST).write_text(json.dumps(manifest))
 
 
-@pytest.mark.sweep(3)  # each of them, and each layout
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 @pytest.mark.parametrize(
     ("sharding", "said"),

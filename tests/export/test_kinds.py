@@ -36,9 +36,9 @@ KINDS = {
     "llava": ("dynamic: length; fixed: batch 2 (the model's code depends on it)", "config.json"),
     "qwen2_vl": ("fixed: batch 2, length 20 (the model's code depends on it)", "config.json"),
 }
-# t5 is in test_prefill_decode.py; a config's plan, and sizes that the model's code fixes, are in llava; electra's sizes
-# are among those of siglip.
-LONG = ("t5", "qwen2_vl", "electra")
+# t5 is in test_prefill_decode.py; a config's plan, and sizes that the model's code fixes, are in llava; the sizes of
+# electra and vit are among those of siglip.
+LONG = ("t5", "qwen2_vl", "electra", "vit")
 
 
 def row(model_type: str) -> Row:
@@ -75,7 +75,7 @@ def test_outputs_are_tensors_and_no_caches(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["resnet", "bart", "llava"])
+@pytest.mark.parametrize("model_type", ["resnet", pytest.param("bart", marks=in_long_runs), "llava"])
 def test_numbers_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     """Statistics and other buffers that a checkpoint has are taken from it; names become the model's by its own table."""
     build(row(model_type), tmp_path)

@@ -28,27 +28,19 @@ MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 MAIN = Path(cli.__file__).with_name("__main__.py")
 KINDS = {
     "gpt2": ("decode, prefill", "auto"),
+    "qwen3": ("decode, prefill", "config.json"),
     "deepseek_v3": ("decode, prefill", "config.json"),
     "mamba": ("decode, prefill", "auto"),
     "t5": ("decode, encoder, prefill", "auto"),
     "whisper": ("decode, encoder, prefill", "auto"),
 }
-# whisper is in test_kinds.py, and an encoder in t5; a cache is in deepseek_v3, and the search in mamba.
-LONG = ("gpt2", "whisper")
-DECODERS = (
-    "gpt2",
-    "bloom",
-    "opt",
-    "gemma2",
-    "olmoe",
-    "deepseek_v3",
-    "mamba",
-    "falcon_mamba",
-    "mamba2",
-    "bamba",
-    "lfm2",
-)
-PAIRS = ("t5", "umt5", "bart", "marian", "m2m_100", "whisper", "speech_to_text")
+# whisper is in test_kinds.py, and an encoder in t5; a cache is in qwen3, and the search in mamba. deepseek_v3 is below.
+LONG = ("gpt2", "deepseek_v3", "whisper")
+# Of each kind of state, cache and positions one; `ALSO` have the same ones, in long runs.
+DECODERS = ("gpt2", "bloom", "gemma2", "deepseek_v3", "mamba", "bamba", "lfm2")
+ALSO_DECODERS = ("opt", "olmoe", "falcon_mamba", "mamba2")
+PAIRS = ("t5", "bart", "marian", "whisper")
+ALSO_PAIRS = ("umt5", "m2m_100", "speech_to_text")
 
 
 def row(model_type: str) -> Row:
@@ -110,7 +102,7 @@ def continued(model: Any, ids: torch.Tensor, first: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", DECODERS)
+@pytest.mark.parametrize("model_type", [*DECODERS, *(pytest.param(kind, marks=in_long_runs) for kind in ALSO_DECODERS)])
 def test_a_state_is_kept_and_begun_again(model_type: str) -> None:
     """Prompt and tokens after it give the logits of the whole text; so does a text that decode begins, over an old state."""
     model, steps = steps_of(model_type)
@@ -134,7 +126,7 @@ def test_a_state_is_kept_and_begun_again(model_type: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", PAIRS)
+@pytest.mark.parametrize("model_type", [*PAIRS, *(pytest.param(kind, marks=in_long_runs) for kind in ALSO_PAIRS)])
 def test_a_source_is_read_once(model_type: str) -> None:
     """The keys and values of the encoder's vectors are kept; of a shorter source nothing of a longer one is read."""
     model, steps = steps_of(model_type)

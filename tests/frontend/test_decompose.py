@@ -198,6 +198,7 @@ def run(program: ExportedProgram, xs: list[torch.Tensor]) -> list[Any]:
     return [[v.clone() for v in torch.utils._pytree.tree_leaves(module(x))] for x in xs]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("case", SIMPLE)
 def test_the_same_numbers_call_after_call(case: str, dynamic: bool) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.long import some
 from tests.op_db.database import op_db
 from tpcompiler import _torch
 from tpcompiler._torch import OpOverload, calls_others, tree_flatten
@@ -42,15 +43,18 @@ def _dense(values: Any) -> list[torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_no_other_kernel_hides_that_it_shares_memory() -> None:
+    """One in four of torch's ops, and all of them by `make trust`."""
     watch = Watch()
-    for op in op_db:
+    with watch:
+        torch.unsafe_split(torch.ones(4), 2)  # as the control
+    for op in some(op_db, 4):
         if torch.float32 not in op.dtypes:
             continue
         with contextlib.suppress(Exception):  # samples that it does not take under such a mode
             for sample in itertools.islice(op.sample_inputs("cpu", torch.float32), 3):
                 with torch.no_grad(), watch:
                     op(sample.input, *sample.args, **sample.kwargs)
-    assert len(watch.called) > 400
+    assert len(watch.called) > 150
     assert _torch.aten.unsafe_split.Tensor in watch.sharing
     assert watch.sharing <= UNSAID
 

@@ -181,6 +181,7 @@ def judge(what: str, mesh: dict[str, int], dtype: torch.dtype = torch.float32) -
     assert program.verify(args).ok
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("what", ATTENTION)
 def test_what_the_single_device_makes(what: str, mesh: dict[str, int]) -> None:

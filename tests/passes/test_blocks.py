@@ -56,6 +56,7 @@ CASES: dict[str, tuple[Callable[..., Any], set[str]]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize(("forward", "shardings"), CASES.values(), ids=CASES)
 def test_equal_on_even_uneven_and_empty_shards(forward: Callable[..., Any], shardings: set[str], world: int) -> None:

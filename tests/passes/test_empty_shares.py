@@ -47,6 +47,7 @@ class Heads(nn.Module):
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("size", "mesh", "held"),
     [

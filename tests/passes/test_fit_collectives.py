@@ -101,6 +101,7 @@ CASES: Mapping[str, tuple[nn.Module, dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back(case: str, world: int) -> None:
@@ -115,6 +116,7 @@ def test_there_and_back(case: str, world: int) -> None:
     assert back.constants.keys() == plain.constants.keys()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 @pytest.mark.parametrize("case", CASES)
 def test_written_checked_and_verified(case: str, layout: Any, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ return add, scalar_tensor
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world", [2, 3])
 def test_nothing_stays_behind(name: str, world: int) -> None:

@@ -101,6 +101,7 @@ class Vocabulary(nn.Module):
         return self.head(self.table(ids))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rows", [259, 50257])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_an_odd_vocabulary(rows: int, dynamic: bool) -> None:

@@ -130,7 +130,7 @@ return pin
     )
 
 
-@pytest.mark.sweep(3)  # each net, and each mesh
+@pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}, {"tp": 2, "ep": 2}], ids=str)
 @pytest.mark.parametrize(
     ("net", "plan"),

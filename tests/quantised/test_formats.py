@@ -22,7 +22,7 @@ def placed(program: tpcompiler.ParallelProgram) -> dict[str, str]:
     return {row["name"]: row["sharding"] for row in program.manifest().tensors}
 
 
-@pytest.mark.sweep(2)  # each kind, and each mesh
+@pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("kind", [Gptq, Awq, BlockFp8, Int8Packed])
 def test_a_pair_costs_one_all_reduce(kind: type[nn.Module], mesh: Any, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def quantised(name: str, model: nn.Module | None = None) -> nn.Module:
     return model
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_pair_is_cut(name: str, mesh: Any, tmp_path: Path) -> None:
@@ -70,6 +70,7 @@ def test_the_names_are_those_of_torchao(name: str) -> None:
     assert program.verify((X,)).ok
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "plan",
     [{"up.weight": "S(0)", "down.weight": "S(1)"}, {"up.weight": "colwise", "down.weight": "rowwise"}],

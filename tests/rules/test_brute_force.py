@@ -26,10 +26,14 @@ RULED = [sample for sample in SAMPLES if sample.text is not None]
 
 
 @pytest.mark.parametrize("sample", RULED, ids=str)
-def test_shards_make_the_whole(sample: Sample) -> None:
+def test_sizes_agree_and_shards_make_the_whole(sample: Sample) -> None:
     node = node_of(sample)
     rule = rule_of(node)
     assert rule is not None
+    # A factor with two sizes (a dim that broadcasts and is not written 1) would be cut wrongly.
+    tensors = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
+    for term, value in zip((*rule.pattern.inputs, *rule.pattern.outputs), tensors, strict=True):
+        assert [dim_size(dim, rule.extent) for dim in term] == list(value.shape)
     torch.manual_seed(0)
     ran = {what for degree in some((2, 4, 3), 2) for what in check(node, rule, degree)}
     free = {factor for factor in rule.factors if factor not in rule.pattern.whole and rule.extent[factor] > 1}
@@ -40,18 +44,6 @@ def test_every_registered_op_has_a_sample() -> None:
     """But for the kernels of a GPU, whose rule is executed on that of the CPU (and read in test_attention.py)."""
     ruled = {str(target) for target in _RULES if isinstance(target, OpOverload)}  # a later torch may lack some
     assert ruled - set(map(str, KERNELS)) <= {str(sample.target) for sample in SAMPLES}
-
-
-@pytest.mark.parametrize("sample", RULED, ids=str)
-def test_sizes_agree_wherever_a_factor_stands(sample: Sample) -> None:
-    """A factor with two sizes (a dim that broadcasts and is not written 1) would be cut wrongly."""
-    node = node_of(sample)
-    rule = rule_of(node)
-    assert rule is not None
-    tensors = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
-    for term, value in zip((*rule.pattern.inputs, *rule.pattern.outputs), tensors, strict=True):
-        for dim, size in zip(term, value.shape, strict=True):
-            assert dim_size(dim, rule.extent) == size
 
 
 WRONG = {

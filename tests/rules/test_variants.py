@@ -149,7 +149,7 @@ ALONE: dict[str, tuple[Callable[[Between, torch.Tensor], Any], list[int]]] = {
 }
 
 
-@pytest.mark.sweep(2)  # each of them, and each mesh
+@pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("name", [*WITH_DOWN, *ALONE])
 def test_what_one_number_a_line_does(name: str, mesh: Any) -> None:
@@ -174,6 +174,7 @@ def test_the_best_of_the_best(world: int) -> None:
     assert max(c.payload_bytes for c in program.collectives()) <= 16 * 3 * world * 8
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(
     ("what", "count"),
@@ -219,7 +220,7 @@ class Read(nn.Module):
 STEPS = 6
 
 
-@pytest.mark.sweep(4)  # each kind, and each mesh
+@pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize(
     ("kind", "how", "gathers"),

@@ -89,6 +89,7 @@ CASES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, Any], dict[str, Any]]]
 STATIC = ("keys that broadcast over heads",)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_equal_and_without_a_fallback(name: str, dynamic: bool) -> None:
@@ -121,6 +122,7 @@ PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_pending_operand_beside_a_sum_over_the_same_ranks(name: str, degree: int) -> None:
@@ -154,6 +156,7 @@ class Table(nn.Module):
         return self.function(self.rows, at)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bfloat16])
 @pytest.mark.parametrize(
     "function",

@@ -141,6 +141,7 @@ def test_a_plan_from_a_pipe_of_the_shell(tmp_path: Path) -> None:
         os.close(reader)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("command", ["check", "show"])
 @pytest.mark.parametrize(
     "graph", [b"[]", b"{}", b"null", b"7", b"[" * 100_000, b'{"graph_module": {"graph": {"nodes": 3}}}', b"\xff", b""]

@@ -41,6 +41,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("write", [write_directory, write_file])
 @pytest.mark.parametrize("name", ["out", "other"])
 def test_what_a_killed_process_left_is_deleted(

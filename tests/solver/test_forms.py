@@ -149,6 +149,7 @@ def seconds(found: Solution) -> float:
     return measure_step_time(found, collectives_of(found), read_machine()).total
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_form_that_pays(name: str, ranks: int, tmp_path: Path) -> None:
@@ -164,6 +165,7 @@ def test_a_form_that_pays(name: str, ranks: int, tmp_path: Path) -> None:
     assert written(again) == written(auto)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     ("case", "form"),
@@ -178,6 +180,7 @@ def test_a_form_that_does_not_pay(case: Case, form: dict[str, str], ranks: int) 
     assert seconds(case.placed(ranks)) < seconds(case.placed(ranks, {**form, "**": "auto"}))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["experts", "norms"])
 def test_by_how_much(name: str, ranks: int) -> None:

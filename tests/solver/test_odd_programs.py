@@ -52,6 +52,7 @@ CASES: dict[str, tuple[Forward, tuple[torch.Tensor, ...], bool]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("plan", ["auto", "auto:free"])
 @pytest.mark.parametrize("mesh", [2, 3, {"dp": 2, "tp": 4}], ids=str)
 @pytest.mark.parametrize(("forward", "args", "is_weighted"), CASES.values(), ids=CASES)

@@ -53,6 +53,7 @@ return reshard_2
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     ("forward", "count", "plan"),

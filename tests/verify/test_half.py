@@ -89,6 +89,7 @@ def test_a_faint_fault_is_noticed_in_float32(dtype: torch.dtype) -> None:
         assert narrow.ok, "the reason for the comparison in float32: in bfloat16 alone nothing is seen"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_value_keeps_its_dtype(dtype: torch.dtype, world: int) -> None:
