@@ -7,12 +7,12 @@ from typing import Any
 
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
-from tpcompiler.ir.program import RESHARD, Reshard, ReshardedProgram, mark_of, reshard
+from tpcompiler.ir.program import RESHARD, PlacedProgram, Reshard, mark_of, reshard
 from tpcompiler.passes.lower_reshards import lines_of
 
 
-def ranks_alike(program: ReshardedProgram) -> list[tuple[int, ...]]:
-    """Return classes of ranks with equal local shapes of every value, including intermediate steps of reshards.
+def ranks_alike(program: PlacedProgram) -> list[tuple[int, ...]]:
+    """Classes of ranks that hold equal local shapes of every value, also on the way from one sharding to another.
 
     Even shards make one class; 7 rows over 3 ranks (3, 3, 1) make two.
     """
@@ -23,9 +23,9 @@ def ranks_alike(program: ReshardedProgram) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in classes.values()]
 
 
-def _uneven(program: ReshardedProgram) -> Iterator[Any]:
-    """Yield, for everything with possibly unequal shares, a function from a rank to its local shapes."""
-    mesh, visited = program.mesh, set()
+def _uneven(program: PlacedProgram) -> Iterator[Any]:
+    """For everything of which ranks may have unequal shares a function from a rank to the shapes of its own."""
+    mesh, visited = program.mesh, set[Any]()
     for node in program.graph.nodes:
         if node.op == "output":
             continue

@@ -6,7 +6,11 @@ necessary condition on the solution without the form; the search decides if the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -14,36 +18,44 @@ from torch import fx
 from tpcompiler.cost.kernels import factors_of_product, is_attention
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import local_bytes
+from tpcompiler.cost.timeline import duration
 from tpcompiler.ir import edit
+from tpcompiler.ir.local import no_new_guards
+from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.passes._experts import Region, find_regions, leaf_behind
 from tpcompiler.passes._turns import ATTENTION, STEPS, axis_of_turns, misfit
+from tpcompiler.plan import Plan
 from tpcompiler.plan.styles import STYLES
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.solver.memory import sharding_of
+from tpcompiler.solver.drive import PLACING, solve
+from tpcompiler.solver.memory import measure_memory, sharding_of
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import seconds_of_ops, sends_of
+from tpcompiler.solver.step_time import collectives_of, measure_step_time, seconds_of_ops, sends_of
+from tpcompiler.solver.task import Styles, Task
+from tpcompiler.terminal.printed import format_bytes
 
 
 class Base(NamedTuple):
-    """The solution without any form.
+    """A solution without a form."""
 
-    Attributes:
-        programs: the programs as planned.
-        is_tight: True if the fastest placements do not fit a rank's memory.
-    """
-
-    programs: Sequence[PlannedProgram]
     found: Solution
-    machine: Machine
     device: str
-    is_tight: bool
+
+    @property
+    def machine(self) -> Machine:
+        return self.found.machine
+
+    @property
+    def is_tight(self) -> bool:
+        """True if the fastest placements do not fit a rank's memory."""
+        return self.found.is_tight or self.found.too_large is not None
 
     def pairs(self) -> Iterator[tuple[PlannedProgram, _Placed]]:
-        for at, (program, placed) in enumerate(zip(self.programs, self.found.programs, strict=True)):
+        for at, (program, placed) in enumerate(zip(self.found.given, self.found.programs, strict=True)):
             yield program, _Placed(placed, self.found, {name for own, name in self.found.simpler if own == at})
 
 
@@ -198,4 +210,35 @@ def find_attention(base: Base) -> Iterator[tuple[str, str]]:
         yield from ((name, "attend_in_turns") for name, fit in modules.items() if name and all(fit))
 
 
-FINDERS = (find_experts, find_norms, find_attention)
+def find_forms(device: str) -> list[Callable[[Solution], Styles]]:
+    """Return the finders for a device, in the order in which the search tries their forms."""
+    return [partial(_find, finder, device) for finder in (find_experts, find_norms, find_attention)]
+
+
+def _find(finder: Callable[[Base], Iterator[tuple[str, str]]], device: str, found: Solution) -> Styles:
+    return dict(finder(Base(found, device)))
+
+
+def note_forms(
+    task: Task,
+    found: Solution,
+    plans: Sequence[Plan],
+    names: Sequence[Sequence[str]],
+    plan_programs: Callable[[Sequence[Plan]], Sequence[PlannedProgram]],
+) -> list[str]:
+    """Report the time of a call, and the memory of a rank, without each of the forms, with all else as it was found."""
+    notes = []
+    for style in dict.fromkeys(entry.style.name for plan in plans for entry in plan.forms.entries):
+        ruled = (plan.assign(own) for own, plan in zip(names, plans, strict=True))
+        named = dict.fromkeys(name for own in ruled for name, entry in own.items() if entry.style.name == style)
+        alike = Counter(map(fold_layers, named))
+        others = (replace(plan, entries=tuple(e for e in plan.entries if e.style.name != style)) for plan in plans)
+        programs = plan_programs([*others])
+        with no_new_guards(*(program.graph for program in programs)):
+            other = solve(replace(task, programs=programs), PLACING)
+        if not math.isinf(other.seconds):
+            call = duration(measure_step_time(other, collectives_of(other), found.machine).total)
+            held = format_bytes(measure_memory(other).total)
+            layers = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in alike.items())
+            notes.append(f"{style}: {layers}; without it a call would take {call} and a rank would hold about {held}")
+    return notes

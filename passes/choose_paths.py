@@ -7,11 +7,11 @@ from dataclasses import replace
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.path import steps_between
 from tpcompiler.ir import edit
-from tpcompiler.ir.program import RESHARD, Reshard, ReshardedProgram, reshard
+from tpcompiler.ir.program import RESHARD, PlacedProgram, Reshard, reshard
 
 
-def choose_paths(program: ReshardedProgram, machine: Machine) -> ReshardedProgram:
-    """Store on every `reshard` the intermediate shardings of the fastest path on a machine.
+def choose_paths(program: PlacedProgram, machine: Machine) -> PlacedProgram:
+    """Put on every `reshard` what its value is on the way, by the steps that take least time on a machine.
 
     Before    reshard: [R, R] = reshard(y)          y: [S(0), P(sum)]
     After     the same, via [S(0), S(0)]            reduce_scatter over tp, all_gather over dp and tp
@@ -26,4 +26,4 @@ def choose_paths(program: ReshardedProgram, machine: Machine) -> ReshardedProgra
             ends = change.source, change.target
             steps = steps_between(*ends, value.shape, value.element_size(), program.mesh, machine)
             node.meta[RESHARD] = replace(change, via=tuple(step.target for step in steps[:-1]))
-    return ReshardedProgram(program.source, graph, program.mesh, program.notes)
+    return PlacedProgram(program.source, graph, program.mesh, program.notes)

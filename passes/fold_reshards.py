@@ -7,12 +7,12 @@ from dataclasses import replace
 from torch import fx
 
 from tpcompiler.ir import edit
-from tpcompiler.ir.program import MARK, RESHARD, Reshard, ReshardedProgram, mark_of, reshard
+from tpcompiler.ir.program import MARK, RESHARD, PlacedProgram, Reshard, mark_of, reshard
 from tpcompiler.ir.sharding import Sharding
 
 
-def fold_reshards(program: ReshardedProgram) -> ReshardedProgram:
-    """Do every change of sharding only once, and remove pairs that cancel.
+def fold_reshards(program: PlacedProgram) -> PlacedProgram:
+    """Do every change of sharding once, and none that is undone.
 
     Before    a: R = reshard(x)                     x: S(0)
               b: R = reshard(x)                     equal to a
@@ -29,7 +29,7 @@ def fold_reshards(program: ReshardedProgram) -> ReshardedProgram:
         if node.target is reshard:
             _join(node)
     _share(graph)
-    return ReshardedProgram(program.source, graph, program.mesh, program.notes)
+    return PlacedProgram(program.source, graph, program.mesh, program.notes)
 
 
 def _share(graph: fx.Graph) -> None:

@@ -15,7 +15,7 @@ from tpcompiler.cost.program import held_by_first, steps_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, memory_order
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, RESHARD, LoweredProgram, Reshard, ReshardedProgram, reshard
+from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, RESHARD, LoweredProgram, PlacedProgram, Reshard, reshard
 from tpcompiler.ir.rank_numbers import read_number
 from tpcompiler.passes._collectives import change_on_line, on_first
 from tpcompiler.passes._lines import Line, numbers_of, put_on_line
@@ -25,8 +25,8 @@ Traces = dict[Any, fx.Graph]
 _serial = itertools.count()
 
 
-def lower_reshards(program: ReshardedProgram, ranks: Sequence[int], traces: Traces) -> LoweredProgram:
-    """Replace each `reshard` by the subgraph that torch's own `redistribute_local_tensor` produces on these ranks.
+def lower_reshards(program: PlacedProgram, ranks: Sequence[int], traces: Traces) -> LoweredProgram:
+    """Replace each `reshard` by the subgraph that torch's own `redistribute_local_tensor` makes on these ranks.
 
     Before    reshard: R = reshard(y)               y: P(sum)
     After     all_reduce = all_reduce(y, 'sum', 'tp=2:tp')

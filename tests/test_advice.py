@@ -121,8 +121,8 @@ def test_a_repeated_layer_is_changed_as_the_plan_names_it() -> None:
 
 def test_layers_alike_are_sought_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sought: list[Any] = []
-    search = advice.search
-    monkeypatch.setattr(advice, "search", lambda *given: sought.append(given) or search(*given))
+    solve = advice.solve
+    monkeypatch.setattr(advice, "solve", lambda *given: sought.append(given) or solve(*given))
     counts = []
     for layers in (2, 5):
         net = Net(lambda self, x: self.layers(x), layers=nn.Sequential(*(Net(running) for _ in range(layers))))

@@ -18,9 +18,10 @@ from tests.zoo.index import CASES
 from tpcompiler.api import conversions_of
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
-from tpcompiler.pipeline import solved_together
+from tpcompiler.pipeline import convert_programs
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.obstacles import find_obstacles
+from tpcompiler.solver.task import Aim
 from tpcompiler.terminal.printed import format_bytes
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
@@ -47,7 +48,9 @@ def held(made: tpcompiler.ParallelProgram) -> str:
 
 
 def held_of(program: ExportedProgram, ranks: int) -> int:
-    return measure_memory(solved_together(conversions_of(program, ranks, tpcompiler.Plan().with_search()))[0]).total
+    return measure_memory(
+        convert_programs(conversions_of(program, ranks, tpcompiler.Plan().with_search()), Aim())[0]
+    ).total
 
 
 def test_degrees_are_powers_of_two_and_those_that_divide_what_is_cut() -> None:
@@ -128,7 +131,7 @@ class Cache(nn.Module):
 def test_a_cache_is_no_layer_with_features() -> None:
     program = export(Cache().eval(), (torch.zeros(2, 1, 64), torch.tensor([3])))
     plan = tpcompiler.Plan.of({"q": "colwise", "k": "colwise", "o": "rowwise"})
-    found, _ = solved_together(conversions_of(program, 2, plan))
+    found, _ = convert_programs(conversions_of(program, 2, plan), Aim())
     heads, kv_heads, *rest = find_obstacles(found)
     assert (str(heads), str(kv_heads)) == ("8 heads (the model)", "4 kv heads (the model)")
     assert {layer for each in rest for layer in each.layers} == {"q", "k", "o"}
@@ -175,7 +178,7 @@ def test_what_stands_in_the_way_is_named() -> None:
 )
 def test_every_kind_of_obstacle(plan: dict[str, str], kind: str, count: int, layer: str) -> None:
     program = export(Packed().eval(), (torch.zeros(2, 12, dtype=torch.long),))
-    found, _ = solved_together(conversions_of(program, 3, tpcompiler.Plan.of(plan)))
+    found, _ = convert_programs(conversions_of(program, 3, tpcompiler.Plan.of(plan)), Aim())
     assert (kind, count, layer) in [(each.kind, each.count, each.layers[0]) for each in find_obstacles(found)]
 
 
@@ -226,6 +229,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert max(map(len, text.partition("\n\n")[0].splitlines()[1:])) <= 80
     assert text.endswith("the smallest that fits: --tp 1\n")
     assert "8: up.weight: the largest share is 1.04 times an even one\n" in text
+    assert "\nsearched 8 times\n" in text
     data = json.loads(right("doctor", tmp_path / "model.pt2", "--memory", "0.04MB", "--json"))
     assert data["limit"] == 40_000
     assert data["least"] == next(each["ranks"] for each in data["degrees"] if each["bytes"]["total"] <= 40_000)

@@ -25,14 +25,15 @@ from tpcompiler.ask.written import Written
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import ArtifactError, ShardingError
-from tpcompiler.ir.program import MarkedProgram, PlannedProgram
+from tpcompiler.ir.program import PlacedProgram, PlannedProgram
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.solver.drive import PLACING, solve
 from tpcompiler.solver.otherwise import price_otherwise
 from tpcompiler.solver.problem import UNIT, pose
-from tpcompiler.solver.search import search
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.stage import Stage
+from tpcompiler.solver.task import Task
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -73,7 +74,7 @@ def test_the_prices_of_the_layer_by_hand(by_hand: Path, kind: str) -> None:
 def test_prices_are_the_least_of_all_assignments() -> None:
     """Every assignment of the variables of the whole problem, tried one by one."""
     program = apply_plan(canonicalize(mlp()), Plan(), Mesh.of(2))
-    found = search([program], Objective.of(read_machine()), free=True)
+    found = solve(Task([program], Objective.of(read_machine()), free=True), PLACING)
     problem = pose([program], Stage(program.mesh, ("tp",), {}, True), Objective.of(read_machine()), {})
     tables = problem.tables
     totals = numpy.full(tables.sizes, tables.constant)
@@ -255,15 +256,15 @@ def test_programs_that_share_weights_are_searched_together(tmp_path: Path, out: 
 
 def test_a_placement_that_cannot_be_carried_out_says_why(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is not taken for one that there is not."""
-    mark = again.mark_placements
+    placing = again.place
 
-    def fail(program: PlannedProgram, found: Solution) -> MarkedProgram:
+    def fail(program: PlannedProgram, found: Solution) -> PlacedProgram:
         leaf = next(node for node, fqn in program.leaves() if fqn == "layers.0.down.weight")
         if found.leaves[leaf].dims[0].axes:
             raise ShardingError("no parts [here]", help="none")
-        return mark(program, found)
+        return placing(program, found)
 
-    monkeypatch.setattr(again, "mark_placements", fail)
+    monkeypatch.setattr(again, "place", fail)
     found = explain_artifact(out, "layers.0.down.weight").alternatives
     assert [(each.makes, each.failed) for each in found if each.seconds is None] == [(("S(0)",), "no parts [here]")]
     text = right("explain", out, "layers.0.down.weight")

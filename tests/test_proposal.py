@@ -17,8 +17,8 @@ from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.ask.plan_text import plan_text
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.pipeline import find_placements
-from tpcompiler.solver.place import Aim
 from tpcompiler.solver.step_time import collectives_of, measure_step_time
+from tpcompiler.solver.task import Aim
 
 MACHINE = SMALL
 

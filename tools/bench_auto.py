@@ -37,7 +37,8 @@ from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.divide_sizes import divide_sizes
 from tpcompiler.passes.join_branches import join_branches
 from tpcompiler.plan import Plan
-from tpcompiler.solver.search import search
+from tpcompiler.solver.drive import PLACING, solve
+from tpcompiler.solver.task import Task
 
 
 def compare(name: str, mesh: Mesh, machine: Machine) -> str:
@@ -68,7 +69,7 @@ def time_search(layers: int, mesh: Mesh) -> str:
     program = canonicalize(export(layers, dynamic=False))
     planned = divide_sizes(join_branches(apply_plan(program, Plan(), mesh)))
     started = time.perf_counter()
-    found = search([planned], Objective.of(read_machine()), free=True)
+    found = solve(Task([planned], Objective.of(read_machine()), free=True), PLACING)
     taken = time.perf_counter() - started
     styles = Counter(str(style) for style in found.styles.values())
     return (

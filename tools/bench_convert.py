@@ -24,7 +24,7 @@ from torch.export import Dim
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tpcompiler
-from tpcompiler.pipeline import Dump
+from tpcompiler.parallel.conversion import Dump
 from tpcompiler.runtime.weightless import weightless
 
 PLAN = {

@@ -38,9 +38,9 @@ from tpcompiler.api.calibrate import measure_machine
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.parallel.program_set import ProgramSet
-from tpcompiler.pipeline import finished_together
+from tpcompiler.pipeline import convert_programs
 from tpcompiler.runtime.inputs import read_inputs, write_tensors
-from tpcompiler.solver.place import Aim
+from tpcompiler.solver.task import Aim
 
 NAMES = list(SUBJECTS)
 NULL, PLANS = "null", ("hand", "auto", "gathered", "whole")
@@ -105,7 +105,7 @@ def write(
 ) -> float:
     """Write an artifact by this plan; return the predicted seconds of a step."""
     conversions = conversions_of(programs.get("", programs), ranks, read_plan(plan))
-    made = finished_together(conversions, Aim(machine, calls=read_calls(calls, conversions)))
+    _, made = convert_programs(conversions, Aim(machine, calls=read_calls(calls, conversions)))
     (made[""] if "" in made else ProgramSet(made)).save(folder)
     return sum(calls[name] * own.predict(machine).total.total for name, own in made.items())
 

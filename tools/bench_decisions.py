@@ -27,10 +27,11 @@ from tpcompiler.cost.machine import Links, Machine
 from tpcompiler.cost.machine_file import read_machine, shipped_machines
 from tpcompiler.cost.timeline import duration
 from tpcompiler.ir.edit import module_path
-from tpcompiler.pipeline import Conversion, find_placements
-from tpcompiler.solver.place import Aim
+from tpcompiler.parallel.conversion import Conversion
+from tpcompiler.pipeline import find_placements
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import collectives_of, measure_step_time, sends_of
+from tpcompiler.solver.task import Aim
 
 LAYERS, BEFORE = 2, 1024  # tokens before the one of a decode
 RANKS = (2, 4, 8)

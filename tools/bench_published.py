@@ -31,8 +31,8 @@ from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.pipeline import find_placements
-from tpcompiler.solver.place import Aim
 from tpcompiler.solver.step_time import collectives_of, measure_step_time
+from tpcompiler.solver.task import Aim
 
 ROWS = Path(__file__).parent / "published" / "steps.csv"
 GPUS = {"A100-SXM-80GB": "a100", "A100-SXM-40GB": "a100", "H100-SXM-80GB": "h100", "H200-SXM-141GB": "h200"}

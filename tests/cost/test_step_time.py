@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine import Machine
 from tpcompiler.pipeline import find_placements
-from tpcompiler.solver.place import Aim
 from tpcompiler.solver.step_time import StepTime, collectives_of, measure_step_time
+from tpcompiler.solver.task import Aim
 
 BF16 = torch.bfloat16
 BYTE, FLOP = 1e-12, 1e-13  # seconds of one

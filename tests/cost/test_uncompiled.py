@@ -20,9 +20,9 @@ from tpcompiler.errors import MachineError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.pipeline import solved_together
-from tpcompiler.solver.place import Aim
+from tpcompiler.pipeline import convert_programs
 from tpcompiler.solver.step_time import changes_of, measure_step_time
+from tpcompiler.solver.task import Aim
 
 LINKS = "links:\n- {latency: 1.0e-6, bandwidth: 1.0e+10}\n"
 FLOORS = "product: 3.0e-7\nother: 2.0e-7\nview: 1.0e-7\ncache_bandwidth: 2.0e+11\nfuses: false\n"
@@ -64,7 +64,7 @@ def test_what_is_predicted_is_what_runs(tmp_path: Path) -> None:
     """The seconds of the search are those of the ops in rank 0's finished program; without its copies they are not."""
     here = machine(tmp_path, RATES + LINKS + FLOORS)
     for plan in (CASES["llama"].asked(), GATHERED):
-        found, made = solved_together(conversions_of(CASES["llama"].export(False), 2, read_plan(plan)), Aim(here))
+        found, made = convert_programs(conversions_of(CASES["llama"].export(False), 2, read_plan(plan)), Aim(here))
         seconds = made[""].predict(here).total.total
         sent = [(each.kind, (each.axis,), each.wire_bytes) for each in made[""].collectives()]
         assert measure_step_time(found, sent, here).total == pytest.approx(seconds, rel=0.05)

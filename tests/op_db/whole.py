@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch.export import ExportedProgram
 
-import tpcompiler.pipeline
+import tpcompiler.parallel.conversion
 from tests.passes.stages import cuts_are_kept
 from tpcompiler._torch import tree_flatten, tree_unflatten
 from tpcompiler.errors import InternalError, TpCompilerError
@@ -92,7 +92,7 @@ def outcomes(op: Any, sample: Any) -> Iterator[Outcome]:
     except AssertionError as error:
         yield Outcome("wrong", "", f"the canonical program: {_said(error)}")
         return
-    with mock.patch("tpcompiler.pipeline.canonicalize", return_value=canonical):
+    with mock.patch("tpcompiler.parallel.conversion.canonicalize", return_value=canonical):
         for at, tensor in enumerate(model.tensors):
             for dim in (d for d, size in enumerate(tensor.shape) if size > 1):
                 inputs = [f"S({dim})" if i == at else None for i in range(len(model.tensors))]

@@ -22,7 +22,7 @@ from tpcompiler._torch import FakeTensorMode
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.path import WIRE
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import MARK, RESHARD, Mark, Reshard, ReshardedProgram, reshard
+from tpcompiler.ir.program import MARK, RESHARD, Mark, PlacedProgram, Reshard, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join
 from tpcompiler.judge.compare.simulate import simulate
@@ -33,7 +33,7 @@ from tpcompiler.passes.lower_reshards import lower_reshards
 Pair = tuple[Sharding, Sharding]
 
 
-def program_of(pairs: Sequence[Pair], mesh: Mesh, value: torch.Tensor, machine: Machine = WIRE) -> ReshardedProgram:
+def program_of(pairs: Sequence[Pair], mesh: Mesh, value: torch.Tensor, machine: Machine = WIRE) -> PlacedProgram:
     """`return reshard(x0), reshard(x1), ...`: values like this one, each with its change."""
     graph, mode = fx.Graph(), FakeTensorMode()
     inputs = [graph.placeholder(f"x{i}") for i in range(len(pairs))]
@@ -49,7 +49,7 @@ def program_of(pairs: Sequence[Pair], mesh: Mesh, value: torch.Tensor, machine: 
         [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=y.name), None) for y in made],
     )
     source_program: Any = SimpleNamespace(graph_signature=signature, state_dict={}, constants={})
-    return choose_paths(ReshardedProgram(source_program, graph, mesh, ()), machine)
+    return choose_paths(PlacedProgram(source_program, graph, mesh, ()), machine)
 
 
 def wrong_changes(pairs: Sequence[Pair], mesh: Mesh, value: torch.Tensor, machine: Machine = WIRE) -> list[str]:

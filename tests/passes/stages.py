@@ -24,9 +24,8 @@ from tpcompiler.ir.program import (
     CanonicalProgram,
     LocalProgram,
     LoweredProgram,
-    MarkedProgram,
+    PlacedProgram,
     PlannedProgram,
-    ReshardedProgram,
     ShardedProgram,
 )
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank, numbers_read
@@ -35,15 +34,17 @@ from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.choose_paths import choose_paths
 from tpcompiler.passes.divide_sizes import divide_sizes
 from tpcompiler.passes.fold_reshards import fold_reshards
-from tpcompiler.passes.insert_reshards import insert_reshards
 from tpcompiler.passes.join_branches import join_branches
 from tpcompiler.passes.localize_shapes import localize_shapes
 from tpcompiler.passes.lower_reshards import lower_reshards
-from tpcompiler.passes.mark_placements import mark_placements
+from tpcompiler.passes.place import place
 from tpcompiler.passes.shard_state import shard_state
 from tpcompiler.plan import Plan
 from tpcompiler.rules.registry import ops_with_rules
-from tpcompiler.solver.place import Aim, place
+from tpcompiler.solver.drive import solve
+from tpcompiler.solver.refuse import refuse_unplaced
+from tpcompiler.solver.remarks import note_search, with_notes
+from tpcompiler.solver.task import Aim, Task
 
 Given = Mapping[str, str] | Sequence[str | None] | None
 
@@ -118,20 +119,19 @@ def divided(*args: Any, **kwargs: Any) -> PlannedProgram:
     return _checked(divide_sizes(join_branches(planned(*args, **kwargs))))
 
 
-def marked(*args: Any, **kwargs: Any) -> MarkedProgram:
-    (program,), found = place([divided(*args, **kwargs)], auto=False, aim=Aim())
-    return _checked(mark_placements(program, found))
+def placed(*args: Any, **kwargs: Any) -> PlacedProgram:
+    task = Task([divided(*args, **kwargs)], Aim().objective)
+    found = solve(task)
+    refuse_unplaced(task, found)
+    (program,) = (with_notes(program, note_search(task, found), False) for program in found.programs)
+    return _checked(place(program, found))
 
 
-def resharded(*args: Any, **kwargs: Any) -> ReshardedProgram:
-    return _checked(insert_reshards(marked(*args, **kwargs)))
+def folded(*args: Any, **kwargs: Any) -> PlacedProgram:
+    return _checked(fold_reshards(placed(*args, **kwargs)))
 
 
-def folded(*args: Any, **kwargs: Any) -> ReshardedProgram:
-    return _checked(fold_reshards(resharded(*args, **kwargs)))
-
-
-def routed(*args: Any, **kwargs: Any) -> ReshardedProgram:
+def routed(*args: Any, **kwargs: Any) -> PlacedProgram:
     return _checked(choose_paths(folded(*args, **kwargs), read_machine()))
 
 

@@ -17,8 +17,8 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.pipeline import find_placements
-from tpcompiler.solver.place import Aim
 from tpcompiler.solver.step_time import collectives_of
+from tpcompiler.solver.task import Aim
 
 MESH = {"dp": 2, "tp": 2}
 # Nodes of two ranks, so that tp stays on one. 16 KB over all four: 10 + 24,576 B / 1e8 = 255.8 us by one all_reduce,

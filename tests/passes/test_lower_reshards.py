@@ -11,7 +11,7 @@ from torch.export import Dim, export
 
 from tests.passes.stages import Call, routed
 from tpcompiler import parallelize
-from tpcompiler.ir.program import ORIGIN, RESHARD, ReshardedProgram
+from tpcompiler.ir.program import ORIGIN, RESHARD, PlacedProgram
 from tpcompiler.ir.text import program_text
 from tpcompiler.passes.localize_shapes import localize_shapes
 from tpcompiler.passes.lower_reshards import lower_reshards
@@ -19,7 +19,7 @@ from tpcompiler.passes.lower_reshards import lower_reshards
 CHANGE = Call(lambda self, x: x)
 
 
-def changed(shape: tuple[int, ...], source: str, target: str, degree: int, **kwargs: Any) -> ReshardedProgram:
+def changed(shape: tuple[int, ...], source: str, target: str, degree: int, **kwargs: Any) -> PlacedProgram:
     return routed(CHANGE, (torch.randn(shape),), degree=degree, inputs=[source], outputs=[target], **kwargs)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import Dim
 
 from tests.passes.models import Mlp
-from tests.passes.stages import Call, marked
+from tests.passes.stages import Call, placed
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.program import mark_of
 from tpcompiler.ir.text import program_text
@@ -22,7 +22,7 @@ IDS = torch.tensor([[1, 5, 7], [0, 2, 2]])
 
 
 def text(*args: Any, **kwargs: Any) -> str:
-    return program_text(marked(*args, **kwargs))
+    return program_text(placed(*args, **kwargs))
 
 
 def test_a_pending_sum_is_reduced_right_after_its_op() -> None:
@@ -37,10 +37,10 @@ mul: P(sum) = mul(y, 2)
 add: P(sum) = add(x, mul)
 neg: P(sum) = neg(add)
 view: P(sum) = view(neg, [8])
-sum_1: P(sum) -> R = sum(view)
-div: R = div(sum_1, 3)
-pin: R = pin(div)
-return pin
+sum_1: P(sum) = sum(view)
+reshard: R = reshard(sum_1)
+div: R = div(reshard, 3)
+return div
 """,
     )
 
@@ -52,15 +52,16 @@ def test_sums_are_reduced_before_what_is_not_linear() -> None:
         """\
 x: P(sum) = input f32[2, 4]
 y: P(sum) = input f32[2, 4]
-mul: R = mul(x, y)
-relu: R = relu(x)
-add: R = add(x, 1)
-softmax: R = softmax(x, 0)
-pin: R = pin(mul)
-pin_1: R = pin(relu)
-pin_2: R = pin(add)
-pin_3: R = pin(softmax)
-return pin, pin_1, pin_2, pin_3
+reshard: R = reshard(x)
+reshard_1: R = reshard(y)
+mul: R = mul(reshard, reshard_1)
+reshard_2: R = reshard(x)
+relu: R = relu(reshard_2)
+reshard_3: R = reshard(x)
+add: R = add(reshard_3, 1)
+reshard_4: R = reshard(x)
+softmax: R = softmax(reshard_4, 0)
+return mul, relu, add, softmax
 """,
     )
 
@@ -73,16 +74,17 @@ def test_a_pin_on_a_pending_sum_says_what_becomes_of_it() -> None:
 p_down_weight: S(1) = down.weight f32[6, 4]
 p_down_bias: P(sum) = down.bias f32[6]
 x: R = input f32[2, 4]
-linear: P(sum) = linear(x, p_down_weight, p_down_bias)
-pin: S(0) = pin(linear)
-return pin
+reshard: S(1) = reshard(x)
+linear: P(sum) = linear(reshard, p_down_weight, p_down_bias)
+reshard_1: S(0) = reshard(linear)
+return reshard_1
 """,
     )
 
 
 def test_a_mean_over_a_cut_dim() -> None:
     module = Call(lambda self, x: self.up(x).mean(-1), up=nn.Linear(4, 5))
-    program = marked(module, (X,), {"up": "colwise"})
+    program = placed(module, (X,), {"up": "colwise"})
     assert_expected_inline(
         program_text(program),
         """\
@@ -91,8 +93,8 @@ p_up_bias: S(0) = up.bias f32[5]
 x: R = input f32[2, 4]
 linear: S(1) = linear(x, p_up_weight, p_up_bias)
 mean: P(sum) = mean(linear, [-1])
-pin: R = pin(mean)
-return pin
+reshard: R = reshard(mean)
+return reshard
 """,
     )
     assert [n.name for n in program.graph.nodes if mark_of(n).local is not None] == ["mean"]
@@ -100,7 +102,7 @@ return pin
 
 def test_what_an_op_cannot_keep_cut_is_gathered() -> None:
     module = Call(lambda self, x: self.up(x).softmax(-1).cumsum(0), up=nn.Linear(4, 6))
-    program = marked(module, (X,), {"up": "colwise"})
+    program = placed(module, (X,), {"up": "colwise"})
     assert_expected_inline(
         program_text(program),
         """\
@@ -108,10 +110,10 @@ p_up_weight: S(0) = up.weight f32[6, 4]
 p_up_bias: S(0) = up.bias f32[6]
 x: R = input f32[2, 4]
 linear: S(1) = linear(x, p_up_weight, p_up_bias)
-softmax: R = softmax(linear, -1)
+reshard: R = reshard(linear)
+softmax: R = softmax(reshard, -1)
 cumsum: R = cumsum(softmax, 0)
-pin: R = pin(cumsum)
-return pin
+return cumsum
 """,
     )
     marks = {node.name: mark_of(node) for node in program.graph.nodes}
@@ -122,7 +124,7 @@ return pin
 
 def test_an_op_without_a_rule_is_noted() -> None:
     module = Call(lambda self, x: torch.pdist(self.up(x)), up=nn.Linear(4, 6))
-    program = marked(module, (X,), {"up": "colwise"})
+    program = placed(module, (X,), {"up": "colwise"})
     assert_expected_inline(
         program_text(program),
         """\
@@ -130,9 +132,9 @@ p_up_weight: S(0) = up.weight f32[6, 4]
 p_up_bias: S(0) = up.bias f32[6]
 x: R = input f32[2, 4]
 linear: S(1) = linear(x, p_up_weight, p_up_bias)
-_pdist_forward: R = _pdist_forward(linear)
-pin: R = pin(_pdist_forward)
-return pin
+reshard: R = reshard(linear)
+_pdist_forward: R = _pdist_forward(reshard)
+return _pdist_forward
 """,
     )
     assert [note.text for note in program.notes if note.kind == "no rule"] == [
@@ -149,9 +151,10 @@ def test_the_cheaper_operand_moves() -> None:
         """\
 x: S(1) = input f32[2, 8, 16]
 y: S(1) = input f32[8, 16]
-add: S(1) = add(x, y)
-pin: R = pin(add)
-return pin
+reshard: S(0) = reshard(y)
+add: S(1) = add(x, reshard)
+reshard_1: R = reshard(add)
+return reshard_1
 """,
     )
     assert_expected_inline(
@@ -159,9 +162,10 @@ return pin
         """\
 x: P(sum) = input f32[8, 16]
 y: S(1) = input f32[8, 16]
-add: S(1) = add(x, y)
-pin: R = pin(add)
-return pin
+reshard: S(1) = reshard(x)
+add: S(1) = add(reshard, y)
+reshard_1: R = reshard(add)
+return reshard_1
 """,
     )
 
@@ -182,15 +186,15 @@ sym_size_int_1 = sym_size(x, 0)
 linear: S(1) = linear(x, p_up_weight, p_up_bias)
 view: S(1) = view(linear, [sym_size_int_1, 2, 3])
 div: S(1) = div(view, sym_size_int_1)
-pin: R = pin(div)
-return pin
+reshard: R = reshard(div)
+return reshard
 """,
     )
 
 
 def error(*args: Any, **kwargs: Any) -> str:
     with pytest.raises(ShardingError) as caught:
-        marked(*args, **kwargs)
+        placed(*args, **kwargs)
     return "\n".join(line.split("      used at")[0] for line in str(caught.value).splitlines())
 
 
@@ -229,4 +233,4 @@ cannot shard 'w' on dim 1 of 4 by mesh axis 'tp' of 2 for aten.linear.default: o
 
 def test_an_error_names_the_line() -> None:
     with pytest.raises(ShardingError, match=r"used at: models\.py:\d+, in forward"):
-        marked(Mlp(), (X,), {"up.weight": "S(1)", "up.bias": "S(0)"})
+        placed(Mlp(), (X,), {"up.weight": "S(1)", "up.bias": "S(0)"})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.passes.stages import Call, Given, routed, with_numbers
-from tpcompiler.ir.program import LoweredProgram, ReshardedProgram
+from tpcompiler.ir.program import LoweredProgram, PlacedProgram
 from tpcompiler.ir.shares import cut, join
 from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.passes.localize_shapes import localize_shapes
@@ -38,7 +38,7 @@ def test_every_change_keeps_the_value(degree: int) -> None:
             torch.testing.assert_close(whole, value + at, msg=lambda m, s=source, t=target: f"{s} -> {t}: {m}")
 
 
-def _all_ranks(program: ReshardedProgram, values: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
+def _all_ranks(program: PlacedProgram, values: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
     traces: dict[Any, Any] = {}
     ranks = range(program.mesh.world_size)
     graphs = [localize_shapes(lower_reshards(program, (rank,), traces), {}) for rank in ranks]

@@ -25,9 +25,10 @@ from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.pipeline import find_placements
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.inputs import write_tensors
-from tpcompiler.solver.place import Aim, place
-from tpcompiler.solver.search import search
+from tpcompiler.solver.drive import PLACING, solve
+from tpcompiler.solver.refuse import refuse_unplaced
 from tpcompiler.solver.step_time import collectives_of, measure_step_time
+from tpcompiler.solver.task import Aim, Task
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -71,7 +72,7 @@ def test_a_layer_by_hand() -> None:
     """The sums of docs/search.md."""
     program = apply_plan(canonicalize(mlp()), Plan(), Mesh.of(2))
     objective = Objective.of(read_machine())
-    found = search([program], objective, free=True)
+    found = solve(Task([program], objective, free=True), PLACING)
     assert found.styles == {"up": "colwise", "down": "rowwise"}
     up = (16 * 64 + 128 * 64 + 16 * 128) * 4  # bytes: x, half of the weight, half of the result
     down = (16 * 128 + 64 * 128 + 16 * 64) * 4
@@ -165,6 +166,7 @@ def test_nothing_fits() -> None:
     """A weight pinned as its op cannot take it, which is not gathered; the other entry has no part in it."""
     program = canonicalize(export(nn.LayerNorm(8), (torch.randn(2, 8),)))
     planned = apply_plan(program, Plan.of({"bias": "R", "weight": "S(0)"}), Mesh.of(2))
+    task = Task([planned], Aim().objective, free=True)
     with pytest.raises(ShardingError, match="no placement of all values suits what is asked for") as error:
-        place([planned], auto=True, aim=Aim())
+        refuse_unplaced(task, solve(task))
     assert error.value.facts["asked by"] == 'the plan ("weight": "S(0)")'

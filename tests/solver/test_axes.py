@@ -21,12 +21,15 @@ from tpcompiler.cost.machine import Link, Machine
 from tpcompiler.cost.objective import Objective, local_bytes, local_work
 from tpcompiler.ir.program import PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.pipeline import plan_program
 from tpcompiler.solver import together
 from tpcompiler.solver.domain import pin_choices
+from tpcompiler.solver.drive import PLACING, solve
 from tpcompiler.solver.problem import Problem, pose
-from tpcompiler.solver.search import search, search_over
+from tpcompiler.solver.search import search
 from tpcompiler.solver.solution import Turns
 from tpcompiler.solver.stage import Stage
+from tpcompiler.solver.task import Task
 
 MESH = {"dp": 2, "tp": 2}
 MACHINE_FILE = """
@@ -67,17 +70,17 @@ def exported() -> ExportedProgram:
 
 def planned(**boundary: Any) -> list[PlannedProgram]:
     conversions = conversions_of(exported(), MESH, read_plan("auto"), **boundary)
-    return [own.planned(own.plan, lambda program, name: program) for own in conversions.values()]
+    return [plan_program(own, own.plan) for own in conversions.values()]
 
 
 def seconds(programs: list[PlannedProgram], turns: Turns) -> float:
-    return search_over(programs, SLOW, ("tp",), free=True, gathers=False, turns=turns)[0].seconds
+    return search(Task(programs, SLOW, free=True, turns=turns)).seconds
 
 
 def test_the_order_of_the_axes_matters() -> None:
     programs = planned(**CUT)
     assert seconds(programs, AT_ONCE) == seconds(programs, DP_FIRST) < 0.99 * seconds(programs, TP_FIRST)
-    found = search(programs, SLOW, free=True)
+    found = solve(Task(programs, SLOW, free=True), PLACING)
     assert (found.seconds, found.turns, found.bound) == (seconds(programs, AT_ONCE), AT_ONCE, found.seconds)
 
 
@@ -88,7 +91,7 @@ def test_at_once_is_the_least_of_all(boundary: dict[str, Any]) -> None:
     parts = [Stage(programs[0].mesh, (axis,), {}, axis == "tp") for axis in ("dp", "tp")]
     problem = pose(programs, Stage.together(parts), SLOW, {})
     least = min(brute_force(problem))
-    assert search(programs, SLOW, free=True).seconds == pytest.approx(least, rel=1e-6)
+    assert solve(Task(programs, SLOW, free=True), PLACING).seconds == pytest.approx(least, rel=1e-6)
 
 
 def brute_force(problem: Problem) -> Iterator[float]:
@@ -136,7 +139,7 @@ def test_too_large_tables_give_the_better_order_and_a_bound(
     programs = planned(**boundary)
     least = seconds(programs, AT_ONCE)
     monkeypatch.setattr(together, "MOST_TOGETHER", 1)
-    found = search(programs, SLOW, free=True)
+    found = solve(Task(programs, SLOW, free=True), PLACING)
     assert found.seconds == min(seconds(programs, turns) for turns in (TP_FIRST, DP_FIRST))
     assert len(found.turns) == 2
     assert found.styles

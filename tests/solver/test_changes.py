@@ -19,9 +19,11 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan import Plan
-from tpcompiler.solver import search
+from tpcompiler.solver import retries
 from tpcompiler.solver.changes import price_changes
+from tpcompiler.solver.drive import PLACING, solve
 from tpcompiler.solver.stage import Known
+from tpcompiler.solver.task import Task
 
 OBJECTIVE = Objective.of(read_machine("h100"))
 CUTS = [
@@ -75,6 +77,6 @@ def test_a_view_is_priced_with_its_source(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 def test_a_mask_of_few_samples_has_no_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two samples on 8 ranks: the dim of a mask is no dim of heads that ranks could share."""
-    monkeypatch.setattr(search, "on_split_axis", lambda *_: pytest.fail("the axis was tried as two"))
+    monkeypatch.setattr(retries, "on_split_axis", lambda *_: pytest.fail("the axis was tried as two"))
     program = apply_plan(canonicalize(export(1, dynamic=False)), Plan(), Mesh.of(8))
-    assert search.search([program], OBJECTIVE, free=True).styles["model.layers.0.mlp.down_proj"] == "rowwise"
+    assert solve(Task([program], OBJECTIVE, free=True), PLACING).styles["model.layers.0.mlp.down_proj"] == "rowwise"

@@ -14,7 +14,7 @@ from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler
-from tests.passes.stages import Call, marked, planned
+from tests.passes.stages import Call, placed, planned
 from tests.zoo.case import randomise
 from tpcompiler.errors import PlanError
 from tpcompiler.ir.program import Program
@@ -112,7 +112,7 @@ FORWARDS = (
 
 
 def test_cut_in_parts() -> None:
-    program = marked(module(by_split), (X,), PLAN)
+    program = placed(module(by_split), (X,), PLAN)
     assert_expected_inline(
         program_text(program),
         """\
@@ -129,14 +129,14 @@ getitem_2: S(2) = getitem(split_with_sizes, 2)
 mul: S(2) = mul(getitem_1, getitem_2)
 cat: S(2, parts 8 4) = cat([getitem, mul], -1)
 linear_1: P(sum) = linear(cat, p_down_weight, p_down_bias)
-pin: R = pin(linear_1)
-return pin
+reshard: R = reshard(linear_1)
+return reshard
 """,
     )
 
 
 def cuts(forward: Callable[..., torch.Tensor], degree: int = 2, plan: Mapping[str, str] | None = None) -> str:
-    return lines_of(marked(module(forward), (X,), plan or plan_of(forward), degree=degree))
+    return lines_of(placed(module(forward), (X,), plan or plan_of(forward), degree=degree))
 
 
 def lines_of(program: Program) -> str:

@@ -23,10 +23,11 @@ from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.experts import BY_BLOCK
 from tpcompiler.ir.text import op_name
+from tpcompiler.passes._forms import find_forms
 from tpcompiler.pipeline import find_placements
-from tpcompiler.solver.place import Aim
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import collectives_of, measure_step_time, seconds_of_ops
+from tpcompiler.solver.task import Aim
 
 MACHINE = str(Path(__file__).with_name("waits.yaml"))
 BANDWIDTH = 1e9
@@ -192,20 +193,21 @@ def test_by_how_much(name: str, ranks: int) -> None:
     assert seconds(case.placed(ranks)) == seconds(case.placed(ranks, {**form, "**": "auto"})) < seconds(alone)
 
 
-def test_ordinary_models_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_models_are_searched_in_one_form() -> None:
     """Experts that are cut inside evenly, short sequences, attention for which there is room; a control is tried."""
-    tried = Counter[str]()
+    for case, is_tried in ((PLAIN, False), (SHORT, False), (KEYS, False), (LONG, True)):
+        assert ("in other forms" in case.placed(2).searches) is is_tried
 
-    def counted(*args: Any) -> Any:
-        tried["all"] += 1
-        return placing(*args)
 
-    placing = pipeline.place
-    monkeypatch.setattr(pipeline, "place", counted)
-    for case, count in ((PLAIN, 1), (SHORT, 1), (KEYS, 1), (LONG, 2)):
-        tried.clear()
-        case.placed(2)
-        assert tried["all"] == count
+def test_a_form_that_cannot_be_had_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else changes: the form of another finder is still taken."""
+    finders = [lambda found: {"layers.0.up": "attend_in_turns"}, *find_forms("cpu")]
+    monkeypatch.setattr(pipeline, "find_forms", lambda device: finders)
+    auto = LONG.converted(2)
+    assert forms_of(auto) == NORMS
+    (declined,) = [line for line in auto.report().splitlines() if "attend_in_turns" in line]
+    assert declined.startswith("  attend_in_turns was tried, and cannot be had: style 'attend_in_turns' does not fit ")
+    assert "  searched 4 times (1 with simpler ops, 2 in other forms)" in auto.report().splitlines()
 
 
 @pytest.mark.parametrize(("tokens", "own_rows", "chosen"), [(6, 6, 2 * (1 - 0.5**6)), (1, 1, 1.0)])

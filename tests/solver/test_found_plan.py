@@ -17,8 +17,9 @@ from tests.zoo.index import CASES
 from tpcompiler import Plan
 from tpcompiler.api import conversions_of
 from tpcompiler.errors import PlanError
-from tpcompiler.pipeline import solved_together
+from tpcompiler.pipeline import convert_programs
 from tpcompiler.solver.memory import measure_memory
+from tpcompiler.solver.task import Aim
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -84,7 +85,7 @@ def test_the_same_files(tmp_path: Path) -> None:
 def test_the_same_where_a_limit_binds(tmp_path: Path) -> None:
     """But for how near to the least it is said to be, which only the search of all placements can tell."""
     assert tpcompiler.find_plan(mlp(), 2).to_data() == WHOLE_NARROW
-    found, _ = solved_together(conversions_of(mlp(), 2, Plan().with_search()))
+    found, _ = convert_programs(conversions_of(mlp(), 2, Plan().with_search()), Aim())
     limit = measure_memory(found).total - 1
     auto = tpcompiler.parallelize(mlp(), 2, "auto", memory=limit)
     assert auto.plan.to_data() != WHOLE_NARROW

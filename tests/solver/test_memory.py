@@ -18,11 +18,11 @@ from tpcompiler.errors import ShardingError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.pipeline import solved_together
+from tpcompiler.pipeline import convert_programs
 from tpcompiler.plan import Plan
 from tpcompiler.solver.memory import measure_memory
-from tpcompiler.solver.place import Aim
 from tpcompiler.solver.search import search
+from tpcompiler.solver.task import Aim, Task
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -50,7 +50,7 @@ def _exported() -> ExportedProgram:
 
 def test_bytes_of_a_rank_by_hand() -> None:
     """On one rank: weights 2 * 64 numbers, the cache 32; at relu the input x (32), and 128 before and after it."""
-    found = search([apply_plan(canonicalize(_exported()), Plan(), Mesh.of(1))], Objective.of(read_machine()))
+    found = search(Task([apply_plan(canonicalize(_exported()), Plan(), Mesh.of(1))], Objective.of(read_machine())))
     memory = measure_memory(found)
     assert (memory.weights, memory.caches) == (128 * 4, 32 * 4)
     assert (memory.activations, memory.at) == ((32 + 128 + 128) * 4, "relu")
@@ -74,7 +74,7 @@ class Cached(nn.Module):
 def test_a_cache_that_is_written_in_place_counts_once() -> None:
     program = export(Cached(), (torch.randn(1, 1, 4), torch.tensor([3])))
     memory = measure_memory(
-        search([apply_plan(canonicalize(program), Plan(), Mesh.of(1))], Objective.of(read_machine()))
+        search(Task([apply_plan(canonicalize(program), Plan(), Mesh.of(1))], Objective.of(read_machine())))
     )
     assert memory.caches == 1024 * 4 * 4
     assert memory.activations == 4 * 4 + 8 + 4 * 4  # x, at, and the sum
@@ -93,7 +93,7 @@ class Wide(nn.Module):
 
 def total_of(program: ExportedProgram, mesh: int, *, gathers: bool = False, **asked: Any) -> int:
     """Bytes of a rank under the placements that the search finds without a limit."""
-    found, _ = solved_together(conversions_of(program, mesh, Plan().with_search(), **asked), Aim(gathers=gathers))
+    found, _ = convert_programs(conversions_of(program, mesh, Plan().with_search(), **asked), Aim(gathers=gathers))
     return measure_memory(found).total
 
 
@@ -126,6 +126,7 @@ def test_what_the_report_says_of_the_search() -> None:
     assert lines[0] == "  one call takes 0.934 ns (work 0.65 ns, network 0.284 ns) on ideal"
     assert lines[1] == "  that is the least of all choices that were compared"
     assert lines[2].startswith("  a rank holds about ")
+    assert "  searched once" in lines
 
 
 def test_weights_are_gathered_where_that_is_asked_for() -> None:

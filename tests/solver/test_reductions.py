@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import tpcompiler
-from tests.passes.stages import Call, resharded
+from tests.passes.stages import Call, placed
 from tpcompiler.ir.text import program_text
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def kinds(module: nn.Module, args: tuple[Any, ...], plan: dict[str, str], world:
 
 def test_branches_that_are_added_share_a_reduction() -> None:
     module = two(lambda self, x: self.a(x) + self.b(x))
-    text = program_text(resharded(module, (X,), ROWS))
+    text = program_text(placed(module, (X,), ROWS))
     assert_expected_inline(
         text[text.index("x: ") :],
         """\

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from tests.passes.models import MEGATRON, Mlp
-from tests.passes.stages import folded, local, marked
+from tests.passes.stages import divided, folded, local, placed
 from tpcompiler.errors import InternalError
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.invariants import check_invariants
-from tpcompiler.ir.program import MARK, LocalProgram, LoweredProgram, MarkedProgram, Program, ReshardedProgram
+from tpcompiler.ir.program import MARK, LocalProgram, LoweredProgram, PlacedProgram, Program
 from tpcompiler.ir.sharding import Sharding
 
 ROWS = Sharding((DimSharding.by("tp"), WHOLE))
@@ -41,24 +41,23 @@ def unmark(program: Program) -> None:
 @pytest.mark.parametrize(
     ("stage", "damage", "message"),
     [
-        (marked, unmark, "MarkedProgram: 'relu' has no mark"),
-        (marked, change("relu", shardings=()), "MarkedProgram: 'relu' has another number of shardings than of tensors"),
+        (placed, unmark, "PlacedProgram: 'relu' has no mark"),
+        (placed, change("relu", shardings=()), "PlacedProgram: 'relu' has another number of shardings than of tensors"),
         (
-            marked,
+            placed,
             change("relu", shardings=(Sharding.replicated(3),)),
-            "MarkedProgram: 'relu' of 2 dims has a sharding of 3",
+            "PlacedProgram: 'relu' of 2 dims has a sharding of 3",
         ),
         (
-            marked,
+            placed,
             change("relu", shardings=(Sharding(ROWS.dims, (("tp", "sum"),)),)),
-            "MarkedProgram: 'relu' uses a mesh axis twice",
+            "PlacedProgram: 'relu' uses a mesh axis twice",
         ),
         (
             folded,
-            change("relu", shardings=(ROWS,), settled=(ROWS,)),
-            "ReshardedProgram: 'linear_1' has 'relu' in another sharding than it needs",
+            change("relu", shardings=(ROWS,)),
+            "PlacedProgram: 'linear_1' has 'relu' in another sharding than it needs",
         ),
-        (folded, change("relu", settled=(ROWS,)), "ReshardedProgram: 'relu' is reduced by nothing"),
     ],
 )
 def test_a_broken_promise(stage: Callable[..., Program], damage: Callable[[Program], None], message: str) -> None:
@@ -72,9 +71,9 @@ def test_a_broken_promise(stage: Callable[..., Program], damage: Callable[[Progr
 
 def test_markers_that_are_left() -> None:
     """A stage is a type: what one allows, the next refuses."""
-    early, late = marked(Mlp(), (torch.randn(2, 4),), MEGATRON), folded(Mlp(), (torch.randn(2, 4),), MEGATRON)
-    with pytest.raises(InternalError, match="ReshardedProgram: 'linear_1' is reduced by nothing"):
-        check_invariants(ReshardedProgram(early.source, early.graph, early.mesh, early.notes))
+    early, late = divided(Mlp(), (torch.randn(2, 4),), MEGATRON), folded(Mlp(), (torch.randn(2, 4),), MEGATRON)
+    with pytest.raises(InternalError, match=r"PlacedProgram: .* has no mark"):
+        check_invariants(PlacedProgram(early.source, early.graph, early.mesh, early.notes))
     with pytest.raises(InternalError, match="LoweredProgram: 'reshard' is still a marker"):
         check_invariants(LoweredProgram(late.source, late.graph, late.mesh, 0))
 
@@ -82,5 +81,5 @@ def test_markers_that_are_left() -> None:
 def test_every_stage_keeps_its_promises() -> None:
     program = local(Mlp(), (torch.randn(2, 4),), MEGATRON)
     assert isinstance(program, LocalProgram)
-    assert not isinstance(program, MarkedProgram)
+    assert not isinstance(program, PlacedProgram)
     check_invariants(program)

@@ -26,14 +26,16 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.judge.sound.check import CheckReport, check_artifact
 from tpcompiler.parallel.compared import on_cpu
+from tpcompiler.parallel.conversion import Conversion, share_conversions
 from tpcompiler.parallel.parallel_program import ParallelProgram
 from tpcompiler.parallel.program_set import ProgramSet
+from tpcompiler.passes.apply_plan import names_of
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.pipeline import Conversion, finished_together, plan_found, share_conversions
-from tpcompiler.plan import SEARCHES, Plan
+from tpcompiler.pipeline import convert_programs, find_placements
+from tpcompiler.plan import SEARCHES, Plan, join_plans
 from tpcompiler.runtime.artifact import programs_in, read_manifest
 from tpcompiler.runtime.place import place_state
-from tpcompiler.solver.place import Aim, Goal
+from tpcompiler.solver.task import Aim, Goal
 
 SEVERAL = (Mapping, list, tuple)  # types that hold several programs
 WEIGHTS = '{"prefill": 1, "decode": 256}'
@@ -133,10 +135,9 @@ def parallelize(
         exported_program, mesh, read, inputs, outputs, device_type, dump, collectives, check_indices
     )
     calls = read_calls(weights, conversions)
-    programs = finished_together(
-        conversions, _aim(plan, machine, memory, optimize, calls, searches=read.searches, collectives=collectives)
-    )
-    return ProgramSet(programs) if isinstance(exported_program, SEVERAL) else programs[""]
+    aim = _aim(plan, machine, memory, optimize, calls, searches=read.searches, collectives=collectives)
+    _, made = convert_programs(conversions, aim)
+    return ProgramSet(made) if isinstance(exported_program, SEVERAL) else made[""]
 
 
 @collector_rests()
@@ -165,7 +166,10 @@ def find_plan(
     given = read_plan(plan).with_search()
     conversions = conversions_of(exported_program, mesh, given, inputs, outputs)
     calls = read_calls(weights, conversions)
-    return plan_found(conversions, _aim(plan, machine, memory, optimize, calls, searches=True))
+    found = find_placements([*conversions.values()], _aim(plan, machine, memory, optimize, calls, searches=True))
+    formed = [own.with_styles(*found.forms) for own in conversions.values()]
+    names = [name for own in formed for name in names_of(own.program)]
+    return join_plans([own.plan for own in formed]).completed(found.styles, names)
 
 
 def conversions_of(

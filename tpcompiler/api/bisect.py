@@ -21,7 +21,7 @@ from tpcompiler.errors import ArtifactError, TpCompilerError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_spec
-from tpcompiler.ir.program import ORIGIN, ReshardedProgram, mark_of, reshard
+from tpcompiler.ir.program import ORIGIN, PlacedProgram, mark_of, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import op_name
@@ -152,10 +152,8 @@ def _origin(made: ParallelProgram, name: str) -> str:
     return str(local[name].meta.get(ORIGIN, name)) if name in local else name
 
 
-def _pieces(
-    program: ReshardedProgram, wrong: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[WrongPiece]:
-    """Yield the wrong op alone, then with the ops up to so many steps before it."""
+def _pieces(program: PlacedProgram, wrong: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[WrongPiece]:
+    """The wrong op by itself, then with what lies up to so many steps before it."""
     last = next((node for node in program.graph.nodes if node.name == wrong), None)
     if last is None:
         return
@@ -182,8 +180,8 @@ def _plain(node: fx.Node) -> fx.Node:
     return node
 
 
-def _values(program: ReshardedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[fx.Node, Any]:
-    """Return every node's value on one device."""
+def _values(program: PlacedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[fx.Node, Any]:
+    """What every node is on one device."""
     feed = iter(flatten_inputs(program.source, args, kwargs))
     env: dict[fx.Node, Any] = {}
     for node, spec in program.inputs():
@@ -197,9 +195,9 @@ def _values(program: ReshardedProgram, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _piece(
-    program: ReshardedProgram, nodes: Sequence[fx.Node], last: fx.Node, values: Mapping[fx.Node, Any]
+    program: PlacedProgram, nodes: Sequence[fx.Node], last: fx.Node, values: Mapping[fx.Node, Any]
 ) -> WrongPiece:
-    """Export these ops as a separate program: leaves keep their names, other operands become inputs."""
+    """These ops as a program of their own: leaves keep their names, other operands are its inputs."""
     names = dict(program.leaves())
     graph, root = fx.Graph(), torch.nn.Module()
     env: dict[fx.Node, Any] = {}
@@ -212,7 +210,7 @@ def _piece(
     for used in dict.fromkeys(_plain(used) for node in nodes for used in node.all_input_nodes):
         if used in names and edit.is_tensor(used):
             _put(root, names[used], values[used])
-            if not (sharding := mark_of(used).settled[0]).partial:
+            if not (sharding := mark_of(used).shardings[0]).partial:
                 plan[names[used]] = _spec(sharding, program.mesh)
         elif used not in nodes and edit.is_tensor(used):
             inputs.append(used)

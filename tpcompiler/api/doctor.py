@@ -25,11 +25,14 @@ from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.program import PlannedProgram, tied
-from tpcompiler.pipeline import Conversion, solved_together
+from tpcompiler.parallel.conversion import Conversion
+from tpcompiler.pipeline import convert_programs
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.obstacles import Obstacle, find_obstacles
-from tpcompiler.solver.place import Aim, TooLarge
+from tpcompiler.solver.refuse import TooLarge
+from tpcompiler.solver.remarks import count_searches
 from tpcompiler.solver.solution import Solution
+from tpcompiler.solver.task import Aim
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.progress import counted
 from tpcompiler.terminal.tables import Part, Shown, Table
@@ -94,10 +97,11 @@ class Degree:
         asked: the requested mesh.
         mesh: the mesh it runs on: if ranks share heads, `tp` is two axes.
         memory: bytes of the rank that holds most.
-        least: the same if the search minimises a rank's memory.
-        calls: calls by program; the name of a single program is empty.
-        fits: True if it is within the limit, possibly by sending more.
-        remarks: dims that the degree does not divide, and the costs of uneven cuts, shared shares and whole layers.
+        least: the same where a rank is to hold as little as the search can do with.
+        calls: of each program; the name of one alone is empty.
+        fits: within the limit, maybe with more sent than without one.
+        searches: how many there were, by their kind.
+        remarks: what the degree does not divide, and what uneven cuts, shared shares and layers that stay whole cost.
     """
 
     asked: Mesh
@@ -106,6 +110,7 @@ class Degree:
     least: Memory
     calls: dict[str, CallCost]
     fits: bool
+    searches: Counter[str]
     remarks: tuple[str, ...]
 
     @property
@@ -189,7 +194,8 @@ class Diagnosis(Shown):
         lines = [f"{_named(each.asked)}: {remark}" for each in self.degrees for remark in each.remarks]
         lines += [f"{_named(stop.asked)}: not possible: {stop.reason}" for stop in self.stopped]
         lines += _folded(self.untried)
-        yield from (*lines, "") if lines else ()
+        lines.append(count_searches(sum((each.searches for each in self.degrees), Counter())))
+        yield from (*lines, "")
         least = next(each.asked for each in self.degrees if each.ranks == self.least)
         yield f"the smallest that fits: {f'--tp {self.least}' if ranks == 'ranks' else f'--mesh {_named(least)}'}"
 
@@ -294,14 +300,16 @@ class _Examined:
         """
         asked = self.mesh(tp)
         conversions = {name: dataclasses.replace(each, mesh=asked) for name, each in self.conversions.items()}
-        found, made = solved_together(conversions, Aim(self.machine, calls=self.calls))
-        least = measure_memory(found)
+        found, made = convert_programs(conversions, Aim(self.machine, calls=self.calls))
+        least, searches = measure_memory(found), Counter(found.searches)
         if least.total > self.limit:
             try:
-                found, made = solved_together(conversions, Aim(self.machine, self.limit, calls=self.calls))
+                found, made = convert_programs(conversions, Aim(self.machine, self.limit, calls=self.calls))
                 least = measure_memory(found)
+                searches.update(found.searches)
             except TooLarge as error:
                 least = error.least
+                searches.update(error.searches)
         calls = {}
         for (name, own), program in zip(made.items(), found.programs, strict=True):
             sends = _sends(own.collectives(), found.mesh, self.machine)
@@ -313,7 +321,7 @@ class _Examined:
         undivided = filter(None, [_undivided(self.obstacles, tp)])
         remarks = (*undivided, *uneven, *_shared(found), *_whole(found, self.pair))
         memory, fits = measure_memory(found), least.total <= self.limit
-        return Degree(asked, dict(found.mesh.axes), memory, least, calls, fits, remarks)
+        return Degree(asked, dict(found.mesh.axes), memory, least, calls, fits, searches, remarks)
 
 
 def _sends(collectives: Sequence[Collective], mesh: Mesh, machine: Machine) -> tuple[Sends, ...]:

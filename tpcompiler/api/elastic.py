@@ -23,15 +23,16 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import same_bits
 from tpcompiler.judge.sound.check import read_proved_model
 from tpcompiler.parallel.compared import on_cpu
+from tpcompiler.parallel.conversion import asked_boundary
 from tpcompiler.parallel.program_set import ProgramSet
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.pipeline import asked_boundary, finished_together
+from tpcompiler.pipeline import convert_programs
 from tpcompiler.plan import Plan, join_plans
 from tpcompiler.runtime.artifact import MODEL, Manifest, programs_in, read_manifest
 from tpcompiler.runtime.target import free_target, in_place_of, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import TensorEntry, lay_out, write_weights
-from tpcompiler.solver.place import Aim
+from tpcompiler.solver.task import Aim
 
 
 def reshard(
@@ -80,7 +81,7 @@ def reshard(
         programs, asked = programs[""], {at: by_name[""] for at, by_name in asked.items()}
     machine = machine_of(first.asked)
     aim = Aim(machine, machine.usable_memory if plan.searches else None)
-    made: Any = finished_together(conversions_of(programs, mesh, plan, **asked, **how), aim)
+    made: Any = convert_programs(conversions_of(programs, mesh, plan, **asked, **how), aim)[1]
     made = ProgramSet(made) if names else made[""]
     hollow = [weightless_names(each) for each in (programs.values() if names else [programs])]
     with in_place_of(target, force=force) as temporary:

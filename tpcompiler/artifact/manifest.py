@@ -15,7 +15,7 @@ from tpcompiler.artifact.report import Collective
 from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import Note, ReshardedProgram, ShardedProgram, mark_of, tied
+from tpcompiler.ir.program import Note, PlacedProgram, ShardedProgram, mark_of, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.symm_mem import rooms_of
 from tpcompiler.ir.text import DTYPES
@@ -27,7 +27,7 @@ from tpcompiler.runtime.artifact import VERSION, Manifest
 class Partitioned(Protocol):
     """A `Partition`, as far as it is written."""
 
-    program: ReshardedProgram
+    program: PlacedProgram
     device_type: str
 
     @property
@@ -95,7 +95,7 @@ def manifest_of(converted: Converted) -> Manifest:
     )
 
 
-def shardings_of(program: ReshardedProgram) -> dict[str, Sharding]:
+def shardings_of(program: PlacedProgram) -> dict[str, Sharding]:
     """Sharding by name, of inputs, outputs and leaves."""
     named = [(fqn, node) for node, fqn in program.leaves()]
     named += [(node.name, node) for node in program.user_inputs()]
@@ -103,7 +103,7 @@ def shardings_of(program: ReshardedProgram) -> dict[str, Sharding]:
     return {name: mark_of(node).shardings[0] for name, node in named}
 
 
-def _tensors(program: ReshardedProgram) -> list[dict[str, Any]]:
+def _tensors(program: PlacedProgram) -> list[dict[str, Any]]:
     first_of = tied(program)
     names = {node.name: fqn for node, fqn in program.leaves()}
     specs = {spec.target: spec for _, spec in program.inputs()}
@@ -119,7 +119,7 @@ def _tensors(program: ReshardedProgram) -> list[dict[str, Any]]:
     return rows
 
 
-def _outputs(program: ReshardedProgram) -> Iterator[tuple[str, Any]]:
+def _outputs(program: PlacedProgram) -> Iterator[tuple[str, Any]]:
     """The user's outputs that are tensors, by name."""
     names, values = program.output_names(), list(program.output.args[0])  # type: ignore[arg-type]
     for name, value in zip(names, values[len(values) - len(names) :], strict=True):

@@ -24,20 +24,21 @@ from tpcompiler.ir.names import layer_of
 from tpcompiler.ir.program import PlannedProgram, Seed
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.parallel.advice import held_bytes, wire_bytes
-from tpcompiler.passes.mark_placements import mark_placements
-from tpcompiler.pipeline import Conversion, asked_boundary, find_placements, finished_together
+from tpcompiler.parallel.conversion import Conversion, asked_boundary
+from tpcompiler.passes.place import place
+from tpcompiler.pipeline import convert_programs, find_placements
 from tpcompiler.plan import Plan, join_plans
 from tpcompiler.runtime.artifact import programs_in, read_manifest
 from tpcompiler.solver.otherwise import Otherwise, price_otherwise
-from tpcompiler.solver.place import Aim
 from tpcompiler.solver.solution import Solution
+from tpcompiler.solver.task import Aim
 
 
 class Price(NamedTuple):
     """A choice over the last of `axes`, and what the whole program comes to with it.
 
     `wire_bytes` of a call and `held_bytes` of weights, of one rank, and `seconds` as docs/auto.md counts them. None of
-    these where no placement has it, or where the one that the search finds cannot be marked: why not is `failed`.
+    these where no placement has it, or where the one that the search finds cannot be used: why not is `failed`.
     """
 
     axes: tuple[str, ...]
@@ -87,10 +88,10 @@ class Again:
         if math.isinf(choice.solution.seconds):
             return Price(*own, None, None, None)
         try:
-            marked = mark_placements(choice.solution.programs[self.at], choice.solution)
+            placed = place(choice.solution.programs[self.at], choice.solution)
         except TpCompilerError as error:  # such as a packed style whose uses show no parts then
             return Price(*own, None, None, None, failed=error.message)
-        return Price(*own, wire_bytes(marked, self.machine), held_bytes(marked), choice.solution.seconds)
+        return Price(*own, wire_bytes(placed, self.machine), held_bytes(placed), choice.solution.seconds)
 
 
 def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: bool = False) -> Again:
@@ -124,7 +125,7 @@ def advise_artifact(
         conversions, at, gathers = _conversions(directory, trust)
         named = {str(number): conversion for number, conversion in enumerate(conversions)}
         if not conversions[at].plan.searches:
-            return finished_together(named, Aim(described, gathers=gathers))[str(at)].advice()
+            return convert_programs(named, Aim(described, gathers=gathers))[1][str(at)].advice()
     return {}
 
 

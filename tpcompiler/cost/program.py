@@ -1,4 +1,4 @@
-"""Wire bytes of a marked program's changes of sharding."""
+"""What the changes of sharding of a placed program cost on the wire."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.path import Step, steps_along, steps_between
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import MarkedProgram, Reshard, Why, mark_of
+from tpcompiler.ir.program import PIN, RESHARD, PlacedProgram, Reshard, Why, reshard
 from tpcompiler.ir.sharding import Sharding
 
 
@@ -25,21 +25,21 @@ class Change(NamedTuple):
     wire_bytes: int
 
 
-def changes(program: MarkedProgram, machine: Machine) -> Iterator[Change]:
-    """Yield every change of sharding in one call, for each use of a value."""
-    for node in program.graph.nodes:
-        mark = mark_of(node)
-        planned: list[tuple[fx.Node, Sharding, Sharding, Why]] = []
-        for operand, want in zip(edit.operands(node), mark.wants, strict=False):
-            have = mark_of(operand).settled[0]
-            planned.append((operand, have, want, "inherent" if have.partial else mark.why))
-        for own, settled in zip(mark.shardings, mark.settled, strict=True):
-            planned.append((node, own, settled, "inherent" if own.partial else "fallback"))
-        tensors = [operand.meta["val"] for operand in edit.operands(node)][: len(planned) - len(mark.shardings)]
-        tensors += edit.outputs(node) if mark.shardings else ()
-        for (value, have, want, why), tensor in zip(planned, tensors, strict=True):
-            steps = steps_between(have, want, tensor.shape, tensor.element_size(), program.mesh, machine)
-            yield Change(value, want, why, sum(step.wire_bytes for step in steps))
+def changes(program: PlacedProgram, machine: Machine) -> Iterator[Change]:
+    """Iterate over the changes of sharding of one call, once for each use of a value."""
+    for node in edit.calls(program.graph):
+        if node.target is reshard:
+            (operand,), change = edit.operands(node), node.meta[RESHARD]
+            value, ends = operand.meta["val"], (change.source, change.target)
+            steps = steps_between(*ends, value.shape, value.element_size(), program.mesh, machine)
+            yield Change(value_behind(operand), change.target, change.why, sum(step.wire_bytes for step in steps))
+
+
+def value_behind(node: fx.Node) -> fx.Node:
+    """Return the value that reshards have changed up to here, except for what a pin has asked for."""
+    while node.target is reshard and PIN not in node.meta:
+        (node,) = edit.operands(node)
+    return node
 
 
 def steps_of(change: Reshard, value: torch.Tensor, mesh: Mesh) -> tuple[Step, ...]:

@@ -10,9 +10,8 @@ from tpcompiler.ir.program import (
     MARK,
     LocalProgram,
     LoweredProgram,
-    MarkedProgram,
+    PlacedProgram,
     Program,
-    ReshardedProgram,
     mark_of,
     pin,
     reshard,
@@ -26,9 +25,8 @@ def check_invariants(program: Program) -> None:
         InternalError: names the stage, the node and the violation.
     """
     for node in program.graph.nodes:
-        if isinstance(program, MarkedProgram):
+        if isinstance(program, PlacedProgram):
             _check_mark(node, program)
-        if isinstance(program, ReshardedProgram):
             _check_operands(node, program)
         if isinstance(program, LoweredProgram):
             _require(node.target not in (pin, reshard), node, program, "is still a marker")
@@ -51,9 +49,7 @@ def _check_mark(node: fx.Node, program: Program) -> None:
 
 def _check_operands(node: fx.Node, program: Program) -> None:
     _require(node.target is not pin, node, program, "is still a pin")
-    mark = mark_of(node)
-    _require(mark.shardings == mark.settled, node, program, "is reduced by nothing")
-    for operand, want in zip(edit.operands(node), mark.wants, strict=False):
+    for operand, want in zip(edit.operands(node), mark_of(node).wants, strict=False):
         _require(
             mark_of(operand).shardings[0] == want,
             node,

@@ -13,24 +13,22 @@ from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.placement_words import describe_sharding
-from tpcompiler.ir.program import BOTH, MarkedProgram, Note, PlannedProgram, mark_of, tied
+from tpcompiler.ir.program import BOTH, Note, PlacedProgram, PlannedProgram, mark_of, tied
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.runtime.archive import has_pickled_examples
 from tpcompiler.terminal.printed import format_bytes
 
 
-def notes_of(program: MarkedProgram) -> tuple[Note, ...]:
-    """Return the notes that follow from the marks and the source program.
-
-    They report idle axes, random ops, conds with both branches computed, leaves sharded unevenly or in a special way,
-    and example inputs that are not written.
+def notes_of(program: PlacedProgram) -> tuple[Note, ...]:
+    """Axes that cut nothing, ops that draw random numbers, conds of which both branches are computed, leaves that are
+    cut in a way of their own or unevenly, and what is not written.
     """
     both = (Note("both", node.meta[BOTH]) for node in program.graph.nodes if BOTH in node.meta)
     return (*_idle(program), *_random(program.graph), *both, *_cuts(program), *_examples(program.source))
 
 
-def _idle(program: MarkedProgram) -> tuple[Note, ...]:
-    """Note the axes over which no value is sharded or pending, and how to shard a batch over them."""
+def _idle(program: PlacedProgram) -> tuple[Note, ...]:
+    """Axes over which no value of the program is cut or pending, and how a batch is cut over them."""
     mesh = program.mesh
     marks = (mark_of(node) for node in program.graph.nodes if node.op != "output")
     active = {axis for mark in marks for each in (*mark.shardings, *mark.wants) for axis in each.axes}
@@ -58,12 +56,12 @@ def _examples(source: ExportedProgram) -> tuple[Note, ...]:
     return (Note("examples", "the written programs have none: a file could hold these only as a pickle"),)
 
 
-def _cuts(program: MarkedProgram) -> tuple[Note, ...]:
-    """Note leaves in parts, blocks or units, and the excess of an uneven cut's largest share; layers fold to `*`."""
+def _cuts(program: PlacedProgram) -> tuple[Note, ...]:
+    """Leaves in parts, blocks or units, and what an uneven cut costs the rank that holds most; `*` for repeated."""
     mesh, first_of = program.mesh, tied(program)
     counts: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
-        sharding, shape = mark_of(leaf).settled[0], leaf.meta["val"].shape
+        sharding, shape = mark_of(leaf).shardings[0], leaf.meta["val"].shape
         if first_of[leaf.name] != leaf.name:
             continue
         phrases = []
@@ -81,25 +79,25 @@ def _cuts(program: MarkedProgram) -> tuple[Note, ...]:
     return tuple(Note("cut", f"{text} (x {count})" if count > 1 else text) for text, count in counts.items())
 
 
-def shared_leaves(asked: PlannedProgram, program: MarkedProgram) -> tuple[Note, ...]:
-    """Note planned leaves that fewer ranks shard than the plan requested: the remaining ranks hold copies."""
+def shared_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, ...]:
+    """Planned leaves that fewer ranks cut than the plan asked: the others hold the same shares."""
     counts: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
         if leaf.name in asked.seeds:
-            requested = asked.mesh.size(asked.seeds[leaf.name].sharding.cut_axes)
-            times = requested // program.mesh.size(mark_of(leaf).settled[0].cut_axes)
+            wanted = asked.mesh.size(asked.seeds[leaf.name].sharding.cut_axes)
+            times = wanted // program.mesh.size(mark_of(leaf).shardings[0].cut_axes)
             if times > 1:
                 counts[f"{fold_layers(fqn)}: {times} ranks hold the same share"] += 1
     return tuple(Note("shared", f"{text} (x {count})" if count > 1 else text) for text, count in counts.items())
 
 
-def whole_leaves(asked: PlannedProgram, program: MarkedProgram) -> tuple[Note, ...]:
-    """Note matrices that stay whole in layers that a style shards, such as scales looked up by group."""
+def whole_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, ...]:
+    """Matrices that are whole in layers that a style cuts, such as scales that are looked up by their group."""
     counts: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
         value = leaf.meta["val"]
         is_matrix = sum(size != 1 for size in value.shape) > 1 and leaf.users
-        if leaf.name in asked.unseeded and is_matrix and mark_of(leaf).settled[0].is_replicated:
+        if leaf.name in asked.unseeded and is_matrix and mark_of(leaf).shardings[0].is_replicated:
             counts[
                 f"{fold_layers(fqn)}: {value_text(value)}, {format_bytes(value.numel() * value.element_size())}"
             ] += 1

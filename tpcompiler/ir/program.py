@@ -50,10 +50,9 @@ class Mark:
     """The decisions about one node.
 
     Attributes:
-        shardings: the shardings that its rule produces, one per tensor output.
-        settled: the shardings that its users see: `shardings` after prompt reductions.
-        wants: the sharding required of each tensor operand, in the order of `edit.operands`.
-        reason: the reason, for people.
+        shardings: what its rule makes, one per tensor output.
+        wants: what it needs of each tensor operand, in the order of `edit.operands`.
+        reason: why, for people.
         why: the kind of the changes of sharding that its operands need.
         sizes: size argument -> for each entry, the dim of the first output that it counts.
         local: set if a plain local run of the op would be wrong.
@@ -62,7 +61,6 @@ class Mark:
     """
 
     shardings: tuple[Sharding, ...]
-    settled: tuple[Sharding, ...]
     wants: tuple[Sharding, ...]
     reason: str
     why: Why = "fallback"
@@ -154,7 +152,7 @@ class Note:
 
 
 def pin(value: Any) -> Any:
-    """Mark in the graph that the plan or the boundary requests a sharding here. Gone after `insert_reshards`."""
+    """Graph marker: here the plan or the boundary asks for one sharding. Gone after `place`."""
     return value
 
 
@@ -249,18 +247,10 @@ class PlannedProgram(Program):
 
 @dataclass(frozen=True)
 class PlacedProgram(Program):
-    """One program for all ranks, with a Mark on every tensor value."""
+    """One program for all ranks: each node has a Mark, each change of sharding a `reshard` node; no `pin` is left."""
 
     mesh: Mesh
     notes: tuple[Note, ...]
-
-
-class MarkedProgram(PlacedProgram):
-    """A placed program with implicit changes of sharding: an op may want another sharding than its operand has."""
-
-
-class ReshardedProgram(PlacedProgram):
-    """A placed program with a `reshard` node for every change of sharding, and no `pin` left."""
 
 
 @dataclass(frozen=True)

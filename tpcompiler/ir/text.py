@@ -60,8 +60,7 @@ def _sharding(node: fx.Node, mesh: Mesh | None) -> str:
         return f": {node.meta[PIN].sharding.text(mesh)}" if PIN in node.meta else ""
     if not mark.shardings:
         return ""
-    text, reduced = (_tuple(s, mesh) for s in (mark.shardings, mark.settled))
-    return f": {text}" if text == reduced else f": {text} -> {reduced}"
+    return f": {_tuple(mark.shardings, mesh)}"
 
 
 def _tuple(shardings: tuple[Sharding, ...], mesh: Mesh) -> str:

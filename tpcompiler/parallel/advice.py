@@ -14,17 +14,17 @@ from torch import fx
 
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective
-from tpcompiler.cost.program import changes
+from tpcompiler.cost.program import changes, value_behind
 from tpcompiler.errors import ShardingError, TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
-from tpcompiler.ir.program import MarkedProgram, PlannedProgram, Seed, mark_of
+from tpcompiler.ir.program import PlacedProgram, PlannedProgram, Seed, mark_of, reshard
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.passes.mark_placements import mark_placements
+from tpcompiler.passes.place import place
 from tpcompiler.plan import Plan, PlanEntry
 from tpcompiler.plan.styles import STYLES, read_style
-from tpcompiler.solver.place import Aim, place
-from tpcompiler.solver.search import search
+from tpcompiler.solver.drive import PLACING, solve
+from tpcompiler.solver.task import Aim, Task
 from tpcompiler.terminal.printed import format_bytes
 
 MOST_CHANGED = 2  # entries that one advice changes
@@ -34,7 +34,7 @@ class Advice(NamedTuple):
     """A change of the plan in words, and the program that it gives."""
 
     text: str
-    made: MarkedProgram
+    made: PlacedProgram
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Adviser:
         facts = {name.replace(" ", "_"): text for name, text in error.facts.items()}
         return ShardingError(error.message, help=f"{degree}, or {said}" if other else said, **facts)
 
-    def advise_gather(self, value: str, program: MarkedProgram) -> str:
+    def advise_gather(self, value: str, program: PlacedProgram) -> str:
         """The change that leaves out the fallback gathers of a value and saves most, in words, or nothing."""
         now = self._sent(program)
         behind = planned_behind(program, value)
@@ -74,7 +74,7 @@ class Adviser:
         price = f"; each rank holds {format_bytes(more)} more" if more > 0 else ""
         return f"{best.text} (each rank sends {format_bytes(now - self._sent(best.made))} less per call{price})"
 
-    def _sent(self, program: MarkedProgram) -> int:
+    def _sent(self, program: PlacedProgram) -> int:
         return wire_bytes(program, self.aim.machine)
 
     def _styled(self, leaves: Sequence[str]) -> Advice | None:
@@ -99,15 +99,18 @@ class Adviser:
         cut, instead = ([_asked_dims(program, entry) for program in both] for both in (now, other))
         if cut != instead:
             return None
-        programs, solution = place(other, False, self.aim)
-        node, fqn = next((node, fqn) for node, fqn in programs[self.at].leaves() if fqn in leaves)
+        solution = solve(Task(other, self.aim.objective), PLACING)
+        if math.isinf(solution.seconds):
+            return None
+        program = solution.programs[self.at]
+        node, fqn = next((node, fqn) for node, fqn in program.leaves() if fqn in leaves)
         levels = [level for dim in solution.leaves[node].dims for level in dim.levels]
         how = f"'{fqn}' as {solution.leaves[node].text(now[0].mesh)}"
         for level in levels:
             how = f"whole groups of {level.unit}" if level.unit > 1 else how
             how = f"each of its groups of {level.block} by itself" if level.block else how
         said = f"change '{entry.pattern}' from {entry.style.to_data()} to {style}, which cuts {how}"
-        return Advice(said, mark_placements(programs[self.at], solution))
+        return Advice(said, place(program, solution))
 
     def _best(self, entries: tuple[PlanEntry, ...], alone: bool = False) -> Advice | None:
         """What the search makes of these entries, where that is one change in a few words: as it is then compiled.
@@ -126,7 +129,7 @@ class Adviser:
         now, other = self.planned(self.plan), self._otherwise(entries)
         opened = [_opened(*both, entries) for both in zip(now, other, strict=True)]
         machine = self.aim.machine
-        found = search(opened, Objective.of(machine, None if alone else 1 / machine.bandwidth))
+        found = solve(Task(opened, Objective.of(machine, None if alone else 1 / machine.bandwidth)), PLACING)
         if math.isinf(found.seconds):
             return None
         then = {fqn: _cut_dims(found.leaves[node]) for program in found.programs for node, fqn in program.leaves()}
@@ -147,8 +150,10 @@ class Adviser:
             return None
         words = " and ".join(f"'{e.pattern}' from {e.style.name} to {style}" for e, style in styles.items())
         said = [*([f"change {words}"] if words else []), *(f"pin '{name}' to R" for name in pins)]
-        programs, solution = place(self.planned(_changed(self.plan, styles, pins)), False, self.aim)
-        return Advice(" and ".join(said), mark_placements(programs[self.at], solution))
+        solution = solve(Task(self.planned(_changed(self.plan, styles, pins)), self.aim.objective), PLACING)
+        if math.isinf(solution.seconds):
+            return None
+        return Advice(" and ".join(said), place(solution.programs[self.at], solution))
 
     def _otherwise(self, entries: Sequence[PlanEntry]) -> Sequence[PlannedProgram]:
         """The programs with the other cut of each layer that these entries name, or where it has none, without them."""
@@ -211,13 +216,13 @@ def _concerning(plan: Plan, leaves: Iterable[str]) -> tuple[PlanEntry, ...]:
     return tuple(entry for entry in plan.entries if any(entry.matches(name) for name in names))
 
 
-def wire_bytes(program: MarkedProgram, machine: Machine) -> int:
+def wire_bytes(program: PlacedProgram, machine: Machine) -> int:
     """Of one call, where a value that several uses want alike is changed once."""
     once = {(change.value, change.to): change.wire_bytes for change in changes(program, machine) if change.wire_bytes}
     return sum(once.values())
 
 
-def held_bytes(program: MarkedProgram) -> int:
+def held_bytes(program: PlacedProgram) -> int:
     """Of the weights of one rank, the first."""
     total = 0
     for node, _ in program.leaves():
@@ -227,17 +232,17 @@ def held_bytes(program: MarkedProgram) -> int:
     return total
 
 
-def planned_behind(program: MarkedProgram, value: str, far: bool = False) -> list[str]:
+def planned_behind(program: PlacedProgram, value: str, far: bool = False) -> list[str]:
     """The leaves that the plan cut and because of which the value is cut, nearest first; far: all that it comes of."""
     names = dict(program.leaves())
-    queue = [node for node in program.graph.nodes if node.name == value]
+    queue = [node for node in program.graph.nodes if node.name == value and node.target is not reshard]
     seen: dict[fx.Node, None] = {}
     for node in queue:  # it grows
         if node not in seen and (far or not mark_of(node).shardings[0].is_replicated):
             seen[node] = None
-            queue += [o for o in edit.operands(node) if mark_of(o).shardings]
+            queue += map(value_behind, edit.operands(node))
     return [names[node] for node in seen if node in names and mark_of(node).reason.startswith("plan: ")]
 
 
-def _gathered(program: MarkedProgram, machine: Machine) -> set[str]:
+def _gathered(program: PlacedProgram, machine: Machine) -> set[str]:
     return {change.value.name for change in changes(program, machine) if change.why == "fallback" and change.wire_bytes}

@@ -21,7 +21,7 @@ from tpcompiler.cost.timeline import Times, predict_times
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import RESHARD, Note, ReshardedProgram, mark_of, reshard, tied
+from tpcompiler.ir.program import RESHARD, Note, PlacedProgram, mark_of, reshard, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.judge.compare.compare import Call, VerifyReport, read_call
 from tpcompiler.judge.compare.judge import Layout
@@ -47,11 +47,12 @@ class ParallelProgram(Shown):
         asked: dict[str, Any],
         advice: Callable[[str], str],
         remarks: Callable[[ParallelProgram], Iterable[Note]],
+        searches: str = "",
     ) -> None:
         """`asked`: the caller's arguments other than the plan, as in `Manifest.asked`.
 
-        `advice` returns the change of the plan that avoids the gathers of a value, or nothing. `remarks` makes the
-        notes that need a search or the finished program.
+        `advice` names the change of the plan that leaves out the gathers of a value, or nothing. `remarks` makes the
+        notes that take a search or the finished program. `searches` reports their number, without a plan.
         """
         self.original = original
         self.partition = partition
@@ -59,6 +60,7 @@ class ParallelProgram(Shown):
         self.asked = asked
         self._advice = advice
         self._remarks = remarks
+        self._searches = searches
 
     def __repr__(self) -> str:
         whole, per_rank = self.parameter_bytes()
@@ -70,8 +72,8 @@ class ParallelProgram(Shown):
         )
 
     @property
-    def resharded(self) -> ReshardedProgram:
-        """The one program for all ranks, in which every change of sharding is a node."""
+    def resharded(self) -> PlacedProgram:
+        """The one program for all ranks, every change of sharding a node of it."""
         return self.partition.program
 
     @property
@@ -123,8 +125,9 @@ class ParallelProgram(Shown):
         }
 
     def report(self) -> Report:
-        """Return the parameters and bytes per rank, collectives, fallbacks, and ops without a rule, as text."""
-        text = report_text(self.mesh, *self.parameter_bytes(), self.collectives(), self.notes, self.advice())
+        """Parameters and bytes per rank, collectives, fallbacks with their bytes, what no rule touches: as text."""
+        notes = (*self.notes, *([Note("search", self._searches)] if self._searches else []))
+        text = report_text(self.mesh, *self.parameter_bytes(), self.collectives(), notes, self.advice())
         return Report(text)
 
     def parts(self) -> Iterator[Part]:

@@ -14,7 +14,7 @@ from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.machine import Machine
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.local import no_new_guards
-from tpcompiler.ir.program import LocalProgram, ReshardedProgram, ShardedProgram
+from tpcompiler.ir.program import LocalProgram, PlacedProgram, ShardedProgram
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
 from tpcompiler.ir.symm_mem import fitted_text
 from tpcompiler.passes._alike import ranks_alike
@@ -30,8 +30,8 @@ from tpcompiler.terminal.printed import format_bytes
 class Partition:
     """The programs of all ranks; parts that are equal for several ranks are made once."""
 
-    def __init__(self, program: ReshardedProgram, device_type: str, fitted: Collectives, machine: Machine) -> None:
-        """`machine` decides where symmetric memory is faster, if `fitted` is "auto"."""
+    def __init__(self, program: PlacedProgram, device_type: str, fitted: Collectives, machine: Machine) -> None:
+        """`machine`: by which `fitted` "auto" takes what is faster."""
         self.program = program
         self.machine = machine
         self.device_type = device_type

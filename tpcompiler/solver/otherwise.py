@@ -10,8 +10,9 @@ from torch import fx
 from tpcompiler.cost.objective import Objective
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.problem import Problem
-from tpcompiler.solver.search import Held, search_over
+from tpcompiler.solver.search import search
 from tpcompiler.solver.solution import Solution
+from tpcompiler.solver.task import Held, Task
 from tpcompiler.terminal.progress import counted
 
 
@@ -54,7 +55,7 @@ def price_otherwise(
         yield from ()
 
     def solve(held: Held) -> Solution:
-        return search_over(found.programs, objective, found.model, free, gathers, held=held, turns=turns)[0]
+        return search(Task(found.programs, objective, free, gathers, model=found.model, held=held, turns=turns))
 
     def holding(axes: tuple[str, ...], option: _Option) -> Held:
         return lambda problem: option.held if problem.stage.axes == axes else ()

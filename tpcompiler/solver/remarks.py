@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -10,27 +11,65 @@ from tpcompiler.cost.objective import Objective
 from tpcompiler.cost.timeline import StepTime, duration
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.program import Note, PlannedProgram
-from tpcompiler.solver.place import Aim
-from tpcompiler.solver.search import search
+from tpcompiler.solver.drive import PLACING, solve
+from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import collectives_of, measure_step_time
+from tpcompiler.solver.task import Aim, Task
 from tpcompiler.solver.uncut import Uncut, find_uncut
 
 FEWEST = 'for the fewest bytes on a rank instead of the fastest call: --optimize memory (optimize="memory")'
 NO_LATENCY = 'for the cuts that would pay without latencies: --machine ideal (machine="ideal")'
 
 
+def note_search(task: Task, found: Solution) -> list[str]:
+    """Report how good a solution is, and what was given up for it."""
+    notes = []
+    if task.free:
+        proof = f"at most {math.ceil(found.above * 1e3) / 1e3:.1%} above the least" if found.above else "the least"
+        call = "that" if len(found.programs) == 1 else "that, with a call of each other program,"
+        notes.append(f"{call} is {proof} of all choices that were compared{_order_text(found)}")
+    if task.free or task.limit is not None:
+        notes.append(f"a rank holds about {measure_memory(found).text}")
+    if found.simpler:
+        names = ", ".join(name for _, name in sorted(found.simpler))
+        notes.append(f"replaced by simpler ops, because a dim that they need whole is cut: {names}")
+    if found.capped:
+        notes.append(f"{found.capped} ops and values have too many choices: the search compared only some of each")
+    return [*notes, *found.declined]
+
+
+def count_searches(searches: Mapping[str, int]) -> str:
+    """Report the number of searches, and the reason for each but the first: `searched 3 times (2 with simpler ops)`."""
+    total, (first, *_) = sum(searches.values()), searches
+    more = ", ".join(f"{count} {words}" for words, count in searches.items() if words != first)
+    return f"searched {'once' if total == 1 else f'{total} times'}{f' ({more})' if more else ''}"
+
+
+def with_notes(program: PlannedProgram, notes: Sequence[str], is_free: bool) -> PlannedProgram:
+    """Return a placed program with notes on the search; without a plan a layer may well stay untouched."""
+    kept = (note for note in program.notes if not (is_free and note.kind == "untouched"))
+    return replace(program, notes=(*kept, *(Note("search", text) for text in notes)))
+
+
+def _order_text(found: Solution) -> str:
+    """Return the order in which several axes were solved; empty for one axis."""
+    if len(found.turns) > 1:
+        return f", one axis after the other: {', then '.join(axis for (axis,) in found.turns)}"
+    axes = found.turns[0] if found.turns else ()
+    return f", over {' and '.join(axes)} at once" if len(axes) > 1 else ""
+
+
 class Remarks:
     """Notes on a search without a plan, which take searches of their own: they are made when they are asked for."""
 
-    def __init__(self, planned: Sequence[PlannedProgram], found: Solution, aim: Aim) -> None:
-        """`planned`: the programs as the search was given them."""
-        self.planned, self.found, self.aim = planned, found, aim
+    def __init__(self, found: Solution, aim: Aim) -> None:
+        self.found, self.aim = found, aim
 
     def notes(self, at: int, step: StepTime) -> Iterator[Note]:
         """The notes on one of the programs, a call of which takes so long."""
         yield Note("search", f"one call {step.text} on {self.aim.machine.name}")
-        if len(self.planned) > 1:
+        if len(self.found.given) > 1:
             alone = duration(max(0.0, step.total + self._gained_alone(at)))
             yield Note("search", f"placed alone, a call of this program would take {alone}")
         if self.aim.optimize == "latency" and self._uncut:
@@ -45,9 +84,9 @@ class Remarks:
 
     def _gained_alone(self, at: int) -> float:
         """Seconds that a call of a program takes more, or less, where the weights are placed for it alone."""
-        program, machine = self.planned[at], self.aim.machine
+        program, machine = self.found.given[at], self.aim.machine
         with no_new_guards(program.graph):
-            alone = search([program], Objective.of(machine), True, self.aim.gathers)
+            alone = solve(Task([program], Objective.of(machine), True, self.aim.gathers), PLACING)
             both = alone, replace(self.found, programs=[self.found.programs[at]])
             there, here = (measure_step_time(each, collectives_of(each), machine).total for each in both)
         return there - here

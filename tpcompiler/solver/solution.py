@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import fx
 
@@ -13,6 +13,9 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.stage import Choice
+
+if TYPE_CHECKING:
+    from tpcompiler.solver.memory import Memory
 
 Turns = tuple[tuple[str, ...], ...]
 
@@ -41,7 +44,14 @@ class Solution:
         model: the axes over which layers are cut, in order.
         turns: the axes over which there was a choice, in the order in which they were solved; those of a turn at once.
         bound: seconds that no placement takes less than, of all choices that were compared.
+        heads: axes with more ranks than heads, and how many ranks could share heads.
         is_tight: the fastest placements do not fit a rank, and these do.
+        too_large: no placement fits a rank: the memory of the smallest one that was found.
+        conflict: without a placement, the entries of the plan that conflict.
+        given: the programs before the search, in the form that it took.
+        forms: styles of other forms that the search took, one mapping for each form.
+        declined: forms that were tried and could not be had, each with the reason.
+        searches: the number of searches by their kind.
     """
 
     programs: Sequence[PlannedProgram]
@@ -57,15 +67,28 @@ class Solution:
     model: tuple[str, ...] = ()
     turns: Turns = ()
     bound: float = 0.0
+    heads: tuple[tuple[str, int], ...] = ()
     is_tight: bool = False
+    too_large: Memory | None = None
+    conflict: tuple[str, ...] = ()
+    given: Sequence[PlannedProgram] = ()
+    forms: tuple[Mapping[str, str], ...] = ()
+    declined: tuple[str, ...] = ()
+    searches: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
         return self.programs[0].mesh
 
-    def above(self, bound: float) -> float:
-        """By what share it may be above the least, which is no less than `bound`."""
-        return max(0.0, self.seconds / bound - 1) if bound else 0.0
+    @property
+    def above(self) -> float:
+        """By what share it may be above the least."""
+        return max(0.0, self.seconds / self.bound - 1) if self.bound else 0.0
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Less is better: the fastest call that fits, or the fewest bytes on a rank."""
+        return (0, self.seconds) if self.too_large is None else (1, self.too_large.total)
 
     @property
     def styles(self) -> dict[str, str]:

@@ -13,12 +13,13 @@ from tpcompiler.cost.timeline import duration
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir.names import fold_layers, layer_of
 from tpcompiler.ir.program import PlannedProgram
+from tpcompiler.solver.drive import RETRIES, solve
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.problem import Problem
-from tpcompiler.solver.search import Held, search_on_any_mesh
 from tpcompiler.solver.solution import Layered, Solution
 from tpcompiler.solver.stage import Known
 from tpcompiler.solver.step_time import collectives_of, measure_step_time
+from tpcompiler.solver.task import Held, Task
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.progress import counted
 
@@ -88,7 +89,8 @@ def _search(
 ) -> Solution | None:
     """The cheapest placements with these weights cut; None where their tables are too large."""
     try:
-        return search_on_any_mesh(programs, objective, True, False, read, found.model, _holding(found, cut))
+        task = Task(programs, objective, free=True, known=read, model=found.model, held=_holding(found, cut))
+        return solve(task, RETRIES[:1])
     except UnsupportedError:
         return None
 

@@ -1,4 +1,4 @@
-"""Put the search's solution on the nodes."""
+"""The mark of every node: its shardings as the search chose them, and the reason."""
 
 from __future__ import annotations
 
@@ -15,70 +15,34 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import has_bodies
 from tpcompiler.ir.dim_sharding import WHOLE
 from tpcompiler.ir.names import layer_of
-from tpcompiler.ir.notes import notes_of, shared_leaves, whole_leaves
 from tpcompiler.ir.program import (
-    MARK,
     PIN,
     UNCUT,
     Counts,
     LocalShare,
     Mark,
-    MarkedProgram,
     Note,
     PlannedProgram,
     Seed,
     Why,
-    mark_of,
     pin,
 )
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
 from tpcompiler.passes._causes import ALSO_ASKED, Demand, Spared, find_demand, refuses
-from tpcompiler.rules.index_range import Ranges, door_ranges, is_needed, position_checks, with_checks
+from tpcompiler.rules.index_range import Ranges, is_needed, position_checks, with_checks
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule
 from tpcompiler.solver.domain import tensor_index
 from tpcompiler.solver.problem import FREE
 from tpcompiler.solver.solution import Solution
-
-
-def mark_placements(program: PlannedProgram, found: Solution, *, check_indices: bool = True) -> MarkedProgram:
-    """Put a Mark on every node, as the search chose.
-
-    Before    x, w1, w2, b1                         seeds: w1: S(0), w2: S(1)
-              h = linear(x, w1, b1)                 found: n is cut
-              y = linear(h, w2)                     found: k is cut
-              pin_1 = pin(y)                        pinned to R
-    After     x: R, w1: S(0), w2: S(1), b1: S(0)    b1 as its one use wants it
-              h: S(1) = linear(x, w1, b1)
-              y: P(sum) = linear(h, w2)
-              pin_1: R = pin(y)
-
-    A pending reduction is done right after its producer if all users need the same sharding, or for all users at once
-    if the solution asks for that. The solution's nodes are those of the program's own graph. With `check_indices`, a
-    body that masks other ranks' positions first asserts that all positions are in the whole dim, unless another check
-    does.
-
-    Raises:
-        ShardingError: a planned leaf cannot be used as it is sharded.
-        PlanError: a packed style without sizes, for a leaf whose uses show no parts.
-    """
-    walk = _Walk(program, found, door_ranges(program, program.input_shardings) if check_indices else None)
-    _refuse_without_parts(program, found)
-    marks = {node: _mark(node, walk) for node in program.graph.nodes if node.op != "output"}
-    for node, mark in marks.items():
-        node.meta[MARK] = mark
-    graph = edit.copy_graph(program.graph)
-    for node in marks:
-        del node.meta[MARK]
-    marked = MarkedProgram(program.source, graph, program.mesh, program.notes)
-    mark_output(marked)
-    notes = (*shared_leaves(program, marked), *whole_leaves(program, marked), *walk.notes, *notes_of(marked))
-    return MarkedProgram(program.source, graph, program.mesh, (*program.notes, *notes))
+from tpcompiler.solver.stage import Choice
 
 
 @dataclass
-class _Walk:
+class Walk:
+    """The marks of a program's nodes, made in order."""
+
     program: PlannedProgram
     found: Solution
     at_door: Ranges | None  # the inputs that `load` checks; None: no indices are checked
@@ -96,8 +60,8 @@ class _Walk:
         return choice.made[0 if source is value else tensor_index(source, value.args[1])]
 
 
-def _refuse_without_parts(program: PlannedProgram, found: Solution) -> None:
-    """Refuse a packed style on a layer if none of its weights is used in parts; its other leaves need not be."""
+def refuse_without_parts(program: PlannedProgram, found: Solution) -> None:
+    """Refuse a packed style of a layer none of whose weights is used in parts; what it has besides need not be."""
     layers: dict[tuple[str, str], list[tuple[str, bool]]] = {}
     for leaf, fqn in program.leaves():
         seed = program.seeds.get(leaf.name)
@@ -113,32 +77,32 @@ def _refuse_without_parts(program: PlannedProgram, found: Solution) -> None:
             )
 
 
-def _mark(node: fx.Node, walk: _Walk) -> Mark:
+def mark_node(node: fx.Node, walk: Walk) -> Mark:
     if node.op == "placeholder":
         mark = _mark_input(node, walk)
     elif node.op != "call_function":
-        mark = Mark((), (), (), "a body")
+        mark = Mark((), (), "a body")
     elif node.target is operator.getitem and edit.is_tensor(node):
         source: Any = node.args[0]
         made = walk.found.choices[source].made[tensor_index(source, node.args[1])]
-        mark = Mark((made,), (_settle(node, made, walk),), (), f"a part of {source}")
+        mark = Mark((made,), (), f"a part of {source}")
     elif not edit.outputs(node):
         operands = edit.operands(node)
         seen = tuple(walk.settled[o] for o in operands)
         whole = tuple(Sharding.replicated(o.meta["val"].ndim) for o in operands)
-        mark = Mark((), (), seen if node.target is FREE else whole, "no tensor")
+        mark = Mark((), seen if node.target is FREE else whole, "no tensor")
     elif node.target is pin:
         choice = walk.found.choices[node]
-        settled = (_settle(node, choice.made[0], walk),)
-        mark = Mark(choice.made, settled, choice.wants, node.meta[PIN].asked_by, "plan-demanded")
+        mark = Mark(choice.made, choice.wants, node.meta[PIN].asked_by, "plan-demanded")
     else:
         mark = _mark_op(node, walk)
     if edit.is_tensor(node):
-        walk.settled[node] = mark.settled[0]
+        made = mark.shardings[0]
+        walk.settled[node] = made if node.op == "placeholder" else _settle(node, made, walk)
     return mark
 
 
-def _mark_input(node: fx.Node, walk: _Walk) -> Mark:
+def _mark_input(node: fx.Node, walk: Walk) -> Mark:
     program = walk.program
     if node in walk.found.leaves:
         sharding, reason = walk.found.leaves[node], "as its uses want it"
@@ -148,12 +112,12 @@ def _mark_input(node: fx.Node, walk: _Walk) -> Mark:
     elif node.name in program.input_shardings:
         sharding, reason = program.input_shardings[node.name], "an input"
     else:
-        return Mark((), (), (), "no tensor")
-    return Mark((sharding,), (sharding,), (), reason)
+        return Mark((), (), "no tensor")
+    return Mark((sharding,), (), reason)
 
 
-def _settle(node: fx.Node, made: Sharding, walk: _Walk) -> Sharding:
-    """Return a value's sharding for its users: the solution's for several users, or the one that all of them need."""
+def _settle(node: fx.Node, made: Sharding, walk: Walk) -> Sharding:
+    """Return the sharding that the users of a value see: the search's for several, or the one that all of them want."""
     wants = {want for user in node.users for want in _wanted(user, node, walk)}
     if not node.users or all(user.target is pin for user in node.users) or wants == {made}:
         return made
@@ -162,7 +126,7 @@ def _settle(node: fx.Node, made: Sharding, walk: _Walk) -> Sharding:
     return walk.found.settled.get(node, made)
 
 
-def _wanted(user: fx.Node, value: fx.Node, walk: _Walk) -> list[Sharding]:
+def _wanted(user: fx.Node, value: fx.Node, walk: Walk) -> list[Sharding]:
     if user.op == "output":
         return []
     if user not in walk.found.choices:
@@ -171,7 +135,7 @@ def _wanted(user: fx.Node, value: fx.Node, walk: _Walk) -> list[Sharding]:
     return [want for operand, want in zip(edit.operands(user), wants, strict=True) if operand is value]
 
 
-def _mark_op(node: fx.Node, walk: _Walk) -> Mark:
+def _mark_op(node: fx.Node, walk: Walk) -> Mark:
     choice, operands = walk.found.choices[node], edit.operands(node)
     rule = choice.rule
     seen = [walk.settled[operand] for operand in operands]
@@ -204,22 +168,12 @@ def _mark_op(node: fx.Node, walk: _Walk) -> Mark:
     reason = _reason(node, rule, choice.option, refusals)
     if kept:
         reason += f", asked by {' and '.join(dict.fromkeys(walk.pinned[operand].asked_by for operand in kept))}"
-    settled = (_settle(node, choice.made[0], walk),) if edit.is_tensor(node) else choice.made
     why: Why = "plan-demanded" if kept or len(asked) == len(refusals) > 0 else "fallback"
-    return mark_with(node, rule, choice.option, (choice.made, settled, choice.wants), reason, why, walk.at_door)
+    return _mark_choice(node, choice, reason, why, walk.at_door)
 
 
-def mark_with(
-    node: fx.Node,
-    rule: Rule | None,
-    option: Option,
-    placed: tuple[tuple[Sharding, ...], tuple[Sharding, ...], tuple[Sharding, ...]],
-    reason: str,
-    why: Why,
-    at_door: Ranges | None,
-) -> Mark:
-    """Return the mark of a node that runs by an option; `placed`: (outputs, outputs as users see them, operands)."""
-    made, settled, wants = placed
+def _mark_choice(node: fx.Node, choice: Choice, reason: str, why: Why, at_door: Ranges | None) -> Mark:
+    rule, option = choice.rule, choice.option
     sizes = {}
     local = None
     if rule is not None and edit.outputs(node):
@@ -233,7 +187,7 @@ def mark_with(
             local = LocalShare(body, tuple(cuts))
     counts = _counts(rule, option)
     skips = rule is not None and rule.skips_empty
-    return Mark(made, settled, wants, reason, why, sizes, local, counts, skips)
+    return Mark(choice.made, choice.wants, reason, why, sizes, local, counts, skips)
 
 
 def _counts(rule: Rule | None, option: Option) -> Counts:
@@ -268,8 +222,8 @@ def _reason(node: fx.Node, rule: Rule | None, option: Option, refusals: Mapping[
     return "; ".join([*refused, *cuts, *through]) or "operands are replicated"  # a refused operand explains the change
 
 
-def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: _Walk) -> None:
-    """Raise an error for a planned sharding that its op cannot use: a weight is never gathered at run time."""
+def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: Walk) -> None:
+    """A weight is never gathered at run time, so a planned cut that its op cannot use is an error."""
     seed, fqns = walk.pinned[leaf], {node.name: fqn for node, fqn in walk.program.leaves()}
     leaf = _behind(leaf)
     fqn = fqns[leaf.name]
@@ -294,17 +248,3 @@ def _behind(value: fx.Node) -> fx.Node:
     while value.op == "call_function":
         value = edit.operands(value)[0]
     return value
-
-
-def mark_output(program: MarkedProgram) -> None:
-    output = program.output
-    values = output.args[0]
-    leaves = {fqn: node for node, fqn in program.leaves()} | {n.name: n for n in program.user_inputs()}
-    written = dict(program.mutations())
-    wants = []
-    for position, value in enumerate(values):  # type: ignore[arg-type]
-        if edit.is_tensor(value):
-            # A value written back keeps the sharding of its buffer, from call to call.
-            owner = leaves[written[position]] if position in written else value
-            wants.append(mark_of(owner).settled[0])
-    output.meta[MARK] = Mark((), (), tuple(wants), "written back" if written else "the boundary")

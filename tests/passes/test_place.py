@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from tests.passes.models import HEADS, MEGATRON, Attention, Mlp, Tied
-from tests.passes.stages import Call, marked
+from tests.passes.stages import Call, placed
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.program import mark_of
 from tpcompiler.ir.text import program_text
@@ -19,7 +19,7 @@ IDS = torch.tensor([[1, 5, 7], [0, 2, 2]])
 
 
 def text(*args: Any, **kwargs: Any) -> str:
-    return program_text(marked(*args, **kwargs))
+    return program_text(placed(*args, **kwargs))
 
 
 def test_an_mlp_with_biases_and_a_residual() -> None:
@@ -34,10 +34,10 @@ p_down_bias: P(sum) = down.bias f32[4]
 x: R = input f32[2, 4]
 linear: S(1) = linear(x, p_up_weight, p_up_bias)
 relu: S(1) = relu(linear)
-linear_1: P(sum) -> R = linear(relu, p_down_weight, p_down_bias)
-add: R = add(x, linear_1)
-pin: R = pin(add)
-return pin
+linear_1: P(sum) = linear(relu, p_down_weight, p_down_bias)
+reshard: R = reshard(linear_1)
+add: R = add(x, reshard)
+return add
 """,
     )
 
@@ -52,12 +52,11 @@ p_down_weight: R = down.weight f32[4, 6]
 p_down_bias: R = down.bias f32[4]
 x: R = input f32[2, 4]
 linear: S(1) = linear(x, p_up_weight, p_up_bias)
-pin: R = pin(linear)
-relu: R = relu(pin)
+reshard: R = reshard(linear)
+relu: R = relu(reshard)
 linear_1: R = linear(relu, p_down_weight, p_down_bias)
 add: R = add(x, linear_1)
-pin_1: R = pin(add)
-return pin_1
+return add
 """,
     )
 
@@ -87,8 +86,8 @@ scaled_dot_product_attention: S(1) = scaled_dot_product_attention(transpose, tra
 transpose_3: S(2) = transpose(scaled_dot_product_attention, 1, 2)
 view_3: S(2) = view(transpose_3, [2, 3, -1])
 linear_3: P(sum) = linear(view_3, p_o_weight, p_o_bias)
-pin: R = pin(linear_3)
-return pin
+reshard: R = reshard(linear_3)
+return reshard
 """,
     )
 
@@ -104,8 +103,8 @@ p_up_bias: S(0, block 2) = up.bias f32[6]
 x: R = input f32[2, 4]
 linear: S(1, block 2) = linear(x, p_up_weight, p_up_bias)
 view: S(2) = view(linear, [2, 3, 2])
-pin: R = pin(view)
-return pin
+reshard: R = reshard(view)
+return reshard
 """,
     )
 
@@ -123,8 +122,8 @@ view_1: S(0) = view(p_b, [3, 2])
 add: S(1) = add(x, view_1)
 view_2: S(1, unit 2) = view(add, [2, 6])
 add_1: S(1, unit 2) = add(view, view_2)
-pin: R = pin(add_1)
-return pin
+reshard: R = reshard(add_1)
+return reshard
 """,
     )
 
@@ -152,8 +151,8 @@ add: S(1) = add(view, expand)
 _to_copy: S(0) = _to_copy(b_c, dtype=f32)
 unsqueeze: S(1) = unsqueeze(_to_copy, 0)
 add_1: S(1) = add(add, unsqueeze)
-pin: R = pin(add_1)
-return pin
+reshard: R = reshard(add_1)
+return reshard
 """,
     )
 
@@ -169,12 +168,12 @@ p_up_weight: S(0) = up.weight f32[6, 4]
 p_up_bias: S(0) = up.bias f32[6]
 x: R = input f32[2, 4]
 linear: S(1) = linear(x, p_up_weight, p_up_bias)
-add: S(1) = add(linear, p_b)
+reshard: S(0) = reshard(p_b)
+add: S(1) = add(linear, reshard)
 slice_1: R = slice(x, 1, 0, 1)
 add_1: R = add(slice_1, p_b)
-pin: R = pin(add)
-pin_1: R = pin(add_1)
-return pin, pin_1
+reshard_1: R = reshard(add)
+return reshard_1, add_1
 """,
     )
 
@@ -187,10 +186,11 @@ def test_tied_weights() -> None:
 p_embed_weight: S(0) = embed.weight f32[8, 4]
 p_head_weight: S(0) = head.weight f32[8, 4]
 ids: R = input i64[2, 3]
-embedding: P(sum) -> R = embedding(p_head_weight, ids)
-linear: S(2) = linear(embedding, p_head_weight)
-pin: R = pin(linear)
-return pin
+embedding: P(sum) = embedding(p_head_weight, ids)
+reshard: R = reshard(embedding)
+linear: S(2) = linear(reshard, p_head_weight)
+reshard_1: R = reshard(linear)
+return reshard_1
 """,
     )
 
@@ -210,8 +210,8 @@ x: R = input f32[2, 4]
 linear: S(1) = linear(x, p_up_weight, p_up_bias)
 mul: S(1) = mul(linear, p_b)
 add: S(1) = add(mul, p_b)
-pin: R = pin(add)
-return pin
+reshard: R = reshard(add)
+return reshard
 """,
     )
 
@@ -236,23 +236,23 @@ _native_batch_norm_legit_functional: (S(1), S(0), S(0), S(0), S(0)) = _native_ba
 getitem: S(1) = getitem(_native_batch_norm_legit_functional, 0)
 getitem_3: S(0) = getitem(_native_batch_norm_legit_functional, 3)
 getitem_4: S(0) = getitem(_native_batch_norm_legit_functional, 4)
-pin: R = pin(getitem)
-return getitem_3, getitem_4, add, pin
+reshard: R = reshard(getitem)
+return getitem_3, getitem_4, add, reshard
 """,
     )
 
 
 def test_a_vocabulary_in_parts() -> None:
     module = Call(lambda self, ids: self.embed(ids), embed=nn.Embedding(8, 4))
-    program = marked(module, (IDS,), {"embed": "embedding_rowwise"})
+    program = placed(module, (IDS,), {"embed": "embedding_rowwise"})
     assert_expected_inline(
         program_text(program),
         """\
 p_embed_weight: S(0) = embed.weight f32[8, 4]
 ids: R = input i64[2, 3]
 embedding: P(sum) = embedding(p_embed_weight, ids)
-pin: R = pin(embedding)
-return pin
+reshard: R = reshard(embedding)
+return reshard
 """,
     )
     (share,) = [mark_of(node).local for node in program.graph.nodes if node.name == "embedding"]
@@ -275,23 +275,23 @@ p_up_weight: S(0) = up.weight f32[12, 4]
 p_up_bias: S(0) = up.bias f32[12]
 x: R = input f32[2, 4]
 linear: S(1) = linear(x, p_up_weight, p_up_bias)
-split: (R, R) = split(linear, 1)
+reshard: R = reshard(linear)
+split: (R, R) = split(reshard, 1)
 getitem: R = getitem(split, 0)
 getitem_1: R = getitem(split, 1)
-view: R = view(linear, [2, 3, 4])
+reshard_1: R = reshard(linear)
+view: R = view(reshard_1, [2, 3, 4])
 unbind: (R, R, R) = unbind(view, 1)
 getitem_2: R = getitem(unbind, 0)
 getitem_4: R = getitem(unbind, 2)
-split_1: (R, R) = split(linear, 6, 1)
+reshard_2: R = reshard(linear)
+split_1: (R, R) = split(reshard_2, 6, 1)
 getitem_5: R = getitem(split_1, 0)
 getitem_6: R = getitem(split_1, 1)
 add: R = add(getitem, getitem_1)
 add_1: R = add(getitem_2, getitem_4)
 mul: R = mul(getitem_5, getitem_6)
-pin: R = pin(add)
-pin_1: R = pin(add_1)
-pin_2: R = pin(mul)
-return pin, pin_1, pin_2
+return add, add_1, mul
 """,
     )
 
@@ -302,12 +302,11 @@ def test_a_pending_sum_passes_through_a_split() -> None:
         text(module, (X,), inputs=["P(sum)"]),
         """\
 x: P(sum) = input f32[2, 4]
-split: (R, R) = split(x, 2, 1)
+reshard: R = reshard(x)
+split: (R, R) = split(reshard, 2, 1)
 getitem: R = getitem(split, 0)
 getitem_1: R = getitem(split, 1)
-pin: R = pin(getitem)
-pin_1: R = pin(getitem_1)
-return pin, pin_1
+return getitem, getitem_1
 """,
     )
 
@@ -318,11 +317,11 @@ def test_a_split_into_one_part() -> None:
         text(module, (X,), inputs=["P(sum)"]),
         """\
 x: P(sum) = input f32[2, 4]
-split: R = split(x, 4, 1)
+reshard: R = reshard(x)
+split: R = split(reshard, 4, 1)
 getitem: R = getitem(split, 0)
 mul: R = mul(getitem, 2)
-pin: R = pin(mul)
-return pin
+return mul
 """,
     )
 
@@ -343,7 +342,6 @@ times = input 3
 nothing = input None
 linear: S(1) = linear(x, p_up_weight, p_up_bias)
 mul: S(1) = mul(linear, 3)
-pin: S(1) = pin(mul)
-return pin, None, 3
+return mul, None, 3
 """,
     )

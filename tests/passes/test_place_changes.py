@@ -9,18 +9,21 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from tests.passes.models import MEGATRON, Mlp
-from tests.passes.stages import Call, marked, resharded
-from tpcompiler.ir.program import RESHARD, ReshardedProgram, pin
+from tests.passes.stages import Call, divided, placed
+from tpcompiler.ir.program import MARK, RESHARD, PlacedProgram, pin
 from tpcompiler.ir.text import program_text
+from tpcompiler.passes.place import place
+from tpcompiler.solver.drive import solve
+from tpcompiler.solver.task import Aim, Task
 
 X, Y = torch.randn(2, 4), torch.randn(2, 4)
 
 
 def text(*args: Any, **kwargs: Any) -> str:
-    return program_text(resharded(*args, **kwargs))
+    return program_text(placed(*args, **kwargs))
 
 
-def changes(program: ReshardedProgram) -> str:
+def changes(program: PlacedProgram) -> str:
     found = (node.meta[RESHARD] for node in program.graph.nodes if RESHARD in node.meta)
     lines = (
         f"{c.name}: {c.source.text(program.mesh)} -> {c.target.text(program.mesh)}; {c.why}; {c.reason}" for c in found
@@ -29,7 +32,7 @@ def changes(program: ReshardedProgram) -> str:
 
 
 def test_a_pending_sum_is_reduced_after_its_op() -> None:
-    program = resharded(Mlp(), (X,), MEGATRON)
+    program = placed(Mlp(), (X,), MEGATRON)
     assert_expected_inline(
         program_text(program),
         """\
@@ -55,7 +58,7 @@ reshard: P(sum) -> R; inherent; each rank has a partial sum of 'linear_1'
 
 
 def test_a_pin_becomes_the_change_that_it_asks_for() -> None:
-    program = resharded(Mlp(), (X,), {**MEGATRON, "up": "colwise_gather_output"}, outputs=["S(0)"])
+    program = placed(Mlp(), (X,), {**MEGATRON, "up": "colwise_gather_output"}, outputs=["S(0)"])
     assert_expected_inline(
         program_text(program),
         """\
@@ -103,7 +106,7 @@ return linear
 def test_every_operand_gets_what_its_op_needs() -> None:
     module = Call(lambda self, x, y: x @ y + x)
     square = torch.randn(4, 4)
-    program = resharded(module, (square, square + 1), inputs=["S(0)", "S(1)"])
+    program = placed(module, (square, square + 1), inputs=["S(0)", "S(1)"])
     assert_expected_inline(
         program_text(program),
         """\
@@ -176,9 +179,11 @@ return reshard, x
     )
 
 
-def test_the_marked_program_is_not_changed() -> None:
-    program = marked(Mlp(), (X,), MEGATRON)
-    before = program_text(program)
-    resharded(Mlp(), (X,), MEGATRON)
-    assert program_text(program) == before
-    assert any(node.target is pin for node in program.graph.nodes)
+def test_the_planned_program_is_not_changed() -> None:
+    program = divided(Mlp(), (X,), MEGATRON)
+    found = solve(Task([program], Aim().objective))
+    before = program_text(found.programs[0])
+    place(found.programs[0], found)
+    assert program_text(found.programs[0]) == before
+    assert any(node.target is pin for node in found.programs[0].graph.nodes)
+    assert not any(MARK in node.meta for node in found.programs[0].graph.nodes)

@@ -1,0 +1,183 @@
+"""An exported program and how it is to be converted: mesh, plan, boundary, device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from os.path import basename
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import FakeTensor
+from tpcompiler.cost.collective import Collectives
+from tpcompiler.errors import ProgramError
+from tpcompiler.frontend.plain_weights import drop_replaced, unwrap_subclasses
+from tpcompiler.ir.devices import device_type_for
+from tpcompiler.ir.invariants import check_invariants
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.placements import format_spec, parse_placement
+from tpcompiler.ir.program import CanonicalProgram, Note, Program
+from tpcompiler.ir.shares import same_bits
+from tpcompiler.ir.symm_mem import refuse_symm_mem
+from tpcompiler.ir.text import program_text
+from tpcompiler.passes.apply_plan import Boundary, names_of
+from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.plan import Plan, share_plan
+from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.solver.solution import Solution
+from tpcompiler.solver.task import Aim
+
+P = TypeVar("P", bound=Program)
+
+
+class After(Protocol):
+    """What is done with the program that a pass has made; it is handed on."""
+
+    def __call__(self, program: P, name: str) -> P: ...
+
+
+def unseen(program: P, name: str) -> P:
+    """Return the program of a pass without a dump."""
+    return program
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """An exported program in canonical form, and how it is to be converted."""
+
+    exported: ExportedProgram
+    program: CanonicalProgram
+    mesh: Mesh
+    plan: Plan
+    boundary: tuple[Boundary, Boundary]
+    device: str
+    after: After
+    collectives: Collectives
+    check_indices: bool = True
+    dropped: tuple[Note, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        exported: ExportedProgram,
+        mesh: Mesh,
+        plan: Plan,
+        boundary: tuple[Boundary, Boundary],
+        device_type: str | None,
+        dump: str | os.PathLike[str] | None,
+        collectives: Collectives,
+        check_indices: bool = True,
+    ) -> Conversion:
+        after = Dump(dump)
+        exported, dropped = drop_replaced(unwrap_subclasses(exported))
+        program = after(canonicalize(exported), "canonicalize")
+        device, plan = device_type_for(program, device_type), plan.fitted(names_of(program))
+        if collectives != "nccl":
+            refuse_symm_mem(device)
+        return cls(exported, program, mesh, plan, boundary, device, after, collectives, check_indices, dropped)
+
+    def with_styles(self, *each: Mapping[str, str]) -> Conversion:
+        """Return it with these styles for the names that its plan does not name, one mapping after the other."""
+        plan, names = self.plan, names_of(self.program) if any(each) else []
+        for styles in each:
+            own = {name: styles[name] for name in names if name in styles}
+            plan = plan.completed(own, names) if own else plan
+        return replace(self, plan=plan)
+
+    def completed(self, found: Solution, aim: Aim) -> Plan:
+        """Return the plan with the styles that the search found."""
+        if aim.gathers:
+            return Plan()
+        return self.plan.completed(found.styles, names_of(self.program)) if self.plan.searches else self.plan
+
+    def asked(self, plan: Plan, aim: Aim) -> dict[str, Any]:
+        """Return the caller's other arguments, as `Manifest.asked`; `plan`: completed."""
+        inputs, outputs = map(_said, self.boundary)
+        machine = basename(aim.machine.name)
+        asked: dict[str, Any] = {
+            "mesh": dict(self.mesh.axes),
+            "inputs": inputs,
+            "outputs": outputs,
+            "machine": machine,
+        }
+        if self.collectives != "nccl":
+            asked["collectives"] = self.collectives
+        if not self.check_indices:
+            asked["check_indices"] = False
+        if aim.gathers:
+            asked["plan"] = "auto:free"
+        elif self.plan.searches and len(self.plan.entries) > 1 and self.plan.to_data() != plan.to_data():
+            asked["plan"] = self.plan.to_data()
+        return asked
+
+
+def share_conversions(conversions: Mapping[str, Conversion]) -> dict[str, Conversion]:
+    """Several programs, each with the entries of the plan that it uses.
+
+    Raises:
+        PlanError: an entry matches in none of them.
+        ProgramError: a leaf of one name that is not one tensor.
+    """
+    programs = [own.program for own in conversions.values()]
+    held, used = [names_of(each) for each in programs], [names_of(each, used=True) for each in programs]
+    plans = share_plan([own.plan for own in conversions.values()], held, used)
+    _refuse_unlike_leaves(conversions)
+    return {name: replace(own, plan=plan) for (name, own), plan in zip(conversions.items(), plans, strict=True)}
+
+
+def _refuse_unlike_leaves(conversions: Mapping[str, Conversion]) -> None:
+    first: dict[str, tuple[str, CanonicalProgram]] = {}
+    for name, conversion in conversions.items():
+        for _, fqn in conversion.program.leaves():
+            known, program = first.setdefault(fqn, (name, conversion.program))
+            ours, theirs = conversion.program.state(fqn), program.state(fqn)
+            # Of weights without values a checkpoint says, by name, what they are.
+            unknown = isinstance(ours, FakeTensor) and isinstance(theirs, FakeTensor)
+            if ours.shape != theirs.shape or ours.dtype != theirs.dtype or not (unknown or same_bits(ours, theirs)):
+                raise ProgramError(
+                    f"'{fqn}' is {list(theirs.shape)} of {theirs.dtype} in program '{known}' and {list(ours.shape)} of "
+                    f"{ours.dtype} in '{name}', or its values differ",
+                    help="export all programs from one model, one after the other, with nothing run in between",
+                )
+
+
+def _said(boundary: Boundary) -> Any:
+    """The placements that a caller gave, as plain data."""
+    if boundary is None:
+        return None
+    if isinstance(boundary, Mapping):
+        return {name: format_spec(spec) for name, spec in boundary.items()}
+    return [spec and format_spec(spec) for spec in boundary]
+
+
+def asked_boundary(manifest: Manifest, at: Literal["inputs", "outputs"]) -> Any:
+    """The placements of inputs or outputs that an artifact was asked for, as `parallelize` takes them."""
+    said = manifest.asked.get(at)
+    if isinstance(said, dict):
+        return {name: _spec(spec) for name, spec in said.items()}
+    return said and [spec and _spec(spec) for spec in said]
+
+
+def _spec(said: Any) -> Any:
+    if isinstance(said, dict):
+        return {axis: parse_placement(each) for axis, each in said.items()}
+    return parse_placement(said)
+
+
+class Dump:
+    """Checks each stage, and writes its text where a directory was given."""
+
+    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
+        self.directory = None if directory is None else Path(directory)
+        self.count = 0
+
+    def __call__(self, program: P, name: str) -> P:
+        if self.directory is not None:
+            check_invariants(program)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / f"{self.count:02}_{name}.txt").write_text(program_text(program), encoding="utf-8")
+            self.count += 1
+        return program

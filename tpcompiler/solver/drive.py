@@ -1,0 +1,63 @@
+"""The driver of the search: solve once, then try each retry in one list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from tpcompiler.solver.retries import (
+    cut_shared_heads,
+    find_conflict,
+    fit_memory,
+    ignore_plan,
+    join_axes,
+    take_forms,
+    write_simpler_ops,
+)
+from tpcompiler.solver.search import search
+from tpcompiler.solver.solution import Solution
+from tpcompiler.solver.task import Task
+
+
+class Retry(NamedTuple):
+    """A way to improve on a solution.
+
+    `searches`: the words for its searches in the report. `improve`: takes the task, the best solution until now, and
+    a function that solves another task with the retries before this one; returns a solution that is no worse.
+    """
+
+    searches: str
+    improve: Callable[[Task, Solution, Callable[[Task], Solution]], Solution]
+
+
+RETRIES = (
+    Retry("with an axis as two", cut_shared_heads),
+    Retry("with simpler ops", write_simpler_ops),
+    Retry("over all axes at once", join_axes),
+    Retry("without the plan", ignore_plan),
+    Retry("to fit the memory", fit_memory),
+    Retry("in other forms", take_forms),
+    Retry("to find a conflict", find_conflict),
+)
+PLACING = RETRIES[:4]  # the cheapest placements, whatever a rank holds
+
+
+def solve(task: Task, retries: Sequence[Retry] = RETRIES) -> Solution:
+    """Find the cheapest placements of all values of programs that share their leaves.
+
+    Returns:
+        A solution with infinite seconds where the task has none (`refuse_unplaced` raises the error).
+
+    Raises:
+        UnsupportedError: as `search`.
+    """
+    before, best = task.tally.total, search(task)
+    counts = {"as planned": 1}
+    for at, retry in enumerate(retries):
+        done = task.tally.total
+        best = retry.improve(task, best, partial(solve, retries=retries[:at]))
+        counts[retry.searches] = task.tally.total - done
+    assert sum(counts.values()) == task.tally.total - before
+    return replace(best, searches={words: count for words, count in counts.items() if count})

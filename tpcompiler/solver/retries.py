@@ -1,0 +1,206 @@
+"""The retries of the search: each takes the best solution until now, and searches again for a better one.
+
+`again` solves another task with the retries that come earlier in the list (`drive.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
+from dataclasses import replace
+
+from tpcompiler.errors import TpCompilerError, UnsupportedError
+from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.local import no_new_guards
+from tpcompiler.ir.program import PlannedProgram, Seed
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.split_axis import keeps_shares, on_split_axis
+from tpcompiler.solver.memory import measure_memory
+from tpcompiler.solver.search import find_bound, search
+from tpcompiler.solver.solution import Solution, Turns
+from tpcompiler.solver.stage import Known
+from tpcompiler.solver.task import Styles, Task
+from tpcompiler.solver.variants import find_needed, write_variants
+from tpcompiler.terminal.progress import counted
+
+Again = Callable[[Task], Solution]
+CLOSE = 1.001  # of a bound, within which no better solution is looked for
+MOST_TRIALS = 12  # searches for placements that fit
+STEPS = 16.0  # by which the price of a byte grows until they do
+MOST_ENTRIES = 32  # of a plan that are left out in turn to find those that conflict
+
+
+def cut_shared_heads(task: Task, best: Solution, again: Again) -> Solution:
+    """Search with an axis as two where it has more ranks than there are heads: keys are then whole over one of them."""
+    for axis, outer in best.heads:
+        if all(keeps_shares(program, axis, outer) for program in task.programs):
+            split = [on_split_axis(program, axis, outer) for program in task.programs]
+            halves = ((f"{each}_0", f"{each}_1") if each == axis else (each,) for each in task.model_axes)
+            model = tuple(half for both in halves for half in both)
+            best = min(best, again(replace(task, programs=split, model=model)), key=_seconds)
+    return best
+
+
+def write_simpler_ops(task: Task, best: Solution, again: Again) -> Solution:
+    """Search with ops in simpler ones, where a dim that they need whole may be cut; keep those that gain by it."""
+    openings, bodies = best.openings, Known()
+    while openings:
+        pairs = _written(task.programs, openings, bodies)
+        found = again(replace(task, programs=[program for program, _ in pairs]))
+        if found.seconds > best.seconds or (found.seconds == best.seconds and not best.simpler):
+            break
+        best = replace(found, simpler=openings)
+        needed = {
+            (at, name)
+            for at, (program, (_, written)) in enumerate(zip(task.programs, pairs, strict=True))
+            for name in find_needed(program, written, found.programs[at].graph, found.choices, found.mesh)
+        }
+        if needed in (openings, set()):
+            break
+        openings = needed
+    return best
+
+
+def _written(
+    programs: Sequence[PlannedProgram], calls: Set[tuple[int, str]], bodies: Known
+) -> list[tuple[PlannedProgram, dict[str, list[str]]]]:
+    return [
+        write_variants(program, {name for at, name in calls if at == own}, bodies)
+        for own, program in enumerate(programs)
+    ]
+
+
+def join_axes(task: Task, best: Solution, again: Again) -> Solution:
+    """Search over all axes at once, or in the other order where the tables grow too large, unless a bound is close."""
+    solved = [axis for turn in best.turns for axis in turn]
+    others = tuple(axis for axis in solved if axis not in best.model)
+    axes = (*others, *(axis for axis in solved if axis in best.model))
+    if not task.free or not others or len(axes) == 1:
+        return best
+    task = replace(task, programs=best.programs, model=best.model)
+    bound = find_bound(task, axes)
+    turns: list[Turns] = [tuple((axis,) for axis in axes)]
+    if len(others) == len(axes) - 1:  # a layer is cut over one axis a turn
+        turns.insert(0, (axes,))
+    for each in turns if best.seconds > CLOSE * bound else ():
+        with suppress(UnsupportedError):
+            other = search(replace(task, turns=each))
+            best = min(best, replace(other, simpler=best.simpler), key=_seconds)
+            bound = other.seconds if each == (axes,) else bound
+            break
+    return replace(best, bound=min(best.seconds, bound))
+
+
+def ignore_plan(task: Task, best: Solution, again: Again) -> Solution:
+    """Search without the plan for the simpler ops and the mesh that its layers may hide; then with it on these."""
+    if not task.free or not any(program.kept for program in task.programs):
+        return best
+    rest = again(replace(task, programs=[replace(program, kept={}) for program in task.programs]))
+    if (rest.simpler, rest.mesh) == (best.simpler, best.mesh):
+        return best
+    mesh = task.programs[0].mesh
+    same = [program for program, _ in _written(task.programs, rest.simpler, Known())]
+    for axis in mesh.names if rest.mesh != mesh else ():
+        if axis not in rest.mesh.names:
+            same = [on_split_axis(program, axis, rest.mesh.degree(f"{axis}_0")) for program in same]
+    own = replace(task, programs=same, model=rest.model)
+    found = join_axes(own, replace(search(own), simpler=rest.simpler), again)
+    return found if found.seconds == rest.seconds else min(best, found, key=_seconds)
+
+
+def fit_memory(task: Task, best: Solution, again: Again) -> Solution:
+    """Raise the price of the bytes of weights until a rank holds no more than the limit.
+
+    See Everett, "Generalized Lagrange multiplier method", 1963. The optimum at each price bounds the cheapest
+    placements that fit from below. Without any that fit, the result is the fastest, marked as too large.
+    """
+    if task.limit is None or math.isinf(best.seconds) or (least := measure_memory(best)).total <= task.limit:
+        return best
+    limit, objective = task.limit, task.objective
+    bound, low, high, times = best.bound, 1.0, math.inf, STEPS
+    fitting: Solution | None = None
+    for _ in counted(range(MOST_TRIALS if task.free else 0), "making it fit", "searches"):
+        trial = again(replace(task, objective=objective._replace(held=objective.held * times)))
+        memory, more = measure_memory(trial), times - 1
+        room = limit - memory.total + memory.floats  # for weights
+        bound = max(bound, trial.bound - more * objective.held_seconds(room))
+        seconds = trial.seconds - more * objective.held_seconds(memory.floats)
+        least = min(least, memory, key=lambda each: each.total)
+        if memory.total > limit:
+            low = times
+        else:
+            high = times
+            if fitting is None or seconds < fitting.seconds:
+                fitting = replace(trial, seconds=seconds)
+        times = times * STEPS if math.isinf(high) else math.sqrt(low * high)
+    if fitting is None:
+        return replace(best, too_large=least)
+    if task.free:  # at its own price, the best of everything else next to these layers
+        settled = again(replace(task, programs=[_keeping(program, fitting) for program in task.programs]))
+        fitting = settled if measure_memory(settled).total <= limit else fitting
+    return replace(fitting, is_tight=True, bound=bound)
+
+
+def _keeping(program: PlannedProgram, found: Solution) -> PlannedProgram:
+    """Return the program with its layers cut as in a solution; where in its dim each is cut stays open."""
+    axis, kept = program.mesh.model_axis, dict(program.kept)
+    for node, fqn in program.leaves():
+        if (layer := found.layers.get(fqn)) is not None:
+            dims = list(Sharding.replicated(node.meta["val"].ndim).dims)
+            if layer.dim is not None:
+                dims[layer.dim] = DimSharding.by(axis)
+            kept.setdefault(node.name, Seed(Sharding(tuple(dims)), "the search", loose=True))
+    return replace(program, kept=kept)
+
+
+def take_forms(task: Task, best: Solution, again: Again) -> Solution:
+    """Search with the programs in other forms, one after the other, and keep each that is better."""
+    best = replace(best, given=task.programs)
+    if task.forms is None or math.isinf(best.seconds):
+        return best
+    for find in task.forms.finders:
+        styles: Styles = {}
+        try:
+            styles = find(best)
+            forms = (*best.forms, styles)
+            if not (programs := task.forms.plan(forms)):
+                continue
+            with no_new_guards(*(program.graph for program in programs)):
+                found = again(replace(task, programs=programs))
+        except TpCompilerError as error:
+            best = replace(best, declined=(*best.declined, _declined(styles, error.message)))
+            continue
+        if math.isinf(found.seconds):
+            best = replace(best, declined=(*best.declined, _declined(styles, "no placement of all values suits it")))
+        elif found.rank < best.rank:
+            best = replace(found, given=programs, forms=forms, declined=best.declined)
+    return best
+
+
+def _declined(styles: Styles, reason: str) -> str:
+    tried = ", ".join(dict.fromkeys(styles.values())) or "another form"
+    return f"{tried} was tried, and cannot be had: {reason}"
+
+
+def find_conflict(task: Task, best: Solution, again: Again) -> Solution:
+    """Where nothing can be placed, find entries of the plan that conflict: without any one, the others can hold.
+
+    By a deletion filter (Chinneck and Dravnieks, "Locating minimal infeasible constraint sets in linear programs",
+    1991).
+    """
+    if not math.isinf(best.seconds):
+        return best
+    seeds = (seed for program in task.programs for own in (program.seeds, program.kept) for seed in own.values())
+    entries = dict.fromkeys(seed.asked_by for seed in seeds)
+    kept = list(entries)
+    for entry in counted(kept[:MOST_ENTRIES], "looking for what conflicts", "entries"):
+        rest = [each for each in kept if each != entry]
+        fewer = [program.without(entries.keys() - rest) for program in task.programs]
+        if math.isinf(again(replace(task, programs=fewer, known=Known(), limit=None, forms=None)).seconds):
+            kept = rest
+    return replace(best, conflict=tuple(kept))
+
+
+def _seconds(found: Solution) -> float:
+    return found.seconds

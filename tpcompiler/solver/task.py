@@ -1,0 +1,101 @@
+"""What a search is given: the programs, their prices, and what it may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.objective import LEAST, Objective
+from tpcompiler.ir.program import PlannedProgram
+from tpcompiler.solver.problem import Problem
+from tpcompiler.solver.solution import Solution, Turns
+from tpcompiler.solver.stage import Known
+
+Goal = Literal["latency", "memory"]
+# Variables of a problem, and which of its values each may take.
+Held = Callable[[Problem], Iterable[tuple[int, Sequence[bool]]]]
+Styles = Mapping[str, str]  # of layers, by name
+
+
+@dataclass(frozen=True)
+class Aim:
+    """The goal of a conversion: which placements are best, and which are allowed.
+
+    Attributes:
+        machine: where a call is to be fast.
+        limit: the most bytes that a rank may hold.
+        gathers: without a plan, weights may be gathered and the batch may be cut.
+        optimize: the fastest call, or the fewest bytes of weights on a rank and then the fastest call.
+        calls: how often each of several programs is called; all equally often if empty.
+        forms: without a plan, other forms of the programs are tried where they may pay (`passes/_forms.py`).
+    """
+
+    machine: Machine = field(default_factory=read_machine)
+    limit: int | None = None
+    gathers: bool = False
+    optimize: Goal = "latency"
+    calls: tuple[float, ...] = ()
+    forms: bool = True
+
+    @property
+    def objective(self) -> Objective:
+        """With the weights of calls so that they are as many as the programs."""
+        share = sum(self.calls) / max(1, len(self.calls))
+        calls = tuple(own / share for own in self.calls)
+        return Objective.of(self.machine, LEAST if self.optimize == "memory" else None, calls)
+
+
+class Forms(NamedTuple):
+    """Other forms of the programs, which styles ask for.
+
+    Attributes:
+        finders: each names the layers for which a form could pay, with its style.
+        plan: plans the programs again with these styles too, one mapping after the other; empty if the last changes
+            nothing.
+    """
+
+    finders: Sequence[Callable[[Solution], Styles]]
+    plan: Callable[[Sequence[Styles]], Sequence[PlannedProgram]]
+
+
+@dataclass
+class Tally:
+    """The number of searches until now."""
+
+    total: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """Programs to place.
+
+    Attributes:
+        programs: they share their leaves.
+        free: there is no plan for the axis of the model.
+        gathers: then weights may be gathered and the batch may be cut.
+        known: results of earlier searches with the same objective.
+        limit: the most bytes that a rank may hold.
+        forms: other forms to try.
+        model: the axes over which layers are cut; by default the mesh's.
+        held: limits the values of some variables; then no weight is gathered at all.
+        turns: the order of the axes; by default `model` one by one, then the others.
+    """
+
+    programs: Sequence[PlannedProgram]
+    objective: Objective
+    free: bool = False
+    gathers: bool = False
+    known: Known = field(default_factory=Known)
+    limit: int | None = None
+    forms: Forms | None = None
+    model: tuple[str, ...] = ()
+    held: Held | None = None
+    turns: Turns = ()
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        return self.model or (self.programs[0].mesh.model_axis,)
