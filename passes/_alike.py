@@ -12,7 +12,7 @@ from tpcompiler.passes.lower_reshards import lines_of
 
 
 def ranks_alike(program: PlacedProgram) -> list[tuple[int, ...]]:
-    """Classes of ranks that hold equal local shapes of every value, also on the way from one sharding to another.
+    """Return classes of ranks with equal local shapes of every value, including intermediate steps of reshards.
 
     Even shards make one class; 7 rows over 3 ranks (3, 3, 1) make two.
     """
@@ -24,7 +24,7 @@ def ranks_alike(program: PlacedProgram) -> list[tuple[int, ...]]:
 
 
 def _uneven(program: PlacedProgram) -> Iterator[Any]:
-    """For everything of which ranks may have unequal shares a function from a rank to the shapes of its own."""
+    """Yield, for everything with possibly unequal shares, a function from a rank to its local shapes."""
     mesh, visited = program.mesh, set[Any]()
     for node in program.graph.nodes:
         if node.op == "output":

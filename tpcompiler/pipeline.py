@@ -52,7 +52,7 @@ def convert_programs(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[S
         return remarks.notes(at, program.predict(aim.machine).total) if program.plan.searches else ()
 
     made = {
-        name: _finish(own.with_styles(*found.forms), placed[at], found, advisers[at], aim, partial(remarks_on, at))
+        name: _finish(own, placed[at], found, advisers[at], aim, partial(remarks_on, at))
         for at, (name, own) in enumerate(conversions.items())
     }
     return found, made
@@ -132,7 +132,7 @@ def _finish(
     with no_new_guards(placed.graph):
         folded = own.after(fold_reshards(placed), "fold_reshards")
         routed = own.after(choose_paths(folded, aim.machine), "choose_paths")
-    plan = own.completed(found, aim)
+    plan = own.with_styles(*found.forms).completed(found, aim)
     partition = Partition(routed, own.device, own.collectives, aim.machine)
 
     def advise(value: str) -> str:

@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from tests.passes.stages import Call, folded, resharded
+from tests.passes.stages import Call, folded, placed
 from tpcompiler.ir.program import RESHARD
 from tpcompiler.ir.text import program_text
 
@@ -17,7 +17,7 @@ X = torch.randn(4, 8)
 
 def both(*args: Any, **kwargs: Any) -> str:
     """The program before and after, from the first reshard on."""
-    texts = (program_text(stage(*args, **kwargs)) for stage in (resharded, folded))
+    texts = (program_text(stage(*args, **kwargs)) for stage in (placed, folded))
     return "---\n".join(text[text.index("x: ") :] for text in texts)
 
 

@@ -293,7 +293,7 @@ def test_a_claim_that_does_not_hold() -> None:
     program = lower_reshards(routed(module, (X,), {"up": "colwise"}, outputs=["S(1)"]), (0,), {})
     node = next(node for node in program.graph.nodes if node.name == "relu")
     lie = Sharding((DimSharding.by("tp"), WHOLE))
-    node.meta[MARK] = replace(node.meta[MARK], shardings=(lie,), settled=(lie,))
+    node.meta[MARK] = replace(node.meta[MARK], shardings=(lie,))
     with pytest.raises(InternalError) as error:
         localize_shapes(program, {})
     assert_expected_inline(

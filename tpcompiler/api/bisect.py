@@ -153,7 +153,7 @@ def _origin(made: ParallelProgram, name: str) -> str:
 
 
 def _pieces(program: PlacedProgram, wrong: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[WrongPiece]:
-    """The wrong op by itself, then with what lies up to so many steps before it."""
+    """Yield the wrong op alone, then with the ops up to so many steps before it."""
     last = next((node for node in program.graph.nodes if node.name == wrong), None)
     if last is None:
         return
@@ -181,7 +181,7 @@ def _plain(node: fx.Node) -> fx.Node:
 
 
 def _values(program: PlacedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[fx.Node, Any]:
-    """What every node is on one device."""
+    """Return every node's value on one device."""
     feed = iter(flatten_inputs(program.source, args, kwargs))
     env: dict[fx.Node, Any] = {}
     for node, spec in program.inputs():
@@ -197,7 +197,7 @@ def _values(program: PlacedProgram, args: Sequence[Any], kwargs: Mapping[str, An
 def _piece(
     program: PlacedProgram, nodes: Sequence[fx.Node], last: fx.Node, values: Mapping[fx.Node, Any]
 ) -> WrongPiece:
-    """These ops as a program of their own: leaves keep their names, other operands are its inputs."""
+    """Export these ops as a separate program: leaves keep their names, other operands become inputs."""
     names = dict(program.leaves())
     graph, root = fx.Graph(), torch.nn.Module()
     env: dict[fx.Node, Any] = {}

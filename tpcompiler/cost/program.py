@@ -1,4 +1,4 @@
-"""What the changes of sharding of a placed program cost on the wire."""
+"""Wire bytes of the changes of sharding of a placed program."""
 
 from __future__ import annotations
 

@@ -20,15 +20,17 @@ from tpcompiler.terminal.printed import format_bytes
 
 
 def notes_of(program: PlacedProgram) -> tuple[Note, ...]:
-    """Axes that cut nothing, ops that draw random numbers, conds of which both branches are computed, leaves that are
-    cut in a way of their own or unevenly, and what is not written.
+    """Return the notes that follow from the marks and the source program.
+
+    They report idle axes, random ops, conds with both branches computed, leaves sharded unevenly or in a special way,
+    and example inputs that are not written.
     """
     both = (Note("both", node.meta[BOTH]) for node in program.graph.nodes if BOTH in node.meta)
     return (*_idle(program), *_random(program.graph), *both, *_cuts(program), *_examples(program.source))
 
 
 def _idle(program: PlacedProgram) -> tuple[Note, ...]:
-    """Axes over which no value of the program is cut or pending, and how a batch is cut over them."""
+    """Note the axes over which no value is sharded or pending, and how to shard a batch over them."""
     mesh = program.mesh
     marks = (mark_of(node) for node in program.graph.nodes if node.op != "output")
     active = {axis for mark in marks for each in (*mark.shardings, *mark.wants) for axis in each.axes}
@@ -57,7 +59,7 @@ def _examples(source: ExportedProgram) -> tuple[Note, ...]:
 
 
 def _cuts(program: PlacedProgram) -> tuple[Note, ...]:
-    """Leaves in parts, blocks or units, and what an uneven cut costs the rank that holds most; `*` for repeated."""
+    """Note leaves in parts, blocks or units, and the excess of an uneven cut's largest share; layers fold to `*`."""
     mesh, first_of = program.mesh, tied(program)
     counts: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
@@ -80,7 +82,7 @@ def _cuts(program: PlacedProgram) -> tuple[Note, ...]:
 
 
 def shared_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, ...]:
-    """Planned leaves that fewer ranks cut than the plan asked: the others hold the same shares."""
+    """Note planned leaves that fewer ranks shard than the plan requested: the remaining ranks hold copies."""
     counts: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
         if leaf.name in asked.seeds:
@@ -92,7 +94,7 @@ def shared_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, 
 
 
 def whole_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, ...]:
-    """Matrices that are whole in layers that a style cuts, such as scales that are looked up by their group."""
+    """Note matrices that stay whole in layers that a style shards, such as scales looked up by group."""
     counts: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
         value = leaf.meta["val"]

@@ -73,7 +73,7 @@ class ParallelProgram(Shown):
 
     @property
     def resharded(self) -> PlacedProgram:
-        """The one program for all ranks, every change of sharding a node of it."""
+        """The one program for all ranks, in which every change of sharding is a node."""
         return self.partition.program
 
     @property
@@ -125,7 +125,7 @@ class ParallelProgram(Shown):
         }
 
     def report(self) -> Report:
-        """Parameters and bytes per rank, collectives, fallbacks with their bytes, what no rule touches: as text."""
+        """Return the parameters and bytes per rank, collectives, fallbacks, and ops without a rule, as text."""
         notes = (*self.notes, *([Note("search", self._searches)] if self._searches else []))
         text = report_text(self.mesh, *self.parameter_bytes(), self.collectives(), notes, self.advice())
         return Report(text)

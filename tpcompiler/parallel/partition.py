@@ -31,7 +31,7 @@ class Partition:
     """The programs of all ranks; parts that are equal for several ranks are made once."""
 
     def __init__(self, program: PlacedProgram, device_type: str, fitted: Collectives, machine: Machine) -> None:
-        """`machine`: by which `fitted` "auto" takes what is faster."""
+        """`machine` decides where symmetric memory is faster, if `fitted` is "auto"."""
         self.program = program
         self.machine = machine
         self.device_type = device_type
