@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +32,15 @@ def test_every_element_is_held_equally_often(drawn: Cut) -> None:
     times = torch.bincount(torch.tensor([at for own in mine for at in own]), minlength=size).tolist()
     parts = by.parts or ((size, by),)
     assert times == [6 // GRID.size(how.axes) for length, how in parts for _ in range(length)]
+
+
+@given(cuts())
+def test_runs_are_the_elements_in_order(drawn: Cut) -> None:
+    size, by = drawn
+    for rank, own in enumerate(held(by, size)):
+        runs = by.runs(size, GRID, GRID.coordinate(rank))
+        assert [at for run in runs for at in run] == own
+        assert all(first.stop < second.start for first, second in itertools.pairwise(runs))
 
 
 @given(cuts())

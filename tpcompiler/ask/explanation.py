@@ -23,7 +23,6 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import cut_dim
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.runtime.artifact import MODEL
 from tpcompiler.terminal.printed import format_bytes, nearest_names
@@ -362,7 +361,7 @@ def _slices(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> Iterator[Sli
         here = mesh.coordinate(rank)
         shape = ", ".join(map(str, sharding.local_shape(value.shape, mesh, here)))
         dims = (
-            _runs(cut_dim(torch.arange(sym_hint(size)), 0, by, mesh, here)) if by.axes else ":"
+            _listed(by.runs(sym_hint(size), mesh, here)) if by.axes else ":"
             for size, by in zip(value.shape, sharding.dims, strict=True)
         )
         pending = "".join(f", a {op} pending over {axis}" for axis, op in sharding.partial)
@@ -370,9 +369,7 @@ def _slices(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> Iterator[Sli
     yield from (Slice(tuple(ranks), *both) for both, ranks in held.items())
 
 
-def _runs(indices: torch.Tensor) -> str:
+def _listed(runs: Sequence[range]) -> str:
     """`0:4 8:12`."""
-    ends = (indices.diff() != 1).nonzero().flatten().tolist()
-    runs = torch.tensor_split(indices, [end + 1 for end in ends])
-    told = [f"{int(run[0])}:{int(run[-1]) + 1}" for run in runs[:MOST_RUNS] if run.numel()]
+    told = [f"{run.start}:{run.stop}" for run in runs[:MOST_RUNS]]
     return " ".join(told or ["none"]) + (" .." if len(runs) > MOST_RUNS else "")

@@ -228,6 +228,31 @@ class DimSharding:
             offset = offset + start
         return offset, size
 
+    def runs(self, size: int, mesh: Mesh, coordinate: Mapping[str, int]) -> list[range]:
+        """Return the elements that lie at `coordinate`, as runs in order; runs that touch are one, none is empty."""
+        runs: list[range] = []
+        for run in self._runs(range(size), mesh, coordinate):
+            if runs and runs[-1].stop == run.start:
+                runs[-1] = range(runs[-1].start, run.stop)
+            elif run:
+                runs.append(run)
+        return runs
+
+    def _runs(self, whole: range, mesh: Mesh, coordinate: Mapping[str, int]) -> Iterator[range]:
+        if self.parts:
+            for length, cut in self.parts:
+                yield from cut._runs(whole[:length], mesh, coordinate)
+                whole = whole[length:]
+            return
+        if not self.levels:
+            yield whole
+            return
+        axis, block, unit = self.levels[0]
+        inner = DimSharding(self.levels[1:])
+        for at in range(0, len(whole), block or max(len(whole), 1)):
+            start, size = chunk(block or len(whole), mesh.degree(axis), coordinate[axis], unit)
+            yield from inner._runs(whole[at + start : at + start + size], mesh, coordinate)
+
     def local_size(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> Size:
         if self.parts:
             return sum(cut.local_size(length, mesh, coordinate) for length, cut in self.parts)

@@ -11,7 +11,6 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PIN, Note, PlannedProgram, Seed, pin
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import cut_dim
 
 
 def on_split_axis(program: PlannedProgram, axis: str, outer: int) -> PlannedProgram:
@@ -59,10 +58,9 @@ def _deals_alike(sharding: Sharding, shape: torch.Size, mesh: Mesh, axis: str, o
     for cut, size in zip(sharding.dims, shape, strict=True):
         if axis not in cut.axes or cut.is_even(size, mesh):
             continue
-        whole, halves = torch.arange(size), cut.over(axis, both)
+        halves = cut.over(axis, both)
         for rank in range(mesh.world_size):
-            own = cut_dim(whole, 0, cut, mesh, mesh.coordinate(rank))
-            if not own.equal(cut_dim(whole, 0, halves, split, split.coordinate(rank))):
+            if cut.runs(size, mesh, mesh.coordinate(rank)) != halves.runs(size, split, split.coordinate(rank)):
                 return False
     return True
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tpcompiler.ir.dim_sharding import DimSharding, chunk
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 
@@ -41,7 +40,7 @@ def slices_of(
     for rank in range(mesh.world_size):
         here = mesh.coordinate(rank)
         dims = zip(sharding.dims, counts, strict=True)
-        held = tuple(tuple(_joined(_runs(by, 0, count, mesh, here))) for by, count in dims)
+        held = tuple(tuple((run.start, run.stop) for run in by.runs(count, mesh, here)) for by, count in dims)
         holders.setdefault(held, []).append(rank)
     return {
         "shape": list(shape),
@@ -65,35 +64,6 @@ def pieces_of(slices: dict[str, Any], dim: int) -> list[DimPiece]:
             for at in range(bisect_left(ends, start), bisect_left(ends, stop)):
                 holders_at[at] |= ranks
     return [DimPiece(*both, frozenset(ranks)) for both, ranks in zip(pairwise(ends), holders_at, strict=False)]
-
-
-def _runs(by: DimSharding, start: int, size: int, mesh: Mesh, here: Mapping[str, int]) -> Iterator[Run]:
-    """Yield the runs of a coordinate among the `size` elements from `start` on, in order."""
-    if by.parts:
-        for length, how in by.parts:
-            yield from _runs(how, start, length, mesh, here)
-            start += length
-        return
-    if not by.levels:
-        yield start, start + size
-        return
-    axis, block, unit = by.levels[0]
-    inner = DimSharding(by.levels[1:])
-    for first in range(start, start + size, block or max(size, 1)):
-        offset, length = chunk(block or size, mesh.degree(axis), here[axis], unit)
-        yield from _runs(inner, first + offset, length, mesh, here)
-
-
-def _joined(runs: Iterator[Run]) -> Iterator[Run]:
-    begin = end = 0
-    for start, stop in runs:
-        if start == stop:
-            continue
-        if start != end and end > begin:
-            yield begin, end
-        begin, end = (begin if start == end and end > begin else start), stop
-    if end > begin:
-        yield begin, end
 
 
 def _local(shape: Sequence[int | str], counts: Sequence[int], runs: Sequence[Sequence[Run]]) -> list[int | str]:

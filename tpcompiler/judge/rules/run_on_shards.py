@@ -15,7 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import cut, cut_dim, join
+from tpcompiler.ir.shares import cut, join
 from tpcompiler.judge.rules.placements import same
 from tpcompiler.rules.infer import Option, Refusal, follow, options, shardings
 from tpcompiler.rules.notation import Rule, RuleText, ShardRange, Shards, Term, dim_size, extents, parse
@@ -167,8 +167,8 @@ def _difference(got: torch.Tensor, whole: torch.Tensor, sharding: Sharding, rank
 
 def _holds(sharding: Sharding, shape: Sequence[int], mesh: Mesh, rank: int, place: Sequence[int]) -> bool:
     here = mesh.coordinate(rank)
-    indices = [cut_dim(torch.arange(size), 0, by, mesh, here) for by, size in zip(sharding.dims, shape, strict=True)]
-    return all(bool((own == at).any()) for own, at in zip(indices, place, strict=True))
+    dims = zip(sharding.dims, shape, place, strict=True)
+    return all(any(at in run for run in by.runs(size, mesh, here)) for by, size, at in dims)
 
 
 def edit_outputs(value: Any) -> list[torch.Tensor]:
