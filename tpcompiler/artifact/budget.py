@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tpcompiler.artifact.counts import held_per_rank
-from tpcompiler.artifact.report import split_layer
 from tpcompiler.cost.amounts import read_bytes
 from tpcompiler.cost.collective import KINDS
 from tpcompiler.errors import BudgetError
+from tpcompiler.ir.names import layer_around, split_layer
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.terminal.printed import format_bytes, format_unequal_bytes
 
@@ -103,13 +103,12 @@ def _by_layer(limit: Limit, found: Sequence[Mapping[str, Any]]) -> Iterator[str]
     """Layers alike are told once."""
     layers: dict[str, list[Mapping[str, Any]]] = {}
     for record in found:
-        if split := split_layer(f"{record['module']}."):
-            layers.setdefault("".join(split), []).append(record)
+        if layer := layer_around(record["module"]):
+            layers.setdefault(layer, []).append(record)
     over: dict[tuple[int, str], list[str]] = {}
     for layer, records in layers.items():
         if len(records) > limit.most:
-            stem = re.sub(r"\d+$", "", layer)
-            over.setdefault((len(records), stem), []).append(layer)
+            over.setdefault((len(records), split_layer(layer)[0]), []).append(layer)
     for (count, _), names in over.items():
         more = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
         where = _named(layers[names[0]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from tpcompiler._torch import sym_hint
 from tpcompiler.cost.collective import KIND_OF, wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import split_layer
 from tpcompiler.ir.program import RESHARD, LocalProgram, Note, Reshard
 from tpcompiler.terminal.printed import format_bytes
 
@@ -135,18 +135,12 @@ def report_text(
     return "\n".join(lines)
 
 
-def split_layer(module: str) -> tuple[str, str] | None:
-    """`layers.` and `0` of what lies in `layers.0`: the first number in a path; None where there is none."""
-    found = re.match(r"(.*?)(?:^|(?<=\.))(\d+)(?=\.)", module)
-    return (found[1], found[2]) if found else None
-
-
 def _by_layer(collectives: Sequence[Collective]) -> list[str]:
     """`layers.*: 2 all_reduce in each of 6`: collectives counted per repeated layer."""
     counts: dict[tuple[str, str], Counter[str]] = {}
     for collective in collectives:
-        split = split_layer(collective.module)
-        owner, number = (f"{split[0]}*", split[1]) if split else (collective.module or "the model", "")
+        stem, number = split_layer(collective.module.rpartition(".")[0])
+        owner = f"{stem}*" if number else collective.module or "the model"
         counts.setdefault((owner, collective.kind), Counter())[number] += 1
     lines = []
     for (owner, kind), per_layer in counts.items():

@@ -13,7 +13,7 @@ import torch
 
 from tpcompiler._torch import sym_expr, sym_hint
 from tpcompiler.artifact.counts import predict_call, record_seconds
-from tpcompiler.artifact.report import sent_value, split_layer
+from tpcompiler.artifact.report import sent_value
 from tpcompiler.ask.written import Record, Written
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.cost.machine import Machine
@@ -22,6 +22,7 @@ from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import InputsError, option
 from tpcompiler.ir.claims import records_of
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import layer_around
 from tpcompiler.plan.fold import folded, times
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import Part, Shown, Table
@@ -168,8 +169,7 @@ def count_costs(written: Written, at: Mapping[str, int], machine: Machine) -> Co
 
 def layer_of_record(record: Record) -> str:
     """`layers.0`, or the module where none around it has a number."""
-    split = split_layer(f"{record['module']}.")
-    return "".join(split) if split else record["module"] or "the model"
+    return layer_around(record["module"]) or record["module"] or "the model"
 
 
 def _summed(each: list[tuple[Expr, int, float]]) -> tuple[str, int, float]:

@@ -14,7 +14,6 @@ from tpcompiler._torch import sym_hint
 from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention, rows_share
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.path import FREE, Step, steps_between
-from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option
@@ -128,24 +127,14 @@ def copied_bytes(step: Step, value: torch.Tensor, mesh: Mesh) -> int:
 
 def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
     """Return the bytes on the first rank, which holds most."""
-    return _count(_local_shape(value, sharding, mesh)) * value.element_size()
+    return sharding.local_bytes([sym_hint(size) for size in value.shape], value.element_size(), mesh)
 
 
 def _stored_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
     """Return the local bytes in memory, where an expanded dim occurs once."""
-    pairs = zip(_local_shape(value, sharding, mesh), value.stride(), strict=True)
-    return _count([size for size, stride in pairs if sym_hint(stride)]) * value.element_size()
-
-
-def _local_shape(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> Sequence[Size]:
-    return sharding.local_shape([sym_hint(size) for size in value.shape], mesh, mesh.coordinate(0))
-
-
-def _count(shape: Sequence[Size]) -> int:
-    total = 1
-    for size in shape:
-        total *= sym_hint(size)
-    return total
+    stored = [dim for dim, stride in enumerate(value.stride()) if sym_hint(stride)]
+    sizes = [sym_hint(value.shape[dim]) for dim in stored]
+    return Sharding(tuple(sharding.dims[dim] for dim in stored)).local_bytes(sizes, value.element_size(), mesh)
 
 
 def local_work(node: fx.Node, rule: Rule | None, option: Option, mesh: Mesh) -> Work:

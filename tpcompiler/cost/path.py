@@ -14,8 +14,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-import torch
-
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.cost.machine import Link, Machine
@@ -139,7 +137,7 @@ def _steps(
 
     def step(kind: Kind, axes: tuple[str, ...], state_after: Sharding) -> Step:
         size = sent_itemsize(pending.get(axes[0], ""), itemsize)
-        moved = _local_bytes(state_after if kind == "all_gather" else state, shape, size, mesh)
+        moved = (state_after if kind == "all_gather" else state).local_bytes(shape, size, mesh)
         return Step(kind, axes, state, state_after, 0 if kind in FREE else wire_bytes(kind, moved, mesh.size(axes)))
 
     for axes in (some for count in range(1, len(used) + 1) for some in itertools.combinations(used, count)):
@@ -243,8 +241,3 @@ def _toward(have: DimSharding, want: DimSharding, axes: tuple[str, ...], size: i
     if have.parts or want.axes[count : count + len(axes)] != axes or _prefix(want, count) != have:
         return None
     return _prefix(want, count + len(axes))
-
-
-def _local_bytes(state: Sharding, shape: Sequence[int], itemsize: int, mesh: Mesh) -> int:
-    """Return the bytes on the first rank, which holds the most."""
-    return torch.Size(state.local_shape(shape, mesh, mesh.coordinate(0))).numel() * itemsize

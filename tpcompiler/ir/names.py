@@ -33,3 +33,17 @@ def leaf_of_module(name: str, leaves: Collection[str]) -> str | None:
 def fold_layers(name: str) -> str:
     """Replace the numbers in a name by `*`: `layers.*.up` for `layers.0.up`, `key_cache_*` for `key_cache_3`."""
     return re.sub(r"(?<=[._])\d+(?=\.|$)", "*", name)
+
+
+def split_layer(module: str) -> tuple[str, str]:
+    """Return (`layers.`, `0`) for `layers.0` and the modules in it, by the first number of the path, or two "".
+
+    The first number is that of the outermost repeated module: (`encoder.`, `2`) for `encoder.2.layers.0`.
+    """
+    found = re.match(r"(.*?)(?:^|(?<=\.))(\d+)(?=\.|$)", module)
+    return (found[1], found[2]) if found else ("", "")
+
+
+def layer_around(module: str) -> str:
+    """Return `layers.0` for the modules in it, or "" for a module in no repeated one."""
+    return "".join(split_layer(module))

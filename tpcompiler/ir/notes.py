@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import torch
 from torch import fx
 from torch.export import ExportedProgram
 
@@ -63,22 +62,19 @@ def _cuts(program: PlacedProgram) -> tuple[Note, ...]:
     mesh, first_of = program.mesh, tied(program)
     counts: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
-        sharding, shape = mark_of(leaf).shardings[0], leaf.meta["val"].shape
+        sharding, value = mark_of(leaf).shardings[0], leaf.meta["val"]
         if first_of[leaf.name] != leaf.name:
             continue
         phrases = []
         if any(_is_special(cut) for cut in sharding.dims):
             text = sharding.text(mesh)
             phrases.append(f"{text} ({describe_sharding(text, mesh.names)})")
-        if shape.numel() and not sharding.is_even(shape, mesh):
-            sizes = [
-                torch.Size(sharding.local_shape(shape, mesh, mesh.coordinate(rank))).numel()
-                for rank in range(mesh.world_size)
-            ]
+        if value.numel() and not sharding.is_even(value.shape, mesh):
+            sizes = [sharding.local_bytes(value.shape, value.itemsize, mesh, rank) for rank in range(mesh.world_size)]
             phrases.append(f"the largest share is {max(sizes) * len(sizes) / sum(sizes):.2f} times an even one")
         if phrases:
             counts[f"{fold_layers(fqn)}: {', '.join(phrases)}"] += 1
-    return tuple(Note("cut", f"{text} (x {count})" if count > 1 else text) for text, count in counts.items())
+    return _counted("cut", counts)
 
 
 def shared_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, ...]:
@@ -90,7 +86,7 @@ def shared_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, 
             times = wanted // program.mesh.size(mark_of(leaf).shardings[0].cut_axes)
             if times > 1:
                 counts[f"{fold_layers(fqn)}: {times} ranks hold the same share"] += 1
-    return tuple(Note("shared", f"{text} (x {count})" if count > 1 else text) for text, count in counts.items())
+    return _counted("shared", counts)
 
 
 def whole_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, ...]:
@@ -103,7 +99,12 @@ def whole_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, .
             counts[
                 f"{fold_layers(fqn)}: {value_text(value)}, {format_bytes(value.numel() * value.element_size())}"
             ] += 1
-    return tuple(Note("whole", f"{text} (x {count})" if count > 1 else text) for text, count in counts.items())
+    return _counted("whole", counts)
+
+
+def _counted(kind: Literal["cut", "shared", "whole"], texts: Counter[str]) -> tuple[Note, ...]:
+    """Make a note of each text, with the number of leaves that have it."""
+    return tuple(Note(kind, f"{text} (x {count})" if count > 1 else text) for text, count in texts.items())
 
 
 def _is_special(cut: DimSharding) -> bool:

@@ -7,6 +7,7 @@ in which blocks. torch's form is read at the boundary and printed wherever it is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -174,6 +175,10 @@ class Sharding:
 
     def local_shape(self, shape: Sequence[Size], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[Size, ...]:
         return tuple(dim.local_size(size, mesh, coordinate) for dim, size in zip(self.dims, shape, strict=True))
+
+    def local_bytes(self, shape: Sequence[int], itemsize: int, mesh: Mesh, rank: int = 0) -> int:
+        """Return the bytes that a rank holds of a tensor; the first rank holds the most."""
+        return math.prod(self.local_shape(shape, mesh, mesh.coordinate(rank))) * itemsize
 
     def is_even(self, shape: Sequence[Size], mesh: Mesh) -> bool:
         """Return True if every rank holds a shard of the same shape."""

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.objective import Objective
+from tpcompiler.cost.objective import Objective, local_bytes
 from tpcompiler.cost.program import changes, value_behind
 from tpcompiler.errors import ShardingError, TpCompilerError
 from tpcompiler.ir import edit
@@ -224,12 +223,8 @@ def wire_bytes(program: PlacedProgram, machine: Machine) -> int:
 
 def held_bytes(program: PlacedProgram) -> int:
     """Of the weights of one rank, the first."""
-    total = 0
-    for node, _ in program.leaves():
-        value, mesh = node.meta["val"], program.mesh
-        shape = mark_of(node).shardings[0].local_shape(value.shape, mesh, mesh.coordinate(0))
-        total += torch.Size(shape).numel() * value.element_size()
-    return total
+    leaves = (node for node, _ in program.leaves())
+    return sum(local_bytes(node.meta["val"], mark_of(node).shardings[0], program.mesh) for node in leaves)
 
 
 def planned_behind(program: PlacedProgram, value: str, far: bool = False) -> list[str]:

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.export import ExportedProgram
 
 from tpcompiler.artifact.counts import counted_kinds
@@ -112,8 +111,8 @@ class ParallelProgram(Shown):
                 value = self.resharded.state(fqn)
                 whole += value.numel() * value.element_size()
                 for rank in range(self.world_size):
-                    shape = mark_of(node).shardings[0].local_shape(value.shape, self.mesh, self.mesh.coordinate(rank))
-                    per_rank[rank] += torch.Size(shape).numel() * value.element_size()
+                    sharding = mark_of(node).shardings[0]
+                    per_rank[rank] += sharding.local_bytes(value.shape, value.element_size(), self.mesh, rank)
         return whole, per_rank
 
     def advice(self) -> dict[str, str]:

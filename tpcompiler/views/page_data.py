@@ -16,7 +16,7 @@ from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import Times
 from tpcompiler.errors import ShardingError, one_line
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.names import fold_layers
+from tpcompiler.ir.names import fold_layers, layer_around
 from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding, row_sharding
@@ -253,8 +253,7 @@ def _add_before(data: dict[str, Any], first: Manifest, outline: Outline, drawn: 
 
 def _layer(module: str) -> str:
     """Return `layers.3` for anything in that layer; elsewhere the module itself."""
-    numbered = re.match(r"(.*?(?:^|\.)\d+)(?:\.|$)", module)
-    return numbered[1] if numbered else module or "outside of modules"
+    return layer_around(module) or module or "outside of modules"
 
 
 def _costs(records: Iterable[Mapping[str, Any]], by: str) -> list[dict[str, Any]]:
