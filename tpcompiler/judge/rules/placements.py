@@ -20,11 +20,13 @@ from tpcompiler.errors import RuleError
 from tpcompiler.ir.dim_sharding import chunk
 from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.shares import REDUCE
+from tpcompiler.judge.compare.judge import is_rounded, largest_magnitude
 
 MOST = 2500  # combinations of the operands' placements to try one by one
 REDRAWN = 6  # number of times that the elements are reordered
 PENDING = tuple(Partial(op) for op in ("sum", "max", "min", "avg", "product"))
-Rewrite = tuple[str, int, int]  # a size argument, its entry, and the unit in which it is divided
+# A size argument, its entry to replace, the unit in which that entry is divided, and the whole argument.
+Rewrite = tuple[str, int, int, tuple[int, ...]]
 
 
 class SoundWay(NamedTuple):
@@ -92,7 +94,9 @@ class _ShardedCall:
         leaves = [next(feed) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         if rewrite is not None:
-            args, kwargs = _rewritten(self.op, args, kwargs, rewrite, self.degree, rank)
+            name, entry, unit, given = rewrite
+            sizes = [*given[:entry], chunk(given[entry], self.degree, rank, unit)[1], *given[entry + 1 :]]
+            args, kwargs = replace_arguments(self.op, args, kwargs, {name: sizes})
         return [v for v in tree_flatten(self.op(*args, **kwargs))[0] if isinstance(v, torch.Tensor)]
 
     def outcomes(
@@ -127,7 +131,7 @@ def combinations(operands: Sequence[torch.Tensor], degree: int) -> Iterator[tupl
     for value in operands:
         own: list[Placement] = [Replicate()]
         own += [Shard(d) for d, size in enumerate(value.shape) if chunk(size, degree, degree - 1)[1]]
-        own += [Partial()] * (value.is_floating_point() or value.is_complex())
+        own += [Partial()] * is_rounded(value)
         options.append(own)
     if prod(map(len, options)) <= MOST:
         yield from product(*options)
@@ -196,11 +200,9 @@ def same(a: torch.Tensor, b: torch.Tensor, parts: Sequence[torch.Tensor] = ()) -
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not (b.is_floating_point() or b.is_complex()):
+    if not is_rounded(b):
         return torch.equal(a, b)
-    epsilon = torch.finfo(b.dtype).eps
-    finite = [v[v.isfinite()] for v in (b, *parts)]
-    scale = max((v.abs().max().item() for v in finite if v.numel()), default=1.0)
+    epsilon, scale = torch.finfo(b.dtype).eps, largest_magnitude((b, *parts))
     steps = 256 if epsilon < 1e-6 else 4  # in half precision 256 steps would be the whole number
     return torch.allclose(a, b, rtol=0, atol=max(scale, 1e-30) * steps * epsilon, equal_nan=True)
 
@@ -218,17 +220,14 @@ def _rewrites(
             continue
         for entry, size in enumerate(given if isinstance(given, (list, tuple)) else ()):
             if isinstance(size, int) and size > 1 and size in whole[0].shape:
-                yield from ((argument.name, entry, unit) for unit in range(1, size) if size % unit == 0)
+                units = (unit for unit in range(1, size) if size % unit == 0)
+                yield from ((argument.name, entry, unit, tuple(given)) for unit in units)
 
 
-def _rewritten(
-    op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rewrite: Rewrite, degree: int, rank: int
+def replace_arguments(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], new: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    assert isinstance(op, torch._ops.OpOverload)
-    name, entry, unit = rewrite
-    position = [argument.name for argument in op._schema.arguments].index(name)
-    given = list(kwargs[name] if name in kwargs else args[position])
-    given[entry] = chunk(given[entry], degree, rank, unit)[1]
-    if name in kwargs:
-        return args, {**kwargs, name: given}
-    return (*args[:position], given, *args[position + 1 :]), kwargs
+    """Replace arguments of a call, named as in the op's schema; those that the call omits are added by name."""
+    positional = [argument.name for argument in op._schema.arguments][: len(args)]
+    own = tuple(new.get(name, argument) for name, argument in zip(positional, args, strict=True))
+    return own, {**kwargs, **{name: value for name, value in new.items() if name not in positional}}

@@ -16,7 +16,8 @@ from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join
-from tpcompiler.judge.rules.placements import same
+from tpcompiler.judge.compare.judge import widened
+from tpcompiler.judge.rules.placements import replace_arguments, same
 from tpcompiler.rules.infer import Option, Refusal, follow, options, shardings
 from tpcompiler.rules.notation import Rule, RuleText, ShardRange, Shards, Term, dim_size, extents, parse
 from tpcompiler.rules.registry import call_variant
@@ -153,8 +154,7 @@ def _fault(
 def _difference(got: torch.Tensor, whole: torch.Tensor, sharding: Sharding, rank: int, mesh: Mesh) -> str:
     if got.shape != whole.shape or got.dtype != whole.dtype:
         return f"{got.dtype}{list(got.shape)}, not {whole.dtype}{list(whole.shape)}"
-    wide = torch.complex128 if whole.is_complex() else torch.float64
-    apart = (got.to(wide) - whole.to(wide)).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    apart = (widened(got) - widened(whole)).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
     apart = apart.masked_fill(got == whole, 0)  # infinities
     place = [int(i) for i in torch.unravel_index(apart.argmax(), apart.shape)]
     holders = [r for r in range(mesh.world_size) if _holds(sharding, whole.shape, mesh, r, place)]
@@ -235,8 +235,7 @@ def _localized(
     """Replace the size arguments that the rule names by this rank's own."""
     out = rule.pattern.outputs[0]
     local = made.local_shape(edit.outputs(node)[0].shape, mesh, mesh.coordinate(rank))
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    args, own = tuple(args), {}
+    own: dict[str, Any] = {}
     for name, term in rule.sizes.items():
         given = edit.bound(node)[name]
         if len(given) == len(local):  # an empty rank cannot infer -1; a dim of one stays one
@@ -248,9 +247,4 @@ def _localized(
             sum(option.cuts.get(f, WHOLE).local_size(rule.extent[f], mesh, here) for f in group) for group in groups
         ]
         own[name] = entries if isinstance(edit.bound(node)[name], (list, tuple)) else entries[0]
-    for name, value in own.items():
-        if names.index(name) < len(args):
-            args = (*args[: names.index(name)], value, *args[names.index(name) + 1 :])
-        else:
-            kwargs = {**kwargs, name: value}
-    return args, kwargs
+    return replace_arguments(node.target, args, kwargs, own)

@@ -14,9 +14,10 @@ from tpcompiler._torch import FakeTensor, tree_map
 from tpcompiler.errors import reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import BOTH, CanonicalProgram
+from tpcompiler.judge.compare.judge import is_rounded, largest_magnitude, widened
 from tpcompiler.judge.sound.drawn import DrawnSizes
 from tpcompiler.judge.sound.folded import Folded
-from tpcompiler.judge.sound.regions import DRAWS, EPSILONS, TOLERANCE
+from tpcompiler.judge.sound.regions import DRAWS, is_close
 from tpcompiler.judge.sound.rising import counting, rising_inputs
 from tpcompiler.judge.sound.sizes import plain
 from tpcompiler.rules.index_range import door_ranges
@@ -203,13 +204,9 @@ def _difference(ours: Any, theirs: Any) -> str:
         return "" if ours == theirs else f"they are {ours} and {theirs}"
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return f"they are {ours.dtype} {list(ours.shape)} and {theirs.dtype} {list(theirs.shape)}"
-    if not (ours.is_floating_point() or ours.is_complex()):
-        return "" if torch.equal(ours, theirs) else "they differ"
-    wide = torch.complex128 if ours.is_complex() else torch.float64
-    one, two = ours.to(wide), theirs.to(wide)
-    finite = two[torch.isfinite(two)].abs()
-    scale = float(finite.amax()) if finite.numel() else 1.0
-    limit = scale * max(TOLERANCE, EPSILONS * torch.finfo(ours.dtype).eps)
-    if torch.allclose(one, two, rtol=0, atol=limit, equal_nan=True):
+    if is_close(ours, theirs):
         return ""
-    return f"on random values they differ by {float((one - two).nan_to_num(0, 0, 0).abs().amax()):.2g} of {scale:.2g}"
+    if not is_rounded(ours):
+        return "they differ"
+    apart, scale = largest_magnitude([widened(ours) - widened(theirs)]), largest_magnitude([theirs])
+    return f"on random values they differ by {apart:.2g} of {scale:.2g}"

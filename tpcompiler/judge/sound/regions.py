@@ -15,6 +15,7 @@ from tpcompiler.errors import InternalError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.judge.compare.judge import is_rounded, largest_magnitude, widened
 from tpcompiler.judge.compare.simulate import Waiting, lock_step, run_call
 from tpcompiler.judge.sound.bodies import check_body, needed_checks
 from tpcompiler.judge.sound.drawn import LONGER, SHORT, DrawnSizes
@@ -330,15 +331,16 @@ def _compare(
     except ValueError as error:
         raise Unsound(node, f"is not what its region claims: {error}") from error
     for replica in {id(replica): replica for replica in replicas}.values():
-        if exact or not (whole.is_floating_point() or whole.is_complex()):
-            same = torch.equal(replica, whole)
-        else:
-            scale = float(whole.abs().nan_to_num(0, 0, 0).amax()) if whole.numel() else 1.0
-            limit = scale * max(TOLERANCE, EPSILONS * torch.finfo(whole.dtype).eps)
-            wide = torch.complex128 if whole.is_complex() else torch.float64
-            same = torch.allclose(replica.to(wide), whole.to(wide), rtol=0, atol=limit, equal_nan=True)
-        if not same:
+        if not (torch.equal(replica, whole) if exact else is_close(replica, whole)):
             raise Unsound(node, f"does not become {sharding.text(mesh)} of the whole in its region")
+
+
+def is_close(value: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Return True if a value is the whole one, up to the rounding of sums in another order."""
+    if not is_rounded(whole):
+        return torch.equal(value, whole)
+    limit = largest_magnitude([whole]) * max(TOLERANCE, EPSILONS * torch.finfo(whole.dtype).eps)
+    return torch.allclose(widened(value), widened(whole), rtol=0, atol=limit, equal_nan=True)
 
 
 def _described(made: Folded, region: ProgramRegion) -> Any:
